@@ -1,0 +1,24 @@
+# Installs the libraries, headers and a package that find_package(ddpkit) reads.
+include(CMakePackageConfigHelpers)
+
+set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/ddpkit")
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/ddpkit" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(TARGETS ddpkit EXPORT ddpkitTargets)
+set(DDPKIT_HAS_TRAIN OFF)
+if(TARGET ddpkit_train)
+  set(DDPKIT_HAS_TRAIN ON)
+  install(TARGETS ddpkit_train EXPORT ddpkitTargets)
+endif()
+if(TARGET ddpkit_cli)
+  set_target_properties(ddpkit_cli PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+  install(TARGETS ddpkit_cli)
+endif()
+install(EXPORT ddpkitTargets NAMESPACE ddpkit:: DESTINATION "${package_dir}")
+
+configure_package_config_file(
+  "${PROJECT_SOURCE_DIR}/cmake/ddpkitConfig.cmake.in" "${PROJECT_BINARY_DIR}/ddpkitConfig.cmake"
+  INSTALL_DESTINATION "${package_dir}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmake"
+  COMPATIBILITY SameMinorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/ddpkitConfig.cmake" "${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmake"
+  "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake" DESTINATION "${package_dir}")

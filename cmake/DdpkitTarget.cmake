@@ -1,0 +1,42 @@
+# What every target of ddpkit's own code has in common: C++20, warnings, a sanitizer,
+# and the compiler cache. Nothing here reaches a project that links ddpkit.
+
+if(PROJECT_IS_TOP_LEVEL)
+  find_program(CCACHE_PROGRAM ccache)
+  if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    # Precompiled headers hit the cache only with this sloppiness; paths relative to the
+    # source folder let one clone use what another has compiled.
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
+        "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
+        "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${CCACHE_PROGRAM}")
+  endif()
+endif()
+
+function(ddpkit_target target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
+  if(DDPKIT_SANITIZER)
+    set(flags -fsanitize=${DDPKIT_SANITIZER} -fno-omit-frame-pointer)
+    if(DDPKIT_SANITIZER STREQUAL "address")
+      list(APPEND flags -fsanitize=undefined -fno-sanitize=vptr)
+    endif()
+    target_compile_options(${target} PRIVATE ${flags})
+    target_link_options(${target} PUBLIC ${flags})
+  endif()
+endfunction()
+
+# A precompiled header is worth its 11 s only where several files share it: one for
+# everything that includes torch/torch.h (examples, tests).
+function(ddpkit_torch_pch target)
+  if(NOT TARGET ddpkit_torch_pch)
+    file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/torch_pch.cpp" CONTENT "")
+    add_library(ddpkit_torch_pch OBJECT "${PROJECT_BINARY_DIR}/torch_pch.cpp")
+    ddpkit_target(ddpkit_torch_pch)
+    target_compile_options(ddpkit_torch_pch PRIVATE -fpch-preprocess)
+    target_link_libraries(ddpkit_torch_pch PUBLIC LibTorch::LibTorch Threads::Threads)
+    target_precompile_headers(ddpkit_torch_pch PRIVATE <torch/torch.h>)
+  endif()
+  target_compile_options(${target} PRIVATE -fpch-preprocess)
+  target_precompile_headers(${target} REUSE_FROM ddpkit_torch_pch)
+endfunction()

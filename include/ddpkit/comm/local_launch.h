@@ -1,0 +1,65 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ddpkit {
+
+/// What local_launch() starts, and how.
+struct LocalLaunchOptions {
+  std::vector<std::string> command;  ///< Program (looked up in PATH) and its arguments.
+  int ranks = 1;                     ///< Processes to start.
+  /// Rendezvous port; 0 takes a free one.
+  int master_port = 0;
+  /// Added to each rank's environment, over the inherited one.
+  std::vector<std::pair<std::string, std::string>> environment = {};
+  /// After this the ranks are killed. Empty: no limit.
+  std::optional<std::chrono::milliseconds> time_limit = std::nullopt;
+  /// How long the other ranks have, after SIGTERM, when one has failed or the launcher is told to stop.
+  std::chrono::milliseconds grace = std::chrono::seconds(5);
+  /// Receives each rank's output instead of this process's own. Empty: rank 0 inherits stdin, stdout and stderr, the
+  /// lines of the others go to stderr behind "[rank N] ".
+  std::function<void(int rank, const std::string& text)> on_output = nullptr;
+  /// Pass SIGINT and SIGTERM on to the ranks while they run.
+  bool forward_signals = false;
+};
+
+/// How one rank ended.
+struct RankExit {
+  int rank = -1;
+  int pid = -1;
+  int exit_code = 0;      ///< Meaningful when `signal` is 0.
+  int signal = 0;         ///< Signal that killed it, 0 for none.
+  bool ended_by_launcher = false;  ///< It was told to stop because of another rank, a signal or the time limit.
+
+  bool ok() const noexcept { return exit_code == 0 && signal == 0; }
+  /// "exited with code 3" or "was killed by signal 9 (Killed)".
+  std::string describe() const;
+};
+
+/// How a launch ended.
+struct LocalLaunchResult {
+  std::vector<RankExit> ranks;             ///< [rank]
+  std::optional<RankExit> first_failure;   ///< The rank that failed first, by itself.
+  bool timed_out = false;                  ///< The time limit ended it.
+  int stopped_by_signal = 0;               ///< The signal to this process that ended it, 0 for none.
+
+  /// What a shell expects: 0, the first failure's code, 128 + its signal, or 124 after the time limit.
+  int exit_code() const noexcept;
+};
+
+/// Runs `ranks` copies of a program on this host with the environment torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE,
+/// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), OMP_NUM_THREADS = cores / ranks unless it is set, and waits for them.
+/// When one fails the others are ended. The ranks die with this process.
+/// Throws InvalidArgument when the program cannot be started.
+LocalLaunchResult local_launch(const LocalLaunchOptions& options);
+
+/// Cores this process may use, from its affinity mask.
+int available_cores();
+
+}  // namespace ddpkit

@@ -1,0 +1,129 @@
+// Tier 1: ATen/core/Tensor.h. c10d's own headers (tier 2) are needed only by whoever calls backend().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ddpkit/comm/environment.h>
+
+namespace c10d {
+class Backend;
+class Store;
+class Work;
+}  // namespace c10d
+
+namespace ddpkit {
+
+/// How values of several ranks become one. Names and meaning are c10d's.
+enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+
+/// A collective under way. A handle: copies refer to the same collective. Its tensors must be neither
+/// read nor written until wait() has returned. Letting it go out of scope neither waits nor cancels.
+class Work {
+ public:
+  Work() = default;
+  explicit Work(c10::intrusive_ptr<c10d::Work> work);
+  ~Work();
+  Work(const Work&);
+  Work(Work&&) noexcept;
+  Work& operator=(const Work&);
+  Work& operator=(Work&&) noexcept;
+
+  /// True when there is a collective behind this handle.
+  bool valid() const noexcept { return static_cast<bool>(work_); }
+
+  /// CPU: blocks until the result is there. CUDA: makes the current stream wait and returns.
+  /// Throws what the collective failed with (CollectiveMismatch, PeerLost, Timeout).
+  void wait();
+
+  /// Whether wait() would return at once. Makes progress, never blocks.
+  bool is_completed();
+
+  /// c10d's own object, for code written against it.
+  const c10::intrusive_ptr<c10d::Work>& c10d_work() const noexcept { return work_; }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+/// A fixed set of ranks that call collectives together. A handle: copies are the same group.
+///
+/// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend compares
+/// the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group come from one
+/// thread at a time.
+class ProcessGroup {
+ public:
+  /// Wraps any c10d backend.
+  ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, at::Device device,
+               const LaunchEnvironment& environment = {});
+
+  int rank() const noexcept;              ///< 0 .. world_size()-1.
+  int world_size() const noexcept;
+  int local_rank() const noexcept;        ///< Position on this host.
+  int local_world_size() const noexcept;  ///< Ranks on this host.
+  /// Where this rank's model and batches belong: its GPU, or the CPU.
+  at::Device device() const noexcept;
+  /// "shm", "gloo", "nccl", or what a wrapped backend calls itself.
+  const std::string& backend_name() const noexcept;
+
+  /// Reduces `tensor` element by element over all ranks, in place, the same bits on every rank. Any shape; contiguous.
+  void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+  [[nodiscard]] Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+
+  /// Overwrites `tensor` with rank `root`'s. Any shape; contiguous.
+  void broadcast(const at::Tensor& tensor, int root = 0) const;
+  [[nodiscard]] Work broadcast_async(const at::Tensor& tensor, int root = 0) const;
+
+  /// Every rank's `tensor`, stacked: shape [world_size, ...tensor.sizes()], row r from rank r.
+  at::Tensor all_gather(const at::Tensor& tensor) const;
+
+  /// Every rank's bytes, of any length. [rank]
+  std::vector<std::string> all_gather_bytes(std::string_view bytes) const;
+
+  /// Returns when every rank has called it.
+  void barrier() const;
+
+  /// Memory for collectives: with `shm`, pages that every rank of the host maps, so that a collective on it copies
+  /// nothing; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
+  /// Contents undefined. The tensor outlives the group.
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
+
+  /// Tells the other ranks that this one cannot go on, so that their collectives throw PeerLost with `reason` now
+  /// rather than at their timeout. Never throws; without effect on backends other than `shm`.
+  void abort(const std::string& reason) const noexcept;
+
+  /// The c10d backend, for what has no wrapper here.
+  const c10::intrusive_ptr<c10d::Backend>& backend() const noexcept;
+  /// The store the ranks met in; null for a world of one.
+  const c10::intrusive_ptr<c10d::Store>& store() const noexcept;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+/// Options of init_process_group. What is left empty is chosen.
+struct InitOptions {
+  /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo elsewhere.
+  std::string backend = {};
+  /// Where the model goes. Empty: GPU number local_rank where this build and host have one, else the CPU.
+  std::optional<at::Device> device = std::nullopt;
+  /// How long a collective or the rendezvous waits for another rank.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  /// Rank, world size, master. Empty: from the environment.
+  std::optional<LaunchEnvironment> environment = std::nullopt;
+};
+
+/// Joins the job that the launcher describes in the environment (see read_launch_environment) and returns the group
+/// of all its ranks; a world of one when there is no launcher. Blocks until every rank has come.
+/// Throws InvalidArgument for a bad environment or backend name, RendezvousError when the ranks cannot meet.
+ProcessGroup init_process_group(const InitOptions& options = {});
+
+}  // namespace ddpkit

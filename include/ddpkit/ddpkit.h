@@ -1,0 +1,12 @@
+// Tier 2: everything of ddpkit::ddpkit. Include the single headers where compile time matters.
+#pragma once
+
+#include <ddpkit/comm/environment.h>
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/parallel/bucket_plan.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/reducer.h>

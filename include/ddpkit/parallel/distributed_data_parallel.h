@@ -1,0 +1,112 @@
+// Tier 2: torch/nn/module.h.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <utility>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/reducer.h>
+
+namespace ddpkit {
+
+/// Names and defaults of Python's torch.nn.parallel.DistributedDataParallel.
+struct DistributedDataParallelOptions {
+  /// Gradients are reduced in buckets of about this many MiB.
+  double bucket_cap_mb = 25;
+  /// The first bucket is smaller, so that communication starts early.
+  double first_bucket_cap_mb = 1;
+  /// Give every rank rank 0's buffers (batch-norm statistics and the like) before each training forward.
+  bool broadcast_buffers = true;
+};
+
+/// The part of DistributedDataParallel that does not depend on the module's type.
+class DistributedDataParallelBase {
+ public:
+  /// While it lives, backward leaves gradients local, to accumulate; the first backward after it averages the sums.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(Reducer& reducer);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    Reducer* reducer_;
+    bool before_;
+  };
+
+  NoSync no_sync() { return NoSync(*reducer_); }
+
+  const ProcessGroup& group() const noexcept { return group_; }
+  Reducer& reducer() noexcept { return *reducer_; }
+  const Reducer& reducer() const noexcept { return *reducer_; }
+
+ protected:
+  DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
+                              const DistributedDataParallelOptions& options);
+  /// Everything that has to happen before a forward pass.
+  void before_forward();
+
+ private:
+  ProcessGroup group_;
+  torch::nn::Module* module_;
+  DistributedDataParallelOptions options_;
+  std::vector<at::Tensor> buffers_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+/// Trains one copy of `module` on every rank of a group as if one process saw all their batches: the gradient after backward
+/// is the mean of the ranks' gradients, bit-identical on all of them, and its all-reduce runs while backward does.
+///
+///     ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 50});
+///     auto loss = torch::cross_entropy_loss(ddp(batch.data), batch.target);
+///     loss.backward();
+///
+/// The module stays the caller's own: save it, name its parameters, hand them to an optimizer as if it were not wrapped.
+/// It must be on its device, with every `requires_grad` set, before it is wrapped.
+template <class M>
+class DistributedDataParallel : public DistributedDataParallelBase {
+ public:
+  /// Collective. Checks that the module has the same parameters and buffers on every rank (throws ModelMismatch on all of
+  /// them, naming the first that differs) and gives every rank rank 0's values.
+  DistributedDataParallel(std::shared_ptr<M> module, ProcessGroup group,
+                          const DistributedDataParallelOptions& options = {})
+      : DistributedDataParallelBase(*module, std::move(group), options), module_(std::move(module)) {}
+
+  /// A module made with TORCH_MODULE.
+  template <class Holder>
+    requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
+  DistributedDataParallel(const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
+      : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
+
+  /// The module's forward. Collective while training when there are buffers to broadcast.
+  template <class... Args>
+  auto forward(Args&&... args) {
+    before_forward();
+    return module_->forward(std::forward<Args>(args)...);
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  M& module() noexcept { return *module_; }
+  const M& module() const noexcept { return *module_; }
+  const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
+
+ private:
+  std::shared_ptr<M> module_;
+};
+
+template <class Holder>
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
+DistributedDataParallel(const Holder&, ProcessGroup) -> DistributedDataParallel<typename Holder::ContainedType>;
+template <class Holder>
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
+DistributedDataParallel(const Holder&, ProcessGroup, DistributedDataParallelOptions)
+    -> DistributedDataParallel<typename Holder::ContainedType>;
+
+}  // namespace ddpkit
