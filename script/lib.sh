@@ -76,7 +76,7 @@ missing_packages() {
 install_packages() {
   local why=$1 as_root=()
   shift
-  say "Installing $# packages with apt ($why): $*"
+  say "Installing with apt, $why: $*"
   if [ "$(id -u)" -ne 0 ]; then
     if ! command -v sudo >/dev/null 2>&1 || ! { sudo -n true 2>/dev/null || { [ -t 0 ] && sudo true; }; }; then
       say "This needs root. Have someone run: apt-get install --no-install-recommends $*"
@@ -85,7 +85,10 @@ install_packages() {
     as_root=(sudo)
   fi
   # A package list that is not there, or old, names files that the mirror no longer has.
-  logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its words are above)"
+  if [ -z "${apt_updated:-}" ]; then
+    logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its words are above)"
+    apt_updated=yes
+  fi
   logged "$deps/log/apt-install" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get -qq -y -o Dpkg::Use-Pty=0 install --no-install-recommends "$@" \
     || die "apt could not install $* (its words are above; on Ubuntu they need the component universe)"
