@@ -98,7 +98,7 @@ include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(LibTorch
   REQUIRED_VARS LibTorch_PREFIX LibTorch_CPU_LIBRARY LibTorch_C10_LIBRARY
   VERSION_VAR LibTorch_VERSION HANDLE_COMPONENTS
-  REASON_FAILURE_MESSAGE "script/bootstrap installs one; or pass -DLibTorch_ROOT=FOLDER")
+  REASON_FAILURE_MESSAGE "script/bootstrap installs one, or pass -DLibTorch_ROOT=FOLDER")
 
 if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   add_library(LibTorch::c10 SHARED IMPORTED)
