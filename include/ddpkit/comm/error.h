@@ -14,10 +14,10 @@ class Error : public std::runtime_error {
  public:
   /// Where an error happened; whatever does not apply is left empty.
   struct Context {
-    std::optional<int> rank;              ///< The rank at fault, not the one that noticed.
-    std::string call;                     ///< The collective or step, such as "all_reduce".
-    std::optional<std::uint64_t> sequence;///< Number of the collective in its group, from 0.
-    std::optional<std::size_t> bucket;    ///< Gradient bucket.
+    std::optional<int> rank = {};                ///< The rank at fault, not the one that noticed.
+    std::string call = {};                       ///< The collective or step, such as "all_reduce".
+    std::optional<std::uint64_t> sequence = {};  ///< Number of the collective in its group, from 0.
+    std::optional<std::size_t> bucket = {};      ///< Gradient bucket.
   };
 
   explicit Error(const std::string& message) : std::runtime_error(message) {}

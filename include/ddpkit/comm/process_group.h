@@ -28,7 +28,7 @@ enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 /// read nor written until wait() has returned. Letting it go out of scope neither waits nor cancels.
 class Work {
  public:
-  Work() = default;
+  Work();
   explicit Work(c10::intrusive_ptr<c10d::Work> work);
   ~Work();
   Work(const Work&);

@@ -5,7 +5,9 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/reducer.h>

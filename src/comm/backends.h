@@ -1,0 +1,43 @@
+// Tier 1. How init_process_group makes each backend; an absent one throws InvalidArgument that says how to get it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include <ddpkit/comm/environment.h>
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace ddpkit {
+
+/// What ddpkit's own backends can do beyond c10d::Backend. Found by dynamic_cast.
+class SymmetricMemory {
+ public:
+  virtual ~SymmetricMemory() = default;
+  virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
+  virtual void abort_group(const std::string& reason) noexcept = 0;
+};
+
+/// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the run.
+c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+
+c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const LaunchEnvironment& environment,
+                                                      std::chrono::milliseconds timeout);
+c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const LaunchEnvironment& environment, c10::Device device,
+                                                      std::chrono::milliseconds timeout);
+/// GPUs this process can use: 0 in a build without CUDA.
+int cuda_device_count();
+/// Makes `device` the current one of this thread.
+void set_cuda_device(c10::Device device);
+
+}  // namespace ddpkit

@@ -1,0 +1,171 @@
+#include <ddpkit/comm/environment.h>
+
+#include <charconv>
+#include <cstdlib>
+#include <limits>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+namespace {
+
+/// Reads whole numbers out of the environment and says which variable is wrong.
+class Variables {
+ public:
+  explicit Variables(const EnvironmentLookup& lookup) : lookup_(lookup) {}
+
+  /// An empty variable counts as one that is not set, as for most shells' users.
+  std::optional<std::string> text(const char* name) const {
+    auto value = lookup_(name);
+    if (value && value->empty()) return std::nullopt;
+    return value;
+  }
+
+  std::optional<int> number(const char* name, int low, int high) const {
+    const auto value = text(name);
+    if (!value) return std::nullopt;
+    int number = 0;
+    const char* end = value->data() + value->size();
+    const auto [stop, status] = std::from_chars(value->data(), end, number);
+    if (status != std::errc{} || stop != end)
+      throw InvalidArgument(fmt::format("{} is \"{}\", which is not a whole number", name, *value));
+    if (number < low || number > high) {
+      throw InvalidArgument(high == std::numeric_limits<int>::max()
+                                ? fmt::format("{} is {}, but must be at least {}", name, number, low)
+                                : fmt::format("{} is {}, but must be between {} and {}", name, number, low, high));
+    }
+    return number;
+  }
+
+  int required(const char* name, int low, int high, const char* because) const {
+    if (const auto value = number(name, low, high)) return *value;
+    throw InvalidArgument(fmt::format("{} is not set, but {} is: a launcher sets both", name, because));
+  }
+
+ private:
+  const EnvironmentLookup& lookup_;
+};
+
+constexpr int kAny = std::numeric_limits<int>::max();
+
+void read_master(const Variables& variables, LaunchEnvironment& environment) {
+  if (const auto address = variables.text("MASTER_ADDR")) environment.master_addr = *address;
+  if (const auto port = variables.number("MASTER_PORT", 1, 65535))
+    environment.master_port = static_cast<std::uint16_t>(*port);
+}
+
+LaunchEnvironment read_torchrun(const Variables& variables) {
+  LaunchEnvironment environment;
+  environment.launcher = "torchrun";
+  environment.world_size = variables.required("WORLD_SIZE", 1, kAny, "RANK");
+  environment.rank = variables.required("RANK", 0, environment.world_size - 1, "WORLD_SIZE");
+  const auto local_world_size = variables.number("LOCAL_WORLD_SIZE", 1, environment.world_size);
+  environment.local_world_size = local_world_size.value_or(environment.world_size);
+  const auto local_rank = variables.number("LOCAL_RANK", 0, environment.local_world_size - 1);
+  environment.local_rank = local_rank.value_or(environment.rank % environment.local_world_size);
+  read_master(variables, environment);
+  environment.use_agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  environment.run_id = variables.text("TORCHELASTIC_RUN_ID").value_or("none") + "/" +
+                       variables.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  return environment;
+}
+
+/// "2(x3),1" says tasks per node: 2, 2, 2, 1.
+int slurm_tasks_on_node(const std::string& text, int node) {
+  int index = 0;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (at < end) {
+    int tasks = 0, repeat = 1;
+    auto parsed = std::from_chars(at, end, tasks);
+    if (parsed.ec != std::errc{}) break;
+    at = parsed.ptr;
+    if (end - at > 2 && at[0] == '(' && at[1] == 'x') {
+      parsed = std::from_chars(at + 2, end, repeat);
+      if (parsed.ec != std::errc{} || parsed.ptr == end || *parsed.ptr != ')') break;
+      at = parsed.ptr + 1;
+    }
+    if (node < index + repeat) return tasks;
+    index += repeat;
+    if (at < end && *at == ',') ++at;
+  }
+  throw InvalidArgument(fmt::format("SLURM_STEP_TASKS_PER_NODE is \"{}\", which says nothing about node {}", text, node));
+}
+
+LaunchEnvironment read_slurm(const Variables& variables) {
+  LaunchEnvironment environment;
+  environment.launcher = "slurm";
+  environment.world_size = variables.required("SLURM_STEP_NUM_TASKS", 1, kAny, "SLURM_PROCID");
+  environment.rank = variables.required("SLURM_PROCID", 0, environment.world_size - 1, "SLURM_STEP_NUM_TASKS");
+  environment.local_rank = variables.number("SLURM_LOCALID", 0, environment.world_size - 1).value_or(environment.rank);
+  const int node = variables.number("SLURM_NODEID", 0, kAny).value_or(0);
+  const auto per_node = variables.text("SLURM_STEP_TASKS_PER_NODE");
+  environment.local_world_size = per_node ? slurm_tasks_on_node(*per_node, node) : environment.world_size;
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
+    if (const auto nodes = variables.text(name); nodes && environment.local_world_size < environment.world_size) {
+      environment.master_addr = first_slurm_host(*nodes);
+      break;
+    }
+  }
+  read_master(variables, environment);
+  environment.run_id = variables.text("SLURM_JOB_ID").value_or("none") + "/" +
+                       variables.text("SLURM_STEP_ID").value_or("0");
+  return environment;
+}
+
+LaunchEnvironment read_openmpi(const Variables& variables) {
+  LaunchEnvironment environment;
+  environment.launcher = "openmpi";
+  environment.world_size = variables.required("OMPI_COMM_WORLD_SIZE", 1, kAny, "OMPI_COMM_WORLD_RANK");
+  environment.rank = variables.required("OMPI_COMM_WORLD_RANK", 0, environment.world_size - 1, "OMPI_COMM_WORLD_SIZE");
+  environment.local_world_size =
+      variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, environment.world_size).value_or(environment.world_size);
+  environment.local_rank = variables.number("OMPI_COMM_WORLD_LOCAL_RANK", 0, environment.local_world_size - 1)
+                               .value_or(environment.rank % environment.local_world_size);
+  if (environment.local_world_size < environment.world_size && !variables.text("MASTER_ADDR")) {
+    throw InvalidArgument(
+        "Open MPI started ranks on several hosts, but MASTER_ADDR is not set: "
+        "pass the host of rank 0 with mpirun -x MASTER_ADDR=HOST");
+  }
+  read_master(variables, environment);
+  environment.run_id = variables.text("PMIX_NAMESPACE").value_or("none") + "/0";
+  return environment;
+}
+
+}  // namespace
+
+std::string first_slurm_host(const std::string& node_list) {
+  const auto open = node_list.find_first_of("[,");
+  if (open == std::string::npos || node_list[open] == ',') return node_list.substr(0, open);
+  const auto end = node_list.find_first_of("-,]", open + 1);
+  if (end == std::string::npos)
+    throw InvalidArgument(fmt::format("the Slurm node list \"{}\" has a bracket that does not close", node_list));
+  std::string host = node_list.substr(0, open) + node_list.substr(open + 1, end - open - 1);
+  const auto close = node_list.find(']', open);
+  if (close != std::string::npos) host += node_list.substr(close + 1, node_list.find(',', close) - close - 1);
+  return host;
+}
+
+LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup) {
+  const Variables variables(lookup);
+  if (variables.text("RANK") || variables.text("WORLD_SIZE")) return read_torchrun(variables);
+  // Inside an allocation Slurm also sets SLURM_PROCID and SLURM_NTASKS for a batch script's own shell; only srun
+  // sets the size of a step.
+  if (variables.text("SLURM_STEP_NUM_TASKS") && variables.text("SLURM_PROCID")) return read_slurm(variables);
+  if (variables.text("OMPI_COMM_WORLD_RANK") || variables.text("OMPI_COMM_WORLD_SIZE")) return read_openmpi(variables);
+  LaunchEnvironment environment;
+  read_master(variables, environment);
+  return environment;
+}
+
+LaunchEnvironment read_launch_environment() {
+  return read_launch_environment([](const char* name) -> std::optional<std::string> {
+    const char* value = std::getenv(name);
+    return value ? std::optional<std::string>(value) : std::nullopt;
+  });
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,171 @@
+#include <ddpkit/comm/process_group.h>
+
+#include <cstdlib>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/shm_backend.h>
+
+#include "comm/backends.h"
+
+namespace ddpkit {
+
+Work::Work() = default;
+Work::Work(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+Work::~Work() = default;
+Work::Work(const Work&) = default;
+Work::Work(Work&&) noexcept = default;
+Work& Work::operator=(const Work&) = default;
+Work& Work::operator=(Work&&) noexcept = default;
+
+void Work::wait() {
+  if (work_) work_->wait();
+}
+
+bool Work::is_completed() { return !work_ || work_->isCompleted(); }
+
+struct ProcessGroup::State {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  c10::intrusive_ptr<c10d::Store> store;
+  at::Device device;
+  LaunchEnvironment environment;
+  std::string backend_name;
+};
+
+ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+                           at::Device device, const LaunchEnvironment& environment)
+    : state_(std::make_shared<State>(std::move(backend), std::move(store), device, environment, "")) {
+  if (!state_->backend) throw InvalidArgument("a process group needs a backend");
+  state_->backend_name = state_->backend->getBackendName();
+  state_->environment.rank = state_->backend->getRank();
+  state_->environment.world_size = state_->backend->getSize();
+}
+
+int ProcessGroup::rank() const noexcept { return state_->environment.rank; }
+int ProcessGroup::world_size() const noexcept { return state_->environment.world_size; }
+int ProcessGroup::local_rank() const noexcept { return state_->environment.local_rank; }
+int ProcessGroup::local_world_size() const noexcept { return state_->environment.local_world_size; }
+at::Device ProcessGroup::device() const noexcept { return state_->device; }
+const std::string& ProcessGroup::backend_name() const noexcept { return state_->backend_name; }
+const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const noexcept { return state_->backend; }
+const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const noexcept { return state_->store; }
+
+Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = static_cast<c10d::ReduceOp::RedOpType>(op);
+  return Work(state_->backend->allreduce(tensors, options));
+}
+
+Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return Work(state_->backend->broadcast(tensors, options));
+}
+
+void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const { all_reduce_async(tensor, op).wait(); }
+
+void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const { broadcast_async(tensor, root).wait(); }
+
+at::Tensor ProcessGroup::all_gather(const at::Tensor& tensor) const {
+  std::vector<std::int64_t> sizes{world_size()};
+  sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+  at::Tensor output = at::empty(sizes, tensor.options().requires_grad(false));
+  at::Tensor input = tensor.detach().contiguous();
+  // Flat: backends differ in which shapes they take, not in what they do.
+  at::Tensor flat_output = output.view({-1});
+  at::Tensor flat_input = input.view({-1});
+  Work(state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions())).wait();
+  return output;
+}
+
+std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
+  const auto options = at::TensorOptions(at::kByte);
+  at::Tensor length = at::empty({1}, options.dtype(at::kLong));
+  length.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
+  const at::Tensor lengths = all_gather(length.to(device())).cpu();
+  const auto* length_of = lengths.const_data_ptr<std::int64_t>();
+  std::int64_t longest = 1;
+  for (int r = 0; r < world_size(); ++r) longest = std::max(longest, length_of[r]);
+  at::Tensor padded = at::zeros({longest}, options);
+  std::copy(bytes.begin(), bytes.end(), padded.data_ptr<std::uint8_t>());
+  const at::Tensor all = all_gather(padded.to(device())).cpu();
+  std::vector<std::string> texts;
+  for (int r = 0; r < world_size(); ++r) {
+    const auto* start = all.const_data_ptr<std::uint8_t>() + r * longest;
+    texts.emplace_back(start, start + length_of[r]);
+  }
+  return texts;
+}
+
+void ProcessGroup::barrier() const {
+  c10d::BarrierOptions options;
+  if (device().is_cuda()) options.device = device();
+  Work(state_->backend->barrier(options)).wait();
+}
+
+at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
+  if (auto* memory = dynamic_cast<SymmetricMemory*>(state_->backend.get())) return memory->allocate(sizes, dtype);
+  return at::empty(sizes, at::TensorOptions(dtype).device(device()));
+}
+
+void ProcessGroup::abort(const std::string& reason) const noexcept {
+  if (auto* memory = dynamic_cast<SymmetricMemory*>(state_->backend.get())) memory->abort_group(reason);
+}
+
+namespace {
+
+std::string choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
+  std::string backend = options.backend;
+  const char* from_environment = std::getenv("DDPKIT_BACKEND");
+  const bool named_here = !backend.empty();
+  if (!named_here && from_environment) backend = from_environment;
+  if (backend.empty()) {
+    const bool gpu = options.device ? options.device->is_cuda() : cuda_device_count() > 0;
+    if (gpu) return "nccl";
+    return environment.local_world_size == environment.world_size ? "shm" : "gloo";
+  }
+  if (backend != "shm" && backend != "gloo" && backend != "nccl")
+    throw InvalidArgument(fmt::format("{} \"{}\" is not one of shm, gloo, nccl",
+                                      named_here ? "the backend" : "DDPKIT_BACKEND", backend));
+  return backend;
+}
+
+at::Device choose_device(const InitOptions& options, const std::string& backend, const LaunchEnvironment& environment) {
+  if (options.device) return *options.device;
+  if (backend != "nccl") return at::kCPU;
+  const int devices = cuda_device_count();
+  if (devices > 0 && environment.local_rank >= devices)
+    throw InvalidArgument(
+        fmt::format("rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
+                    "CPU with --backend shm",
+                    environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
+}
+
+}  // namespace
+
+ProcessGroup init_process_group(const InitOptions& options) {
+  const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
+  const std::string backend_name = choose_backend(options, environment);
+  const at::Device device = choose_device(options, backend_name, environment);
+  if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
+  auto store = connect_store(environment, options.timeout);
+  c10::intrusive_ptr<c10d::Backend> backend;
+  if (backend_name == "shm") {
+    backend = create_shm_backend(store, environment.rank, environment.world_size, options.timeout);
+  } else if (backend_name == "gloo") {
+    backend = create_gloo_backend(store, environment, options.timeout);
+  } else {
+    backend = create_nccl_backend(store, environment, device, options.timeout);
+  }
+  return ProcessGroup(std::move(backend), std::move(store), device, environment);
+}
+
+}  // namespace ddpkit

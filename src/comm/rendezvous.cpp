@@ -1,0 +1,178 @@
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/backends.h"
+
+namespace ddpkit {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// How long a name that does not resolve may take to appear (a cluster's DNS may lag behind its processes).
+constexpr std::chrono::seconds kResolveLimit(5);
+
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) {}
+  ~Socket() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Socket(Socket&& other) noexcept : fd_(other.release()) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+Addresses resolve(const LaunchEnvironment& environment) {
+  const addrinfo hints{.ai_flags = AI_NUMERICSERV,
+                       .ai_family = AF_UNSPEC,
+                       .ai_socktype = SOCK_STREAM,
+                       .ai_protocol = 0,
+                       .ai_addrlen = 0,
+                       .ai_addr = nullptr,
+                       .ai_canonname = nullptr,
+                       .ai_next = nullptr};
+  const auto deadline = Clock::now() + kResolveLimit;
+  for (;;) {
+    addrinfo* found = nullptr;
+    const int status = ::getaddrinfo(environment.master_addr.c_str(),
+                                     std::to_string(environment.master_port).c_str(), &hints, &found);
+    if (status == 0) return {found, &::freeaddrinfo};
+    if (Clock::now() > deadline)
+      throw RendezvousError(fmt::format("MASTER_ADDR \"{}\" does not resolve to an address: {}",
+                                        environment.master_addr, ::gai_strerror(status)),
+                            {.rank = 0, .call = "rendezvous"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+}
+
+bool is_loopback(const sockaddr& address) {
+  if (address.sa_family == AF_INET)
+    return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) == 127;
+  return address.sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+}
+
+/// The socket that rank 0's store listens on: loopback alone where the master's address is loopback, so that nobody
+/// outside this host can reach it.
+int listen_as_master(const LaunchEnvironment& environment) {
+  const Addresses addresses = resolve(environment);
+  const addrinfo* loopback = nullptr;
+  for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
+    if (is_loopback(*at->ai_addr) && (!loopback || at->ai_family == AF_INET)) loopback = at;
+  }
+  sockaddr_in6 any{};
+  any.sin6_family = AF_INET6;
+  any.sin6_addr = in6addr_any;
+  any.sin6_port = htons(environment.master_port);
+  sockaddr_in any4{};
+  any4.sin_family = AF_INET;
+  any4.sin_addr.s_addr = htonl(INADDR_ANY);
+  any4.sin_port = htons(environment.master_port);
+
+  const sockaddr* address = loopback ? loopback->ai_addr : reinterpret_cast<const sockaddr*>(&any);
+  socklen_t length = loopback ? loopback->ai_addrlen : sizeof any;
+  Socket socket(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (socket.get() < 0 && !loopback) {  // A host without IPv6.
+    address = reinterpret_cast<const sockaddr*>(&any4);
+    length = sizeof any4;
+    socket = Socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  }
+  const int on = 1, off = 0;
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (address->sa_family == AF_INET6 && !loopback)
+    ::setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+  if (::bind(socket.get(), address, length) != 0 || ::listen(socket.get(), SOMAXCONN) != 0) {
+    const int error = errno;
+    if (error == EADDRINUSE)
+      throw RendezvousError(fmt::format("MASTER_PORT {} is already taken on this host by another program: set "
+                                        "MASTER_PORT to a free port, or let `ddpkit run` choose one",
+                                        environment.master_port),
+                            {.rank = 0, .call = "rendezvous"});
+    throw RendezvousError(
+        fmt::format("cannot listen on port {}: {}", environment.master_port, std::strerror(error)),
+        {.rank = 0, .call = "rendezvous"});
+  }
+  return socket.release();
+}
+
+/// Returns when somebody listens at the master's address. c10d's own client would sleep a second between tries.
+void wait_for_master(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  const Addresses addresses = resolve(environment);
+  const auto deadline = Clock::now() + timeout;
+  auto nap = std::chrono::milliseconds(2);
+  for (;;) {
+    int error = 0;
+    for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
+      const Socket socket(::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      if (socket.get() < 0) continue;
+      if (::connect(socket.get(), at->ai_addr, at->ai_addrlen) == 0) return;
+      error = errno;
+      if (error != EINPROGRESS) continue;
+      pollfd descriptor{socket.get(), POLLOUT, 0};
+      error = ETIMEDOUT;
+      if (::poll(&descriptor, 1, 2000) == 1) {
+        socklen_t length = sizeof error;
+        ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+        if (error == 0) return;
+      }
+    }
+    if (Clock::now() > deadline)
+      throw RendezvousError(fmt::format("rank {} cannot reach rank 0 at {}:{} ({}) within {:.1f} s", environment.rank,
+                                        environment.master_addr, environment.master_port, std::strerror(error),
+                                        std::chrono::duration<double>(timeout).count()),
+                            {.rank = 0, .call = "rendezvous"});
+    std::this_thread::sleep_for(nap);
+    nap = std::min(nap * 2, std::chrono::milliseconds(100));
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = environment.rank == 0 && !environment.use_agent_store;
+  options.waitWorkers = false;  // The backend waits, and can say for whom.
+  options.timeout = timeout;
+  if (options.isServer) {
+    options.masterListenFd = listen_as_master(environment);
+  } else {
+    wait_for_master(environment, timeout);
+  }
+  try {
+    auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+    // Two runs that meet at one port must not read each other's keys.
+    return c10::make_intrusive<c10d::PrefixStore>("ddpkit/" + environment.run_id, std::move(store));
+  } catch (const c10::Error& error) {
+    throw RendezvousError(fmt::format("rank {} cannot use the store at {}:{}: {}", environment.rank,
+                                      environment.master_addr, environment.master_port, error.what_without_backtrace()),
+                          {.call = "rendezvous"});
+  }
+}
+
+}  // namespace ddpkit

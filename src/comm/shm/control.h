@@ -1,0 +1,80 @@
+// Tier 0: the standard library only. The layout of the memory through which the ranks of a group talk.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace ddpkit::shm {
+
+inline constexpr std::size_t kCacheLine = 64;
+/// Collectives that a rank may have under way before it waits for the others to have seen the oldest.
+inline constexpr std::uint64_t kMaxOutstanding = 64;
+/// Staging slots a rank, and bytes in each: a slot fits the L2 cache several times over, and four keep a rank that copies
+/// in, one that reduces and one that copies out busy together.
+inline constexpr std::uint64_t kSlots = 4;
+inline constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
+
+enum class CollectiveKind : std::uint8_t { kBarrier, kAllReduce, kBroadcast, kAllGather };
+
+/// What a rank says of a collective before it takes part. Ranks compare everything up to `segment`.
+struct CollectiveHeader {
+  std::uint64_t sequence;
+  std::uint64_t numel;
+  CollectiveKind kind;
+  std::uint8_t dtype;      ///< DataType
+  std::uint8_t reduce_op;  ///< ReduceOp
+  std::int32_t root;
+  std::uint32_t segment;   ///< Symmetric segment that holds the tensor; 0 for private memory.
+  std::uint64_t offset;    ///< Byte offset in that segment.
+};
+
+/// How a rank's group ended before its time.
+enum class FailureKind : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };
+
+/// A count that only its owner raises and that others watch. On one line with its siblings: they have one writer, and a
+/// watcher gets them all in one transfer.
+///
+/// A ticket is one chunk of one collective; tickets are numbered through all collectives of the group.
+struct alignas(kCacheLine) Progress {
+  std::atomic<std::uint64_t> posted{0};    ///< Collectives whose header is there.
+  std::atomic<std::uint64_t> matched{0};   ///< Collectives whose headers of all ranks this rank has compared.
+  std::atomic<std::uint64_t> arrived{0};   ///< Tickets for which this rank's data is there.
+  std::atomic<std::uint64_t> reduced{0};   ///< Tickets whose share this rank has reduced.
+  std::atomic<std::uint64_t> finished{0};  ///< Tickets that this rank has done with.
+};
+
+/// One rank's part of the control memory. Written by its owner alone, but for the bell.
+struct alignas(kCacheLine) RankBlock {
+  Progress progress;
+
+  /// Rung by the others when they have raised a count while `sleeping` is set; the owner waits on it (futex).
+  alignas(kCacheLine) std::atomic<std::uint32_t> bell{0};
+  std::atomic<std::uint32_t> sleeping{0};
+
+  alignas(kCacheLine) std::atomic<std::uint32_t> joined{0};  ///< The rank has mapped this memory.
+  std::atomic<std::uint32_t> left{0};                        ///< The rank has given up its group in an orderly way.
+  std::atomic<std::uint32_t> failure{0};                     ///< FailureKind; the text below is complete before it is set.
+  std::int32_t pid{0};
+  std::int32_t staging_fd{-1};
+  std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
+  std::array<char, 480> failure_text{};
+
+  std::array<CollectiveHeader, kMaxOutstanding> headers{};
+};
+
+/// First bytes of the control memory: refuses a peer built with another layout.
+struct alignas(kCacheLine) ControlHead {
+  std::uint64_t layout = 0;
+  std::uint32_t world_size = 0;
+};
+
+inline constexpr std::uint64_t kLayout =
+    0xddb0000000000001ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+
+inline std::size_t control_bytes(int world_size) {
+  return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);
+}
+
+}  // namespace ddpkit::shm

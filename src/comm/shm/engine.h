@@ -1,0 +1,156 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "control.h"
+#include "data_type.h"
+#include "kernels.h"
+#include "mapping.h"
+#include "process_watch.h"
+
+namespace ddpkit::shm {
+
+/// Memory that all ranks map, at the same offsets of the same segment number, at addresses of their own.
+struct SymmetricSegment {
+  std::uint32_t id = 0;             ///< From 1, the same on all ranks.
+  std::vector<std::byte*> base;     ///< Rank r's pages, as mapped here. [rank]
+  std::size_t bytes = 0;            ///< Of each rank.
+  std::vector<Mapping> mappings;    ///< [rank]
+};
+
+/// One collective, as asked for. Pointers are to dense memory.
+struct Request {
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  DataType dtype = DataType::kUInt8;
+  Reduction op = Reduction::kSum;
+  int root = 0;                        ///< Broadcast.
+  const void* input = nullptr;         ///< numel elements.
+  void* output = nullptr;              ///< numel elements; all-gather: world_size * numel. May be the input.
+  std::size_t numel = 0;
+  std::shared_ptr<void> keep_alive = {};    ///< Whatever owns the pointers.
+  std::function<void()> on_finish = {};     ///< Runs once when it has succeeded, before it counts as finished.
+};
+
+/// A collective under way.
+struct Operation;
+using OperationHandle = std::shared_ptr<Operation>;
+
+/// The collectives of one rank in one group of processes that share memory.
+///
+/// There is no thread behind it. A collective moves on whenever one of the group's calls passes by: each post() and each
+/// turn of a wait() takes every collective under way as far as the other ranks allow, and never blocks in between. So with
+/// one core a rank nothing takes cycles from the training loop.
+///
+/// Each collective is cut into tickets (chunks). A ticket goes through three steps on every rank, in order:
+///   arrive   this rank's data is where the others can read it (its staging slot, or symmetric memory as it stands),
+///   reduce   where the work is shared: this rank's slice of the chunk is reduced for all,
+///   finish   the result is in this rank's output.
+/// A rank may arrive at a ticket while others still finish earlier ones, as far as its staging slots reach.
+///
+/// Errors are final: the first one ends the group, every later call throws it again, and the other ranks are told.
+/// Thread-safe, but the order of collectives must be the same on all ranks.
+class Engine {
+ public:
+  /// `control` is mapped by all `world_size` ranks; returns when all have joined. Throws Timeout or PeerLost.
+  Engine(Mapping control, int rank, int world_size, std::chrono::milliseconds timeout);
+  /// Marks this rank as having left. Does not wait for anybody.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int world_size() const noexcept { return world_size_; }
+
+  /// Starts a collective. Throws what ended the group, if it has ended.
+  OperationHandle post(Request request);
+  /// True when it is finished; makes progress. Throws what it failed with.
+  bool test(const OperationHandle& operation);
+  /// Blocks until it is finished; `timeout` counts from now, 0 is the group's default. Throws what it failed with.
+  void wait(const OperationHandle& operation, std::chrono::milliseconds timeout = {});
+
+  /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes);
+
+  /// Ends the group from this rank; the others throw PeerLost with `reason`.
+  void abort(const std::string& reason) noexcept;
+
+  void set_timeout(std::chrono::milliseconds timeout) noexcept { timeout_ = timeout; }
+  std::uint64_t sequence() const noexcept { return next_sequence_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
+  Progress& mine() const noexcept { return blocks_[rank_].progress; }
+
+  // Progress; all under mutex_.
+  bool progress();
+  bool match();
+  bool arrive();
+  bool reduce_slices();
+  bool finish();
+  void resolve();
+  bool agreed_on_symmetric(const Operation& operation) const;
+  Operation* at(std::uint64_t sequence) const noexcept;
+  void copy_in(const Operation& operation, std::uint64_t ticket);
+  void reduce_slice(const Operation& operation, std::uint64_t ticket);
+  void copy_out(const Operation& operation, std::uint64_t ticket);
+  std::byte* slot(int rank, std::uint64_t ticket) const noexcept;
+  void locate(Operation& operation) const;
+  void run_alone(Operation& operation);
+  bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
+  void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;
+  void ring_sleepers() noexcept;
+
+  // Waiting.
+  void join();
+  void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout,
+                  const std::function<bool()>& done);
+  void sleep(std::unique_lock<std::mutex>& lock);
+  std::vector<int> missing_ranks() const;
+  void check_peers();
+  [[noreturn]] void throw_timeout(std::chrono::milliseconds waited);
+  std::string last_call(int rank) const;
+  std::string current_call() const;
+
+  // Failing.
+  void compare_headers(const Operation& operation);
+  [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
+  void announce(FailureKind kind, const std::string& text) noexcept;
+  void throw_if_failed() const;
+
+  const int rank_;
+  const int world_size_;
+  std::chrono::milliseconds timeout_;
+  Mapping control_;
+  RankBlock* blocks_ = nullptr;        ///< [rank]
+  std::vector<Mapping> staging_;       ///< [rank]
+  std::vector<ProcessWatch> watches_;  ///< [rank]
+  int spin_turns_ = 0;                 ///< Turns of a wait before it sleeps.
+
+  mutable std::mutex mutex_;
+  std::exception_ptr failure_;
+  std::uint64_t next_sequence_ = 0;
+  /// Collectives under way, oldest first, and the sequence number of the front one.
+  std::deque<OperationHandle> operations_;
+  std::uint64_t first_sequence_ = 0;
+  std::uint64_t resolved_ = 0;       ///< Collectives whose path, and so whose tickets, are known.
+  std::uint64_t next_ticket_ = 0;    ///< First ticket of the next collective to be resolved.
+  // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
+  std::uint64_t arrive_sequence_ = 0;
+  std::uint64_t reduce_sequence_ = 0;
+  std::vector<std::weak_ptr<SymmetricSegment>> segments_;
+  std::uint32_t next_segment_ = 1;
+};
+
+}  // namespace ddpkit::shm

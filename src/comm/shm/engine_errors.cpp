@@ -1,0 +1,189 @@
+// What the engine says when things go wrong: comparing calls, watching peers, ending the group.
+#include <cstring>
+#include <map>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "engine.h"
+#include "operation.h"
+
+namespace ddpkit::shm {
+namespace {
+
+constexpr const char* kReductionNames[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+}
+
+std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::Context context) {
+  switch (kind) {
+    case FailureKind::kMismatch:
+      return std::make_exception_ptr(CollectiveMismatch(text, std::move(context)));
+    case FailureKind::kTimeout:
+      return std::make_exception_ptr(Timeout(text, std::move(context)));
+    default:
+      return std::make_exception_ptr(PeerLost(text, std::move(context)));
+  }
+}
+
+}  // namespace
+
+const char* name_of(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kBarrier:
+      return "barrier";
+    case CollectiveKind::kAllReduce:
+      return "all_reduce";
+    case CollectiveKind::kBroadcast:
+      return "broadcast";
+    case CollectiveKind::kAllGather:
+      return "all_gather";
+  }
+  return "?";
+}
+
+std::string describe(const CollectiveHeader& header) {
+  const auto dtype = name_of(static_cast<DataType>(header.dtype));
+  switch (header.kind) {
+    case CollectiveKind::kBarrier:
+      return "barrier";
+    case CollectiveKind::kAllReduce:
+      return fmt::format("all_reduce({}) of {} {}", kReductionNames[header.reduce_op & 7], header.numel, dtype);
+    case CollectiveKind::kBroadcast:
+      return fmt::format("broadcast of {} {} from rank {}", header.numel, dtype, header.root);
+    case CollectiveKind::kAllGather:
+      return fmt::format("all_gather of {} {}", header.numel, dtype);
+  }
+  return "?";
+}
+
+void Engine::compare_headers(const Operation& operation) {
+  const std::uint64_t sequence = operation.header.sequence;
+  const auto same = [](const CollectiveHeader& a, const CollectiveHeader& b) {
+    return a.sequence == b.sequence && a.numel == b.numel && a.kind == b.kind && a.dtype == b.dtype &&
+           a.reduce_op == b.reduce_op && a.root == b.root;
+  };
+  bool agree = true;
+  for (int r = 0; r < world_size_; ++r)
+    agree = agree && same(block(r).headers[sequence % kMaxOutstanding], operation.header);
+  if (agree) return;
+  std::map<std::string, std::vector<int>> callers;
+  for (int r = 0; r < world_size_; ++r)
+    callers[describe(block(r).headers[sequence % kMaxOutstanding])].push_back(r);
+  std::vector<std::string> parts;
+  const std::vector<int>* fewest = nullptr;
+  for (const auto& [call, ranks] : callers) {
+    parts.push_back(fmt::format("{} called {}", ranks_text(ranks), call));
+    if (!fewest || ranks.size() < fewest->size()) fewest = &ranks;
+  }
+  fail(FailureKind::kMismatch,
+       fmt::format("the ranks' collectives number {} do not match: {}", sequence, fmt::join(parts, "; ")),
+       fewest->front());
+}
+
+std::vector<int> Engine::missing_ranks() const {
+  std::vector<int> missing;
+  if (operations_.empty()) return missing;
+  const auto below = [&](std::atomic<std::uint64_t> Progress::*count, std::uint64_t needed) {
+    for (int r = 0; r < world_size_; ++r) {
+      if (r != rank_ && (block(r).progress.*count).load() < needed) missing.push_back(r);
+    }
+    return !missing.empty();
+  };
+  // In the order in which the oldest collective needs its peers.
+  if (below(&Progress::posted, first_sequence_ + 1)) return missing;
+  if (below(&Progress::matched, first_sequence_ + 1)) return missing;
+  const std::uint64_t ticket = mine().finished.load();
+  if (mine().arrived.load() <= ticket && ticket >= kSlots && below(&Progress::finished, ticket - kSlots + 1))
+    return missing;
+  if (below(&Progress::arrived, ticket + 1)) return missing;
+  below(&Progress::reduced, ticket + 1);
+  return missing;
+}
+
+std::string Engine::last_call(int rank) const {
+  const std::uint64_t posted = block(rank).progress.posted.load();
+  if (posted == 0) return "has made no call yet";
+  return fmt::format("last called {} (number {})", describe(block(rank).headers[(posted - 1) % kMaxOutstanding]),
+                     posted - 1);
+}
+
+std::string Engine::current_call() const {
+  return operations_.empty() ? "a collective"
+                             : fmt::format("{} (number {})", describe(operations_.front()->header), first_sequence_);
+}
+
+void Engine::check_peers() {
+  for (int r = 0; r < world_size_; ++r) {
+    const auto kind = static_cast<FailureKind>(block(r).failure.load());
+    if (r == rank_ || kind == FailureKind::kNone) continue;
+    const std::string text(block(r).failure_text.data(), strnlen(block(r).failure_text.data(), block(r).failure_text.size()));
+    fail(kind, kind == FailureKind::kAborted ? fmt::format("rank {} gave up: {}", r, text) : text, r);
+  }
+  const auto gone = [&](int r) {
+    return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive();
+  };
+  std::vector<int> dead;
+  for (int r = 0; r < world_size_; ++r) {
+    if (r != rank_ && gone(r)) dead.push_back(r);
+  }
+  if (dead.empty()) return;
+  // What it did before it ended counts, and may be enough.
+  progress();
+  const auto missing = missing_ranks();
+  for (const int r : dead) {
+    if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
+    fail(FailureKind::kPeerLost,
+         fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, block(r).pid,
+                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(), last_call(r)),
+         r);
+  }
+}
+
+void Engine::throw_timeout(std::chrono::milliseconds waited) {
+  const auto missing = missing_ranks();
+  std::vector<std::string> states;
+  for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, block(r).pid, last_call(r)));
+  fail(FailureKind::kTimeout,
+       fmt::format("rank {} waited {:.1f} s in {} for {}: {}", rank_, std::chrono::duration<double>(waited).count(),
+                   current_call(), ranks_text(missing), fmt::join(states, "; ")),
+       missing.empty() ? std::nullopt : std::optional(missing.front()));
+}
+
+void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> culprit) {
+  Error::Context context{.rank = culprit, .call = "collective", .sequence = first_sequence_};
+  if (!operations_.empty()) context.call = name_of(operations_.front()->header.kind);
+  failure_ = make_error(kind, text, std::move(context));
+  announce(kind, text);
+  std::rethrow_exception(failure_);
+}
+
+void Engine::announce(FailureKind kind, const std::string& text) noexcept {
+  RankBlock& self = block(rank_);
+  if (self.failure.load() != 0) return;
+  const std::size_t length = std::min(text.size(), self.failure_text.size() - 1);
+  std::memcpy(self.failure_text.data(), text.data(), length);
+  self.failure.store(static_cast<std::uint32_t>(kind));
+  ring_sleepers();
+}
+
+void Engine::abort(const std::string& reason) noexcept {
+  const std::unique_lock lock(mutex_);
+  if (failure_) return;
+  announce(FailureKind::kAborted, reason);
+  try {
+    fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", rank_, reason), rank_);
+  } catch (...) {
+    // The calls of this rank that follow throw it.
+  }
+}
+
+void Engine::throw_if_failed() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+}  // namespace ddpkit::shm

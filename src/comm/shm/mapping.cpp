@@ -1,0 +1,109 @@
+#include "mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::shm {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+/// What the kernel thinks can be had without swapping, in bytes; 0 when it does not say.
+std::size_t available_memory() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  std::size_t kilobytes = 0;
+  std::string unit;
+  while (meminfo >> key >> kilobytes) {
+    if (key == "MemAvailable:") return kilobytes << 10;
+    std::getline(meminfo, unit);
+  }
+  return 0;
+}
+
+double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+[[noreturn]] void throw_out_of_memory(const std::string& name, std::size_t bytes, int error) {
+  throw Error(fmt::format("no shared memory for {}: {:.1f} MiB asked for, {:.1f} MiB available ({})", name,
+                          mebibytes(bytes), mebibytes(available_memory()), std::strerror(error)));
+}
+
+std::byte* map(int fd, std::size_t bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (data == MAP_FAILED) return nullptr;
+  if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
+
+Mapping::~Mapping() {
+  close_descriptor();
+  if (data_) ::munmap(data_, size_);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      fd_(std::exchange(other.fd_, -1)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Mapping Mapping::create(const std::string& name, std::size_t bytes) {
+  // Asking for more than there is would not fail: it would wake the kernel's out-of-memory killer.
+  const std::size_t available = available_memory();
+  if (available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
+  Mapping mapping;
+  mapping.fd_ = ::memfd_create(("ddpkit:" + name).c_str(), MFD_CLOEXEC);
+  if (mapping.fd_ < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
+  if (::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
+  // The advice for huge pages counts only for pages that do not exist yet, so it comes between mapping and filling.
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, mapping.fd_, 0);
+  if (data == MAP_FAILED) throw_out_of_memory(name, bytes, errno);
+  mapping.data_ = static_cast<std::byte*>(data);
+  mapping.size_ = bytes;
+  if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
+  // Unlike a first touch, which would be killed by SIGBUS, this fails with an error when memory runs out.
+  if (::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
+  return mapping;
+}
+
+Mapping Mapping::open(int pid, int fd, std::size_t bytes) {
+  const std::string path = fmt::format("/proc/{}/fd/{}", pid, fd);
+  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) {
+    const int error = errno;
+    throw RendezvousError(fmt::format(
+        "cannot open the shared memory of process {} ({}: {}): the ranks must run on one host, in one container, as one "
+        "user; use the gloo backend otherwise",
+        pid, path, std::strerror(error)));
+  }
+  Mapping mapping;
+  mapping.data_ = map(opened, bytes);
+  const int error = errno;
+  ::close(opened);
+  if (!mapping.data_) throw_out_of_memory(path, bytes, error);
+  mapping.size_ = bytes;
+  return mapping;
+}
+
+void Mapping::close_descriptor() noexcept {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+}  // namespace ddpkit::shm

@@ -1,0 +1,39 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace ddpkit::shm {
+
+/// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
+/// kernel takes the pages back when the last process that maps them has ended, however it ended.
+class Mapping {
+ public:
+  Mapping() = default;
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+
+  /// New pages, all zero, really there (the calling thread's NUMA policy places them). `name` shows in /proc/PID/maps.
+  /// Throws Error that says how much was asked for and how much there is.
+  static Mapping create(const std::string& name, std::size_t bytes);
+
+  /// The pages behind another process's descriptor; `pid` may be this process. Throws RendezvousError when that process is
+  /// not to be seen from here (another host, container or user).
+  static Mapping open(int pid, int fd, std::size_t bytes);
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return size_; }
+  /// The descriptor others may open; -1 after close_descriptor() and for opened mappings.
+  int descriptor() const noexcept { return fd_; }
+  /// Once every peer has opened it, the mapping no longer needs its descriptor.
+  void close_descriptor() noexcept;
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  int fd_ = -1;
+};
+
+}  // namespace ddpkit::shm

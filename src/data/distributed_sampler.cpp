@@ -1,0 +1,114 @@
+#include <ddpkit/data/distributed_sampler.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/randperm.h>
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <numeric>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+
+struct DistributedSampler::State {
+  std::size_t size = 0;
+  std::size_t world_size = 1;
+  std::size_t rank = 0;
+  DistributedSamplerOptions options;
+  std::uint64_t epoch = 0;
+  std::vector<std::size_t> order;  ///< This rank's indices for the epoch under way. [sample]
+  std::size_t position = 0;
+
+  std::size_t num_samples() const {
+    // Dropping the tail: the largest multiple of world_size; padding: the smallest. Both divided by world_size.
+    return options.drop_last ? size / world_size : (size + world_size - 1) / world_size;
+  }
+
+  void check() const {
+    if (num_samples() == 0)
+      throw InvalidArgument(fmt::format("{} samples cannot be dealt to {} ranks{}", size, world_size,
+                                        options.drop_last ? " without repeating any" : ""));
+  }
+
+  std::vector<std::size_t> draw() const {
+    std::vector<std::size_t> all(size);
+    if (options.shuffle) {
+      // What Python does: torch.randperm with a generator of its own, seeded by seed + epoch.
+      const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed + epoch);
+      const at::Tensor permutation = at::randperm(static_cast<std::int64_t>(size), generator, at::kLong);
+      const auto* values = permutation.const_data_ptr<std::int64_t>();
+      std::copy(values, values + size, all.begin());
+    } else {
+      std::iota(all.begin(), all.end(), std::size_t{0});
+    }
+    std::vector<std::size_t> mine;
+    mine.reserve(num_samples());
+    // Past the end the list starts over, which is the padding.
+    for (std::size_t i = 0; i < num_samples(); ++i) mine.push_back(all[(rank + i * world_size) % size]);
+    return mine;
+  }
+};
+
+DistributedSampler::DistributedSampler(std::size_t size, int world_size, int rank,
+                                       const DistributedSamplerOptions& options)
+    : state_(std::make_shared<State>()) {
+  if (world_size < 1 || rank < 0 || rank >= world_size)
+    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
+  state_->size = size;
+  state_->world_size = static_cast<std::size_t>(world_size);
+  state_->rank = static_cast<std::size_t>(rank);
+  state_->options = options;
+  state_->check();
+  reset();
+}
+
+DistributedSampler::DistributedSampler(std::size_t size, const ProcessGroup& group,
+                                       const DistributedSamplerOptions& options)
+    : DistributedSampler(size, group.world_size(), group.rank(), options) {}
+
+void DistributedSampler::set_epoch(std::uint64_t epoch) { state_->epoch = epoch; }
+
+std::uint64_t DistributedSampler::epoch() const noexcept { return state_->epoch; }
+
+std::size_t DistributedSampler::num_samples() const noexcept { return state_->num_samples(); }
+
+std::vector<std::size_t> DistributedSampler::indices() const { return state_->draw(); }
+
+void DistributedSampler::reset(std::optional<std::size_t> new_size) {
+  if (new_size) {
+    state_->size = *new_size;
+    state_->check();
+  }
+  state_->order = state_->draw();
+  state_->position = 0;
+}
+
+std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
+  const std::size_t left = state_->order.size() - state_->position;
+  if (left == 0) return std::nullopt;
+  const auto begin = state_->order.begin() + static_cast<std::ptrdiff_t>(state_->position);
+  const std::size_t count = std::min(left, batch_size);
+  state_->position += count;
+  return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
+}
+
+void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("epoch", torch::tensor(static_cast<std::int64_t>(state_->epoch), torch::kLong), /*is_buffer=*/true);
+  archive.write("position", torch::tensor(static_cast<std::int64_t>(state_->position), torch::kLong), /*is_buffer=*/true);
+}
+
+void DistributedSampler::load(torch::serialize::InputArchive& archive) {
+  torch::Tensor epoch, position;
+  archive.read("epoch", epoch, /*is_buffer=*/true);
+  archive.read("position", position, /*is_buffer=*/true);
+  state_->epoch = static_cast<std::uint64_t>(epoch.item<std::int64_t>());
+  state_->order = state_->draw();
+  const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
+  if (saved > state_->order.size())
+    throw InvalidArgument(fmt::format("the saved sampler stands at sample {}, but an epoch has only {} here", saved,
+                                      state_->order.size()));
+  state_->position = saved;
+}
+
+}  // namespace ddpkit
