@@ -1,0 +1,135 @@
+#include "har/generate.h"
+
+#include <array>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <numbers>
+#include <random>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "har/ucihar.h"
+
+namespace har {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr double kSamplesPerSecond = 50;
+
+struct Activity {
+  const char* name;
+  double frequency;               // Of the steps, Hz.
+  std::array<double, 3> moves;    // Amplitude of the body's acceleration, g. [axis]
+  std::array<double, 3> gravity;  // How the sensor hangs, g. [axis]
+};
+
+constexpr std::array<Activity, 6> kActivities = {{
+    {"WALKING", 1.9, {0.25, 0.15, 0.15}, {0.97, -0.20, 0.10}},
+    {"WALKING_UPSTAIRS", 1.4, {0.22, 0.25, 0.10}, {0.93, -0.28, 0.20}},
+    {"WALKING_DOWNSTAIRS", 2.4, {0.45, 0.20, 0.25}, {0.96, -0.15, 0.02}},
+    {"SITTING", 0.3, {0.01, 0.01, 0.01}, {0.85, 0.25, 0.45}},
+    {"STANDING", 0.3, {0.02, 0.01, 0.01}, {1.00, -0.10, 0.00}},
+    {"LAYING", 0.2, {0.01, 0.01, 0.02}, {-0.20, 0.75, 0.60}},
+}};
+
+// The standard library's distributions differ from one implementation to the next; its engines do not.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+  double uniform(double low, double high) { return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53; }
+  double normal(double deviation) {
+    const double radius = std::sqrt(-2 * std::log(1 - uniform(0, 1)));
+    return deviation * radius * std::cos(uniform(0, 2 * std::numbers::pi));
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+using Window = std::array<std::vector<double>, kUciSignals.size()>;  // [signal][step]
+
+Window make_window(const Activity& activity, int steps, Random& random) {
+  const double frequency = activity.frequency * random.uniform(0.92, 1.08);
+  const double strength = random.uniform(0.8, 1.2);
+  const double phase = random.uniform(0, 2 * std::numbers::pi);
+  Window window;
+  for (std::size_t axis = 0; axis < 3; ++axis) {
+    const double amplitude = activity.moves[axis] * strength;
+    const double lag = phase + 0.7 * static_cast<double>(axis);
+    const double tilt = activity.gravity[axis] + random.normal(0.04);
+    for (int step = 0; step < steps; ++step) {
+      const double angle = 2 * std::numbers::pi * frequency * step / kSamplesPerSecond + lag;
+      const double body = amplitude * (std::sin(angle) + 0.4 * std::sin(2 * angle)) + random.normal(0.02);
+      window[axis].push_back(body);
+      window[3 + axis].push_back(3 * amplitude * std::cos(angle) + random.normal(0.05));
+      window[6 + axis].push_back(body + tilt);
+    }
+  }
+  return window;
+}
+
+void write_text(const fs::path& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) throw ddpkit::Error(fmt::format("cannot write {}", path.string()));
+}
+
+void write_split(const fs::path& root, const std::string& name, int windows, int first_subject, int subjects, int steps,
+                 Random& random) {
+  fs::create_directories(root / name / "Inertial Signals");
+  std::array<std::string, kUciSignals.size()> signals;
+  std::string labels;
+  std::string who;
+  for (int i = 0; i < windows; ++i) {
+    const std::size_t activity = static_cast<std::size_t>(i) % kActivities.size();
+    const Window window = make_window(kActivities[activity], steps, random);
+    for (std::size_t signal = 0; signal < signals.size(); ++signal) {
+      for (const double value : window[signal]) fmt::format_to(std::back_inserter(signals[signal]), " {:.6e}", value);
+      signals[signal] += '\n';
+    }
+    labels += fmt::format("{}\n", activity + 1);
+    who += fmt::format("{}\n", first_subject + i * subjects / windows);
+  }
+  for (std::size_t signal = 0; signal < signals.size(); ++signal) {
+    write_text(root / name / "Inertial Signals" / fmt::format("{}_{}.txt", kUciSignals[signal], name), signals[signal]);
+  }
+  write_text(root / name / fmt::format("y_{}.txt", name), labels);
+  write_text(root / name / fmt::format("subject_{}.txt", name), who);
+}
+
+}  // namespace
+
+void generate_ucihar(const fs::path& folder, const GenerateOptions& options) {
+  if (options.train < 1 || options.test < 1 || options.steps < 1) {
+    throw ddpkit::InvalidArgument(fmt::format("cannot generate {} training and {} test windows of {} steps: each must be at least 1",
+                                              options.train, options.test, options.steps));
+  }
+  if (fs::exists(folder) && (!fs::is_directory(folder) || !fs::is_empty(folder))) {
+    throw ddpkit::InvalidArgument(fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
+  }
+  fs::path partial = folder.has_filename() ? folder : folder.parent_path();
+  const fs::path target = partial;
+  partial += ".partial";
+  try {
+    fs::remove_all(partial);
+    Random random(options.seed);
+    write_split(partial, "train", options.train, 1, 21, options.steps, random);
+    write_split(partial, "test", options.test, 22, 9, options.steps, random);
+    std::string names;
+    for (std::size_t i = 0; i < kActivities.size(); ++i) names += fmt::format("{} {}\n", i + 1, kActivities[i].name);
+    write_text(partial / "activity_labels.txt", names);
+    fs::rename(partial, target);
+  } catch (const fs::filesystem_error& error) {
+    throw ddpkit::Error(fmt::format("cannot write {}: {}", target.string(), error.code().message()));
+  }
+}
+
+}  // namespace har

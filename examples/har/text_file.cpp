@@ -1,0 +1,85 @@
+#include "har/text_file.h"
+
+#include <charconv>
+#include <cmath>
+#include <fstream>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace har {
+namespace {
+
+constexpr std::string_view kBlanks = " \t\r\v\f";
+
+template <class T>
+std::optional<T> parse(std::string_view text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+}  // namespace
+
+TextFile::TextFile(std::filesystem::path path) : path_(std::move(path)) {
+  std::error_code error;
+  if (!std::filesystem::exists(path_, error)) {
+    throw ddpkit::InvalidArgument(fmt::format("there is no file {}", path_.string()));
+  }
+  if (!std::filesystem::is_regular_file(path_, error)) {
+    throw ddpkit::InvalidArgument(fmt::format("{} is not a file", path_.string()));
+  }
+  std::ifstream file(path_, std::ios::binary);
+  if (file) text_.assign(std::istreambuf_iterator<char>(file), {});
+  if (!file) throw ddpkit::InvalidArgument(fmt::format("cannot read {}", path_.string()));
+}
+
+std::optional<std::string_view> TextFile::next_line() {
+  while (position_ < text_.size()) {
+    const std::size_t end = std::min(text_.find('\n', position_), text_.size());
+    const std::string_view line = trimmed(std::string_view(text_).substr(position_, end - position_));
+    position_ = end + 1;
+    ++line_;
+    if (!line.empty()) return line;
+  }
+  return std::nullopt;
+}
+
+void TextFile::fail(const std::string& message) const {
+  throw ddpkit::InvalidArgument(fmt::format("{}:{}: {}", path_.string(), line_, message));
+}
+
+std::string_view trimmed(std::string_view text) {
+  const std::size_t begin = text.find_first_not_of(kBlanks);
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(kBlanks) - begin + 1);
+}
+
+std::string_view next_word(std::string_view& rest) {
+  rest = trimmed(rest);
+  const std::string_view word = rest.substr(0, rest.find_first_of(kBlanks));
+  rest.remove_prefix(word.size());
+  return word;
+}
+
+std::optional<float> parse_float(std::string_view text) {
+  // By way of double: what is too small for a float is zero, not an error.
+  const std::optional<double> value = parse<double>(text);
+  if (!value || !std::isfinite(static_cast<float>(*value))) return std::nullopt;
+  return static_cast<float>(*value);
+}
+
+std::optional<int> parse_int(std::string_view text) { return parse<int>(text); }
+
+std::string in_quotes(std::string_view text) {
+  constexpr std::size_t kLongest = 40;
+  std::string result = "'";
+  for (const char c : text.substr(0, kLongest)) result += static_cast<unsigned char>(c) < 0x20 ? '?' : c;
+  return result + (text.size() > kLongest ? "...'" : "'");
+}
+
+}  // namespace har

@@ -1,0 +1,141 @@
+#include <ddpkit/train/main.h>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/environment.h>
+#include <ddpkit/train/options.h>
+
+namespace ddpkit::train {
+namespace {
+
+constexpr int kFailed = 1;
+constexpr int kWrongUsage = 2;
+
+// Torch puts a stack trace behind the message, for some exceptions even into what_without_backtrace().
+std::string_view without_backtrace(std::string_view text) { return text.substr(0, text.find("\nException raised from")); }
+
+std::string on_one_line(std::string_view text) {
+  std::string line;
+  for (const char c : text) {
+    if (c != '\n' && c != '\r' && c != '\t') {
+      line += c;
+    } else if (!line.empty() && line.back() != ' ') {
+      line += ' ';
+    }
+  }
+  while (!line.empty() && line.back() == ' ') line.pop_back();
+  return line;
+}
+
+// Before the ranks have met, what is wrong with an option is wrong with it on all of them: one rank a host says so.
+bool speaks_for_host() {
+  try {
+    return read_launch_environment().local_rank == 0;
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+// What abort() tells the other ranks begins with this: they need not repeat it.
+constexpr std::string_view kReported = "it reports: ";
+
+// True for the first rank of the job that asks. `without_store` is the answer when the store has gone with its rank.
+bool is_first_to_report(const ProcessGroup& group, bool without_store) {
+  if (!group.store()) return true;
+  try {
+    return group.store()->add("ddpkit/train/reported", 1) == 1;
+  } catch (const std::exception&) {
+    return without_store;
+  }
+}
+
+// Whether this rank is the one to print `error`; tells the others of one that they cannot know of.
+bool is_ours_to_report(const Error* error, const std::string& sentence, const ProcessGroup& group) {
+  if (group.world_size() == 1) return true;
+  const std::optional<int> culprit = error ? error->context().rank : std::nullopt;
+  if (dynamic_cast<const PeerLost*>(error) || dynamic_cast<const Timeout*>(error)) {
+    if (sentence.find(kReported) != std::string::npos) return false;
+    const int lowest_left = culprit == 0 ? 1 : 0;
+    return is_first_to_report(group, group.rank() == lowest_left);
+  }
+  const bool is_on_all_ranks =
+      culprit || dynamic_cast<const CollectiveMismatch*>(error) || dynamic_cast<const ModelMismatch*>(error);
+  if (is_on_all_ranks) return culprit.value_or(0) == group.rank();
+  // Ours alone, or met by each rank for itself. No store: rank 0 has ended, so it was the first to fail.
+  const bool reports = is_first_to_report(group, false);
+  group.abort(std::string(kReported) + sentence);
+  return reports;
+}
+
+int report(const std::string& program, const std::exception_ptr& exception, const Program& state) {
+  const std::string sentence = one_sentence(exception);
+  int code = kFailed;
+  bool speaks = false;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const UsageError&) {
+    code = kWrongUsage;
+    speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
+  } catch (const RendezvousError&) {
+    speaks = true;
+  } catch (const Error& error) {
+    speaks = state.group() ? is_ours_to_report(&error, sentence, *state.group()) : speaks_for_host();
+  } catch (...) {
+    speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
+  }
+  if (speaks) {
+    std::fflush(stdout);
+    fmt::print(stderr, "{}: {}\n", program, sentence);
+  }
+  return code;
+}
+
+}  // namespace
+
+std::string one_sentence(const std::exception_ptr& error) {
+  std::string text;
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& torch_error) {
+    text = on_one_line(without_backtrace(torch_error.what_without_backtrace()));
+  } catch (const std::bad_alloc&) {
+    text = "out of memory";
+  } catch (const std::exception& other) {
+    text = on_one_line(without_backtrace(other.what()));
+  } catch (...) {
+    text = "an exception that is no std::exception";
+  }
+  return text.empty() ? "an error without a message" : text;
+}
+
+ProcessGroup Program::init_process_group(const InitOptions& options) {
+  group_ = ddpkit::init_process_group(options);
+  return *group_;
+}
+
+int run_main(CLI::App& app, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {
+  Program program;
+  try {
+    app.parse(argc, argv);
+    body(program);
+    // What is still in stdio's buffer may not fit on the disk.
+    if (std::fflush(stdout) != 0) throw Error("cannot write to stdout");
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return speaks_for_host() ? app.exit(error) : 0;  // --help
+    return report(app.get_name(), std::make_exception_ptr(UsageError(describe_parse_error(app, error))), program);
+  } catch (...) {
+    return report(app.get_name(), std::current_exception(), program);
+  }
+}
+
+}  // namespace ddpkit::train

@@ -1,0 +1,98 @@
+#include <ddpkit/train/run_folder.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/together.h>
+
+namespace ddpkit::train {
+namespace {
+
+using nlohmann::json;
+
+// "a run with lr 0.01 (this one: 0.001)" for the first key that differs; empty when none does.
+std::string first_difference(const json& there, const json& here, const std::vector<std::string>& may_differ) {
+  json all_keys = there;
+  all_keys.update(here);
+  for (const auto& item : all_keys.items()) {
+    const std::string& key = item.key();
+    if (std::find(may_differ.begin(), may_differ.end(), key) != may_differ.end()) continue;
+    const json before = there.value(key, json());
+    const json now = here.value(key, json());
+    if (before != now) return fmt::format("a run with {} {} (this one: {})", key, before.dump(), now.dump());
+  }
+  return {};
+}
+
+// The checkpoint's info when the run is to resume from it.
+std::optional<CheckpointInfo> examine(const std::filesystem::path& checkpoint, const std::string& config,
+                                      const RunFolderOptions& options) {
+  const std::string folder = checkpoint.parent_path().string();
+  const json here = json::parse(config);
+  CheckpointInfo info;
+  json there;
+  try {
+    info = read_checkpoint_info(checkpoint);
+    there = json::parse(info.config);
+    if (!there.is_object()) throw InvalidArgument(fmt::format("the checkpoint {} has no config", checkpoint.string()));
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(fmt::format("{}; --overwrite replaces it", error.what()));
+  } catch (const json::exception&) {
+    throw InvalidArgument(
+        fmt::format("the config in the checkpoint {} is damaged; --overwrite replaces it", checkpoint.string()));
+  }
+  if (options.resume) {
+    const std::string difference = first_difference(there, here, options.may_differ);
+    if (difference.empty()) return info;
+    throw InvalidArgument(fmt::format("cannot resume: {} holds {}", folder, difference));
+  }
+  const std::string difference = first_difference(there, here, {});
+  if (!difference.empty()) {
+    throw InvalidArgument(
+        fmt::format("{} already holds {}: take another --save-dir, or --overwrite", folder, difference));
+  }
+  const std::int64_t epochs = there.value("epochs", std::int64_t{0});
+  if (info.epoch < epochs) {
+    throw InvalidArgument(fmt::format("{} already holds this run, at epoch {} of {}: --resume goes on, --overwrite starts over",
+                                      folder, info.epoch, epochs));
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
+                          const RunFolderOptions& options, const ProcessGroup& group) {
+  RunFolder result{.checkpoint = folder / "checkpoint.pt", .to_resume = std::nullopt};
+  run_together(group, [&] {
+    if (group.rank() != 0) return;
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
+    if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
+      result.to_resume = examine(result.checkpoint, config, options);
+    }
+    AtomicFile probe(result.checkpoint);
+  });
+  // Rank 0 tells the others whether to resume, and from where.
+  std::string info;
+  if (result.to_resume) {
+    info = json{{"epoch", result.to_resume->epoch}, {"step", result.to_resume->step}, {"config", result.to_resume->config}}
+               .dump();
+  }
+  info = broadcast_bytes(group, std::move(info));
+  if (!info.empty()) {
+    const json received = json::parse(info);
+    result.to_resume = CheckpointInfo{
+        .epoch = received["epoch"], .step = received["step"], .config = received["config"].get<std::string>()};
+  }
+  return result;
+}
+
+}  // namespace ddpkit::train
