@@ -43,7 +43,6 @@ int run_ranks(LocalLaunchOptions options) {
 void add_run(CLI::App& app, std::function<int()>& run) {
   auto options = std::make_shared<LocalLaunchOptions>();
   CLI::App* command = app.add_subcommand("run", "Start a program on several ranks of this host");
-  command->usage("Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]");
   command->footer(
       "Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (cores / N)\n"
       "where it is not set. Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
