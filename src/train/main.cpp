@@ -21,7 +21,9 @@ constexpr int kFailed = 1;
 constexpr int kWrongUsage = 2;
 
 // Torch puts a stack trace behind the message, for some exceptions even into what_without_backtrace().
-std::string_view without_backtrace(std::string_view text) { return text.substr(0, text.find("\nException raised from")); }
+std::string_view without_backtrace(std::string_view text) {
+  return text.substr(0, text.find("\nException raised from"));
+}
 
 std::string on_one_line(std::string_view text) {
   std::string line;
