@@ -14,8 +14,9 @@ endif()
 
 function(ddpkit_target target)
   target_compile_features(${target} PUBLIC cxx_std_20)
-  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
+  # -fPIC for programs too: CMake would give them -fPIE, and then no precompiled header serves both kinds.
+  target_compile_options(${target} PRIVATE -fPIC -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
   if(DDPKIT_SANITIZER)
     set(flags -fsanitize=${DDPKIT_SANITIZER} -fno-omit-frame-pointer)
     if(DDPKIT_SANITIZER STREQUAL "address")

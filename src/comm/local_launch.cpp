@@ -222,10 +222,9 @@ class Launch {
       } else {
         end.exit_code = WEXITSTATUS(status);
       }
-      if (!end.ok() && !stopping_) {
-        result_.first_failure = end;
-        stop(SIGTERM);
-      }
+      if (end.ok() || stopping_ || result_.first_failure) continue;
+      result_.first_failure = end;
+      if (options_.stop_on_failure) stop(SIGTERM);
     }
   }
 

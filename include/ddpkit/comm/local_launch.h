@@ -22,6 +22,8 @@ struct LocalLaunchOptions {
   std::optional<std::chrono::milliseconds> time_limit = std::nullopt;
   /// How long the other ranks have, after SIGTERM, when one has failed or the launcher is told to stop.
   std::chrono::milliseconds grace = std::chrono::seconds(5);
+  /// End the other ranks when one fails.
+  bool stop_on_failure = true;
   /// Receives each rank's output instead of this process's own. Empty: rank 0 inherits stdin, stdout and stderr, the
   /// lines of the others go to stderr behind "[rank N] ".
   std::function<void(int rank, const std::string& text)> on_output = nullptr;

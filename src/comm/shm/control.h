@@ -55,11 +55,12 @@ struct alignas(kCacheLine) RankBlock {
 
   alignas(kCacheLine) std::atomic<std::uint32_t> joined{0};  ///< The rank has mapped this memory.
   std::atomic<std::uint32_t> left{0};                        ///< The rank has given up its group in an orderly way.
-  std::atomic<std::uint32_t> failure{0};                     ///< FailureKind; the text below is complete before it is set.
+  std::atomic<std::uint32_t> failure{0};                     ///< FailureKind; what follows is complete before it is set.
+  std::int32_t culprit{-1};                                  ///< The rank at fault, -1 when there is none.
   std::int32_t pid{0};
   std::int32_t staging_fd{-1};
   std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
-  std::array<char, 480> failure_text{};
+  std::array<char, 476> failure_text{};
 
   std::array<CollectiveHeader, kMaxOutstanding> headers{};
 };

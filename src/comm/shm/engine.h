@@ -126,7 +126,7 @@ class Engine {
   // Failing.
   void compare_headers(const Operation& operation);
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
-  void announce(FailureKind kind, const std::string& text) noexcept;
+  void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
   void throw_if_failed() const;
 
   const int rank_;

@@ -122,7 +122,9 @@ void Engine::check_peers() {
     const auto kind = static_cast<FailureKind>(block(r).failure.load());
     if (r == rank_ || kind == FailureKind::kNone) continue;
     const std::string text(block(r).failure_text.data(), strnlen(block(r).failure_text.data(), block(r).failure_text.size()));
-    fail(kind, kind == FailureKind::kAborted ? fmt::format("rank {} gave up: {}", r, text) : text, r);
+    if (kind == FailureKind::kAborted) fail(kind, fmt::format("rank {} gave up: {}", r, text), r);
+    const int culprit = block(r).culprit;
+    fail(kind, text, culprit >= 0 ? std::optional(culprit) : std::nullopt);
   }
   const auto gone = [&](int r) {
     return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive();
@@ -158,15 +160,16 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   Error::Context context{.rank = culprit, .call = "collective", .sequence = first_sequence_};
   if (!operations_.empty()) context.call = name_of(operations_.front()->header.kind);
   failure_ = make_error(kind, text, std::move(context));
-  announce(kind, text);
+  announce(kind, text, culprit);
   std::rethrow_exception(failure_);
 }
 
-void Engine::announce(FailureKind kind, const std::string& text) noexcept {
+void Engine::announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept {
   RankBlock& self = block(rank_);
   if (self.failure.load() != 0) return;
   const std::size_t length = std::min(text.size(), self.failure_text.size() - 1);
   std::memcpy(self.failure_text.data(), text.data(), length);
+  self.culprit = culprit.value_or(-1);
   self.failure.store(static_cast<std::uint32_t>(kind));
   ring_sleepers();
 }
@@ -174,7 +177,7 @@ void Engine::announce(FailureKind kind, const std::string& text) noexcept {
 void Engine::abort(const std::string& reason) noexcept {
   const std::unique_lock lock(mutex_);
   if (failure_) return;
-  announce(FailureKind::kAborted, reason);
+  announce(FailureKind::kAborted, reason, rank_);
   try {
     fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", rank_, reason), rank_);
   } catch (...) {

@@ -1,0 +1,383 @@
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::DistributedDataParallel;
+using ddpkit::ProcessGroup;
+
+namespace {
+
+constexpr std::int64_t kBatch = 12;  // Divides evenly over 2, 3 and 4 ranks.
+
+/// Encoder and decoder are one parameter under two names.
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    encoder = register_parameter("encoder", torch::randn({6, 5}));
+    decoder = register_parameter("decoder", encoder);
+    bias = register_parameter("bias", torch::zeros({6}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return torch::tanh(x.matmul(encoder)).matmul(decoder.t()) + bias; }
+  torch::Tensor encoder, decoder, bias;
+};
+TORCH_MODULE(Tied);
+
+/// A convolution, batch norm in eval mode, an LSTM and tied weights, in double.
+struct ManyKindsImpl : torch::nn::Module {
+  explicit ManyKindsImpl(std::uint64_t seed) {
+    torch::manual_seed(seed);
+    convolution = register_module("convolution", torch::nn::Conv1d(3, 8, 3));
+    norm = register_module("norm", torch::nn::BatchNorm1d(8));
+    lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 6).batch_first(true)));
+    tied = register_module("tied", Tied());
+    head = register_module("head", torch::nn::Linear(6, 4));
+    norm->running_mean.normal_();
+    norm->eval();
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto features = torch::relu(norm(convolution(x))).transpose(1, 2);
+    const auto sequence = std::get<0>(lstm(features));
+    return head(tied(sequence.select(1, -1)));
+  }
+  torch::nn::Conv1d convolution{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::LSTM lstm{nullptr};
+  Tied tied{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+std::shared_ptr<ManyKindsImpl> many_kinds(std::uint64_t seed) {
+  torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  auto model = std::make_shared<ManyKindsImpl>(seed);
+  torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
+  return model;
+}
+
+struct Batch {
+  torch::Tensor data, target;
+  Batch part(int rank, int ranks) const {
+    return {data.chunk(ranks)[static_cast<std::size_t>(rank)], target.chunk(ranks)[static_cast<std::size_t>(rank)]};
+  }
+};
+
+Batch joined_batch(std::int64_t step) {
+  torch::manual_seed(static_cast<std::uint64_t>(10000 + step));
+  return {torch::randn({kBatch, 3, 9}, torch::kDouble), torch::randint(0, 4, {kBatch})};
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<torch::Tensor> parameters) {
+  if (name == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+  if (name == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(1e-2));
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(1e-2));
+}
+
+/// Each parameter once, a tied one too.
+std::vector<torch::Tensor> unique_parameters(const torch::nn::Module& module) {
+  std::vector<torch::Tensor> parameters;
+  for (const auto& parameter : module.parameters()) {
+    const bool seen = std::any_of(parameters.begin(), parameters.end(), [&](const auto& p) { return p.is_same(parameter); });
+    if (!seen) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
+torch::Tensor flat(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> parts;
+  for (const auto& tensor : tensors) parts.push_back(tensor.detach().reshape({-1}));
+  return torch::cat(parts);
+}
+
+torch::Tensor flat_parameters(const torch::nn::Module& module) { return flat(unique_parameters(module)); }
+
+torch::Tensor flat_gradients(const torch::nn::Module& module) {
+  std::vector<torch::Tensor> gradients;
+  for (const auto& parameter : unique_parameters(module)) gradients.push_back(parameter.grad());
+  return flat(gradients);
+}
+
+double largest_difference(const torch::Tensor& a, const torch::Tensor& b) { return (a - b).abs().max().item<double>(); }
+
+void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::Tensor& tensor) {
+  const auto all = group.all_gather(tensor);
+  for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
+}
+
+torch::Tensor loss_of(const torch::Tensor& output, const Batch& batch) {
+  return torch::cross_entropy_loss(output, batch.target);
+}
+
+/// `steps` of training on the joined batches in this process alone.
+void train_alone(ManyKindsImpl& model, const std::string& optimizer_name, int steps) {
+  auto optimizer = make_optimizer(optimizer_name, unique_parameters(model));
+  for (int step = 0; step < steps; ++step) {
+    const Batch batch = joined_batch(step);
+    optimizer->zero_grad();
+    loss_of(model.forward(batch.data), batch).backward();
+    optimizer->step();
+  }
+}
+
+}  // namespace
+
+RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]", 1, 2, 3, 4) {
+  for (const std::string name : {"sgd", "adam", "adamw"}) {
+    for (const double bucket_mb : {0.0005, 25.0}) {
+      auto reference = many_kinds(0);
+      train_alone(*reference, name, 20);
+
+      // Other weights on every rank but the first: construction must give them rank 0's.
+      auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
+      const torch::Tensor before = flat_parameters(*many_kinds(0));
+      DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
+      CHECK(torch::equal(flat_parameters(*model), before));
+      auto optimizer = make_optimizer(name, unique_parameters(*model));
+      for (int step = 0; step < 20; ++step) {
+        const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+        // Both kinds, in turn.
+        optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+        loss_of(ddp(batch.data), batch).backward();
+        optimizer->step();
+      }
+      INFO(name << ", buckets of " << bucket_mb << " MiB");
+      CHECK(largest_difference(flat_parameters(*model), before) > 1e-3);
+      CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
+      check_same_bits_on_all_ranks(group, flat_parameters(*model));
+    }
+  }
+}
+
+RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
+  const auto run = [&] {
+    auto model = many_kinds(5);
+    DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001});
+    auto optimizer = make_optimizer("adam", unique_parameters(*model));
+    for (int step = 0; step < 10; ++step) {
+      const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+      optimizer->zero_grad();
+      loss_of(ddp(batch.data), batch).backward();
+      optimizer->step();
+    }
+    return flat_parameters(*model);
+  };
+  const torch::Tensor first = run();
+  CHECK(torch::equal(run(), first));
+}
+
+RANK_TEST("gradients alias their bucket after backward", "[ddp]", 2) {
+  auto model = many_kinds(0);
+  DistributedDataParallel ddp(model, group);
+  const auto backward = [&](int step) {
+    const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+    loss_of(ddp(batch.data), batch).backward();
+  };
+  backward(0);
+  std::vector<void*> addresses;
+  for (const auto& parameter : unique_parameters(*model)) {
+    addresses.push_back(parameter.grad().data_ptr());
+    CHECK(parameter.grad().storage().data() == unique_parameters(*model)[0].grad().storage().data());
+    CHECK_FALSE(parameter.grad().is_view());
+  }
+  for (const bool set_to_none : {true, false}) {
+    make_optimizer("sgd", unique_parameters(*model))->zero_grad(set_to_none);
+    backward(1);
+    for (std::size_t i = 0; i < addresses.size(); ++i)
+      CHECK(unique_parameters(*model)[i].grad().data_ptr() == addresses[i]);
+  }
+}
+
+RANK_TEST("gradient clipping sees the averaged gradient", "[ddp]", 2, 3) {
+  auto reference = many_kinds(0);
+  const Batch joined = joined_batch(0);
+  loss_of(reference->forward(joined.data), joined).backward();
+  const double expected = torch::nn::utils::clip_grad_norm_(unique_parameters(*reference), 0.01);
+
+  auto model = many_kinds(0);
+  DistributedDataParallel ddp(model, group);
+  const Batch batch = joined.part(group.rank(), group.world_size());
+  loss_of(ddp(batch.data), batch).backward();
+  CHECK(torch::nn::utils::clip_grad_norm_(unique_parameters(*model), 0.01) == Approx(expected).epsilon(1e-10));
+  CHECK(largest_difference(flat_gradients(*model), flat_gradients(*reference)) < 1e-12);
+}
+
+RANK_TEST("no_sync accumulates, and the next backward averages the sum", "[ddp]", 2, 3) {
+  auto reference = many_kinds(0);
+  for (int step = 0; step < 3; ++step) {
+    const Batch joined = joined_batch(step);
+    loss_of(reference->forward(joined.data), joined).backward();
+  }
+
+  auto model = many_kinds(0);
+  DistributedDataParallel ddp(model, group);
+  const auto backward = [&](int step) {
+    const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+    loss_of(ddp(batch.data), batch).backward();
+  };
+  {
+    const auto guard = ddp.no_sync();
+    backward(0);
+    const torch::Tensor local = flat_gradients(*model);
+    const auto all = group.all_gather(local);
+    CHECK_FALSE(torch::equal(all[0], all[1]));
+    backward(1);
+  }
+  backward(2);
+  CHECK(largest_difference(flat_gradients(*model), flat_gradients(*reference)) < 1e-12);
+  check_same_bits_on_all_ranks(group, flat_gradients(*model));
+}
+
+RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
+  auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
+  DistributedDataParallel ddp(model, group);
+  std::stringstream stream;
+  torch::save(ddp.module_ptr(), stream);
+  auto loaded = many_kinds(77);
+  torch::load(loaded, stream);
+  CHECK(torch::equal(flat_parameters(*loaded), flat_parameters(*many_kinds(0))));
+}
+
+RANK_TEST("parameters that want no gradient stay out of it", "[ddp]", 2) {
+  auto model = many_kinds(0);
+  for (auto& parameter : model->lstm->parameters()) parameter.requires_grad_(false);
+  DistributedDataParallel ddp(model, group);
+  const Batch batch = joined_batch(0).part(group.rank(), group.world_size());
+  loss_of(ddp(batch.data), batch).backward();
+  CHECK_FALSE(model->lstm->parameters()[0].grad().defined());
+  CHECK(model->head->weight.grad().defined());
+}
+
+RANK_TEST("several types in one model", "[ddp]", 2, 3) {
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      a = register_parameter("a", torch::ones({3}, torch::kFloat));
+      b = register_parameter("b", torch::ones({3}, torch::kDouble));
+      c = register_parameter("c", torch::ones({3}, torch::kBFloat16));
+      d = register_parameter("d", torch::ones({3}, torch::kComplexDouble));
+    }
+    torch::Tensor forward(double x) {
+      return (a * x).sum().to(torch::kDouble) + (b * x).sum() + (c * x).sum().to(torch::kDouble) +
+             torch::real(d * x).sum();
+    }
+    torch::Tensor a, b, c, d;
+  };
+  auto model = std::make_shared<Mixed>();
+  DistributedDataParallel ddp(model, group);
+  CHECK(ddp.reducer().buckets().size() == 4);
+  ddp(static_cast<double>(group.rank())).backward();
+  const double mean = (group.world_size() - 1) / 2.0;
+  for (const auto& parameter : model->parameters())
+    CHECK(torch::real(parameter.grad()).to(torch::kDouble).sub(mean).abs().max().item<double>() < 1e-2);
+}
+
+RANK_TEST("batch norm's statistics follow rank 0 while training", "[ddp]", 2) {
+  torch::nn::BatchNorm1d norm(4);
+  DistributedDataParallel ddp(norm, group);
+  for (int step = 0; step < 3; ++step) {
+    torch::manual_seed(static_cast<std::uint64_t>(step * 10 + group.rank()));
+    ddp(torch::randn({8, 4})).sum().backward();
+  }
+  ddp(torch::randn({8, 4}));
+  // Forward updates them after the broadcast, so that they differ now; the next forward makes them equal first.
+  torch::nn::BatchNorm1d reference(4);
+  for (int step = 0; step < 3; ++step) {
+    torch::manual_seed(static_cast<std::uint64_t>(step * 10));
+    reference(torch::randn({8, 4}));
+  }
+  if (group.rank() == 0) reference(torch::randn({8, 4}));
+  if (group.rank() == 0) CHECK(torch::equal(norm->running_mean, reference->running_mean));
+  const auto seen = group.all_gather(norm->num_batches_tracked);
+  CHECK(seen[0].item<std::int64_t>() == 4);
+  CHECK(seen[1].item<std::int64_t>() == 4);
+}
+
+RANK_TEST("a parameter without a gradient is named, on the rank and to the others", "[ddp]", 2, 3) {
+  struct Branches : torch::nn::Module {
+    Branches() {
+      used = register_module("used", torch::nn::Linear(2, 2));
+      other = register_module("other", torch::nn::Linear(2, 2));
+    }
+    torch::Tensor forward(const torch::Tensor& x, bool both) { return both ? used(x) + other(x) : used(x); }
+    torch::nn::Linear used{nullptr}, other{nullptr};
+  };
+  auto model = std::make_shared<Branches>();
+  DistributedDataParallel ddp(model, group);
+  const auto x = torch::randn({4, 2});
+  ddp(x, true).sum().backward();
+  try {
+    ddp(x, group.rank() != 1).sum().backward();
+    FAIL("threw nothing");
+  } catch (const ddpkit::Error& error) {
+    CHECK_THAT(error.what(), ContainsSubstring("rank 1"));
+    CHECK_THAT(error.what(), ContainsSubstring("other.weight, other.bias"));
+  }
+}
+
+RANK_TEST("a backward that throws half-way leaves the next one sound", "[ddp]", 2) {
+  struct Failing : torch::autograd::Function<Failing> {
+    static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+      throw std::runtime_error("half-way");
+    }
+  };
+  torch::manual_seed(0);
+  torch::nn::Linear first(3, 3), second(3, 3);
+  torch::nn::Sequential model(first, second);
+  DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 100, .first_bucket_cap_mb = 100});
+  const auto x = torch::full({2, 3}, group.rank() + 1.0);
+  CHECK_THROWS_WITH(second(Failing::apply(first(x))).sum().backward(), ContainsSubstring("half-way"));
+  model->zero_grad();
+  ddp(x).sum().backward();
+  check_same_bits_on_all_ranks(group, flat_gradients(*model));
+}
+
+RANK_TEST("a model that differs between ranks is refused everywhere, with the parameter's name", "[ddp]", 2, 3) {
+  const auto message = [&](const std::shared_ptr<torch::nn::Module>& module) -> std::string {
+    try {
+      DistributedDataParallel ddp(module, group);
+    } catch (const ddpkit::ModelMismatch& error) {
+      return error.what();
+    }
+    return "threw nothing";
+  };
+  const bool odd = group.rank() == group.world_size() - 1;
+  const std::string last = std::to_string(group.world_size() - 1);
+  CHECK_THAT(message(torch::nn::Linear(10, odd ? 6 : 5).ptr()),
+             ContainsSubstring("rank 0 has parameter weight [5, 10] Float, rank " + last + " has parameter weight [6, 10]"));
+  CHECK_THAT(message(torch::nn::Linear(torch::nn::LinearOptions(10, 5).bias(!odd)).ptr()),
+             ContainsSubstring("rank 0 has parameter bias [5] Float, rank " + last + " has nothing more"));
+  auto frozen = torch::nn::Linear(10, 5);
+  if (odd) frozen->bias.requires_grad_(false);
+  CHECK_THAT(message(frozen.ptr()), ContainsSubstring("wants no gradient"));
+  group.barrier();
+}
+
+TEST_CASE("wrong options are refused", "[ddp]") {
+  const auto group = ddpkit::init_process_group({.backend = "shm", .environment = ddpkit::LaunchEnvironment{}});
+  torch::nn::Linear model(2, 2);
+  CHECK_THROWS_WITH(DistributedDataParallel(model, group, {.bucket_cap_mb = 0}), ContainsSubstring("bucket_cap_mb is 0"));
+  CHECK_THROWS_AS(DistributedDataParallel(torch::nn::ReLU(), group), ddpkit::InvalidArgument);
+}
+
+TEST_CASE("DistributedDataParallel through gloo", "[ranks][gloo]") {
+  ddpkit::testing::on_ranks(
+      "DistributedDataParallel through gloo", 2,
+      [](ProcessGroup& group) {
+        auto reference = many_kinds(0);
+        train_alone(*reference, "sgd", 5);
+        auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
+        DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001});
+        auto optimizer = make_optimizer("sgd", unique_parameters(*model));
+        for (int step = 0; step < 5; ++step) {
+          const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+          optimizer->zero_grad();
+          loss_of(ddp(batch.data), batch).backward();
+          optimizer->step();
+        }
+        CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
+      },
+      {.backend = "gloo"});
+}

@@ -1,0 +1,72 @@
+#include <ddpkit/comm/local_launch.h>
+
+#include <signal.h>
+
+#include <map>
+
+#include <ddpkit/comm/error.h>
+
+#include "support/catch.h"
+
+using ddpkit::local_launch;
+using ddpkit::LocalLaunchResult;
+
+namespace {
+
+struct Run {
+  LocalLaunchResult result;
+  std::map<int, std::string> output;
+};
+
+Run run(int ranks, const std::string& script, std::optional<std::chrono::milliseconds> limit = {}) {
+  Run run;
+  run.result = local_launch({.command = {"sh", "-c", script},
+                             .ranks = ranks,
+                             .time_limit = limit,
+                             .grace = std::chrono::milliseconds(500),
+                             .on_output = [&](int rank, const std::string& text) { run.output[rank] += text; }});
+  return run;
+}
+
+}  // namespace
+
+TEST_CASE("every rank gets torchrun's environment", "[launch]") {
+  const Run three = run(3, "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR; echo $MASTER_PORT >&2");
+  CHECK(three.result.exit_code() == 0);
+  for (int rank = 0; rank < 3; ++rank) {
+    const std::string number = std::to_string(rank);
+    CHECK_THAT(three.output.at(rank), ContainsSubstring(number + " " + number + " 3 3 127.0.0.1\n"));
+  }
+}
+
+TEST_CASE("a failing rank ends the others and is named", "[launch]") {
+  const Run failed = run(3, "if [ $RANK = 1 ]; then exit 7; fi; exec sleep 60");
+  CHECK(failed.result.exit_code() == 7);
+  REQUIRE(failed.result.first_failure.has_value());
+  CHECK(failed.result.first_failure->rank == 1);
+  CHECK(failed.result.first_failure->describe() == "exited with code 7");
+  CHECK(failed.result.ranks[0].ended_by_launcher);
+}
+
+TEST_CASE("a rank killed by a signal is told apart", "[launch]") {
+  const Run killed = run(2, "if [ $RANK = 0 ]; then kill -9 $$; fi; exec sleep 60");
+  CHECK(killed.result.exit_code() == 128 + SIGKILL);
+  CHECK(killed.result.first_failure->describe() == "was killed by signal 9 (Killed)");
+}
+
+TEST_CASE("a rank that ignores SIGTERM is killed after the grace time", "[launch]") {
+  const Run stubborn = run(2, "if [ $RANK = 1 ]; then exit 3; fi; trap '' TERM; while :; do sleep 0.05; done");
+  CHECK(stubborn.result.exit_code() == 3);
+  CHECK(stubborn.result.ranks[0].signal == SIGKILL);
+}
+
+TEST_CASE("the time limit ends ranks that hang", "[launch]") {
+  const Run hung = run(2, "exec sleep 60", std::chrono::milliseconds(200));
+  CHECK(hung.result.timed_out);
+  CHECK(hung.result.exit_code() == 124);
+}
+
+TEST_CASE("a program that does not exist is an error", "[launch]") {
+  CHECK_THROWS_WITH(local_launch({.command = {"/no/such/program"}, .ranks = 2}), ContainsSubstring("/no/such/program"));
+  CHECK_THROWS_AS(local_launch({.command = {"true"}, .ranks = 0}), ddpkit::InvalidArgument);
+}
