@@ -1,6 +1,7 @@
 #include <ddpkit/train/main.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <CLI/CLI.hpp>
@@ -78,7 +79,14 @@ bool is_ours_to_report(const Error* error, const std::string& sentence, const Pr
   return reports;
 }
 
+// From here on the store may have gone with its rank: c10d logs that with a stack trace, of which nobody learns anything.
+void silence_c10d() {
+  constexpr int kErrorsOnly = 2;
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) c10::FLAGS_caffe2_log_level = kErrorsOnly;
+}
+
 int report(const std::string& program, const std::exception_ptr& exception, const Program& state) {
+  silence_c10d();
   const std::string sentence = one_sentence(exception);
   int code = kFailed;
   bool speaks = false;
