@@ -4,10 +4,17 @@
 #include <CLI/CLI.hpp>
 
 #include <functional>
+#include <string>
+#include <vector>
 
 namespace ddpkit::cli {
 
-/// Each adds one subcommand. When the subcommand was given, `run` is set to what it does; that returns the exit code.
-void add_run(CLI::App& app, std::function<int()>& run);
+/// Adds `ddpkit run`; when it was given, `run` is set to what it does and returns the exit code. `program` is the program
+/// to start with its arguments, as split_program() leaves it.
+void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run);
+
+/// Cuts the arguments of a command that starts another program: takes off and returns the program and everything behind
+/// it, which is the program's own even where it looks like an option of ours. "--" may stand between.
+std::vector<std::string> split_program(const CLI::App& command, std::vector<std::string>& arguments);
 
 }  // namespace ddpkit::cli

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <exception>
 #include <iostream>
 
@@ -8,9 +9,18 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", "ddpkit " DDPKIT_VERSION);
   app.require_subcommand(1);
   std::function<int()> run;
-  ddpkit::cli::add_run(app, run);
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  std::vector<std::string> program;
+  ddpkit::cli::add_run(app, program, run);
   try {
-    app.parse(argc, argv);
+    if (!arguments.empty() && arguments[0] == "run") {
+      std::vector<std::string> own(arguments.begin() + 1, arguments.end());
+      program = ddpkit::cli::split_program(*app.get_subcommand("run"), own);
+      arguments.resize(1);
+      arguments.insert(arguments.end(), own.begin(), own.end());
+    }
+    std::reverse(arguments.begin(), arguments.end());  // As CLI11 wants them.
+    app.parse(arguments);
     return run();
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);

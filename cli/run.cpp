@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <iostream>
@@ -40,11 +41,11 @@ int run_ranks(LocalLaunchOptions options) {
 
 }  // namespace
 
-void add_run(CLI::App& app, std::function<int()>& run) {
+void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run) {
   auto options = std::make_shared<LocalLaunchOptions>();
   CLI::App* command = app.add_subcommand("run", "Start a program on several ranks of this host");
-  command->usage("Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]");
   command->footer(
+      "Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]\n\n"
       "Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (cores / N)\n"
       "where it is not set. Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
       "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).");
@@ -55,11 +56,28 @@ void add_run(CLI::App& app, std::function<int()>& run) {
   command->add_option("--master-port", options->master_port, "Port at which the ranks meet (default: MASTER_PORT, or a free one)")
       ->check(CLI::Range(1, 65535))
       ->type_name("PORT");
-  command->add_option("PROGRAM", options->command, "Program, and its arguments")->required();
-  // Everything from the program's name on is the program's own.
-  command->positionals_at_end(false);
-  command->prefix_command(false);
-  command->callback([options, &run] { run = [options] { return run_ranks(*options); }; });
+  command->callback([options, &program, &run] {
+    if (program.empty()) throw CLI::ValidationError("run", "there is no program to start");
+    options->command = program;
+    run = [options] { return run_ranks(*options); };
+  });
+}
+
+std::vector<std::string> split_program(const CLI::App& command, std::vector<std::string>& arguments) {
+  std::size_t at = 0;
+  bool marked = false;
+  for (; at < arguments.size() && !marked; ++at) {
+    const std::string& argument = arguments[at];
+    if (argument.empty() || argument[0] != '-') break;
+    marked = argument == "--";
+    const bool value_follows = argument.find('=') == std::string::npos && (argument[1] == '-' || argument.size() == 2);
+    const CLI::Option* option = marked ? nullptr : command.get_option_no_throw(argument);
+    if (option && value_follows && option->get_expected_min() > 0) ++at;
+  }
+  at = std::min(at, arguments.size());
+  std::vector<std::string> program(arguments.begin() + static_cast<std::ptrdiff_t>(at), arguments.end());
+  arguments.resize(marked ? at - 1 : at);
+  return program;
 }
 
 }  // namespace ddpkit::cli

@@ -1,0 +1,108 @@
+# What the scripts share. Sourced, never run; the caller has set -euo pipefail.
+# shellcheck shell=bash disable=SC2034
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+deps=$root/.deps
+build=$root/build
+
+# The one place that says which LibTorch. The two NVIDIA wheels are what libtorch_cpu.so links
+# (libcudart.so.13, libcupti.so.13), at the versions that torch==2.11.0 asks for by way of
+# cuda-toolkit[cudart,cupti]==13.0.2.
+torch_version=2.11.0
+cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-cupti==13.0.85")
+# What the comparisons with Python import beside torch.
+peer_wheels=("torch==$torch_version" "numpy>=1.26,<3")
+
+# Packages of Debian 12 and Ubuntu 24.04.
+packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
+          catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev)
+# Headers for the gloo backend, which is left out where a distribution lacks them.
+optional_packages=(libgloo-dev)
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+  printf '%s: %s\n' "script/${0##*/}" "$*" >&2
+  exit 1
+}
+
+# Prints the comment that a script opens with.
+usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p;}' "$0"; }
+
+wrong_use() {
+  printf '%s: %s (see script/%s --help)\n' "script/${0##*/}" "$1" "${0##*/}" >&2
+  exit 2
+}
+
+has_nvidia() { [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null 2>&1; }
+
+# A Python that can make a virtual environment and has wheels of this LibTorch. The distribution's
+# comes first: one earlier in PATH often lacks pip or venv.
+find_python() {
+  local candidate
+  for candidate in /usr/bin/python3 python3; do
+    if "$candidate" -c 'import sys, pip, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' \
+        >/dev/null 2>&1; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# logged LOG COMMAND...: runs it quietly; on failure shows the end of what it printed.
+logged() {
+  local log=$1
+  shift
+  mkdir -p "${log%/*}"
+  if "$@" >"$log" 2>&1 </dev/null; then
+    rm -f "$log"
+    return 0
+  fi
+  tail -n 30 "$log" >&2
+  return 1
+}
+
+# Packages of the arguments that are not installed, one a line.
+missing_packages() {
+  local installed package
+  installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "$@" 2>/dev/null | sed -n 's/^installed //p') || true
+  for package in "$@"; do
+    grep -qxF "$package" <<<"$installed" || printf '%s\n' "$package"
+  done
+}
+
+# install_packages WHY PACKAGE...: by apt; where that is not possible, says which line to run.
+install_packages() {
+  local why=$1 as_root=()
+  shift
+  say "Installing with apt, $why: $*"
+  if [ "$(id -u)" -ne 0 ]; then
+    if ! command -v sudo >/dev/null 2>&1 || ! { sudo -n true 2>/dev/null || { [ -t 0 ] && sudo true; }; }; then
+      say "This needs root. Have someone run: apt-get install --no-install-recommends $*"
+      exit 1
+    fi
+    as_root=(sudo)
+  fi
+  # A package list that is not there, or old, names files that the mirror no longer has.
+  if [ -z "${apt_updated:-}" ]; then
+    logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its words are above)"
+    apt_updated=yes
+  fi
+  logged "$deps/log/apt-install" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get -qq -y -o Dpkg::Use-Pty=0 install --no-install-recommends "$@" \
+    || die "apt could not install $* (its words are above; on Ubuntu they need the component universe)"
+}
+
+# How many compilers at once: two, as each may take 3 GiB, fewer where memory is short.
+build_jobs() {
+  if [ -n "${DDPKIT_JOBS:-}" ]; then
+    [[ $DDPKIT_JOBS =~ ^[1-9][0-9]*$ ]] || die "DDPKIT_JOBS is '$DDPKIT_JOBS', not a number of jobs"
+    printf '%s\n' "$DDPKIT_JOBS"
+    return
+  fi
+  awk -v cores="$(nproc)" '/^MemAvailable:/ {
+    jobs = int($2 / (3 * 1024 * 1024)); if (jobs > cores) jobs = cores
+    if (jobs > 2) jobs = 2; if (jobs < 1) jobs = 1; print jobs; found = 1 }
+    END { if (!found) print 1 }' /proc/meminfo
+}

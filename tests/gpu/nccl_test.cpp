@@ -1,0 +1,79 @@
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+#include "support/ranks.h"
+
+namespace {
+
+torch::nn::Sequential small_net() {
+  torch::manual_seed(0);
+  torch::nn::Sequential net(torch::nn::Conv2d(3, 8, 3), torch::nn::BatchNorm2d(8), torch::nn::ReLU(),
+                            torch::nn::Flatten(), torch::nn::Linear(8 * 6 * 6, 10));
+  net->to(torch::kDouble);
+  return net;
+}
+
+ddpkit::ProcessGroup world_of_one() {
+  return ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+}
+
+}  // namespace
+
+TEST_CASE("a GPU is chosen by itself, with nccl", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.environment = ddpkit::LaunchEnvironment{}});
+  CHECK(group.backend_name() == "nccl");
+  CHECK(group.device() == torch::Device(torch::kCUDA, 0));
+}
+
+TEST_CASE("nccl collectives at world size 1", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = world_of_one();
+  const auto tensor = torch::randn({1000}, group.device());
+  const auto before = tensor.clone();
+  for (const auto op : {ddpkit::ReduceOp::kSum, ddpkit::ReduceOp::kAvg, ddpkit::ReduceOp::kMax}) group.all_reduce(tensor, op);
+  group.broadcast(tensor);
+  CHECK(torch::equal(tensor, before));
+  CHECK(torch::equal(group.all_gather(tensor)[0], before));
+  CHECK(group.all_gather_bytes("gpu") == std::vector<std::string>{"gpu"});
+  group.barrier();
+}
+
+TEST_CASE("DistributedDataParallel on one GPU gives the weights of plain training", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = world_of_one();
+  auto plain = small_net(), wrapped = small_net();
+  plain->to(group.device());
+  wrapped->to(group.device());
+  ddpkit::DistributedDataParallel ddp(wrapped, group, {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001});
+  REQUIRE(ddp.reducer().buckets().size() > 1);
+  torch::optim::AdamW plain_optimizer(plain->parameters(), 1e-2), optimizer(wrapped->parameters(), 1e-2);
+  for (int step = 0; step < 20; ++step) {
+    const auto x = torch::randn({16, 3, 8, 8}, torch::TensorOptions(torch::kDouble).device(group.device()));
+    const auto y = torch::randint(0, 10, {16}, torch::TensorOptions(torch::kLong).device(group.device()));
+    plain_optimizer.zero_grad();
+    torch::cross_entropy_loss(plain->forward(x), y).backward();
+    plain_optimizer.step();
+    optimizer.zero_grad(step % 2 == 0);
+    torch::cross_entropy_loss(ddp(x), y).backward();
+    optimizer.step();
+  }
+  for (std::size_t i = 0; i < plain->parameters().size(); ++i)
+    CHECK(torch::allclose(plain->parameters()[i], wrapped->parameters()[i], 0, 1e-10));
+}
+
+TEST_CASE("more ranks than GPUs are refused with both numbers", "[gpu]") {
+  NEEDS_GPU();
+  ddpkit::LaunchEnvironment environment;
+  environment.rank = environment.local_rank = 63;
+  environment.world_size = environment.local_world_size = 64;
+  CHECK_THROWS_WITH(ddpkit::init_process_group({.backend = "nccl", .environment = environment}),
+                    ContainsSubstring("rank 63"));
+}
+
+TEST_CASE("nccl without a GPU is refused with a sentence", "[gpu]") {
+  if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
+  CHECK_THROWS_AS(world_of_one(), ddpkit::InvalidArgument);
+}

@@ -1,0 +1,57 @@
+// A kernel that sleeps on the device stands before each collective, so that a missing wait between streams is caught
+// rather than hidden by luck.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Sleep.h>
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+
+namespace {
+
+constexpr std::int64_t kSleepCycles = 200'000'000;  // About 0.1 s.
+
+/// Passes gradients on after a long sleep on the device.
+struct SlowGradient : torch::autograd::Function<SlowGradient> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {
+    at::cuda::sleep(kSleepCycles);
+    return {grads[0] * 2};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("all_reduce waits for the kernels before it, and its reader for all_reduce", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  const auto tensor = torch::zeros({1 << 20}, group.device());
+  group.all_reduce(tensor);  // The communicator is made here.
+  for (int round = 0; round < 3; ++round) {
+    at::cuda::sleep(kSleepCycles);
+    tensor.fill_(round + 1);
+    ddpkit::Work work = group.all_reduce_async(tensor, ddpkit::ReduceOp::kAvg);
+    work.wait();
+    CHECK((tensor == round + 1).all().item<bool>());
+  }
+}
+
+TEST_CASE("gradients that come late on the device are reduced all the same", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  torch::nn::Linear first(64, 64), second(64, 1);
+  torch::nn::Sequential net(first, second);
+  net->to(group.device());
+  ddpkit::DistributedDataParallel ddp(net, group, {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001});
+  const auto x = torch::ones({8, 64}, group.device());
+  const auto gradients = [&](bool slow) {
+    net->zero_grad();
+    const auto features = ddp.module().forward(x);
+    (slow ? SlowGradient::apply(features) : features * 2).sum().backward();
+    return first->weight.grad().clone();
+  };
+  const auto expected = gradients(false);
+  // The host is far ahead of the device here: the copies into the buckets and the reductions are only queued.
+  CHECK(torch::equal(gradients(true), expected));
+}
