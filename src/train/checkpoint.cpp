@@ -8,7 +8,8 @@
 #include <algorithm>
 #include <exception>
 #include <fstream>
-#include <sstream>
+#include <iterator>
+#include <string>
 #include <string_view>
 #include <typeinfo>
 #include <utility>
@@ -40,10 +41,10 @@ std::string read_bytes(const std::filesystem::path& path) {
     throw InvalidArgument(fmt::format("there is no checkpoint {}", path.string()));
   }
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream bytes;
-  bytes << file.rdbuf();
-  if (!file || !bytes) throw InvalidArgument(fmt::format("cannot read the checkpoint {}", path.string()));
-  return std::move(bytes).str();
+  std::string bytes;
+  if (file) bytes.assign(std::istreambuf_iterator<char>(file), {});
+  if (!file) throw InvalidArgument(fmt::format("cannot read the checkpoint {}", path.string()));
+  return bytes;
 }
 
 // A checkpoint whose format has been checked.

@@ -86,7 +86,8 @@ TEST_CASE("the UCI-HAR layout gives windows by channel, and classes from 0", "[h
   for (std::size_t window = 0; window < 3; ++window) {
     for (std::size_t signal = 0; signal < 9; ++signal) {
       for (std::size_t step = 0; step < 2; ++step) {
-        CHECK(set.train.values[(window * 9 + signal) * 2 + step] == static_cast<float>(signal * 100 + window * 10 + step));
+        CHECK(set.train.values[(window * 9 + signal) * 2 + step] ==
+              static_cast<float>(signal * 100 + window * 10 + step));
       }
     }
   }
@@ -167,7 +168,8 @@ TEST_CASE("a wrong .ts file is one sentence with file and line", "[har]") {
   check_ts_error("4,5,6:", "", "Toy_TRAIN.ts:11: 1 channels before the class label, where 2 are expected");
   check_ts_error(":down", ":sideways", "Toy_TRAIN.ts:12: class 'sideways' is none of up, down");
   check_ts_error("1,2,3:4,5,6:up", "up", "Toy_TRAIN.ts:11: 0 channels");
-  check_ts_error("@dimensions 2", "@dimensions two", "Toy_TRAIN.ts:6: @dimensions must be a whole number from 1, not 'two'");
+  check_ts_error("@dimensions 2", "@dimensions two",
+                 "Toy_TRAIN.ts:6: @dimensions must be a whole number from 1, not 'two'");
   check_ts_error("@seriesLength 3", "@seriesLength 4", "where @seriesLength is 4");
   check_ts_error("@missing false", "@missing maybe", "Toy_TRAIN.ts:4: @missing must be true or false, not 'maybe'");
   check_ts_error("@timeStamps false", "@timeStamps true", "Toy_TRAIN.ts:3: series with timestamps are not supported");

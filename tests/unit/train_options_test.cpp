@@ -38,8 +38,9 @@ TEST_CASE("the command line sets the options, defaults are the trainer's own", "
   CHECK(defaults.epochs == 7);
   CHECK(defaults.lr == 0.5);
   CHECK_FALSE(defaults.max_steps);
-  const TrainerOptions options = parse({"--epochs", "3", "--batch-size=64", "--lr", "1e-2", "--seed", "42", "--max-steps",
-                                        "100", "--save-dir", "run", "--resume", "--json", "--backend", "gloo"});
+  const TrainerOptions options =
+      parse({"--epochs", "3", "--batch-size=64", "--lr", "1e-2", "--seed", "42", "--max-steps", "100", "--save-dir",
+             "run", "--resume", "--json", "--backend", "gloo"});
   CHECK(options.epochs == 3);
   CHECK(options.batch_size == 64);
   CHECK(options.lr == 0.01);
@@ -74,8 +75,9 @@ TEST_CASE("a config file sets options, in sections or not, and the command line 
 TEST_CASE("a config file that is wrong says where", "[options]") {
   CHECK_THROWS_WITH(parse_config("lr: 1\n\nepoch: 3\n"),
                     ContainsSubstring("run.yaml:3: unknown option 'epoch'; did you mean epochs?"));
-  CHECK_THROWS_WITH(parse_config("a:\n  bach-size: 3\n"), ContainsSubstring("run.yaml:2: unknown option 'bach-size'; did you "
-                                                                            "mean batch-size?"));
+  CHECK_THROWS_WITH(parse_config("a:\n  bach-size: 3\n"),
+                    ContainsSubstring("run.yaml:2: unknown option 'bach-size'; did you "
+                                      "mean batch-size?"));
   CHECK_THROWS_WITH(parse_config("xyzzy: 3\n"), Catch::Matchers::EndsWith("run.yaml:1: unknown option 'xyzzy'"));
   CHECK_THROWS_WITH(parse_config("help: true\n"), ContainsSubstring("unknown option 'help'"));
   CHECK_THROWS_WITH(parse_config("config: x\n"), ContainsSubstring("unknown option 'config'"));

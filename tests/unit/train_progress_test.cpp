@@ -54,8 +54,8 @@ TEST_CASE("a terminal sees the bar grow, and a clean line behind it", "[progress
     ProgressBar bar(4, {.label = "epoch 1/2", .stream = terminal.stream(), .interval = milliseconds(0)});
     bar.advance([] { return std::string("loss 0.5"); });
     bar.advance();
-    CHECK_THAT(terminal.written(), ContainsSubstring("epoch 1/2 [=") && ContainsSubstring("1/4 loss 0.5") &&
-                                       ContainsSubstring("2/4"));
+    CHECK_THAT(terminal.written(),
+               ContainsSubstring("epoch 1/2 [=") && ContainsSubstring("1/4 loss 0.5") && ContainsSubstring("2/4"));
     // More steps than were announced do not overflow it.
     for (int i = 0; i < 10; ++i) bar.advance();
     CHECK_THAT(terminal.written(), ContainsSubstring("4/4"));

@@ -48,9 +48,10 @@ TEST_CASE("a new folder is made, with nothing in it yet", "[run_folder]") {
 TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folder]") {
   const Run run(3);
   const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
-  CHECK_THROWS_WITH(run.open(other),
-                    ContainsSubstring("already holds a run with lr 0.1 (this one: 0.2)") && ContainsSubstring("--overwrite"));
-  CHECK_THROWS_WITH(run.open(other, {.resume = true}), ContainsSubstring("cannot resume") && ContainsSubstring("lr 0.1"));
+  CHECK_THROWS_WITH(run.open(other), ContainsSubstring("already holds a run with lr 0.1 (this one: 0.2)") &&
+                                         ContainsSubstring("--overwrite"));
+  CHECK_THROWS_WITH(run.open(other, {.resume = true}),
+                    ContainsSubstring("cannot resume") && ContainsSubstring("lr 0.1"));
   CHECK_THROWS_WITH(run.open(R"({"epochs":3,"lr":0.1,"world_size":1,"mode":"cnn"})"), ContainsSubstring("mode null"));
   CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);
   CHECK(read_file(run.path) == run.before);
@@ -82,14 +83,15 @@ TEST_CASE("a folder that cannot be made is an error before the training", "[run_
   const Folder folder;
   write_file(folder / "file", "x");
   const auto group = ddpkit::init_process_group();
-  CHECK_THROWS_WITH(open_run_folder(folder / "file/run", kConfig, {}, group), ContainsSubstring("cannot make the folder"));
+  CHECK_THROWS_WITH(open_run_folder(folder / "file/run", kConfig, {}, group),
+                    ContainsSubstring("cannot make the folder"));
   CHECK_THROWS_AS(open_run_folder("/proc/none", kConfig, {}, group), ddpkit::Error);
 }
 
 RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) {
   const Run run(2);  // Each rank has its own folder; rank 0's counts.
-  const RunFolder found = open_run_folder(group.rank() == 0 ? run.folder.path() : std::filesystem::path("/proc/none"), kConfig,
-                                          {.resume = true}, group);
+  const RunFolder found = open_run_folder(group.rank() == 0 ? run.folder.path() : std::filesystem::path("/proc/none"),
+                                          kConfig, {.resume = true}, group);
   REQUIRE(found.to_resume);
   CHECK(found.to_resume->epoch == 2);
   CHECK(found.to_resume->config == kConfig);
