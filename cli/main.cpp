@@ -13,6 +13,9 @@ int main(int argc, char** argv) {
   std::vector<std::string> program;
   ddpkit::cli::add_run(app, program, run);
   try {
+    const auto is_asked_for = [&](const CLI::App* command) { return command->get_name() == arguments[0]; };
+    if (!arguments.empty() && !arguments[0].starts_with('-') && app.get_subcommands(is_asked_for).empty())
+      throw CLI::ValidationError("there is no command \"" + arguments[0] + "\"");
     if (!arguments.empty() && arguments[0] == "run") {
       std::vector<std::string> own(arguments.begin() + 1, arguments.end());
       program = ddpkit::cli::split_program(*app.get_subcommand("run"), own);
