@@ -54,8 +54,9 @@ std::optional<CheckpointInfo> examine(const std::filesystem::path& checkpoint, c
   }
   const std::string difference = first_difference(there, here, {});
   if (!difference.empty()) {
-    throw InvalidArgument(
-        fmt::format("{} already holds {}: take another --save-dir, or --overwrite", folder, difference));
+    const bool can_resume = first_difference(there, here, options.may_differ).empty();
+    throw InvalidArgument(fmt::format("{} already holds {}: take another --save-dir,{} or --overwrite", folder,
+                                      difference, can_resume ? " --resume" : ""));
   }
   const std::int64_t epochs = there.value("epochs", std::int64_t{0});
   if (info.epoch < epochs) {
