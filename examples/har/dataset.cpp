@@ -44,9 +44,10 @@ Scale scale_of(const Recordings& split, std::size_t channel) {
 
 Split to_split(const Recordings& split, const std::vector<Scale>& scales) {
   const auto windows = static_cast<std::int64_t>(split.windows());
-  Split result{.windows = at::empty({windows, static_cast<std::int64_t>(split.channels),
-                                     static_cast<std::int64_t>(split.steps)}, at::kFloat),
-               .labels = at::empty({windows}, at::kLong)};
+  Split result{
+      .windows = at::empty({windows, static_cast<std::int64_t>(split.channels), static_cast<std::int64_t>(split.steps)},
+                           at::kFloat),
+      .labels = at::empty({windows}, at::kLong)};
   std::memcpy(result.labels.mutable_data_ptr(), split.labels.data(), split.labels.size() * sizeof(split.labels[0]));
   float* out = result.windows.mutable_data_ptr<float>();
   for (std::size_t i = 0; i < split.values.size(); ++i) {
@@ -69,8 +70,9 @@ RecordingSet read_recordings(const std::filesystem::path& folder) {
   }
   if (is_ucihar(folder)) return read_ucihar(folder);
   if (const auto name = find_ts_problem(folder)) return read_ts(folder, *name);
-  throw ddpkit::InvalidArgument(fmt::format(
-      "{} has neither the UCI-HAR layout (train/Inertial Signals/) nor NAME_TRAIN.ts and NAME_TEST.ts", folder.string()));
+  throw ddpkit::InvalidArgument(
+      fmt::format("{} has neither the UCI-HAR layout (train/Inertial Signals/) nor NAME_TRAIN.ts and NAME_TEST.ts",
+                  folder.string()));
 }
 
 Dataset normalised(const RecordingSet& recordings) {

@@ -43,7 +43,9 @@ constexpr std::array<Activity, 6> kActivities = {{
 class Random {
  public:
   explicit Random(std::uint64_t seed) : engine_(seed) {}
-  double uniform(double low, double high) { return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53; }
+  double uniform(double low, double high) {
+    return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53;
+  }
   double normal(double deviation) {
     const double radius = std::sqrt(-2 * std::log(1 - uniform(0, 1)));
     return deviation * radius * std::cos(uniform(0, 2 * std::numbers::pi));
@@ -109,11 +111,13 @@ void write_split(const fs::path& root, const std::string& name, int windows, int
 
 void generate_ucihar(const fs::path& folder, const GenerateOptions& options) {
   if (options.train < 1 || options.test < 1 || options.steps < 1) {
-    throw ddpkit::InvalidArgument(fmt::format("cannot generate {} training and {} test windows of {} steps: each must be at least 1",
-                                              options.train, options.test, options.steps));
+    throw ddpkit::InvalidArgument(
+        fmt::format("cannot generate {} training and {} test windows of {} steps: each must be at least 1",
+                    options.train, options.test, options.steps));
   }
   if (fs::exists(folder) && (!fs::is_directory(folder) || !fs::is_empty(folder))) {
-    throw ddpkit::InvalidArgument(fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
+    throw ddpkit::InvalidArgument(
+        fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
   }
   fs::path partial = folder.has_filename() ? folder : folder.parent_path();
   const fs::path target = partial;

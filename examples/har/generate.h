@@ -13,9 +13,9 @@ struct GenerateOptions {
   std::uint64_t seed = 0;  ///< The same files on every machine.
 };
 
-/// Writes a made-up data set in the UCI-HAR layout: six activities whose gait, strength and posture differ, with noise, as
-/// no recording of anyone. `folder` appears whole or not at all; it must not exist, or be empty.
-/// Throws ddpkit::InvalidArgument, or ddpkit::Error with the system's reason.
+/// Writes a made-up data set in the UCI-HAR layout: six activities whose gait, strength and posture differ, with noise,
+/// as no recording of anyone. `folder` appears whole or not at all; it must not exist, or be empty. Throws
+/// ddpkit::InvalidArgument, or ddpkit::Error with the system's reason.
 void generate_ucihar(const std::filesystem::path& folder, const GenerateOptions& options);
 
 }  // namespace har

@@ -21,10 +21,7 @@ void add_choice(CLI::App& app, const std::string& name, E& value, const std::map
     for (const auto& choice : choices) names += (names.empty() ? "" : ", ") + choice.first;
     return "must be one of " + names + ", not " + text;
   };
-  app.add_option(name, value, description)
-      ->transform(CLI::Validator(to_number, ""))
-      ->type_name("NAME")
-      ->group("Model");
+  app.add_option(name, value, description)->transform(CLI::Validator(to_number, ""))->type_name("NAME")->group("Model");
 }
 
 void add_train_options(CLI::App& app, har::TrainOptions& options) {
@@ -32,15 +29,16 @@ void add_train_options(CLI::App& app, har::TrainOptions& options) {
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
   app.option_defaults()->always_capture_default(false);
-  add_choice<har::Mode>(
-      app, "--mode", options.mode,
-      {{"cnn", har::Mode::kCnn}, {"lstm", har::Mode::kLstm}, {"flatten", har::Mode::kFlatten}},
-      "cnn, lstm or flatten (a perceptron on flattened windows) [cnn]");
-  add_choice<har::OptimizerKind>(app, "--optimizer", options.optimizer,
-                                 {{"adamw", har::OptimizerKind::kAdamW},
-                                  {"adam", har::OptimizerKind::kAdam},
-                                  {"sgd", har::OptimizerKind::kSgd}},
-                                 "adamw, adam or sgd [adamw]");
+  add_choice<har::Mode>(app, "--mode", options.mode,
+                        {{"cnn", har::Mode::kCnn}, {"lstm", har::Mode::kLstm}, {"flatten", har::Mode::kFlatten}},
+                        "cnn, lstm or flatten (a perceptron on flattened windows) [cnn]");
+  add_choice<har::OptimizerKind>(
+      app, "--optimizer", options.optimizer,
+      {{"adamw", har::OptimizerKind::kAdamW}, {"adam", har::OptimizerKind::kAdam}, {"sgd", har::OptimizerKind::kSgd}},
+      "adamw, adam or sgd [adamw]");
+  add_choice<har::Schedule>(app, "--lr-schedule", options.schedule,
+                            {{"cosine", har::Schedule::kCosine}, {"constant", har::Schedule::kConstant}},
+                            "cosine (down to 0 at the end) or constant [cosine]");
   app.option_defaults()->always_capture_default();
   app.add_option("--weight-decay", options.weight_decay, "Weight decay")
       ->check(CLI::Range(0.0, 1.0))
@@ -63,7 +61,9 @@ CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions&
   const auto count = CLI::Range(1, 1'000'000);
   generate->add_option("--train", options.train, "Training windows")->check(count)->type_name("N");
   generate->add_option("--test", options.test, "Test windows")->check(count)->type_name("N");
-  generate->add_option("--steps", options.steps, "Samples a window, at 50 Hz")->check(CLI::Range(1, 100'000))->type_name("N");
+  generate->add_option("--steps", options.steps, "Samples a window, at 50 Hz")
+      ->check(CLI::Range(1, 100'000))
+      ->type_name("N");
   generate->add_option("--seed", options.seed, "Same seed, same files")->type_name("N");
   return generate;
 }
@@ -71,8 +71,9 @@ CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions&
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Human activity recognition: trains a classifier of sensor windows, on one rank or, under a launcher, many.",
-               "har");
+  CLI::App app(
+      "Human activity recognition: trains a classifier of sensor windows, on one rank or, under a launcher, many.",
+      "har");
   har::TrainOptions options;
   std::string folder;
   har::GenerateOptions generate_options;

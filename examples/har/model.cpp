@@ -41,8 +41,8 @@ class Lstm : public Classifier {
  public:
   explicit Lstm(const ModelOptions& options) {
     constexpr std::int64_t kHidden = 64;
-    lstm_ = register_module(
-        "lstm", nn::LSTM(nn::LSTMOptions(options.channels, kHidden).batch_first(true).bidirectional(true)));
+    lstm_ = register_module("lstm",
+                            nn::LSTM(nn::LSTMOptions(options.channels, kHidden).batch_first(true).bidirectional(true)));
     dropout_ = register_module("dropout", nn::Dropout(options.dropout));
     head_ = register_module("head", nn::Linear(2 * kHidden, options.classes));
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <numbers>
 #include <optional>
 
 #include <fmt/format.h>
@@ -26,9 +27,7 @@ using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
 using nlohmann::ordered_json;
 
-const char* name_of(Mode mode) {
-  return mode == Mode::kCnn ? "cnn" : mode == Mode::kLstm ? "lstm" : "flatten";
-}
+const char* name_of(Mode mode) { return mode == Mode::kCnn ? "cnn" : mode == Mode::kLstm ? "lstm" : "flatten"; }
 
 const char* name_of(OptimizerKind kind) {
   return kind == OptimizerKind::kAdamW ? "adamw" : kind == OptimizerKind::kAdam ? "adam" : "sgd";
@@ -40,8 +39,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& opti
   switch (options.optimizer) {
     case OptimizerKind::kSgd:
       return std::make_unique<torch::optim::SGD>(
-          parameters,
-          torch::optim::SGDOptions(lr).momentum(options.momentum).weight_decay(options.weight_decay));
+          parameters, torch::optim::SGDOptions(lr).momentum(options.momentum).weight_decay(options.weight_decay));
     case OptimizerKind::kAdam:
       return std::make_unique<torch::optim::Adam>(parameters,
                                                   torch::optim::AdamOptions(lr).weight_decay(options.weight_decay));
@@ -92,9 +90,7 @@ class Trainer {
 
  private:
   bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const {
-    return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps;
-  }
+  bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
   static void print(const std::string& line) {
     fmt::print("{}\n", line);
@@ -124,6 +120,7 @@ class Trainer {
         {"mode", name_of(options_.mode)},
         {"optimizer", name_of(options_.optimizer)},
         {"lr", options_.trainer.lr},
+        {"lr_schedule", options_.schedule == Schedule::kCosine ? "cosine" : "constant"},
         {"weight_decay", options_.weight_decay},
         {"momentum", options_.momentum},
         {"dropout", options_.dropout},
@@ -176,6 +173,7 @@ class Trainer {
     const auto start = std::chrono::steady_clock::now();
     std::int64_t batch = 0;
     for (; batch < batches && !is_out_of_steps(); ++batch) {
+      set_lr((static_cast<double>(info_.epoch) + static_cast<double>(batch) / static_cast<double>(batches)) / epochs);
       const at::Tensor loss = train_step(*sampler_.next(batch_size), metrics);
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
@@ -185,13 +183,21 @@ class Trainer {
     bar.clear();
     if (!std::isfinite(train.loss)) {
       throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
-                                      options_.trainer.lr), {.rank = 0});
+                                      options_.trainer.lr),
+                          {.rank = 0});
     }
     if (batch < batches) return false;
     ++info_.epoch;
     evaluated_ = evaluate();
     if (speaks()) print_epoch(train, *evaluated_, elapsed.count());
     return true;
+  }
+
+  // `progress` of the whole run: 0 .. 1. A function of it alone, so that a resumed run needs to remember nothing.
+  void set_lr(double progress) {
+    double lr = options_.trainer.lr;
+    if (options_.schedule == Schedule::kCosine) lr *= 0.5 * (1 + std::cos(std::numbers::pi * progress));
+    for (auto& group : optimizer_->param_groups()) group.options().set_lr(lr);
   }
 
   at::Tensor train_step(const std::vector<std::size_t>& indices, ClassificationMetrics& metrics) {
@@ -257,7 +263,7 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ddpkit::DistributedSampler sampler_;
   ddpkit::train::RunFolder folder_;
-  ddpkit::train::CheckpointInfo info_;              // How far the run has come.
+  ddpkit::train::CheckpointInfo info_;             // How far the run has come.
   std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.
 };
 

@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kTrainSuffix = "_TRAIN.ts";
 
 struct Header {
-  bool missing = true;       // '?' may occur; so too where the header does not say.
+  bool missing = true;  // '?' may occur; so too where the header does not say.
   bool equal_length = true;
   bool univariate = false;
   std::optional<int> dimensions;
@@ -47,7 +47,8 @@ std::string lower(std::string_view text) {
 
 bool read_bool(const TextFile& file, std::string_view tag, std::string_view value) {
   const std::string word = lower(value);
-  if (word != "true" && word != "false") file.fail(fmt::format("{} must be true or false, not {}", tag, in_quotes(value)));
+  if (word != "true" && word != "false")
+    file.fail(fmt::format("{} must be true or false, not {}", tag, in_quotes(value)));
   return word == "true";
 }
 
@@ -112,7 +113,8 @@ std::vector<float> read_series(const TextFile& file, const Header& header, std::
   }
 }
 
-void check_length(const TextFile& file, const Header& header, const TsFile& ts, std::size_t channel, std::size_t length) {
+void check_length(const TextFile& file, const Header& header, const TsFile& ts, std::size_t channel,
+                  std::size_t length) {
   if (!header.equal_length) return;
   const bool declared = header.series_length.has_value();
   const std::size_t expected = declared ? static_cast<std::size_t>(*header.series_length) : ts.longest;
@@ -204,10 +206,7 @@ RecordingSet read_ts(const fs::path& folder, const std::string& name) {
   }
   for (std::int64_t& label : test.labels) label = class_in_train[static_cast<std::size_t>(label)];
   const std::size_t steps = std::max(train.longest, test.longest);
-  return {.name = name,
-          .class_names = names,
-          .train = to_recordings(train, steps),
-          .test = to_recordings(test, steps)};
+  return {.name = name, .class_names = names, .train = to_recordings(train, steps), .test = to_recordings(test, steps)};
 }
 
 }  // namespace har

@@ -84,7 +84,8 @@ Recordings read_split(const fs::path& folder, const std::string& name, int class
   const fs::path root = folder / name;
   const fs::path labels_path = root / fmt::format("y_{}.txt", name);
   const std::vector<int> labels = read_numbers(labels_path, "class", 1, classes);
-  if (labels.empty()) throw ddpkit::InvalidArgument(fmt::format("{} is empty: no {} windows", labels_path.string(), name));
+  if (labels.empty())
+    throw ddpkit::InvalidArgument(fmt::format("{} is empty: no {} windows", labels_path.string(), name));
 
   Recordings split{.channels = kUciSignals.size(), .steps = 0, .values = {}, .labels = {}, .subjects = {}};
   for (const int label : labels) split.labels.push_back(label - 1);

@@ -18,10 +18,10 @@ inline constexpr std::array<const char*, 9> kUciSignals = {
 /// Whether `folder` has the UCI-HAR layout, by what lies in it.
 bool is_ucihar(const std::filesystem::path& folder);
 
-/// Reads the folder layout of "Human Activity Recognition Using Smartphones" (UCI): a window a line in each signal file,
-/// its class (from 1) in y_SPLIT.txt, and, where they exist, its subject in subject_SPLIT.txt and the classes' names in
-/// activity_labels.txt.
-/// Throws ddpkit::InvalidArgument with file and line for whatever is missing, malformed or contradicts another file.
+/// Reads the folder layout of "Human Activity Recognition Using Smartphones" (UCI): a window a line in each signal
+/// file, its class (from 1) in y_SPLIT.txt, and, where they exist, its subject in subject_SPLIT.txt and the classes'
+/// names in activity_labels.txt. Throws ddpkit::InvalidArgument with file and line for whatever is missing, malformed
+/// or contradicts another file.
 RecordingSet read_ucihar(const std::filesystem::path& folder);
 
 }  // namespace har

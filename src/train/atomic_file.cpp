@@ -47,8 +47,8 @@ void AtomicFile::commit() {
   if (::fsync(descriptor_) != 0) fail("write");
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
   ::close(std::exchange(descriptor_, -1));
-  // The rename itself is durable only once the folder is. Some file systems cannot sync a folder: nothing is lost by that
-  // but durability, so it is no error.
+  // The rename itself is durable only once the folder is. Some file systems cannot sync a folder: nothing is lost by
+  // that but durability, so it is no error.
   const std::filesystem::path folder = path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
   const int folder_descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder_descriptor < 0) return;

@@ -8,7 +8,8 @@
 #include <algorithm>
 #include <exception>
 #include <fstream>
-#include <sstream>
+#include <iterator>
+#include <string>
 #include <string_view>
 #include <typeinfo>
 #include <utility>
@@ -40,10 +41,10 @@ std::string read_bytes(const std::filesystem::path& path) {
     throw InvalidArgument(fmt::format("there is no checkpoint {}", path.string()));
   }
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream bytes;
-  bytes << file.rdbuf();
-  if (!file || !bytes) throw InvalidArgument(fmt::format("cannot read the checkpoint {}", path.string()));
-  return std::move(bytes).str();
+  std::string bytes;
+  if (file) bytes.assign(std::istreambuf_iterator<char>(file), {});
+  if (!file) throw InvalidArgument(fmt::format("cannot read the checkpoint {}", path.string()));
+  return bytes;
 }
 
 // A checkpoint whose format has been checked.
@@ -105,7 +106,8 @@ Restored match(const std::string& path, InputArchive& archive, const std::string
   return {target, value};
 }
 
-// Pairs every tensor of `module` with its value in the archive, in the model's order, and looks for what it has too many.
+// Pairs every tensor of `module` with its value in the archive, in the model's order, and looks for what it has too
+// many.
 void match_module(const std::string& path, InputArchive& archive, const std::string& prefix, torch::nn::Module& module,
                   std::vector<Restored>& restored) {
   std::vector<std::string> names;
@@ -125,7 +127,8 @@ void match_module(const std::string& path, InputArchive& archive, const std::str
     if (!child.value()->is_serializable()) continue;
     names.push_back(child.key());
     InputArchive nested;
-    if (!archive.try_read(child.key(), nested)) throw_other_model(path, fmt::format("it has no {}{}", prefix, child.key()));
+    if (!archive.try_read(child.key(), nested))
+      throw_other_model(path, fmt::format("it has no {}{}", prefix, child.key()));
     match_module(path, nested, prefix + child.key() + ".", *child.value(), restored);
   }
   for (const std::string& key : archive.keys()) {
@@ -148,8 +151,8 @@ CheckpointInfo restore(const std::string& path, const std::string& bytes, torch:
     match_module(path, model, "", module, restored);
     checkpoint.archive.read("optimizer_kind", kind);
     if (kind.toStringRef() != kind_of(optimizer)) {
-      throw InvalidArgument(fmt::format("the checkpoint {} was made with {}, this run uses {}", path, kind.toStringRef(),
-                                        kind_of(optimizer)));
+      throw InvalidArgument(fmt::format("the checkpoint {} was made with {}, this run uses {}", path,
+                                        kind.toStringRef(), kind_of(optimizer)));
     }
     InputArchive state;
     checkpoint.archive.read("optimizer", state);

@@ -1,13 +1,16 @@
 #include <ddpkit/train/main.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <string_view>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -19,9 +22,13 @@ namespace {
 
 constexpr int kFailed = 1;
 constexpr int kWrongUsage = 2;
+constexpr std::chrono::milliseconds kTimeToSpeak{500};
+constexpr std::chrono::milliseconds kTimeToStartAndSpeak{3000};
 
 // Torch puts a stack trace behind the message, for some exceptions even into what_without_backtrace().
-std::string_view without_backtrace(std::string_view text) { return text.substr(0, text.find("\nException raised from")); }
+std::string_view without_backtrace(std::string_view text) {
+  return text.substr(0, text.find("\nException raised from"));
+}
 
 std::string on_one_line(std::string_view text) {
   std::string line;
@@ -76,7 +83,15 @@ bool is_ours_to_report(const Error* error, const std::string& sentence, const Pr
   return reports;
 }
 
+// From here on the store may have gone with its rank: c10d logs that with a stack trace, of which nobody learns
+// anything.
+void silence_c10d() {
+  constexpr int kErrorsOnly = 2;
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = kErrorsOnly;
+}
+
 int report(const std::string& program, const std::exception_ptr& exception, const Program& state) {
+  silence_c10d();
   const std::string sentence = one_sentence(exception);
   int code = kFailed;
   bool speaks = false;
@@ -92,9 +107,13 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   } catch (...) {
     speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
   }
+  std::fflush(stdout);
   if (speaks) {
-    std::fflush(stdout);
     fmt::print(stderr, "{}: {}\n", program, sentence);
+  } else {
+    // A launcher ends the other ranks when the first one does: that must not be before the one that speaks has spoken.
+    // It ends this sleep as well.
+    std::this_thread::sleep_for(state.group() ? kTimeToSpeak : kTimeToStartAndSpeak);
   }
   return code;
 }

@@ -54,13 +54,15 @@ std::optional<CheckpointInfo> examine(const std::filesystem::path& checkpoint, c
   }
   const std::string difference = first_difference(there, here, {});
   if (!difference.empty()) {
-    throw InvalidArgument(
-        fmt::format("{} already holds {}: take another --save-dir, or --overwrite", folder, difference));
+    const bool can_resume = first_difference(there, here, options.may_differ).empty();
+    throw InvalidArgument(fmt::format("{} already holds {}: take another --save-dir,{} or --overwrite", folder,
+                                      difference, can_resume ? " --resume" : ""));
   }
   const std::int64_t epochs = there.value("epochs", std::int64_t{0});
   if (info.epoch < epochs) {
-    throw InvalidArgument(fmt::format("{} already holds this run, at epoch {} of {}: --resume goes on, --overwrite starts over",
-                                      folder, info.epoch, epochs));
+    throw InvalidArgument(
+        fmt::format("{} already holds this run, at epoch {} of {}: --resume goes on, --overwrite starts over", folder,
+                    info.epoch, epochs));
   }
   return std::nullopt;
 }
@@ -83,8 +85,9 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
   // Rank 0 tells the others whether to resume, and from where.
   std::string info;
   if (result.to_resume) {
-    info = json{{"epoch", result.to_resume->epoch}, {"step", result.to_resume->step}, {"config", result.to_resume->config}}
-               .dump();
+    info =
+        json{{"epoch", result.to_resume->epoch}, {"step", result.to_resume->step}, {"config", result.to_resume->config}}
+            .dump();
   }
   info = broadcast_bytes(group, std::move(info));
   if (!info.empty()) {

@@ -25,8 +25,8 @@ struct CheckpointInfo {
   std::string config = "{}";  ///< What makes this run this run, as JSON.
 };
 
-/// Writes the bare module's parameters and buffers, the optimizer's state and `info` to `path`, whole or not at all, as a
-/// torch::serialize archive. Throws Error with the system's reason (no space, no permission).
+/// Writes the bare module's parameters and buffers, the optimizer's state and `info` to `path`, whole or not at all, as
+/// a torch::serialize archive. Throws Error with the system's reason (no space, no permission).
 void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
                       const torch::optim::Optimizer& optimizer, const CheckpointInfo& info);
 
@@ -34,10 +34,10 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group);
 
-/// Gives the module and the optimizer what write_checkpoint() wrote, in place; parameters keep their storage and device.
-/// Throws InvalidArgument, with module and optimizer as they were, when the file is missing, is no checkpoint or a
-/// truncated one, or belongs to another model (the message names the first parameter that differs) or another kind of
-/// optimizer.
+/// Gives the module and the optimizer what write_checkpoint() wrote, in place; parameters keep their storage and
+/// device. Throws InvalidArgument, with module and optimizer as they were, when the file is missing, is no checkpoint
+/// or a truncated one, or belongs to another model (the message names the first parameter that differs) or another kind
+/// of optimizer.
 CheckpointInfo read_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                torch::optim::Optimizer& optimizer);
 

@@ -34,8 +34,9 @@ class Program {
   std::optional<ProcessGroup> group_;
 };
 
-/// The main function of a trainer: parses the command line, runs `body`, and turns whatever it throws into one sentence on
-/// stderr and an exit code: 0 done, 1 failed, 2 wrong option or config file. Never prints a stack trace, never throws.
+/// The main function of a trainer: parses the command line, runs `body`, and turns whatever it throws into one sentence
+/// on stderr and an exit code: 0 done, 1 failed, 2 wrong option or config file. Never prints a stack trace, never
+/// throws.
 ///
 ///     int main(int argc, char** argv) {
 ///       CLI::App app("Trains something.", "something");

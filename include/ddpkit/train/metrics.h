@@ -19,12 +19,12 @@ struct IndexRange {
   std::int64_t size() const noexcept { return end - begin; }
 };
 
-/// Rank `rank`'s share of 0 .. size-1 for evaluation: every index belongs to exactly one rank, so that nothing is counted
-/// twice. Shares differ by at most one; with fewer indices than ranks some are empty.
+/// Rank `rank`'s share of 0 .. size-1 for evaluation: every index belongs to exactly one rank, so that nothing is
+/// counted twice. Shares differ by at most one; with fewer indices than ranks some are empty.
 IndexRange evaluation_share(std::int64_t size, int rank, int world_size);
 
-/// Sums each value over the ranks, in one all-reduce of doubles: exact for counts up to 2^53, the same bits on every rank.
-/// Collective: all ranks pass equally many values.
+/// Sums each value over the ranks, in one all-reduce of doubles: exact for counts up to 2^53, the same bits on every
+/// rank. Collective: all ranks pass equally many values.
 std::vector<double> sum_over_ranks(const std::vector<double>& values, const ProcessGroup& group);
 
 /// How a classifier did.

@@ -16,25 +16,25 @@ namespace ddpkit::train {
 
 /// The options that every trainer has. A trainer sets its own defaults before it adds them.
 struct TrainerOptions {
-  int epochs = 10;                                   ///< Passes over the training set.
-  int batch_size = 32;                               ///< Samples a step, on each rank.
-  double lr = 1e-3;                                  ///< Learning rate.
-  std::uint64_t seed = 0;                            ///< Same seed, same weights, to the bit.
+  int epochs = 10;                                       ///< Passes over the training set.
+  int batch_size = 32;                                   ///< Samples a step, on each rank.
+  double lr = 1e-3;                                      ///< Learning rate.
+  std::uint64_t seed = 0;                                ///< Same seed, same weights, to the bit.
   std::optional<std::int64_t> max_steps = std::nullopt;  ///< Stop after so many optimizer steps.
-  std::string save_dir = {};                         ///< Folder of the run's checkpoint; empty: none is written.
-  bool resume = false;                               ///< Go on from the checkpoint in save_dir.
-  bool overwrite = false;                            ///< Replace another run's checkpoint in save_dir.
-  bool json = false;                                 ///< One JSON line a finished epoch instead of the table.
-  std::string backend = {};                          ///< See InitOptions::backend.
+  std::string save_dir = {};                             ///< Folder of the run's checkpoint; empty: none is written.
+  bool resume = false;                                   ///< Go on from the checkpoint in save_dir.
+  bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
+  bool json = false;                                     ///< One JSON line a finished epoch instead of the table.
+  std::string backend = {};                              ///< See InitOptions::backend.
 };
 
 /// Adds --epochs, --batch-size, --lr, --seed, --max-steps, --save-dir, --resume, --overwrite, --json, --backend and
 /// --config to a program. `options` must outlive the parse; the values in it are the defaults that --help shows.
 void add_trainer_options(CLI::App& app, TrainerOptions& options);
 
-/// Adds --config FILE: YAML whose keys are the program's long option names, grouped into sections or not. The command line
-/// wins over the file. What is wrong with the file (an unknown key, which is named with the nearest known one; a key given
-/// twice; no YAML) throws UsageError out of App::parse().
+/// Adds --config FILE: YAML whose keys are the program's long option names, grouped into sections or not. The command
+/// line wins over the file. What is wrong with the file (an unknown key, which is named with the nearest known one; a
+/// key given twice; no YAML) throws UsageError out of App::parse().
 void add_config_option(CLI::App& app);
 
 /// One sentence for what CLI11 found wrong with a command line; for an unknown option it names the nearest known one.

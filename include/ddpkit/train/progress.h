@@ -10,14 +10,14 @@
 namespace ddpkit::train {
 
 struct ProgressOptions {
-  std::string label = {};          ///< In front of the bar.
-  bool enabled = true;             ///< False on every rank but the one that speaks.
-  std::FILE* stream = stderr;      ///< Where the bar goes when it is a terminal; nothing is written when it is not.
+  std::string label = {};      ///< In front of the bar.
+  bool enabled = true;         ///< False on every rank but the one that speaks.
+  std::FILE* stream = stderr;  ///< Where the bar goes when it is a terminal; nothing is written when it is not.
   std::chrono::milliseconds interval = std::chrono::milliseconds(100);  ///< Between two drawings.
 };
 
-/// A progress bar on the last line of a terminal: "epoch 3/30 [=====>    ] 12/25 loss 0.41". Costs a clock reading a step
-/// when nothing is due.
+/// A progress bar on the last line of a terminal: "epoch 3/30 [=====>    ] 12/25 loss 0.41". Costs a clock reading a
+/// step when nothing is due.
 class ProgressBar {
  public:
   /// `total` steps.

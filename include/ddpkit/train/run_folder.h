@@ -29,11 +29,11 @@ struct RunFolder {
 
 /// Makes `folder` ready for a run that `config` (a JSON object) describes. Collective; rank 0 looks at the disk.
 ///
-/// Nothing that took work is lost by accident. Where the folder holds a checkpoint, a run that is neither to resume nor to
-/// overwrite goes ahead only when it would repeat that very run, finished: any difference in config, or an epoch below
-/// its "epochs", throws InvalidArgument. So does resuming with a config that differs in more than `may_differ`, and a
-/// folder that cannot be written to, before the training rather than after its first epoch.
-RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config, const RunFolderOptions& options,
-                          const ProcessGroup& group);
+/// Nothing that took work is lost by accident. Where the folder holds a checkpoint, a run that is neither to resume nor
+/// to overwrite goes ahead only when it would repeat that very run, finished: any difference in config, or an epoch
+/// below its "epochs", throws InvalidArgument. So does resuming with a config that differs in more than `may_differ`,
+/// and a folder that cannot be written to, before the training rather than after its first epoch.
+RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
+                          const RunFolderOptions& options, const ProcessGroup& group);
 
 }  // namespace ddpkit::train

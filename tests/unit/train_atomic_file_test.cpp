@@ -1,0 +1,77 @@
+#include <sys/resource.h>
+
+#include <csignal>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/train/atomic_file.h>
+
+#include "support/catch.h"
+#include "support/folder.h"
+
+using ddpkit::testing::Folder;
+using ddpkit::testing::names_in;
+using ddpkit::testing::read_file;
+using ddpkit::testing::write_file;
+using ddpkit::train::AtomicFile;
+
+TEST_CASE("an atomic file appears only when it is committed", "[atomic_file]") {
+  const Folder folder;
+  write_file(folder / "file", "old");
+  {
+    AtomicFile file(folder / "file");
+    file.write("new", 3);
+    CHECK(read_file(folder / "file") == "old");
+    file.commit();
+  }
+  CHECK(read_file(folder / "file") == "new");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
+}
+
+TEST_CASE("an atomic file that is given up leaves the old one and no rest", "[atomic_file]") {
+  const Folder folder;
+  write_file(folder / "file", "old");
+  {
+    AtomicFile file(folder / "file");
+    file.write("half of the n", 13);
+  }
+  CHECK(read_file(folder / "file") == "old");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
+}
+
+TEST_CASE("what a killed writer left behind is no hindrance", "[atomic_file]") {
+  const Folder folder;
+  write_file(folder / "file.tmp", "a much longer text than the new one");
+  AtomicFile file(folder / "file");
+  file.write("new", 3);
+  file.commit();
+  CHECK(read_file(folder / "file") == "new");
+}
+
+TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic_file]") {
+  const Folder folder;
+  write_file(folder / "file", "old");
+  // A limit on file sizes fails as a full disk does, without root or a file system of our own.
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{1000, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  const std::string data(5000, 'x');
+  std::string message;
+  try {
+    AtomicFile file(folder / "file");
+    file.write(data.data(), data.size());
+    file.commit();
+  } catch (const ddpkit::Error& error) {
+    message = error.what();
+  }
+  setrlimit(RLIMIT_FSIZE, &before);
+  CHECK_THAT(message, ContainsSubstring("cannot write") && ContainsSubstring("File too large"));
+  CHECK(read_file(folder / "file") == "old");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
+}
+
+TEST_CASE("an atomic file in no folder says so", "[atomic_file]") {
+  CHECK_THROWS_WITH(AtomicFile("/nonexistent/folder/file"),
+                    ContainsSubstring("/nonexistent/folder/file") && ContainsSubstring("No such file or directory"));
+}

@@ -1,0 +1,37 @@
+// A program that fails in the way it is told to, for train_main_test.cpp.
+#include <c10/util/Exception.h>
+
+#include <ATen/ops/zeros.h>
+#include <signal.h>
+
+#include <CLI/CLI.hpp>
+#include <stdexcept>
+
+#include <ddpkit/train/main.h>
+#include <ddpkit/train/together.h>
+
+int main(int argc, char** argv) {
+  CLI::App app("Fails.", "failing");
+  std::string how;
+  int at_rank = -1;
+  app.add_option("--how", how);
+  app.add_option("--at-rank", at_rank, "-1: all");
+  return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
+    if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
+    if (how == "early") throw ddpkit::InvalidArgument("before the ranks met");
+    const auto group = program.init_process_group({.device = at::kCPU});
+    const bool ours = at_rank < 0 || at_rank == group.rank();
+    if (how == "together") {
+      ddpkit::train::run_together(group, [&] {
+        if (ours) throw ddpkit::InvalidArgument("a bad\nfile");
+      });
+    }
+    if (ours && how == "alone") throw ddpkit::InvalidArgument("something of our own");
+    if (ours && how == "torch") TORCH_CHECK(false, "torch does not like this");
+    if (ours && how == "out-of-range") std::string().at(3);
+    if (ours && how == "killed") raise(SIGKILL);
+    if (ours && how == "unknown") throw 42;
+    if (how == "mismatch") group.all_reduce(at::zeros({ours ? 3 : 4}));
+    group.barrier();
+  });
+}

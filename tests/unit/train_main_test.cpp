@@ -1,0 +1,82 @@
+#include <algorithm>
+#include <filesystem>
+
+#include <ddpkit/comm/local_launch.h>
+
+#include "support/catch.h"
+
+namespace {
+
+struct Outcome {
+  ddpkit::LocalLaunchResult result;
+  std::string text;  // Of all ranks.
+  std::vector<int> speakers;
+
+  bool all_exited_with(int code) const {
+    return std::all_of(result.ranks.begin(), result.ranks.end(),
+                       [&](const auto& rank) { return rank.signal == 0 && rank.exit_code == code; });
+  }
+};
+
+Outcome fail(int ranks, const std::string& how, int at_rank = -1) {
+  Outcome outcome;
+  outcome.result = ddpkit::local_launch(
+      {.command = {DDPKIT_TEST_FAILING_PROGRAM, "--how", how, "--at-rank=" + std::to_string(at_rank)},
+       .ranks = ranks,
+       .environment = {{"OMP_NUM_THREADS", "1"}},
+       .time_limit = std::chrono::seconds(60),
+       .stop_on_failure = false,
+       .on_output = [&](int rank, const std::string& text) {
+         outcome.text += text;
+         outcome.speakers.push_back(rank);
+       }});
+  CHECK_FALSE(outcome.result.timed_out);
+  INFO(outcome.text);
+  CHECK(std::count(outcome.text.begin(), outcome.text.end(), '\n') == 1);
+  CHECK(outcome.text.find("Exception raised from") == std::string::npos);
+  CHECK(outcome.text.find("frame #") == std::string::npos);
+  return outcome;
+}
+
+}  // namespace
+
+TEST_CASE("what happens to every rank is said once, by rank 0", "[main]") {
+  for (const char* how : {"usage", "early", "together", "alone", "torch"}) {
+    CAPTURE(how);
+    const Outcome outcome = fail(3, how);
+    CHECK(outcome.all_exited_with(std::string(how) == "usage" ? 2 : 1));
+    CHECK(outcome.speakers.size() == 1);
+  }
+  CHECK(fail(2, "together").text == "failing: a bad file\n");
+  CHECK(fail(2, "usage").text == "failing: a wrong option\n");
+}
+
+TEST_CASE("what happens to one rank is said by that rank, and ends them all", "[main]") {
+  for (const int rank : {0, 2}) {
+    CAPTURE(rank);
+    for (const char* how : {"together", "alone", "torch", "out-of-range", "unknown"}) {
+      CAPTURE(how);
+      const Outcome outcome = fail(3, how, rank);
+      CHECK(outcome.all_exited_with(1));
+      CHECK(outcome.speakers == std::vector<int>{rank});
+    }
+  }
+  CHECK(fail(2, "torch", 1).text == "failing: torch does not like this\n");
+}
+
+TEST_CASE("a rank that was killed is named by one of the others", "[main]") {
+  for (const int rank : {0, 1}) {
+    CAPTURE(rank);
+    const Outcome outcome = fail(3, "killed", rank);
+    CHECK_THAT(outcome.text, ContainsSubstring("rank " + std::to_string(rank)));
+    CHECK(outcome.speakers.size() == 1);
+    CHECK(outcome.result.ranks[static_cast<std::size_t>(rank)].signal == 9);
+    CHECK(outcome.result.ranks[2].exit_code == 1);
+  }
+}
+
+TEST_CASE("ranks that call different collectives say so once", "[main]") {
+  const Outcome outcome = fail(2, "mismatch", 1);
+  CHECK(outcome.all_exited_with(1));
+  CHECK(outcome.speakers.size() == 1);
+}

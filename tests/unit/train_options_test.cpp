@@ -1,0 +1,118 @@
+#include <CLI/CLI.hpp>
+
+#include <ddpkit/train/main.h>
+#include <ddpkit/train/options.h>
+
+#include "support/catch.h"
+#include "support/folder.h"
+
+using namespace ddpkit::train;
+using ddpkit::testing::Folder;
+using ddpkit::testing::write_file;
+
+namespace {
+
+TrainerOptions parse(std::vector<std::string> arguments, TrainerOptions options = {}) {
+  CLI::App app("Test", "test");
+  add_trainer_options(app, options);
+  std::reverse(arguments.begin(), arguments.end());
+  try {
+    app.parse(arguments);
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(describe_parse_error(app, error));
+  }
+  return options;
+}
+
+TrainerOptions parse_config(const std::string& yaml, std::vector<std::string> arguments = {}) {
+  const Folder folder;
+  write_file(folder / "run.yaml", yaml);
+  arguments.insert(arguments.end(), {"--config", (folder / "run.yaml").string()});
+  return parse(arguments);
+}
+
+}  // namespace
+
+TEST_CASE("the command line sets the options, defaults are the trainer's own", "[options]") {
+  const TrainerOptions defaults = parse({}, {.epochs = 7, .lr = 0.5});
+  CHECK(defaults.epochs == 7);
+  CHECK(defaults.lr == 0.5);
+  CHECK_FALSE(defaults.max_steps);
+  const TrainerOptions options =
+      parse({"--epochs", "3", "--batch-size=64", "--lr", "1e-2", "--seed", "42", "--max-steps", "100", "--save-dir",
+             "run", "--resume", "--json", "--backend", "gloo"});
+  CHECK(options.epochs == 3);
+  CHECK(options.batch_size == 64);
+  CHECK(options.lr == 0.01);
+  CHECK(options.seed == 42);
+  CHECK(options.max_steps == 100);
+  CHECK(options.save_dir == "run");
+  CHECK(options.resume);
+  CHECK(options.json);
+  CHECK(options.backend == "gloo");
+}
+
+TEST_CASE("a config file sets options, in sections or not, and the command line wins", "[options]") {
+  const TrainerOptions options = parse_config(
+      "# A comment\n"
+      "training:\n"
+      "  epochs: 3\n"
+      "  lr: 1.0e-2\n"
+      "output: {save-dir: run, json: true}\n"
+      "seed: 5\n"
+      "max-steps: 9\n",
+      {"--epochs", "4"});
+  CHECK(options.epochs == 4);
+  CHECK(options.lr == 0.01);
+  CHECK(options.save_dir == "run");
+  CHECK(options.json);
+  CHECK(options.seed == 5);
+  CHECK(options.max_steps == 9);
+  CHECK_FALSE(parse_config("json: false").json);
+  CHECK(parse_config("").epochs == TrainerOptions{}.epochs);
+}
+
+TEST_CASE("a config file that is wrong says where", "[options]") {
+  CHECK_THROWS_WITH(parse_config("lr: 1\n\nepoch: 3\n"),
+                    ContainsSubstring("run.yaml:3: unknown option 'epoch'; did you mean epochs?"));
+  CHECK_THROWS_WITH(parse_config("a:\n  bach-size: 3\n"),
+                    ContainsSubstring("run.yaml:2: unknown option 'bach-size'; did you "
+                                      "mean batch-size?"));
+  CHECK_THROWS_WITH(parse_config("xyzzy: 3\n"), Catch::Matchers::EndsWith("run.yaml:1: unknown option 'xyzzy'"));
+  CHECK_THROWS_WITH(parse_config("help: true\n"), ContainsSubstring("unknown option 'help'"));
+  CHECK_THROWS_WITH(parse_config("config: x\n"), ContainsSubstring("unknown option 'config'"));
+  CHECK_THROWS_WITH(parse_config("a: {lr: 1}\nb: {lr: 2}\n"), ContainsSubstring("run.yaml:2: 'lr' is given twice"));
+  CHECK_THROWS_WITH(parse_config("lr:\n"), ContainsSubstring("run.yaml:1: 'lr' needs a value"));
+  CHECK_THROWS_WITH(parse_config("lr: {x: 1}\n"), ContainsSubstring("run.yaml:1: 'lr' needs a value"));
+  CHECK_THROWS_WITH(parse_config("lr: [\n"), ContainsSubstring("not valid YAML"));
+  CHECK_THROWS_WITH(parse_config("- 1\n"), ContainsSubstring("must hold KEY: VALUE lines"));
+  CHECK_THROWS_WITH(parse_config("epochs: 0\n"), ContainsSubstring("--epochs: must be at least 1, not 0"));
+  CHECK_THROWS_AS(parse({"--config", "/nonexistent.yaml"}), UsageError);
+}
+
+TEST_CASE("a wrong option is one sentence that names it", "[options]") {
+  CHECK_THROWS_WITH(parse({"--epoch", "3"}), "unknown option --epoch; did you mean --epochs?");
+  CHECK_THROWS_WITH(parse({"--bach-size=3"}), "unknown option --bach-size; did you mean --batch-size?");
+  CHECK_THROWS_WITH(parse({"--frobnicate"}), "unknown option --frobnicate");
+  CHECK_THROWS_WITH(parse({"file"}), "unexpected argument 'file'");
+  CHECK_THROWS_WITH(parse({"--batch-size", "0"}), "--batch-size: must be at least 1, not 0");
+  CHECK_THROWS_WITH(parse({"--batch-size", "-5"}), "--batch-size: must be at least 1, not -5");
+  CHECK_THROWS_WITH(parse({"--batch-size", "99999999999"}), ContainsSubstring("must be a whole number up to"));
+  CHECK_THROWS_WITH(parse({"--epochs", "3.5"}), ContainsSubstring("--epochs: must be a whole number"));
+  CHECK_THROWS_WITH(parse({"--lr", "nan"}), "--lr: must be a number above 0, not nan");
+  CHECK_THROWS_WITH(parse({"--lr", "-1"}), "--lr: must be a number above 0, not -1");
+  CHECK_THROWS_WITH(parse({"--lr", "0.1x"}), "--lr: must be a number above 0, not 0.1x");
+  CHECK_THROWS_WITH(parse({"--seed", "-1"}), "--seed: must be at least 0, not -1");
+  CHECK_THROWS_WITH(parse({"--backend", "tcp"}), ContainsSubstring("--backend: tcp not in"));
+  CHECK_THROWS_WITH(parse({"--resume"}), ContainsSubstring("--resume requires --save-dir"));
+  CHECK_THROWS_WITH(parse({"--save-dir", "x", "--resume", "--overwrite"}), ContainsSubstring("excludes --"));
+}
+
+TEST_CASE("the nearest name is one slip of the pen away", "[options]") {
+  const std::vector<std::string> names = {"epochs", "lr", "batch-size"};
+  CHECK(nearest("epoch", names) == "epochs");
+  CHECK(nearest("batchsize", names) == "batch-size");
+  CHECK(nearest("batch_size", names) == "batch-size");
+  CHECK(nearest("momentum", names).empty());
+  CHECK(nearest("", {}).empty());
+}

@@ -1,0 +1,98 @@
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <memory>
+
+#include <ddpkit/train/progress.h>
+
+#include "support/catch.h"
+
+using ddpkit::train::ProgressBar;
+using std::chrono::milliseconds;
+
+namespace {
+
+// A terminal of our own: what is written to stream() can be read back.
+class Terminal {
+ public:
+  Terminal() {
+    control_ = ::posix_openpt(O_RDWR | O_NOCTTY);
+    if (control_ < 0 || ::grantpt(control_) != 0 || ::unlockpt(control_) != 0) return;
+    stream_ = ::fopen(::ptsname(control_), "w");
+    ::fcntl(control_, F_SETFL, O_NONBLOCK);
+  }
+  ~Terminal() {
+    if (stream_) std::fclose(stream_);
+    if (control_ >= 0) ::close(control_);
+  }
+  Terminal(const Terminal&) = delete;
+  Terminal& operator=(const Terminal&) = delete;
+
+  std::FILE* stream() const { return stream_; }
+  std::string written() const {
+    std::string text;
+    char buffer[4096];
+    for (ssize_t n = ::read(control_, buffer, sizeof buffer); n > 0; n = ::read(control_, buffer, sizeof buffer)) {
+      text.append(buffer, static_cast<std::size_t>(n));
+    }
+    return text;
+  }
+
+ private:
+  int control_ = -1;
+  std::FILE* stream_ = nullptr;
+};
+
+}  // namespace
+
+TEST_CASE("a terminal sees the bar grow, and a clean line behind it", "[progress]") {
+  const Terminal terminal;
+  if (!terminal.stream()) DDPKIT_SKIP("this system gives no pseudo-terminal");
+  ::setenv("TERM", "xterm", 1);
+  {
+    ProgressBar bar(4, {.label = "epoch 1/2", .stream = terminal.stream(), .interval = milliseconds(0)});
+    bar.advance([] { return std::string("loss 0.5"); });
+    bar.advance();
+    CHECK_THAT(terminal.written(),
+               ContainsSubstring("epoch 1/2 [=") && ContainsSubstring("1/4 loss 0.5") && ContainsSubstring("2/4"));
+    // More steps than were announced do not overflow it.
+    for (int i = 0; i < 10; ++i) bar.advance();
+    CHECK_THAT(terminal.written(), ContainsSubstring("4/4"));
+  }
+  CHECK(terminal.written() == "\r\033[K");
+}
+
+TEST_CASE("a bar that is not due asks for no note", "[progress]") {
+  const Terminal terminal;
+  if (!terminal.stream()) DDPKIT_SKIP("this system gives no pseudo-terminal");
+  ::setenv("TERM", "xterm", 1);
+  ProgressBar bar(1000, {.stream = terminal.stream(), .interval = std::chrono::hours(1)});
+  int asked = 0;
+  for (int i = 0; i < 1000; ++i) bar.advance([&] { return std::to_string(++asked); });
+  CHECK(asked == 0);
+  CHECK(terminal.written().empty());
+}
+
+TEST_CASE("what is no terminal, or not the rank that speaks, sees nothing", "[progress]") {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::tmpfile(), std::fclose);
+  REQUIRE(file);
+  {
+    ProgressBar bar(2, {.label = "x", .stream = file.get(), .interval = milliseconds(0)});
+    bar.advance();
+  }
+  CHECK(std::ftell(file.get()) == 0);
+  const Terminal terminal;
+  if (!terminal.stream()) DDPKIT_SKIP("this system gives no pseudo-terminal");
+  ::setenv("TERM", "xterm", 1);
+  {
+    ProgressBar bar(2, {.enabled = false, .stream = terminal.stream(), .interval = milliseconds(0)});
+    bar.advance();
+  }
+  ::setenv("TERM", "dumb", 1);
+  {
+    ProgressBar bar(2, {.stream = terminal.stream(), .interval = milliseconds(0)});
+    bar.advance();
+  }
+  CHECK(terminal.written().empty());
+}

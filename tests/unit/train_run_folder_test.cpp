@@ -1,0 +1,105 @@
+#include <torch/torch.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/train/run_folder.h>
+
+#include "support/catch.h"
+#include "support/folder.h"
+#include "support/ranks.h"
+
+using namespace ddpkit::train;
+using ddpkit::testing::Folder;
+using ddpkit::testing::names_in;
+using ddpkit::testing::read_file;
+using ddpkit::testing::write_file;
+
+namespace {
+
+const std::string kConfig = R"({"epochs":3,"lr":0.1,"world_size":1})";
+
+// A folder with the checkpoint of a run of three epochs.
+struct Run {
+  explicit Run(std::int64_t epoch) {
+    torch::nn::Linear model(2, 2);
+    const torch::optim::SGD optimizer(model->parameters(), 0.1);
+    write_checkpoint(path, *model, optimizer, {.epoch = epoch, .step = 10 * epoch, .config = kConfig});
+    before = read_file(path);
+  }
+  RunFolder open(const std::string& config, const RunFolderOptions& options = {}) const {
+    return open_run_folder(folder.path(), config, options, ddpkit::init_process_group());
+  }
+  Folder folder;
+  std::filesystem::path path = folder / "checkpoint.pt";
+  std::string before;
+};
+
+}  // namespace
+
+TEST_CASE("a new folder is made, with nothing in it yet", "[run_folder]") {
+  const Folder folder;
+  const auto group = ddpkit::init_process_group();
+  const RunFolder run = open_run_folder(folder / "a/b", kConfig, {}, group);
+  CHECK(run.checkpoint == folder / "a/b/checkpoint.pt");
+  CHECK_FALSE(run.to_resume);
+  CHECK(names_in(folder / "a/b").empty());
+  CHECK_FALSE(open_run_folder(folder / "a/b", kConfig, {.resume = true}, group).to_resume);
+}
+
+TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folder]") {
+  const Run run(3);
+  const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
+  CHECK_THROWS_WITH(run.open(other), ContainsSubstring("already holds a run with lr 0.1 (this one: 0.2)") &&
+                                         ContainsSubstring("--overwrite"));
+  CHECK_THROWS_WITH(run.open(other, {.resume = true}),
+                    ContainsSubstring("cannot resume") && ContainsSubstring("lr 0.1"));
+  CHECK_THROWS_WITH(run.open(R"({"epochs":3,"lr":0.1,"world_size":1,"mode":"cnn"})"), ContainsSubstring("mode null"));
+  CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);
+  CHECK(read_file(run.path) == run.before);
+}
+
+TEST_CASE("a finished run may be repeated, an unfinished one wants a word", "[run_folder]") {
+  CHECK_FALSE(Run(3).open(kConfig).to_resume);
+  const Run unfinished(2);
+  CHECK_THROWS_WITH(unfinished.open(kConfig), ContainsSubstring("at epoch 2 of 3") && ContainsSubstring("--resume"));
+  const RunFolder resumed = unfinished.open(kConfig, {.resume = true});
+  REQUIRE(resumed.to_resume);
+  CHECK(resumed.to_resume->epoch == 2);
+  CHECK(resumed.to_resume->step == 20);
+  // More epochs, another number of ranks: still the same run.
+  CHECK(unfinished.open(R"({"epochs":5,"lr":0.1,"world_size":2})", {.resume = true}).to_resume);
+}
+
+TEST_CASE("a file that is no checkpoint stays as it is", "[run_folder]") {
+  const Folder folder;
+  write_file(folder / "checkpoint.pt", "precious");
+  const auto group = ddpkit::init_process_group();
+  CHECK_THROWS_WITH(open_run_folder(folder.path(), kConfig, {}, group),
+                    ContainsSubstring("is not a checkpoint") && ContainsSubstring("--overwrite"));
+  CHECK_THROWS_AS(open_run_folder(folder.path(), kConfig, {.resume = true}, group), ddpkit::InvalidArgument);
+  CHECK(read_file(folder / "checkpoint.pt") == "precious");
+}
+
+TEST_CASE("a folder that cannot be made is an error before the training", "[run_folder]") {
+  const Folder folder;
+  write_file(folder / "file", "x");
+  const auto group = ddpkit::init_process_group();
+  CHECK_THROWS_WITH(open_run_folder(folder / "file/run", kConfig, {}, group),
+                    ContainsSubstring("cannot make the folder"));
+  CHECK_THROWS_AS(open_run_folder("/proc/none", kConfig, {}, group), ddpkit::Error);
+}
+
+RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) {
+  const Run run(2);  // Each rank has its own folder; rank 0's counts.
+  const RunFolder found = open_run_folder(group.rank() == 0 ? run.folder.path() : std::filesystem::path("/proc/none"),
+                                          kConfig, {.resume = true}, group);
+  REQUIRE(found.to_resume);
+  CHECK(found.to_resume->epoch == 2);
+  CHECK(found.to_resume->config == kConfig);
+  try {
+    open_run_folder(run.folder.path(), kConfig, {}, group);
+    FAIL("no error");
+  } catch (const ddpkit::InvalidArgument& error) {
+    CHECK(error.context().rank == 0);
+    CHECK_THAT(error.what(), ContainsSubstring("at epoch 2 of 3"));
+  }
+}
