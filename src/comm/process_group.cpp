@@ -1,11 +1,14 @@
 #include <ddpkit/comm/process_group.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <ddpkit/comm/error.h>
@@ -35,13 +38,34 @@ struct ProcessGroup::State {
   at::Device device;
   LaunchEnvironment environment;
   std::string backend_name;
+  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< Of groups split off.
+  std::atomic<int> splits = 0;
 };
+
+namespace {
+
+c10::intrusive_ptr<c10d::Backend> create_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const LaunchEnvironment& environment, at::Device device,
+                                                 std::chrono::milliseconds timeout) {
+  if (name == "shm") return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+  if (name == "gloo") return create_gloo_backend(store, environment, timeout);
+  if (name == "nccl") return create_nccl_backend(store, environment, device, timeout);
+  throw InvalidArgument(fmt::format("the backend \"{}\" is not one of shm, gloo, nccl", name));
+}
+
+}  // namespace
 
 ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                            at::Device device, const LaunchEnvironment& environment)
-    : state_(std::make_shared<State>(std::move(backend), std::move(store), device, environment, "")) {
+    : state_(new State{.backend = std::move(backend),
+                       .store = std::move(store),
+                       .device = device,
+                       .environment = environment,
+                       .backend_name = {}}) {
   if (!state_->backend) throw InvalidArgument("a process group needs a backend");
   state_->backend_name = state_->backend->getBackendName();
+  if (state_->backend_name == "shm" || state_->backend_name == "gloo" || state_->backend_name == "nccl")
+    state_->timeout = state_->backend->getBackendOptions()->timeout;
   state_->environment.rank = state_->backend->getRank();
   state_->environment.world_size = state_->backend->getSize();
 }
@@ -73,16 +97,132 @@ void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const { all
 
 void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const { broadcast_async(tensor, root).wait(); }
 
-at::Tensor ProcessGroup::all_gather(const at::Tensor& tensor) const {
-  std::vector<std::int64_t> sizes{world_size()};
+namespace {
+
+std::vector<std::int64_t> stacked_sizes(int ranks, const at::Tensor& tensor) {
+  std::vector<std::int64_t> sizes{ranks};
   sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
-  at::Tensor output = at::empty(sizes, tensor.options().requires_grad(false));
-  at::Tensor input = tensor.detach().contiguous();
-  // Flat: backends differ in which shapes they take, not in what they do.
-  at::Tensor flat_output = output.view({-1});
-  at::Tensor flat_input = input.view({-1});
-  Work(state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions())).wait();
+  return sizes;
+}
+
+c10d::ReduceOp c10d_op(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
+
+/// Flat: backends differ in which shapes they take, not in what they do.
+at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
+
+}  // namespace
+
+Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
+  at::Tensor flat_output = flat(output);
+  at::Tensor flat_input = flat(tensor.contiguous());
+  return Work(state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions()));
+}
+
+void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
+  all_gather_into_async(output, tensor).wait();
+}
+
+at::Tensor ProcessGroup::all_gather(const at::Tensor& tensor) const {
+  at::Tensor output = at::empty(stacked_sizes(world_size(), tensor), tensor.options().requires_grad(false));
+  all_gather_into(output, tensor);
   return output;
+}
+
+void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::ReduceOptions options;
+  options.reduceOp = c10d_op(op);
+  options.rootRank = root;
+  Work(state_->backend->reduce(tensors, options)).wait();
+}
+
+Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
+  at::Tensor flat_output = flat(output);
+  at::Tensor flat_input = flat(input);
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = c10d_op(op);
+  return Work(state_->backend->_reduce_scatter_base(flat_output, flat_input, options));
+}
+
+void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
+  reduce_scatter_async(output, input, op).wait();
+}
+
+at::Tensor ProcessGroup::gather(const at::Tensor& tensor, int root) const {
+  std::vector<at::Tensor> inputs{tensor.detach().contiguous()};
+  std::vector<std::vector<at::Tensor>> outputs;
+  at::Tensor stacked;
+  if (rank() == root) {
+    stacked = at::empty(stacked_sizes(world_size(), tensor), tensor.options().requires_grad(false));
+    outputs.push_back(stacked.unbind(0));
+  }
+  c10d::GatherOptions options;
+  options.rootRank = root;
+  Work(state_->backend->gather(outputs, inputs, options)).wait();
+  return stacked;
+}
+
+void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, int root) const {
+  std::vector<at::Tensor> outputs{output};
+  std::vector<std::vector<at::Tensor>> inputs;
+  if (rank() == root) inputs.push_back(input.detach().contiguous().unbind(0));
+  c10d::ScatterOptions options;
+  options.rootRank = root;
+  Work(state_->backend->scatter(outputs, inputs, options)).wait();
+}
+
+void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+                              std::vector<std::int64_t> input_splits) const {
+  at::Tensor target = output.detach();
+  at::Tensor source = input.detach().contiguous();
+  Work(state_->backend->alltoall_base(target, source, output_splits, input_splits, c10d::AllToAllOptions())).wait();
+}
+
+Work ProcessGroup::send_async(const at::Tensor& tensor, int destination, int tag) const {
+  std::vector<at::Tensor> tensors{tensor};
+  return Work(state_->backend->send(tensors, destination, tag));
+}
+
+Work ProcessGroup::recv_async(const at::Tensor& tensor, int source, int tag) const {
+  std::vector<at::Tensor> tensors{tensor};
+  return Work(state_->backend->recv(tensors, source, tag));
+}
+
+void ProcessGroup::send(const at::Tensor& tensor, int destination, int tag) const {
+  send_async(tensor, destination, tag).wait();
+}
+
+void ProcessGroup::recv(const at::Tensor& tensor, int source, int tag) const { recv_async(tensor, source, tag).wait(); }
+
+int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
+  std::vector<at::Tensor> tensors{tensor};
+  const auto work = state_->backend->recvAnysource(tensors, tag);
+  work->wait();
+  return work->sourceRank();
+}
+
+std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
+  for (const int r : ranks) {
+    if (r < 0 || r >= world_size() || std::count(ranks.begin(), ranks.end(), r) != 1)
+      throw InvalidArgument(fmt::format("split: the ranks must be different numbers between 0 and {}, but {} is among them",
+                                        world_size() - 1, r));
+  }
+  if (ranks.empty()) throw InvalidArgument("split: a group needs at least one rank");
+  // All ranks count splits alike, so that each group meets under a key of its own.
+  const int number = state_->splits++;
+  const auto own = std::find(ranks.begin(), ranks.end(), rank());
+  if (own == ranks.end()) return std::nullopt;
+  auto store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split-{}-{}", number, ranks.front()), state_->store);
+  LaunchEnvironment environment = state_->environment;
+  environment.rank = static_cast<int>(own - ranks.begin());
+  environment.world_size = static_cast<int>(ranks.size());
+  // Of the ranks on this host only their number in the whole job is known; a group cannot have more than it has ranks.
+  if (state_->environment.local_world_size == state_->environment.world_size) {
+    environment.local_world_size = environment.world_size;
+    environment.local_rank = environment.rank;
+  }
+  return ProcessGroup(create_backend(backend_name(), store, environment, device(), state_->timeout), store, device(),
+                      environment);
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
@@ -157,14 +297,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   const at::Device device = choose_device(options, backend_name, environment);
   if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
   auto store = connect_store(environment, options.timeout);
-  c10::intrusive_ptr<c10d::Backend> backend;
-  if (backend_name == "shm") {
-    backend = create_shm_backend(store, environment.rank, environment.world_size, options.timeout);
-  } else if (backend_name == "gloo") {
-    backend = create_gloo_backend(store, environment, options.timeout);
-  } else {
-    backend = create_nccl_backend(store, environment, device, options.timeout);
-  }
+  auto backend = create_backend(backend_name, store, environment, device, options.timeout);
   return ProcessGroup(std::move(backend), std::move(store), device, environment);
 }
 

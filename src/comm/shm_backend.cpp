@@ -1,275 +1,339 @@
 #include "comm/shm_backend.h"
 
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <fstream>
-#include <thread>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <algorithm>
+#include <numeric>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
 
-namespace ddpkit {
-namespace {
+#include "comm/shm_arguments.h"
+#include "comm/shm_work.h"
 
+namespace ddpkit {
+
+using c10d::OpType;
 using shm::CollectiveKind;
-using shm::DataType;
-using shm::Engine;
+using shm::PendingHandle;
 using shm::Request;
 
-class ShmWork : public c10d::Work {
- public:
-  ShmWork(std::shared_ptr<Engine> engine, shm::OperationHandle operation, c10d::OpType type,
-          std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout)
-      : c10d::Work(engine->rank(), type),
-        engine_(std::move(engine)),
-        operation_(std::move(operation)),
-        outputs_(std::move(outputs)),
-        timeout_(timeout) {}
-
-  bool isCompleted() override {
-    if (exception_) return true;
-    try {
-      return engine_->test(operation_);
-    } catch (...) {
-      exception_ = std::current_exception();
-      return true;
-    }
-  }
-  bool isSuccess() const override { return !exception_; }
-  std::exception_ptr exception() const override { return exception_; }
-  std::vector<at::Tensor> result() override { return outputs_; }
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (exception_) std::rethrow_exception(exception_);
-    try {
-      engine_->wait(operation_, timeout == kNoTimeout ? timeout_ : timeout);
-    } catch (...) {
-      exception_ = std::current_exception();
-      throw;
-    }
-    return true;
-  }
-  void synchronize() override { wait(kNoTimeout); }
-  void abort() override { engine_->abort("the program aborted a collective"); }
-
- private:
-  std::shared_ptr<Engine> engine_;
-  shm::OperationHandle operation_;
-  std::vector<at::Tensor> outputs_;
-  std::chrono::milliseconds timeout_;
-};
-
-DataType data_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-      return DataType::kUInt8;
-    case at::kChar:
-      return DataType::kInt8;
-    case at::kShort:
-      return DataType::kInt16;
-    case at::kInt:
-      return DataType::kInt32;
-    case at::kLong:
-      return DataType::kInt64;
-    case at::kHalf:
-      return DataType::kFloat16;
-    case at::kBFloat16:
-      return DataType::kBFloat16;
-    case at::kFloat:
-    case at::kComplexFloat:
-      return DataType::kFloat32;
-    case at::kDouble:
-    case at::kComplexDouble:
-      return DataType::kFloat64;
-    case at::kBool:
-      return DataType::kBool;
-    default:
-      throw InvalidArgument(fmt::format("the shm backend has no collectives for tensors of type {}", c10::toString(dtype)));
-  }
-}
-
-/// Elements of data_type(): a complex number counts as two.
-std::size_t element_count(const at::Tensor& tensor) {
-  return static_cast<std::size_t>(tensor.numel()) * (tensor.is_complex() ? 2 : 1);
-}
-
-void check_tensor(const at::Tensor& tensor, const char* call) {
-  if (!tensor.defined()) throw InvalidArgument(fmt::format("{}: the tensor is undefined", call));
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided)
-    throw InvalidArgument(fmt::format("{}: the shm backend takes dense CPU tensors, not {} on {}", call,
-                                      c10::str(tensor.layout()), tensor.device().str()));
-}
-
-const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call) {
-  if (tensors.size() != 1)
-    throw InvalidArgument(fmt::format("{}: one tensor a call, not {}", call, tensors.size()));
-  check_tensor(tensors[0], call);
-  return tensors[0];
-}
-
-shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor) {
-  if (op.op_ > c10d::ReduceOp::BXOR)
-    throw InvalidArgument("all_reduce: the shm backend does not know this reduction");
-  const auto wanted = static_cast<shm::Reduction>(op.op_);
-  const bool complex_order =
-      tensor.is_complex() && wanted != shm::Reduction::kSum && wanted != shm::Reduction::kAvg;
-  if (complex_order || !shm::supports(data_type(tensor.scalar_type()), wanted))
-    throw InvalidArgument(
-        fmt::format("all_reduce: this reduction is not defined for {}", c10::toString(tensor.scalar_type())));
-  return wanted;
-}
-
-/// Reads the same on every rank of one host, container and user, and differs otherwise.
-std::string host_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat pid_namespace {};
-  ::stat("/proc/self/ns/pid", &pid_namespace);
-  return fmt::format("{}/{}/{}", boot, pid_namespace.st_ino, ::geteuid());
-}
-
-std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-
-/// Every rank's `text`; names those that did not come. [rank]
-std::vector<std::string> exchange(c10d::Store& store, int rank, int world_size, const std::string& text,
-                                  std::chrono::milliseconds timeout) {
-  const auto key = [](int r) { return fmt::format("shm/{}", r); };
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  std::vector<std::string> texts;
-  try {
-    store.set(key(rank), bytes_of(text));
-    auto nap = std::chrono::microseconds(200);
-    while (texts.size() < static_cast<std::size_t>(world_size)) {
-      const int next = static_cast<int>(texts.size());
-      // Asked for rather than waited for: c10d logs a warning about every wait that ends without an answer.
-      if (store.check({key(next)})) {
-        const auto value = store.get(key(next));
-        texts.emplace_back(value.begin(), value.end());
-        continue;
-      }
-      if (std::chrono::steady_clock::now() > deadline) {
-        std::vector<int> missing;
-        for (int r = next; r < world_size; ++r) {
-          if (!store.check({key(r)})) missing.push_back(r);
-        }
-        throw RendezvousError(fmt::format("rank{} {} of {} did not come within {:.1f} s", missing.size() == 1 ? "" : "s",
-                                          fmt::join(missing, ", "), world_size,
-                                          std::chrono::duration<double>(timeout).count()),
-                              {.rank = missing.empty() ? -1 : missing.front(), .call = "rendezvous"});
-      }
-      std::this_thread::sleep_for(nap);
-      nap = std::min(nap * 2, std::chrono::microseconds(20000));
-    }
-  } catch (const c10::Error& error) {
-    throw RendezvousError(fmt::format("rank {} lost the store of rank 0 while the ranks were meeting: {}", rank,
-                                      error.what_without_backtrace()),
-                          {.rank = 0, .call = "rendezvous"});
-  }
-  return texts;
-}
-
-}  // namespace
-
-ShmBackend::ShmBackend(std::shared_ptr<Engine> engine)
-    : c10d::Backend(engine->rank(), engine->world_size()), engine_(std::move(engine)) {}
+ShmBackend::ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout)
+    : c10d::Backend(engine->rank(), engine->world_size()), engine_(std::move(engine)), timeout_(timeout) {}
 
 ShmBackend::~ShmBackend() = default;
 
-c10::intrusive_ptr<c10d::Work> ShmBackend::allreduce(std::vector<at::Tensor>& tensors,
-                                                     const c10d::AllreduceOptions& options) {
-  const at::Tensor tensor = only(tensors, "all_reduce");
-  const at::Tensor dense = tensor.contiguous();
-  Request request{.kind = CollectiveKind::kAllReduce,
-                  .dtype = data_type(tensor.scalar_type()),
-                  .op = reduction(options.reduceOp, tensor),
-                  .input = dense.data_ptr(),
-                  .output = dense.data_ptr(),
-                  .numel = element_count(tensor),
-                  .keep_alive = std::make_shared<std::pair<at::Tensor, at::Tensor>>(tensor, dense)};
-  if (!dense.is_same(tensor)) request.on_finish = [tensor, dense] { tensor.copy_(dense); };
-  return c10::make_intrusive<ShmWork>(engine_, engine_->post(std::move(request)), c10d::OpType::ALLREDUCE,
-                                      std::vector<at::Tensor>{tensor}, options.timeout);
+c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
+  return c10::make_intrusive<Options>("shm", timeout_);
 }
 
-c10::intrusive_ptr<c10d::Work> ShmBackend::broadcast(std::vector<at::Tensor>& tensors,
-                                                     const c10d::BroadcastOptions& options) {
+void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ = timeout;
+  engine_->set_timeout(timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::work(std::vector<PendingHandle> pending, OpType type, Tensors outputs,
+                                     std::chrono::milliseconds timeout) const {
+  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, std::move(outputs), timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::work(PendingHandle pending, OpType type, Tensors outputs,
+                                     std::chrono::milliseconds timeout) const {
+  return work(std::vector<PendingHandle>{std::move(pending)}, type, std::move(outputs), timeout);
+}
+
+/// Row r of a tensor that holds one `row` for each rank, whatever its shape.
+ShmBackend::Tensors ShmBackend::rows(const at::Tensor& stacked, const at::Tensor& row, const char* call) const {
+  check_tensor(stacked, call);
+  check_tensor(row, call);
+  if (stacked.scalar_type() != row.scalar_type() || stacked.numel() != row.numel() * size_ || !stacked.is_contiguous())
+    throw InvalidArgument(fmt::format("{}: the large tensor must be contiguous and hold {} times {} elements of {}, not {} of {}",
+                                      call, size_, row.numel(), c10::toString(row.scalar_type()), stacked.numel(),
+                                      c10::toString(stacked.scalar_type())));
+  return stacked.detach().view({size_, row.numel()}).unbind(0);
+}
+
+PendingHandle ShmBackend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const at::Tensor input = contribution(op, tensor);
+  Outputs outputs;
+  const at::Tensor output = outputs.add(tensor);
+  Request request{.kind = CollectiveKind::kAllReduce,
+                  .dtype = data_type(tensor),
+                  .op = reduction(op, tensor, "all_reduce"),
+                  .input = input.data_ptr(),
+                  .output = output.data_ptr(),
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input});
+  return engine_->post(std::move(request));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor tensor = only(tensors, "all_reduce");
+  return work(start_all_reduce(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  for (const at::Tensor& tensor : tensors) check_tensor(tensor, "all_reduce_coalesced");
+  std::vector<PendingHandle> pending;
+  for (const at::Tensor& tensor : tensors) pending.push_back(start_all_reduce(tensor, options.reduceOp));
+  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor tensor = only(tensors, "reduce");
+  check_root(options.rootRank, size_, "reduce");
+  const at::Tensor input = contribution(options.reduceOp, tensor);
+  Outputs outputs;
+  const bool is_root = options.rootRank == rank_;
+  Request request{.kind = CollectiveKind::kReduce,
+                  .dtype = data_type(tensor),
+                  .op = reduction(options.reduceOp, tensor, "reduce"),
+                  .root = static_cast<int>(options.rootRank),
+                  .input = input.data_ptr(),
+                  .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input});
+  return work(engine_->post(std::move(request)), OpType::REDUCE, {tensor}, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only(tensors, "broadcast");
-  if (options.rootRank < 0 || options.rootRank >= size_)
-    throw InvalidArgument(fmt::format("broadcast: there is no rank {} among {}", options.rootRank, size_));
-  const at::Tensor dense = tensor.contiguous();
+  check_root(options.rootRank, size_, "broadcast");
+  const bool is_root = options.rootRank == rank_;
+  const at::Tensor input = is_root ? tensor.contiguous() : at::Tensor();
+  Outputs outputs;
   Request request{.kind = CollectiveKind::kBroadcast,
-                  .dtype = data_type(tensor.scalar_type()),
+                  .dtype = data_type(tensor),
+                  .root = static_cast<int>(options.rootRank),
+                  .input = is_root ? input.data_ptr() : nullptr,
+                  .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input, tensor});
+  return work(engine_->post(std::move(request)), OpType::BROADCAST, {tensor}, options.timeout);
+}
+
+PendingHandle ShmBackend::start_all_gather(const Tensors& outputs, const at::Tensor& input) {
+  const at::Tensor dense = input.contiguous();
+  Outputs results;
+  Request request{.kind = CollectiveKind::kAllGather,
+                  .dtype = data_type(input),
+                  .input = dense.data_ptr(),
+                  .numel = element_count(input)};
+  for (const at::Tensor& output : outputs) request.outputs.push_back(results.add(output).data_ptr());
+  results.attach_to(request, {dense});
+  return engine_->post(std::move(request));
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  const at::Tensor input = only(inputs, "all_gather");
+  if (outputs.size() != 1) throw InvalidArgument("all_gather: one list of outputs is needed");
+  check_list(outputs[0], size_, input, "all_gather");
+  return work(start_all_gather(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
+  return work(start_all_gather(rows(output, input, "all_gather"), input), OpType::_ALLGATHER_BASE, {output},
+              options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  // outputs[rank][tensor]
+  Tensors flat;
+  if (outputs.size() != static_cast<std::size_t>(size_))
+    throw InvalidArgument(fmt::format("all_gather_coalesced: outputs for {} ranks, not {}", size_, outputs.size()));
+  std::vector<Tensors> of_tensor(inputs.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(inputs[i], "all_gather_coalesced");
+    for (const Tensors& list : outputs) {
+      if (list.size() != inputs.size())
+        throw InvalidArgument("all_gather_coalesced: every rank's list needs an output for each input");
+      of_tensor[i].push_back(list[i]);
+      flat.push_back(list[i]);
+    }
+    check_list(of_tensor[i], size_, inputs[i], "all_gather_coalesced");
+  }
+  std::vector<PendingHandle> pending;
+  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(of_tensor[i], inputs[i]));
+  return work(std::move(pending), OpType::ALLGATHER_COALESCED, flat, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
+  std::vector<Tensors> targets;
+  for (std::size_t i = 0; i < inputs.size(); ++i) targets.push_back(rows(outputs[i], inputs[i], "all_gather"));
+  std::vector<PendingHandle> pending;
+  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(targets[i], inputs[i]));
+  return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
+  const at::Tensor input = only(inputs, "gather");
+  check_root(options.rootRank, size_, "gather");
+  const bool is_root = options.rootRank == rank_;
+  if (outputs.size() != (is_root ? 1u : 0u))
+    throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
+  if (is_root) check_list(outputs[0], size_, input, "gather");
+  const at::Tensor dense = input.contiguous();
+  Outputs results;
+  Request request{.kind = CollectiveKind::kGather,
+                  .dtype = data_type(input),
                   .root = static_cast<int>(options.rootRank),
                   .input = dense.data_ptr(),
-                  .output = dense.data_ptr(),
-                  .numel = element_count(tensor),
-                  .keep_alive = std::make_shared<std::pair<at::Tensor, at::Tensor>>(tensor, dense)};
-  if (!dense.is_same(tensor)) request.on_finish = [tensor, dense] { tensor.copy_(dense); };
-  return c10::make_intrusive<ShmWork>(engine_, engine_->post(std::move(request)), c10d::OpType::BROADCAST,
-                                      std::vector<at::Tensor>{tensor}, options.timeout);
+                  .numel = element_count(input)};
+  Tensors targets = is_root ? outputs[0] : Tensors{};
+  for (const at::Tensor& target : targets) request.outputs.push_back(results.add(target).data_ptr());
+  results.attach_to(request, {dense});
+  return work(engine_->post(std::move(request)), OpType::GATHER, std::move(targets), options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                           const c10d::AllgatherOptions& options) {
-  check_tensor(input, "all_gather");
-  check_tensor(output, "all_gather");
-  if (output.scalar_type() != input.scalar_type() || output.numel() != input.numel() * size_)
-    throw InvalidArgument(fmt::format("all_gather: the output must hold {} times {} elements of {}, not {} of {}", size_,
-                                      input.numel(), c10::toString(input.scalar_type()), output.numel(),
-                                      c10::toString(output.scalar_type())));
-  const at::Tensor target = output;
-  const at::Tensor dense_in = input.contiguous();
-  const at::Tensor dense_out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  Request request{.kind = CollectiveKind::kAllGather,
-                  .dtype = data_type(input.scalar_type()),
-                  .input = dense_in.data_ptr(),
-                  .output = dense_out.data_ptr(),
-                  .numel = element_count(input),
-                  .keep_alive = std::make_shared<std::vector<at::Tensor>>(
-                      std::vector<at::Tensor>{input, output, dense_in, dense_out})};
-  if (!dense_out.is_same(target)) request.on_finish = [target, dense_out] { target.copy_(dense_out); };
-  return c10::make_intrusive<ShmWork>(engine_, engine_->post(std::move(request)), c10d::OpType::_ALLGATHER_BASE,
-                                      std::vector<at::Tensor>{target}, options.timeout);
-}
-
-c10::intrusive_ptr<c10d::Work> ShmBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                                     std::vector<at::Tensor>& inputs,
-                                                     const c10d::AllgatherOptions& options) {
-  const at::Tensor input = only(inputs, "all_gather").contiguous();
-  if (outputs.size() != 1 || outputs[0].size() != static_cast<std::size_t>(size_))
-    throw InvalidArgument(fmt::format("all_gather: one list of {} outputs is needed", size_));
-  for (const at::Tensor& output : outputs[0]) {
-    check_tensor(output, "all_gather");
-    if (output.sizes() != input.sizes() || output.scalar_type() != input.scalar_type())
-      throw InvalidArgument("all_gather: every output must have the input's shape and type");
+ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                        const c10d::ScatterOptions& options) {
+  const at::Tensor output = only(outputs, "scatter");
+  check_root(options.rootRank, size_, "scatter");
+  const bool is_root = options.rootRank == rank_;
+  if (inputs.size() != (is_root ? 1u : 0u))
+    throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
+  if (is_root) check_list(inputs[0], size_, output, "scatter");
+  Outputs results;
+  Request request{.kind = CollectiveKind::kScatter,
+                  .dtype = data_type(output),
+                  .root = static_cast<int>(options.rootRank),
+                  .output = results.add(output).data_ptr(),
+                  .numel = element_count(output)};
+  Tensors dense;
+  for (const at::Tensor& input : is_root ? inputs[0] : Tensors{}) {
+    dense.push_back(input.contiguous());
+    request.inputs.push_back(dense.back().data_ptr());
   }
-  std::vector<std::int64_t> stacked_sizes{size_};
-  stacked_sizes.insert(stacked_sizes.end(), input.sizes().begin(), input.sizes().end());
-  const at::Tensor stacked = at::empty(stacked_sizes, input.options());
-  const std::vector<at::Tensor> targets = outputs[0];
-  Request request{.kind = CollectiveKind::kAllGather,
-                  .dtype = data_type(input.scalar_type()),
-                  .input = input.data_ptr(),
-                  .output = stacked.data_ptr(),
-                  .numel = element_count(input),
-                  .keep_alive = std::make_shared<std::pair<at::Tensor, at::Tensor>>(input, stacked),
-                  .on_finish = [stacked, targets] {
-                    for (std::size_t r = 0; r < targets.size(); ++r)
-                      targets[r].copy_(stacked.select(0, static_cast<std::int64_t>(r)));
-                  }};
-  return c10::make_intrusive<ShmWork>(engine_, engine_->post(std::move(request)), c10d::OpType::ALLGATHER, targets,
-                                      options.timeout);
+  results.attach_to(request, std::move(dense));
+  return work(engine_->post(std::move(request)), OpType::SCATTER, {output}, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return c10::make_intrusive<ShmWork>(engine_, engine_->post({.kind = CollectiveKind::kBarrier}), c10d::OpType::BARRIER,
-                                      std::vector<at::Tensor>{}, options.timeout);
+PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const Tensors& inputs,
+                                               const c10d::ReduceOp& op) {
+  Outputs results;
+  Request request{.kind = CollectiveKind::kReduceScatter,
+                  .dtype = data_type(output),
+                  .op = reduction(op, output, "reduce_scatter"),
+                  .output = results.add(output).data_ptr(),
+                  .numel = element_count(output)};
+  Tensors dense;
+  for (const at::Tensor& input : inputs) {
+    dense.push_back(contribution(op, input));
+    request.inputs.push_back(dense.back().data_ptr());
+  }
+  results.attach_to(request, std::move(dense));
+  return engine_->post(std::move(request));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  const at::Tensor output = only(outputs, "reduce_scatter");
+  if (inputs.size() != 1) throw InvalidArgument("reduce_scatter: one list of inputs is needed");
+  check_list(inputs[0], size_, output, "reduce_scatter");
+  return work(start_reduce_scatter(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
+              options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  return work(start_reduce_scatter(output, rows(input, output, "reduce_scatter"), options.reduceOp),
+              OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                const c10d::ReduceScatterOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument("reduce_scatter_tensor_coalesced: as many outputs as inputs are needed");
+  std::vector<Tensors> parts;
+  for (std::size_t i = 0; i < inputs.size(); ++i) parts.push_back(rows(inputs[i], outputs[i], "reduce_scatter"));
+  std::vector<PendingHandle> pending;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    pending.push_back(start_reduce_scatter(outputs[i], parts[i], options.reduceOp));
+  return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results,
+                                                 OpType type, std::chrono::milliseconds timeout) {
+  if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
+    throw InvalidArgument(fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(),
+                                      outputs.size(), size_));
+  Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
+  Outputs targets;
+  Tensors dense;
+  for (std::size_t r = 0; r < inputs.size(); ++r) {
+    check_tensor(inputs[r], "all_to_all");
+    check_tensor(outputs[r], "all_to_all");
+    if (inputs[r].scalar_type() != inputs[0].scalar_type() || outputs[r].scalar_type() != inputs[0].scalar_type())
+      throw InvalidArgument("all_to_all: all tensors must have one type");
+    dense.push_back(inputs[r].contiguous());
+    request.inputs.push_back(dense.back().data_ptr());
+    request.outputs.push_back(targets.add(outputs[r]).data_ptr());
+    request.send_numel.push_back(element_count(inputs[r]));
+    request.receive_numel.push_back(element_count(outputs[r]));
+  }
+  const auto own = static_cast<std::size_t>(rank_);
+  if (request.send_numel[own] != request.receive_numel[own])
+    throw InvalidArgument(fmt::format("all_to_all: rank {} keeps {} elements for itself, but has room for {}", rank_,
+                                      request.send_numel[own], request.receive_numel[own]));
+  request.numel = *std::max_element(request.send_numel.begin(), request.send_numel.end());
+  targets.attach_to(request, std::move(dense));
+  return work(engine_->post(std::move(request)), type, std::move(results), timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return start_all_to_all(outputs, inputs, outputs, OpType::ALLTOALL, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
+  const auto split = [this](const at::Tensor& tensor, std::vector<int64_t> sizes, const char* name) {
+    check_tensor(tensor, "all_to_all");
+    if (tensor.dim() == 0) throw InvalidArgument("all_to_all: a scalar cannot be split");
+    if (!tensor.is_contiguous()) throw InvalidArgument(fmt::format("all_to_all: the {} must be contiguous", name));
+    const int64_t length = tensor.size(0);
+    if (sizes.empty()) {
+      if (length % size_ != 0)
+        throw InvalidArgument(fmt::format("all_to_all: {} rows of the {} do not divide evenly over {} ranks", length,
+                                          name, size_));
+      sizes.assign(static_cast<std::size_t>(size_), length / size_);
+    }
+    const bool fits = sizes.size() == static_cast<std::size_t>(size_) &&
+                      std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }) &&
+                      std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == length;
+    if (!fits)
+      throw InvalidArgument(fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name,
+                                        size_, length));
+    return tensor.detach().split_with_sizes(sizes);
+  };
+  return start_all_to_all(split(output, output_splits, "output"), split(input, input_splits, "input"), {output},
+                          OpType::ALLTOALL_BASE, options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  return work(engine_->post(Request{.kind = CollectiveKind::kBarrier}), OpType::BARRIER, {}, options.timeout);
+}
+
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
+  // Every rank's timeout already names all that are missing.
+  barrier(options)->wait(options.timeout.count() > 0 ? options.timeout : kNoTimeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                                    const Ptr<Options>& options) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  if (own == ranks.end()) return nullptr;
+  return create_shm_backend(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+                            options ? options->timeout : timeout_);
 }
 
 at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -280,44 +344,6 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   auto segment = engine_->allocate(bytes);
   void* data = segment->base[static_cast<std::size_t>(rank_)];
   return at::from_blob(data, sizes, [segment](void*) mutable { segment.reset(); }, options);
-}
-
-c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                     int world_size, std::chrono::milliseconds timeout) {
-  if (world_size < 1 || rank < 0 || rank >= world_size)
-    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
-  if (timeout.count() <= 0) throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
-  shm::Mapping control;
-  std::string offer = host_identity();
-  if (rank == 0) {
-    control = shm::Mapping::create("control", shm::control_bytes(world_size));
-    auto* head = new (control.data()) shm::ControlHead{shm::kLayout, static_cast<std::uint32_t>(world_size)};
-    auto* blocks = reinterpret_cast<shm::RankBlock*>(control.data() + sizeof *head);
-    for (int r = 0; r < world_size; ++r) new (blocks + r) shm::RankBlock;
-    offer += fmt::format(" {} {}", ::getpid(), control.descriptor());
-  }
-  if (world_size > 1) {
-    const auto offers = exchange(*store, rank, world_size, offer, timeout);
-    const std::string host = offers[0].substr(0, offers[0].find(' '));
-    for (int r = 1; r < world_size; ++r) {
-      if (offers[static_cast<std::size_t>(r)] != host)
-        throw RendezvousError(
-            fmt::format("the shm backend is for ranks of one host, container and user, but rank {} is not where rank 0 "
-                        "is: use --backend gloo, or set LOCAL_WORLD_SIZE to the ranks a host",
-                        r),
-            {.rank = r, .call = "rendezvous"});
-    }
-    if (rank != 0) {
-      int pid = 0, fd = -1;
-      if (std::sscanf(offers[0].c_str() + host.size(), " %d %d", &pid, &fd) != 2)
-        throw RendezvousError("rank 0 offered no shared memory: it runs another version of ddpkit", {.rank = 0});
-      control = shm::Mapping::open(pid, fd, shm::control_bytes(world_size));
-      const auto* head = reinterpret_cast<const shm::ControlHead*>(control.data());
-      if (head->layout != shm::kLayout || head->world_size != static_cast<std::uint32_t>(world_size))
-        throw RendezvousError("rank 0 runs another version of ddpkit, or another world size", {.rank = 0});
-    }
-  }
-  return c10::make_intrusive<ShmBackend>(std::make_shared<Engine>(std::move(control), rank, world_size, timeout));
 }
 
 }  // namespace ddpkit

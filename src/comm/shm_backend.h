@@ -13,31 +13,71 @@ namespace ddpkit {
 /// c10d's contract on top of shm::Engine: checks tensors, makes them dense, hands out Work.
 class ShmBackend : public c10d::Backend, public SymmetricMemory {
  public:
-  ShmBackend(std::shared_ptr<shm::Engine> engine);
+  ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
 
+  template <class T>
+  using Ptr = c10::intrusive_ptr<T>;
+  using WorkPtr = Ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
   const std::string getBackendName() const override { return "shm"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { engine_->set_timeout(timeout); }
+  Ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override { return engine_->sequence(); }
   void setSequenceNumberForGroup() override {}
 
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                           std::vector<at::Tensor>& inputs,
-                                           const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+  bool supportsSplitting() const override { return true; }
+  /// A group of the ranks in `ranks` (numbers in this group), in that order; null on the others.
+  Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                           const Ptr<Options>& options) override;
 
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort_group(const std::string& reason) noexcept override { engine_->abort(reason); }
   void abort() override { engine_->abort("the program called abort()"); }
 
  private:
+  shm::PendingHandle start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  shm::PendingHandle start_all_gather(const Tensors& outputs, const at::Tensor& input);
+  shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
+  WorkPtr start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results, c10d::OpType type,
+                           std::chrono::milliseconds timeout);
+  WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
+  Tensors rows(const at::Tensor& stacked, const at::Tensor& row, const char* call) const;
+  void check_peer(int peer, int tag, const char* call) const;
+  WorkPtr work(shm::PendingHandle pending, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout) const;
+  WorkPtr work(std::vector<shm::PendingHandle> pending, c10d::OpType type, Tensors outputs,
+               std::chrono::milliseconds timeout) const;
+
   std::shared_ptr<shm::Engine> engine_;
+  std::chrono::milliseconds timeout_;
 };
 
 }  // namespace ddpkit

@@ -84,6 +84,43 @@ class ProcessGroup {
   /// Every rank's `tensor`, stacked: shape [world_size, ...tensor.sizes()], row r from rank r.
   at::Tensor all_gather(const at::Tensor& tensor) const;
 
+  /// The same into `output`: contiguous, world_size * tensor.numel() elements, rank r's from r * tensor.numel() on.
+  void all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const;
+  [[nodiscard]] Work all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const;
+
+  /// The reduction over all ranks, in rank `root`'s `tensor`; the others' stay as they are.
+  void reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum) const;
+
+  /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements; both
+  /// contiguous.
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum) const;
+  [[nodiscard]] Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
+                                          ReduceOp op = ReduceOp::kSum) const;
+
+  /// Rank `root` gets every rank's `tensor`, stacked as by all_gather(); the others get an undefined tensor.
+  at::Tensor gather(const at::Tensor& tensor, int root = 0) const;
+
+  /// Rank r gets row r of rank `root`'s `input`: shape [world_size, ...output.sizes()], looked at only there.
+  void scatter(const at::Tensor& output, const at::Tensor& input, int root = 0) const;
+
+  /// Rank r gets rows of every rank's `input`, in rank order. Along dim 0; `input_splits[r]` rows go to rank r,
+  /// `output_splits[r]` come from it; empty splits divide evenly.
+  void all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits = {},
+                  std::vector<std::int64_t> input_splits = {}) const;
+
+  /// Messages between two ranks. Those with one tag arrive in the order they were sent; tag >= 0. With `shm` a send is
+  /// over when its bytes are on their way, and arrives even when nobody waits for it.
+  void send(const at::Tensor& tensor, int destination, int tag = 0) const;
+  [[nodiscard]] Work send_async(const at::Tensor& tensor, int destination, int tag = 0) const;
+  void recv(const at::Tensor& tensor, int source, int tag = 0) const;
+  [[nodiscard]] Work recv_async(const at::Tensor& tensor, int source, int tag = 0) const;
+  /// From whichever rank sends first; returns its number.
+  int recv_any(const at::Tensor& tensor, int tag = 0) const;
+
+  /// A group of the ranks in `ranks` (numbers in this group), renumbered in that order; empty on the others. Collective over
+  /// this whole group; every rank passes the same `ranks`. The groups' collectives are independent of each other.
+  std::optional<ProcessGroup> split(const std::vector<int>& ranks) const;
+
   /// Every rank's bytes, of any length. [rank]
   std::vector<std::string> all_gather_bytes(std::string_view bytes) const;
 

@@ -16,12 +16,22 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 inline constexpr std::uint64_t kSlots = 4;
 inline constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
 
-enum class CollectiveKind : std::uint8_t { kBarrier, kAllReduce, kBroadcast, kAllGather };
+enum class CollectiveKind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+};
 
 /// What a rank says of a collective before it takes part. Ranks compare everything up to `segment`.
 struct CollectiveHeader {
   std::uint64_t sequence;
-  std::uint64_t numel;
+  std::uint64_t numel;     ///< Of one piece; all-to-all: of this rank's largest piece, which others need not share.
   CollectiveKind kind;
   std::uint8_t dtype;      ///< DataType
   std::uint8_t reduce_op;  ///< ReduceOp
@@ -59,10 +69,21 @@ struct alignas(kCacheLine) RankBlock {
   std::int32_t culprit{-1};                                  ///< The rank at fault, -1 when there is none.
   std::int32_t pid{0};
   std::int32_t staging_fd{-1};
+  std::int32_t channels_fd{-1};
   std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
   std::array<char, 476> failure_text{};
 
   std::array<CollectiveHeader, kMaxOutstanding> headers{};
+};
+
+/// Bytes of messages from one rank to another that the receiver has not yet taken.
+inline constexpr std::size_t kChannelBytes = std::size_t{256} << 10;
+
+/// Carries messages from one rank to one other, in order: a ring of bytes. Each rank owns the channels that lead from it.
+struct alignas(kCacheLine) ChannelBlock {
+  alignas(kCacheLine) std::atomic<std::uint64_t> written{0};  ///< By the sender, since the beginning.
+  alignas(kCacheLine) std::atomic<std::uint64_t> read{0};     ///< By the receiver.
+  alignas(kCacheLine) std::byte ring[kChannelBytes];
 };
 
 /// First bytes of the control memory: refuses a peer built with another layout.
@@ -72,7 +93,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000001ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000002ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

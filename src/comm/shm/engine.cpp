@@ -48,6 +48,7 @@ void pause() {
 Engine::Engine(Mapping control, int rank, int world_size, milliseconds timeout)
     : rank_(rank), world_size_(world_size), timeout_(timeout), control_(std::move(control)) {
   blocks_ = reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead));
+  parts_.resize(static_cast<std::size_t>(world_size_));
   if (world_size_ > 1) join();
   control_.close_descriptor();
 }
@@ -59,6 +60,11 @@ void Engine::join() {
   Mapping& own = staging_[static_cast<std::size_t>(rank_)];
   own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
   RankBlock& self = block(rank_);
+  channels_.resize(static_cast<std::size_t>(world_size_));
+  const std::size_t channel_bytes = sizeof(ChannelBlock) * static_cast<std::size_t>(world_size_);
+  Mapping& own_channels = channels_[static_cast<std::size_t>(rank_)];
+  own_channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
+  self.channels_fd = own_channels.descriptor();
   self.pid = ::getpid();
   self.staging_fd = own.descriptor();
   cpu_set_t cores;
@@ -87,9 +93,15 @@ void Engine::join() {
   wait_for_all(1);
   cpu_set_t all;
   CPU_ZERO(&all);
+  std::vector<ChannelBlock*> channels;
   for (int r = 0; r < world_size_; ++r) {
-    if (r != rank_)
-      staging_[static_cast<std::size_t>(r)] = Mapping::open(block(r).pid, block(r).staging_fd, kSlots * kSlotBytes);
+    const auto index = static_cast<std::size_t>(r);
+    if (r != rank_) {
+      staging_[index] = Mapping::open(block(r).pid, block(r).staging_fd, kSlots * kSlotBytes);
+      channels_[index] = Mapping::open(block(r).pid, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+    }
+    // Fresh pages are zeroes, which is what a channel starts with.
+    channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
     cpu_set_t theirs;
     CPU_ZERO(&theirs);
     std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
@@ -99,14 +111,23 @@ void Engine::join() {
   self.joined.store(2);
   wait_for_all(2);
   own.close_descriptor();
+  own_channels.close_descriptor();
+  mailbox_ = std::make_unique<Mailbox>(rank_, std::move(channels));
 }
 
 Engine::~Engine() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  background_wanted_.notify_all();
+  ring(rank_);
+  if (background_thread_.joinable()) background_thread_.join();
   block(rank_).left.store(1);
   ring_sleepers();
 }
 
-OperationHandle Engine::post(Request request) {
+PendingHandle Engine::post(Request request) {
   auto operation = std::make_shared<Operation>();
   std::unique_lock lock(mutex_);
   throw_if_failed();
@@ -129,7 +150,7 @@ OperationHandle Engine::post(Request request) {
   // The header of collective s - kMaxOutstanding is overwritten: everybody must have read it.
   if (sequence >= kMaxOutstanding) {
     const std::uint64_t needed = sequence - kMaxOutstanding + 1;
-    wait_until(lock, timeout_, [&] { return all_reached(&Progress::matched, needed); });
+    wait_until(lock, timeout_, nullptr, [&] { return all_reached(&Progress::matched, needed); });
   }
   block(rank_).headers[sequence % kMaxOutstanding] = operation->header;
   operations_.push_back(operation);
@@ -141,28 +162,86 @@ OperationHandle Engine::post(Request request) {
 
 void Engine::run_alone(Operation& operation) {
   const Request& request = operation.request;
-  if (request.output && request.output != request.input) std::memcpy(request.output, request.input, operation.bytes());
+  const void* input = request.inputs.empty() ? request.input : request.inputs[0];
+  void* output = request.outputs.empty() ? request.output : request.outputs[0];
+  if (output && output != input) std::memcpy(output, input, operation.bytes());
   if (request.on_finish) request.on_finish();
   operation.request.keep_alive.reset();
   operation.finished = true;
 }
 
-bool Engine::test(const OperationHandle& operation) {
-  std::unique_lock lock(mutex_);
-  if (operation->finished) return true;
+MessageHandle Engine::post(MessageHandle message) {
+  const std::unique_lock lock(mutex_);
+  throw_if_failed();
+  try {
+    mailbox_->post(message);
+  } catch (const CollectiveMismatch& error) {
+    fail(FailureKind::kMismatch, error.what(), error.context().rank);
+  }
+  progress();
+  return message;
+}
+
+bool Engine::test(const PendingHandle& pending) {
+  const std::unique_lock lock(mutex_);
+  if (pending->finished) return true;
   throw_if_failed();
   progress();
-  if (!operation->finished) check_peers();
-  return operation->finished;
+  if (!pending->finished) check_peers(pending->message);
+  return pending->finished;
 }
 
-void Engine::wait(const OperationHandle& operation, milliseconds timeout) {
+void Engine::wait(const PendingHandle& pending, milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  if (operation->finished) return;
-  wait_until(lock, timeout.count() > 0 ? timeout : timeout_, [&] { return operation->finished; });
+  if (pending->finished) return;
+  wait_until(lock, timeout.count() > 0 ? timeout : timeout_, pending->message, [&] { return pending->finished; });
 }
 
-void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout, const std::function<bool()>& done) {
+void Engine::finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then) {
+  {
+    const std::lock_guard lock(mutex_);
+    background_.push_back({std::move(pending), std::move(then)});
+    if (!background_thread_.joinable()) background_thread_ = std::thread([this] { run_background(); });
+  }
+  background_wanted_.notify_all();
+}
+
+void Engine::run_background() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (background_.empty()) {
+      background_wanted_.wait(lock);
+      continue;
+    }
+    std::list<Background> over;
+    try {
+      throw_if_failed();
+      progress();
+      for (auto at = background_.begin(); at != background_.end();) {
+        const auto next = std::next(at);
+        if (at->pending->finished) over.splice(over.end(), background_, at);
+        at = next;
+      }
+      if (over.empty()) {
+        check_peers(background_.front().pending->message);
+        sleep(lock);
+      }
+    } catch (const std::exception&) {
+      over.splice(over.end(), background_);
+    }
+    if (over.empty()) continue;
+    const std::exception_ptr failure = failure_;
+    lock.unlock();
+    for (const Background& entry : over) {
+      if (entry.then) entry.then(entry.pending->finished ? nullptr : failure);
+    }
+    over.clear();
+    lock.lock();
+  }
+}
+
+void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout, const Message* message,
+                        const std::function<bool()>& done) {
   const int turns_awake = spin_turns_ > 0 ? spin_turns_ : kYieldTurns;
   std::optional<Clock::time_point> start;  // The clock is read only by those who wait long.
   for (int turn = 0;;) {
@@ -180,10 +259,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
       continue;
     }
     if (!start) start = Clock::now();
-    check_peers();
+    check_peers(message);
     if (done()) return;
     const auto waited = Clock::now() - *start;
-    if (waited >= timeout) throw_timeout(std::chrono::duration_cast<milliseconds>(waited));
+    if (waited >= timeout) throw_timeout(message, std::chrono::duration_cast<milliseconds>(waited));
     sleep(lock);
   }
 }
@@ -207,11 +286,15 @@ void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexc
   ring_sleepers();
 }
 
+void Engine::ring(int rank) noexcept {
+  if (block(rank).sleeping.load() == 0) return;
+  block(rank).bell.fetch_add(1);
+  futex_wake(block(rank).bell);
+}
+
 void Engine::ring_sleepers() noexcept {
   for (int r = 0; r < world_size_; ++r) {
-    if (r == rank_ || block(r).sleeping.load() == 0) continue;
-    block(r).bell.fetch_add(1);
-    futex_wake(block(r).bell);
+    if (r != rank_) ring(r);
   }
 }
 
@@ -225,7 +308,9 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
   const auto ranks = static_cast<std::size_t>(world_size_);
   const auto gather = [&](const Offer& offer) {
     std::vector<Offer> offers(ranks);
-    wait(post({.kind = CollectiveKind::kAllGather, .input = &offer, .output = offers.data(), .numel = sizeof(Offer)}));
+    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(Offer)};
+    for (Offer& theirs : offers) request.outputs.push_back(&theirs);
+    wait(post(std::move(request)));
     return offers;
   };
   const auto throw_first_error = [](const std::vector<Offer>& offers) {

@@ -2,20 +2,24 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <list>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "control.h"
 #include "data_type.h"
 #include "kernels.h"
 #include "mapping.h"
+#include "messages.h"
 #include "process_watch.h"
 
 namespace ddpkit::shm {
@@ -28,15 +32,19 @@ struct SymmetricSegment {
   std::vector<Mapping> mappings;    ///< [rank]
 };
 
-/// One collective, as asked for. Pointers are to dense memory.
+/// One collective, as asked for. Pointers are to dense memory of `numel` elements each.
 struct Request {
   CollectiveKind kind = CollectiveKind::kBarrier;
   DataType dtype = DataType::kUInt8;
-  Reduction op = Reduction::kSum;
-  int root = 0;                        ///< Broadcast.
-  const void* input = nullptr;         ///< numel elements.
-  void* output = nullptr;              ///< numel elements; all-gather: world_size * numel. May be the input.
-  std::size_t numel = 0;
+  Reduction op = Reduction::kSum;      ///< All-reduce, reduce, reduce-scatter.
+  int root = 0;                        ///< Reduce, broadcast, gather, scatter.
+  const void* input = nullptr;         ///< What this rank gives, where all ranks get the same.
+  void* output = nullptr;              ///< What this rank gets, where that is one piece. May be the input.
+  std::size_t numel = 0;               ///< Of a piece; all-to-all: of the largest piece sent.
+  std::vector<const void*> inputs = {};  ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
+  std::vector<void*> outputs = {};       ///< All-gather, gather (root), all-to-all: from each rank. [rank]
+  std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
+  std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
   std::shared_ptr<void> keep_alive = {};    ///< Whatever owns the pointers.
   std::function<void()> on_finish = {};     ///< Runs once when it has succeeded, before it counts as finished.
 };
@@ -72,11 +80,17 @@ class Engine {
   int world_size() const noexcept { return world_size_; }
 
   /// Starts a collective. Throws what ended the group, if it has ended.
-  OperationHandle post(Request request);
+  PendingHandle post(Request request);
+  /// Starts a send or a receive. Messages between two ranks with one tag arrive in the order they were sent; they are
+  /// independent of collectives. A send is finished when its bytes are on their way, not when they are received.
+  MessageHandle post(MessageHandle message);
   /// True when it is finished; makes progress. Throws what it failed with.
-  bool test(const OperationHandle& operation);
+  bool test(const PendingHandle& pending);
   /// Blocks until it is finished; `timeout` counts from now, 0 is the group's default. Throws what it failed with.
-  void wait(const OperationHandle& operation, std::chrono::milliseconds timeout = {});
+  void wait(const PendingHandle& pending, std::chrono::milliseconds timeout = {});
+  /// Sees to it that it finishes though nobody waits for it, then calls `then` with what it failed with, or null. The one
+  /// thing that takes a thread; the thread sleeps while there is nothing to do.
+  void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
   /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes);
@@ -100,7 +114,7 @@ class Engine {
   bool reduce_slices();
   bool finish();
   void resolve();
-  bool agreed_on_symmetric(const Operation& operation) const;
+  void agree(Operation& operation) const;
   Operation* at(std::uint64_t sequence) const noexcept;
   void copy_in(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
@@ -114,17 +128,21 @@ class Engine {
 
   // Waiting.
   void join();
-  void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout,
+  void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
   void sleep(std::unique_lock<std::mutex>& lock);
-  std::vector<int> missing_ranks() const;
-  void check_peers();
-  [[noreturn]] void throw_timeout(std::chrono::milliseconds waited);
+  void ring(int rank) noexcept;
+  void run_background();
+  // `message`: what is waited for, null for collectives.
+  std::vector<int> missing_ranks(const Message* message) const;
+  void check_peers(const Message* message);
+  [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited);
   std::string last_call(int rank) const;
-  std::string current_call() const;
+  std::string current_call(const Message* message) const;
 
   // Failing.
   void compare_headers(const Operation& operation);
+  void compare_counts(const Operation& operation, int rank, const std::byte* slot);
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
   void throw_if_failed() const;
@@ -135,6 +153,7 @@ class Engine {
   Mapping control_;
   RankBlock* blocks_ = nullptr;        ///< [rank]
   std::vector<Mapping> staging_;       ///< [rank]
+  std::vector<Mapping> channels_;      ///< Those that lead from rank r. [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
   int spin_turns_ = 0;                 ///< Turns of a wait before it sleeps.
 
@@ -149,8 +168,19 @@ class Engine {
   // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
+  std::vector<void*> parts_;  ///< Scratch: where each rank's part of a reduction lies. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;
+  std::unique_ptr<Mailbox> mailbox_;
+
+  struct Background {
+    PendingHandle pending;
+    std::function<void(std::exception_ptr)> then;
+  };
+  std::list<Background> background_;
+  std::condition_variable background_wanted_;
+  bool stopping_ = false;
+  std::thread background_thread_;
 };
 
 }  // namespace ddpkit::shm

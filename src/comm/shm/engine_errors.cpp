@@ -1,5 +1,7 @@
 // What the engine says when things go wrong: comparing calls, watching peers, ending the group.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 
 #include <fmt/format.h>
@@ -33,38 +35,42 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  switch (kind) {
-    case CollectiveKind::kBarrier:
-      return "barrier";
-    case CollectiveKind::kAllReduce:
-      return "all_reduce";
-    case CollectiveKind::kBroadcast:
-      return "broadcast";
-    case CollectiveKind::kAllGather:
-      return "all_gather";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",  "broadcast",     "all_gather",
+                                    "gather",  "scatter",    "reduce_scatter", "all_to_all"};
+  const auto index = static_cast<std::size_t>(kind);
+  return index < std::size(kNames) ? kNames[index] : "?";
 }
 
 std::string describe(const CollectiveHeader& header) {
-  const auto dtype = name_of(static_cast<DataType>(header.dtype));
+  const char* name = name_of(header.kind);
+  const std::string data = fmt::format("{} {}", header.numel, name_of(static_cast<DataType>(header.dtype)));
+  const char* reduction = kReductionNames[header.reduce_op & 7];
   switch (header.kind) {
     case CollectiveKind::kBarrier:
-      return "barrier";
+      return name;
     case CollectiveKind::kAllReduce:
-      return fmt::format("all_reduce({}) of {} {}", kReductionNames[header.reduce_op & 7], header.numel, dtype);
+    case CollectiveKind::kReduceScatter:
+      return fmt::format("{}({}) of {}", name, reduction, data);
+    case CollectiveKind::kReduce:
+      return fmt::format("{}({}) of {} to rank {}", name, reduction, data, header.root);
     case CollectiveKind::kBroadcast:
-      return fmt::format("broadcast of {} {} from rank {}", header.numel, dtype, header.root);
+    case CollectiveKind::kScatter:
+      return fmt::format("{} of {} from rank {}", name, data, header.root);
+    case CollectiveKind::kGather:
+      return fmt::format("{} of {} to rank {}", name, data, header.root);
     case CollectiveKind::kAllGather:
-      return fmt::format("all_gather of {} {}", header.numel, dtype);
+      return fmt::format("{} of {}", name, data);
+    case CollectiveKind::kAllToAll:
+      return fmt::format("{} of at most {} a rank", name, data);
   }
-  return "?";
+  return name;
 }
 
 void Engine::compare_headers(const Operation& operation) {
   const std::uint64_t sequence = operation.header.sequence;
   const auto same = [](const CollectiveHeader& a, const CollectiveHeader& b) {
-    return a.sequence == b.sequence && a.numel == b.numel && a.kind == b.kind && a.dtype == b.dtype &&
+    const bool same_size = a.numel == b.numel || a.kind == CollectiveKind::kAllToAll;
+    return a.sequence == b.sequence && same_size && a.kind == b.kind && a.dtype == b.dtype &&
            a.reduce_op == b.reduce_op && a.root == b.root;
   };
   bool agree = true;
@@ -85,8 +91,25 @@ void Engine::compare_headers(const Operation& operation) {
        fewest->front());
 }
 
-std::vector<int> Engine::missing_ranks() const {
+void Engine::compare_counts(const Operation& operation, int rank, const std::byte* slot) {
+  std::uint64_t sent = 0;
+  std::memcpy(&sent, slot + static_cast<std::size_t>(rank_) * sizeof sent, sizeof sent);
+  const std::size_t expected = operation.request.receive_numel[static_cast<std::size_t>(rank)];
+  if (sent == expected) return;
+  fail(FailureKind::kMismatch,
+       fmt::format("all_to_all (number {}): rank {} sends {} elements to rank {}, which expects {}",
+                   operation.header.sequence, rank, sent, rank_, expected),
+       rank);
+}
+
+std::vector<int> Engine::missing_ranks(const Message* message) const {
   std::vector<int> missing;
+  if (message) {
+    for (int r = 0; r < world_size_; ++r) {
+      if (r != rank_ && (message->peer == kAnySource || message->peer == r)) missing.push_back(r);
+    }
+    return missing;
+  }
   if (operations_.empty()) return missing;
   const auto below = [&](std::atomic<std::uint64_t> Progress::*count, std::uint64_t needed) {
     for (int r = 0; r < world_size_; ++r) {
@@ -112,12 +135,13 @@ std::string Engine::last_call(int rank) const {
                      posted - 1);
 }
 
-std::string Engine::current_call() const {
+std::string Engine::current_call(const Message* message) const {
+  if (message) return describe(*message);
   return operations_.empty() ? "a collective"
                              : fmt::format("{} (number {})", describe(operations_.front()->header), first_sequence_);
 }
 
-void Engine::check_peers() {
+void Engine::check_peers(const Message* message) {
   for (int r = 0; r < world_size_; ++r) {
     const auto kind = static_cast<FailureKind>(block(r).failure.load());
     if (r == rank_ || kind == FailureKind::kNone) continue;
@@ -136,23 +160,26 @@ void Engine::check_peers() {
   if (dead.empty()) return;
   // What it did before it ended counts, and may be enough.
   progress();
-  const auto missing = missing_ranks();
+  const auto missing = missing_ranks(message);
+  // A message from anybody may still come while anybody is left.
+  if (message && message->peer == kAnySource && dead.size() < missing.size()) return;
+  if (message && message->finished) return;
   for (const int r : dead) {
     if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
     fail(FailureKind::kPeerLost,
          fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, block(r).pid,
-                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(), last_call(r)),
+                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(message), last_call(r)),
          r);
   }
 }
 
-void Engine::throw_timeout(std::chrono::milliseconds waited) {
-  const auto missing = missing_ranks();
+void Engine::throw_timeout(const Message* message, std::chrono::milliseconds waited) {
+  const auto missing = missing_ranks(message);
   std::vector<std::string> states;
   for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, block(r).pid, last_call(r)));
   fail(FailureKind::kTimeout,
        fmt::format("rank {} waited {:.1f} s in {} for {}: {}", rank_, std::chrono::duration<double>(waited).count(),
-                   current_call(), ranks_text(missing), fmt::join(states, "; ")),
+                   current_call(message), ranks_text(missing), fmt::join(states, "; ")),
        missing.empty() ? std::nullopt : std::optional(missing.front()));
 }
 

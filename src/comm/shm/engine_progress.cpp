@@ -1,5 +1,8 @@
 // How collectives move on: match, arrive, reduce, finish. Everything here runs under the engine's mutex.
+#include <algorithm>
 #include <cstring>
+
+#include <ddpkit/comm/error.h>
 
 #include "engine.h"
 #include "operation.h"
@@ -36,25 +39,36 @@ bool Engine::progress() {
     again |= arrive();
     again |= reduce_slices();
     again |= finish();
+    if (!mailbox_ || mailbox_->idle()) continue;
+    try {
+      again |= mailbox_->progress([this](int peer) { ring(peer); });
+    } catch (const CollectiveMismatch& error) {
+      fail(FailureKind::kMismatch, error.what(), error.context().rank);
+    }
   }
+  // The thread that waits for others' collectives sleeps on this rank's own bell.
+  if (moved && !background_.empty()) ring(rank_);
   return moved;
 }
 
+/// Finds the symmetric memory that a tensor lies in, and what is known of its path before the others have come.
 void Engine::locate(Operation& operation) const {
   const Request& request = operation.request;
-  if (request.kind != CollectiveKind::kAllReduce || request.input != request.output || operation.bytes() < kStageBelow)
-    return;
-  const auto* data = static_cast<const std::byte*>(request.input);
-  for (const auto& candidate : segments_) {
-    auto segment = candidate.lock();
-    if (!segment) continue;
-    const std::byte* base = segment->base[static_cast<std::size_t>(rank_)];
-    if (data < base || data + operation.bytes() > base + segment->bytes) continue;
-    operation.header.segment = segment->id;
-    operation.header.offset = static_cast<std::uint64_t>(data - base);
-    operation.segment = std::move(segment);
-    return;
+  operation.largest_piece = request.numel;
+  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output && operation.bytes() >= kStageBelow) {
+    const auto* data = static_cast<const std::byte*>(request.input);
+    for (const auto& candidate : segments_) {
+      auto segment = candidate.lock();
+      if (!segment) continue;
+      const std::byte* base = segment->base[static_cast<std::size_t>(rank_)];
+      if (data < base || data + operation.bytes() > base + segment->bytes) continue;
+      operation.header.segment = segment->id;
+      operation.header.offset = static_cast<std::uint64_t>(data - base);
+      operation.segment = std::move(segment);
+      return;
+    }
   }
+  if (request.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
 }
 
 bool Engine::match() {
@@ -66,32 +80,33 @@ bool Engine::match() {
     if (!operation || !all_reached(&Progress::posted, sequence + 1)) return moved;
     compare_headers(*operation);
     // Decided now: once every rank has matched, the headers may be overwritten.
-    if (operation->header.segment != 0)
-      operation->path = agreed_on_symmetric(*operation) ? Path::kSymmetric : Path::kStaged;
+    if (operation->path == Path::kUnknown) agree(*operation);
     raise(mine().matched, sequence + 1);
     moved = true;
   }
 }
 
-bool Engine::agreed_on_symmetric(const Operation& operation) const {
+void Engine::agree(Operation& operation) const {
+  bool symmetric = operation.header.segment != 0;
   for (int r = 0; r < world_size_; ++r) {
     const CollectiveHeader& theirs = block(r).headers[operation.header.sequence % kMaxOutstanding];
-    if (theirs.segment != operation.header.segment || theirs.offset != operation.header.offset) return false;
+    symmetric = symmetric && theirs.segment == operation.header.segment && theirs.offset == operation.header.offset;
+    operation.largest_piece = std::max(operation.largest_piece, static_cast<std::size_t>(theirs.numel));
   }
-  return true;
+  operation.path = symmetric ? Path::kSymmetric : Path::kStaged;
 }
 
 /// Gives collectives their tickets, in order, as soon as it is known how many each has.
 void Engine::resolve() {
   for (; Operation* operation = at(resolved_); ++resolved_) {
-    if (operation->header.segment == 0) operation->path = Path::kStaged;
     if (operation->path == Path::kUnknown) return;  // match() will tell.
-    const std::size_t bytes = operation->bytes();
+    const CollectiveKind kind = operation->request.kind;
     const bool symmetric = operation->path == Path::kSymmetric;
-    const std::size_t chunks = (bytes + kSlotBytes - 1) / kSlotBytes;
-    operation->tickets = symmetric || chunks == 0 ? 1 : chunks;
-    operation->shared_reduce =
-        symmetric || (operation->request.kind == CollectiveKind::kAllReduce && world_size_ > 2 && bytes >= kShareFrom);
+    const std::size_t piece = operation->largest_piece * operation->element_size();
+    const std::size_t step = slot_layout(kind, world_size_).piece_bytes;
+    operation->tickets = symmetric || piece == 0 ? 1 : (piece + step - 1) / step;
+    const bool reduces = kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce;
+    operation->shared_reduce = symmetric || (reduces && world_size_ > 2 && piece >= kShareFrom);
     operation->first_ticket = next_ticket_;
     next_ticket_ += operation->tickets;
   }
@@ -158,12 +173,43 @@ bool Engine::finish() {
 
 void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   const Request& request = operation.request;
-  const bool contributes = request.kind == CollectiveKind::kAllReduce || request.kind == CollectiveKind::kAllGather ||
-                           (request.kind == CollectiveKind::kBroadcast && request.root == rank_);
-  if (!contributes || request.numel == 0) return;
-  const Span span = chunk_of(operation, ticket - operation.first_ticket);
   const std::size_t size = operation.element_size();
-  std::memcpy(slot(rank_, ticket), static_cast<const std::byte*>(request.input) + span.begin * size, span.count * size);
+  const SlotLayout layout = slot_layout(request.kind, world_size_);
+  const std::size_t step = layout.piece_bytes / size;
+  const std::uint64_t chunk = ticket - operation.first_ticket;
+  std::byte* const own = slot(rank_, ticket);
+  const auto copy_piece = [&](std::size_t piece, const void* input, std::size_t numel) {
+    const Span span = chunk_of(numel, step, chunk);
+    if (span.count == 0) return;
+    std::memcpy(own + layout.table_bytes + piece * layout.piece_bytes,
+                static_cast<const std::byte*>(input) + span.begin * size, span.count * size);
+  };
+  switch (request.kind) {
+    case CollectiveKind::kBarrier:
+      break;
+    case CollectiveKind::kBroadcast:
+      if (request.root == rank_) copy_piece(0, request.input, request.numel);
+      break;
+    case CollectiveKind::kScatter:
+      if (request.root != rank_) break;
+      [[fallthrough]];
+    case CollectiveKind::kReduceScatter:
+      for (std::size_t r = 0; r < layout.pieces; ++r) copy_piece(r, request.inputs[r], request.numel);
+      break;
+    case CollectiveKind::kAllToAll:
+      for (std::size_t r = 0; r < layout.pieces; ++r) {
+        const std::uint64_t count = request.send_numel[r];
+        std::memcpy(own + r * sizeof count, &count, sizeof count);
+        copy_piece(r, request.inputs[r], request.send_numel[r]);
+      }
+      break;
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kAllGather:
+    case CollectiveKind::kGather:
+      copy_piece(0, request.input, request.numel);
+      break;
+  }
 }
 
 void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
@@ -171,50 +217,83 @@ void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
   const bool symmetric = operation.path == Path::kSymmetric;
   const std::size_t size = operation.element_size();
   const std::size_t whole =
-      symmetric ? request.numel : chunk_of(operation, ticket - operation.first_ticket).count;
+      symmetric ? request.numel
+                : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket).count;
   const Span slice = slice_of(whole, size, rank_, world_size_);
   if (slice.count == 0) return;
   // Everybody's slice, in rank order: the order of the sum, and so its bits, do not depend on who adds.
-  std::vector<void*> parts(static_cast<std::size_t>(world_size_));
   for (int r = 0; r < world_size_; ++r) {
     std::byte* start = symmetric ? operation.segment->base[static_cast<std::size_t>(r)] + operation.header.offset
                                  : slot(r, ticket);
-    parts[static_cast<std::size_t>(r)] = start + slice.begin * size;
+    parts_[static_cast<std::size_t>(r)] = start + slice.begin * size;
   }
   // Symmetric: the result goes straight to everybody. Staged: into this rank's own slot, from which the others take it.
-  void* const* outputs = symmetric ? parts.data() : &parts[static_cast<std::size_t>(rank_)];
-  reduce(request.dtype, request.op, slice.count, parts.data(), parts.size(), outputs, symmetric ? parts.size() : 1);
+  void* const* outputs = symmetric ? parts_.data() : &parts_[static_cast<std::size_t>(rank_)];
+  reduce(request.dtype, request.op, slice.count, parts_.data(), parts_.size(), outputs, symmetric ? parts_.size() : 1);
 }
 
 void Engine::copy_out(const Operation& operation, std::uint64_t ticket) {
   const Request& request = operation.request;
-  if (operation.path == Path::kSymmetric || request.numel == 0) return;
-  const Span span = chunk_of(operation, ticket - operation.first_ticket);
+  if (operation.path == Path::kSymmetric) return;
   const std::size_t size = operation.element_size();
-  std::byte* output = static_cast<std::byte*>(request.output) + span.begin * size;
+  const SlotLayout layout = slot_layout(request.kind, world_size_);
+  const std::size_t step = layout.piece_bytes / size;
+  const std::uint64_t chunk = ticket - operation.first_ticket;
+  const auto own = static_cast<std::size_t>(rank_);
+  const auto staged = [&](int rank, std::size_t piece) {
+    return slot(rank, ticket) + layout.table_bytes + piece * layout.piece_bytes;
+  };
+  const auto copy_piece = [&](void* output, std::size_t numel, const std::byte* from) {
+    const Span span = chunk_of(numel, step, chunk);
+    if (span.count != 0) std::memcpy(static_cast<std::byte*>(output) + span.begin * size, from, span.count * size);
+  };
+  const auto reduce_piece = [&](std::size_t piece) {
+    const Span span = chunk_of(request.numel, step, chunk);
+    if (span.count == 0) return;
+    for (int r = 0; r < world_size_; ++r) parts_[static_cast<std::size_t>(r)] = staged(r, piece);
+    void* output = static_cast<std::byte*>(request.output) + span.begin * size;
+    reduce(request.dtype, request.op, span.count, parts_.data(), parts_.size(), &output, 1);
+  };
   switch (request.kind) {
     case CollectiveKind::kBarrier:
       break;
     case CollectiveKind::kBroadcast:
-      if (request.root != rank_) std::memcpy(output, slot(request.root, ticket), span.count * size);
+      if (request.root != rank_) copy_piece(request.output, request.numel, staged(request.root, 0));
       break;
-    case CollectiveKind::kAllGather:
-      for (int r = 0; r < world_size_; ++r)
-        std::memcpy(output + static_cast<std::size_t>(r) * operation.bytes(), slot(r, ticket), span.count * size);
+    case CollectiveKind::kScatter:
+      copy_piece(request.output, request.numel, staged(request.root, own));
       break;
-    case CollectiveKind::kAllReduce:
-      if (operation.shared_reduce) {
-        for (int r = 0; r < world_size_; ++r) {
-          const Span slice = slice_of(span.count, size, r, world_size_);
-          std::memcpy(output + slice.begin * size, slot(r, ticket) + slice.begin * size, slice.count * size);
-        }
-      } else {
-        std::vector<const void*> inputs(static_cast<std::size_t>(world_size_));
-        for (int r = 0; r < world_size_; ++r) inputs[static_cast<std::size_t>(r)] = slot(r, ticket);
-        void* outputs[] = {output};
-        reduce(request.dtype, request.op, span.count, inputs.data(), inputs.size(), outputs, 1);
+    case CollectiveKind::kReduceScatter:
+      reduce_piece(own);
+      break;
+    case CollectiveKind::kAllToAll:
+      for (int r = 0; r < world_size_; ++r) {
+        const auto index = static_cast<std::size_t>(r);
+        if (chunk == 0) compare_counts(operation, r, slot(r, ticket));
+        copy_piece(request.outputs[index], request.receive_numel[index], staged(r, own));
       }
       break;
+    case CollectiveKind::kGather:
+      if (request.root != rank_) break;
+      [[fallthrough]];
+    case CollectiveKind::kAllGather:
+      for (int r = 0; r < world_size_; ++r)
+        copy_piece(request.outputs[static_cast<std::size_t>(r)], request.numel, staged(r, 0));
+      break;
+    case CollectiveKind::kReduce:
+      if (request.root != rank_) break;
+      [[fallthrough]];
+    case CollectiveKind::kAllReduce: {
+      if (!operation.shared_reduce) return reduce_piece(0);
+      const Span span = chunk_of(request.numel, step, chunk);
+      std::byte* output = static_cast<std::byte*>(request.output) + span.begin * size;
+      for (int r = 0; r < world_size_; ++r) {
+        const Span slice = slice_of(span.count, size, r, world_size_);
+        if (slice.count != 0)
+          std::memcpy(output + slice.begin * size, slot(r, ticket) + slice.begin * size, slice.count * size);
+      }
+      break;
+    }
   }
 }
 

@@ -38,8 +38,9 @@ double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 
                           mebibytes(bytes), mebibytes(available_memory()), std::strerror(error)));
 }
 
-std::byte* map(int fd, std::size_t bytes) {
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+std::byte* map(int fd, std::size_t bytes, Mapping::Fill fill) {
+  const int populate = fill == Mapping::Fill::kNow ? MAP_POPULATE : 0;
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populate, fd, 0);
   if (data == MAP_FAILED) return nullptr;
   if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
   return static_cast<std::byte*>(data);
@@ -64,10 +65,10 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
   return *this;
 }
 
-Mapping Mapping::create(const std::string& name, std::size_t bytes) {
+Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
   // Asking for more than there is would not fail: it would wake the kernel's out-of-memory killer.
   const std::size_t available = available_memory();
-  if (available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
+  if (fill == Fill::kNow && available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
   Mapping mapping;
   mapping.fd_ = ::memfd_create(("ddpkit:" + name).c_str(), MFD_CLOEXEC);
   if (mapping.fd_ < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
@@ -78,12 +79,13 @@ Mapping Mapping::create(const std::string& name, std::size_t bytes) {
   mapping.data_ = static_cast<std::byte*>(data);
   mapping.size_ = bytes;
   if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
+  if (fill == Fill::kOnTouch) return mapping;
   // Unlike a first touch, which would be killed by SIGBUS, this fails with an error when memory runs out.
   if (::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
   return mapping;
 }
 
-Mapping Mapping::open(int pid, int fd, std::size_t bytes) {
+Mapping Mapping::open(int pid, int fd, std::size_t bytes, Fill fill) {
   const std::string path = fmt::format("/proc/{}/fd/{}", pid, fd);
   const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) {
@@ -94,7 +96,7 @@ Mapping Mapping::open(int pid, int fd, std::size_t bytes) {
         pid, path, std::strerror(error)));
   }
   Mapping mapping;
-  mapping.data_ = map(opened, bytes);
+  mapping.data_ = map(opened, bytes, fill);
   const int error = errno;
   ::close(opened);
   if (!mapping.data_) throw_out_of_memory(path, bytes, error);

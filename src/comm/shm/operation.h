@@ -1,8 +1,10 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "engine.h"
 
@@ -12,15 +14,15 @@ namespace ddpkit::shm {
 /// is there, since one rank with private memory makes all of them stage.
 enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
 
-struct Operation {
+struct Operation : Pending {
   Request request;
   CollectiveHeader header{};
   std::shared_ptr<SymmetricSegment> segment;  ///< Of the tensor; null for private memory.
   Path path = Path::kUnknown;
   bool shared_reduce = false;    ///< Its tickets have a reduce step: each rank reduces a slice for all.
-  bool finished = false;
   std::uint64_t first_ticket = 0;
   std::uint64_t tickets = 0;
+  std::size_t largest_piece = 0;  ///< Elements; all-to-all: of any rank, known when the headers are matched.
 
   std::size_t element_size() const { return size_of(request.dtype); }
   std::size_t bytes() const { return request.numel * element_size(); }
@@ -42,11 +44,28 @@ inline Span slice_of(std::size_t whole, std::size_t element_size, int rank, int 
   return {begin, std::min(whole - begin, share)};
 }
 
-/// Elements of chunk `chunk` of a staged collective.
-inline Span chunk_of(const Operation& operation, std::uint64_t chunk) {
-  const std::size_t step = kSlotBytes / operation.element_size();
-  const std::size_t begin = static_cast<std::size_t>(chunk) * step;
-  return {begin, std::min(operation.request.numel - begin, step)};
+/// How a staging slot is divided among the pieces that a collective puts into it.
+struct SlotLayout {
+  std::size_t table_bytes = 0;  ///< All-to-all: the number of elements for each rank comes first.
+  std::size_t pieces = 1;       ///< One for each rank where each gets something else.
+  std::size_t piece_bytes = 0;  ///< Of a chunk; whole cache lines.
+};
+
+inline SlotLayout slot_layout(CollectiveKind kind, int world_size) {
+  const auto ranks = static_cast<std::size_t>(world_size);
+  const bool each_its_own =
+      kind == CollectiveKind::kScatter || kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
+  SlotLayout layout;
+  if (kind == CollectiveKind::kAllToAll) layout.table_bytes = (ranks * sizeof(std::uint64_t) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  layout.pieces = each_its_own ? ranks : 1;
+  layout.piece_bytes = (kSlotBytes - layout.table_bytes) / layout.pieces / kCacheLine * kCacheLine;
+  return layout;
+}
+
+/// Elements of chunk `chunk` of a piece of `numel` elements; none past its end.
+inline Span chunk_of(std::size_t numel, std::size_t step, std::uint64_t chunk) {
+  const std::size_t begin = std::min(numel, static_cast<std::size_t>(chunk) * step);
+  return {begin, std::min(numel - begin, step)};
 }
 
 /// "all_reduce(sum) of 100 float32", for messages.

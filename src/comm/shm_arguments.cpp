@@ -1,0 +1,129 @@
+#include "comm/shm_arguments.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+
+using shm::DataType;
+
+DataType data_type(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kByte:
+      return DataType::kUInt8;
+    case at::kChar:
+      return DataType::kInt8;
+    case at::kShort:
+      return DataType::kInt16;
+    case at::kInt:
+      return DataType::kInt32;
+    case at::kLong:
+      return DataType::kInt64;
+    case at::kHalf:
+      return DataType::kFloat16;
+    case at::kBFloat16:
+      return DataType::kBFloat16;
+    case at::kFloat:
+    case at::kComplexFloat:
+      return DataType::kFloat32;
+    case at::kDouble:
+    case at::kComplexDouble:
+      return DataType::kFloat64;
+    case at::kBool:
+      return DataType::kBool;
+    default:
+      throw InvalidArgument(
+          fmt::format("the shm backend has no collectives for tensors of type {}", c10::toString(tensor.scalar_type())));
+  }
+}
+
+std::size_t element_count(const at::Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel()) * (tensor.is_complex() ? 2 : 1);
+}
+
+void check_tensor(const at::Tensor& tensor, const char* call) {
+  if (!tensor.defined()) throw InvalidArgument(fmt::format("{}: the tensor is undefined", call));
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided)
+    throw InvalidArgument(fmt::format("{}: the shm backend takes dense CPU tensors, not {} on {}", call,
+                                      c10::str(tensor.layout()), tensor.device().str()));
+}
+
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call) {
+  if (tensors.size() != 1) throw InvalidArgument(fmt::format("{}: one tensor a call, not {}", call, tensors.size()));
+  check_tensor(tensors[0], call);
+  return tensors[0];
+}
+
+void check_list(const std::vector<at::Tensor>& tensors, int world_size, const at::Tensor& like, const char* call) {
+  if (tensors.size() != static_cast<std::size_t>(world_size))
+    throw InvalidArgument(fmt::format("{}: the list needs a tensor for each of {} ranks, not {}", call, world_size,
+                                      tensors.size()));
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, call);
+    if (tensor.numel() != like.numel() || tensor.scalar_type() != like.scalar_type())
+      throw InvalidArgument(fmt::format("{}: the list holds {} elements of {}, but {} of {} are needed", call,
+                                        tensor.numel(), c10::toString(tensor.scalar_type()), like.numel(),
+                                        c10::toString(like.scalar_type())));
+  }
+}
+
+void check_root(std::int64_t root, int world_size, const char* call) {
+  if (root < 0 || root >= world_size)
+    throw InvalidArgument(fmt::format("{}: there is no rank {} among {}", call, root, world_size));
+}
+
+shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* call) {
+  if (op.op_ == c10d::ReduceOp::UNUSED) throw InvalidArgument(fmt::format("{}: no reduction is named", call));
+  const bool premultiplied = op.op_ == c10d::ReduceOp::PREMUL_SUM;
+  const auto wanted = premultiplied ? shm::Reduction::kSum : static_cast<shm::Reduction>(op.op_);
+  const bool linear = wanted == shm::Reduction::kSum || wanted == shm::Reduction::kAvg;
+  if ((tensor.is_complex() && !linear) || !shm::supports(data_type(tensor), wanted))
+    throw InvalidArgument(fmt::format("{}: this reduction is not defined for {}", call, c10::toString(tensor.scalar_type())));
+  return wanted;
+}
+
+at::Tensor contribution(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor.contiguous();
+  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!factor) throw InvalidArgument("a PREMUL_SUM needs its factor");
+  const at::NoGradGuard no_grad;
+  const at::Tensor product =
+      factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
+  return product.to(tensor.scalar_type()).contiguous();
+}
+
+at::Tensor Outputs::add(const at::Tensor& tensor) {
+  targets_.push_back(tensor);
+  dense_.push_back(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options().requires_grad(false)));
+  return dense_.back();
+}
+
+void Outputs::attach_to(shm::Request& request, std::vector<at::Tensor> inputs) {
+  bool copy_back = false;
+  for (std::size_t i = 0; i < targets_.size(); ++i) copy_back = copy_back || !dense_[i].is_same(targets_[i]);
+  struct Alive {
+    Outputs outputs;
+    std::vector<at::Tensor> inputs;
+  };
+  auto alive = std::make_shared<Alive>(Alive{std::move(*this), std::move(inputs)});
+  if (copy_back) {
+    request.on_finish = [outputs = &alive->outputs] {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < outputs->targets_.size(); ++i) {
+        if (!outputs->dense_[i].is_same(outputs->targets_[i])) outputs->targets_[i].copy_(outputs->dense_[i]);
+      }
+    };
+  }
+  request.keep_alive = std::move(alive);
+}
+
+void Outputs::attach_to(shm::Message& message) {
+  shm::Request request;
+  attach_to(request, {});
+  message.keep_alive = std::move(request.keep_alive);
+  message.on_finish = std::move(request.on_finish);
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,60 @@
+// The shm backend's sends and receives.
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/shm_arguments.h"
+#include "comm/shm_backend.h"
+
+namespace ddpkit {
+
+using c10d::OpType;
+using shm::Message;
+
+void ShmBackend::check_peer(int peer, int tag, const char* call) const {
+  check_root(peer, size_, call);
+  if (peer == rank_) throw InvalidArgument(fmt::format("{}: rank {} cannot exchange messages with itself", call, peer));
+  if (tag < 0) throw InvalidArgument(fmt::format("{}: the tag is {}, but must not be negative", call, tag));
+}
+
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
+  const at::Tensor tensor = only(tensors, "send");
+  check_peer(destination, tag, "send");
+  const at::Tensor dense = tensor.contiguous();
+  auto message = std::make_shared<Message>();
+  message->kind = Message::Kind::kSend;
+  message->peer = destination;
+  message->tag = tag;
+  message->dtype = data_type(tensor);
+  message->numel = element_count(tensor);
+  message->data = static_cast<std::byte*>(dense.data_ptr());
+  message->keep_alive = std::make_shared<at::Tensor>(dense);
+  return work(engine_->post(std::move(message)), OpType::SEND, {tensor}, c10d::kUnsetTimeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::receive(Tensors& tensors, int source, int tag, OpType type) {
+  const at::Tensor tensor = only(tensors, "recv");
+  Outputs outputs;
+  auto message = std::make_shared<Message>();
+  message->kind = Message::Kind::kReceive;
+  message->peer = source;
+  message->tag = tag;
+  message->dtype = data_type(tensor);
+  message->numel = element_count(tensor);
+  message->data = static_cast<std::byte*>(outputs.add(tensor).data_ptr());
+  outputs.attach_to(*message);
+  return work(engine_->post(std::move(message)), type, {tensor}, c10d::kUnsetTimeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
+  check_peer(source, tag, "recv");
+  return receive(tensors, source, tag, OpType::RECV);
+}
+
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  if (tag < 0) throw InvalidArgument(fmt::format("recv: the tag is {}, but must not be negative", tag));
+  if (size_ == 1) throw InvalidArgument("recv: there is no other rank to receive from");
+  return receive(tensors, shm::kAnySource, tag, OpType::RECVANYSOURCE);
+}
+
+}  // namespace ddpkit

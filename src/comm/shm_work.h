@@ -1,0 +1,40 @@
+// Tier 2: c10d's Work.hpp.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "comm/shm/engine.h"
+
+namespace ddpkit {
+
+/// c10d's handle on one or several of the engine's operations.
+class ShmWork : public c10d::Work {
+ public:
+  ShmWork(std::shared_ptr<shm::Engine> engine, std::vector<shm::PendingHandle> pending, c10d::OpType type,
+          std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout);
+  /// A send that nobody has waited for goes on in the background.
+  ~ShmWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return !exception_; }
+  std::exception_ptr exception() const override { return exception_; }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  void abort() override { engine_->abort("the program aborted a collective"); }
+  /// Holds result(). Completed from a thread of the group's, also when nobody waits for the work itself.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  std::shared_ptr<shm::Engine> engine_;
+  std::vector<shm::PendingHandle> pending_;
+  std::vector<at::Tensor> outputs_;
+  std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace ddpkit

@@ -1,0 +1,200 @@
+// Collectives beyond all-reduce, broadcast and all-gather, and groups of groups.
+#include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <numeric>
+#include <thread>
+
+#include <ddpkit/comm/error.h>
+
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::ProcessGroup;
+using ddpkit::ReduceOp;
+
+namespace {
+
+torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
+  torch::manual_seed(static_cast<std::uint64_t>(2000 + rank));
+  return torch::randint(0, 100, sizes, at::kLong).to(dtype);
+}
+
+torch::Tensor sum_of_parts(int ranks, at::IntArrayRef sizes) {
+  torch::Tensor sum = part(0, sizes);
+  for (int r = 1; r < ranks; ++r) sum += part(r, sizes);
+  return sum;
+}
+
+const std::vector<std::int64_t> kSizes = {0, 1, 100, 70000, 300001};
+
+}  // namespace
+
+RANK_TEST("reduce gives the root the sum", "[shm]", 1, 2, 3, 5) {
+  for (const std::int64_t size : kSizes) {
+    for (int root = 0; root < group.world_size(); ++root) {
+      torch::Tensor tensor = part(group.rank(), {size});
+      group.reduce(tensor, root);
+      CHECK(torch::equal(tensor, group.rank() == root ? sum_of_parts(group.world_size(), {size}) : part(group.rank(), {size})));
+    }
+  }
+}
+
+RANK_TEST("reduce_scatter gives each rank its part of the sum", "[shm]", 1, 2, 3, 5) {
+  for (const std::int64_t size : kSizes) {
+    torch::Tensor output = torch::full({size}, -1.0f);
+    group.reduce_scatter(output, part(group.rank(), {group.world_size(), size}));
+    CHECK(torch::equal(output, sum_of_parts(group.world_size(), {group.world_size(), size})[group.rank()]));
+    group.reduce_scatter(output, part(group.rank(), {group.world_size(), size}), ReduceOp::kMax);
+    torch::Tensor highest = part(0, {group.world_size(), size});
+    for (int r = 1; r < group.world_size(); ++r) highest = torch::maximum(highest, part(r, {group.world_size(), size}));
+    CHECK(torch::equal(output, highest[group.rank()]));
+  }
+}
+
+RANK_TEST("gather and scatter, to and from every root", "[shm]", 1, 2, 3, 5) {
+  for (const std::int64_t size : kSizes) {
+    for (int root = 0; root < group.world_size(); ++root) {
+      const torch::Tensor all = group.gather(part(group.rank(), {size}), root);
+      CHECK(all.defined() == (group.rank() == root));
+      for (int r = 0; all.defined() && r < group.world_size(); ++r) CHECK(torch::equal(all[r], part(r, {size})));
+
+      torch::Tensor mine = torch::full({size}, -1.0f);
+      const torch::Tensor source = part(root, {group.world_size(), size});
+      group.scatter(mine, group.rank() == root ? source : torch::Tensor(), root);
+      CHECK(torch::equal(mine, source[group.rank()]));
+    }
+  }
+}
+
+RANK_TEST("all_to_all with even splits", "[shm]", 1, 2, 3, 5) {
+  const std::int64_t ranks = group.world_size();
+  for (const std::int64_t size : kSizes) {
+    torch::Tensor output = torch::full({ranks, size}, -1.0f);
+    group.all_to_all(output, part(group.rank(), {ranks, size}));
+    for (int r = 0; r < ranks; ++r) CHECK(torch::equal(output[r], part(r, {ranks, size})[group.rank()]));
+  }
+}
+
+RANK_TEST("all_to_all with uneven splits", "[shm]", 1, 2, 3, 5) {
+  // Rank a sends rank b (a + 2 b) * 30000 rows of 2; the diagonal of 0 sends nothing.
+  const auto rows = [](int from, int to) { return std::int64_t{30000} * (from + 2 * to); };
+  std::vector<std::int64_t> input_splits, output_splits;
+  for (int r = 0; r < group.world_size(); ++r) {
+    input_splits.push_back(rows(group.rank(), r));
+    output_splits.push_back(rows(r, group.rank()));
+  }
+  const auto input_of = [&](int rank) {
+    std::int64_t total = 0;
+    for (int r = 0; r < group.world_size(); ++r) total += rows(rank, r);
+    return part(rank, {total, 2});
+  };
+  torch::Tensor output = torch::full({std::accumulate(output_splits.begin(), output_splits.end(), std::int64_t{0}), 2}, -1.0f);
+  group.all_to_all(output, input_of(group.rank()), output_splits, input_splits);
+  std::int64_t begin = 0;
+  for (int r = 0; r < group.world_size(); ++r) {
+    std::int64_t start = 0;
+    for (int to = 0; to < group.rank(); ++to) start += rows(r, to);
+    const std::int64_t count = rows(r, group.rank());
+    CHECK(torch::equal(output.narrow(0, begin, count), input_of(r).narrow(0, start, count)));
+    begin += count;
+  }
+}
+
+RANK_TEST("all_to_all where sender and receiver disagree is a mismatch", "[shm][errors]", 2, 3) {
+  std::vector<std::int64_t> splits(static_cast<std::size_t>(group.world_size()), 2);
+  auto output_splits = splits;
+  if (group.rank() == 1) output_splits[0] = 3;
+  torch::Tensor output = torch::zeros({std::accumulate(output_splits.begin(), output_splits.end(), std::int64_t{0})});
+  CHECK_THROWS_AS(
+      [&] {
+        group.all_to_all(output, torch::zeros({2 * group.world_size()}), output_splits, splits);
+        group.barrier();
+      }(),
+      ddpkit::CollectiveMismatch);
+}
+
+RANK_TEST("c10d's lists and coalesced forms", "[shm]", 2, 3) {
+  auto& backend = *group.backend();
+  const int ranks = group.world_size(), rank = group.rank();
+  std::vector<torch::Tensor> several{part(rank, {10}), part(rank, {70000}), part(rank, {3, 3})};
+  backend.allreduce_coalesced(several)->wait();
+  CHECK(torch::equal(several[0], sum_of_parts(ranks, {10})));
+  CHECK(torch::equal(several[1], sum_of_parts(ranks, {70000})));
+  CHECK(torch::equal(several[2], sum_of_parts(ranks, {3, 3})));
+
+  std::vector<std::vector<torch::Tensor>> lists(1);
+  for (int r = 0; r < ranks; ++r) lists[0].push_back(torch::empty({5, 4}).t());  // Not contiguous.
+  std::vector<torch::Tensor> inputs{part(rank, {4, 5})};
+  backend.allgather(lists, inputs)->wait();
+  for (int r = 0; r < ranks; ++r) CHECK(torch::equal(lists[0][static_cast<std::size_t>(r)], part(r, {4, 5})));
+
+  std::vector<torch::Tensor> outputs{torch::empty({6})};
+  std::vector<std::vector<torch::Tensor>> parts(1);
+  for (int r = 0; r < ranks; ++r) parts[0].push_back(part(rank + 10 * r, {6}));
+  backend.reduce_scatter(outputs, parts)->wait();
+  torch::Tensor expected = torch::zeros({6});
+  for (int r = 0; r < ranks; ++r) expected += part(r + 10 * rank, {6});
+  CHECK(torch::equal(outputs[0], expected));
+
+  std::vector<torch::Tensor> to, from;
+  for (int r = 0; r < ranks; ++r) {
+    to.push_back(part(rank, {r + 1}));
+    from.push_back(torch::empty({rank + 1}));
+  }
+  backend.alltoall(from, to)->wait();
+  for (int r = 0; r < ranks; ++r) CHECK(torch::equal(from[static_cast<std::size_t>(r)], part(r, {rank + 1})));
+
+  std::vector<torch::Tensor> scaled{part(rank, {100})};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::makeNCCLPreMulSum(0.5);
+  backend.allreduce(scaled, options)->wait();
+  CHECK(torch::equal(scaled[0], sum_of_parts(ranks, {100}) * 0.5));
+}
+
+RANK_TEST("a future completes though nobody waits for the work", "[shm]", 2) {
+  std::vector<torch::Tensor> tensors{part(group.rank(), {500000})};
+  const auto future = group.backend()->allreduce(tensors)->getFuture();
+  future->waitAndThrow();
+  CHECK(torch::equal(tensors[0], sum_of_parts(2, {500000})));
+  CHECK(torch::equal(future->value().toTensorVector()[0], tensors[0]));
+}
+
+RANK_TEST("groups of some ranks work beside each other and the whole", "[shm]", 4) {
+  const auto evens = group.split({0, 2});
+  const auto reversed = group.split({3, 1});
+  const ProcessGroup& mine = group.rank() % 2 == 0 ? evens.value() : reversed.value();
+  CHECK(evens.has_value() == (group.rank() % 2 == 0));
+  CHECK(mine.world_size() == 2);
+  CHECK(mine.rank() == (group.rank() % 2 == 0 ? group.rank() / 2 : (3 - group.rank()) / 2));
+  for (int round = 0; round < 50; ++round) {
+    torch::Tensor small = torch::full({1000}, static_cast<float>(group.rank()));
+    torch::Tensor whole = small.clone();
+    const auto work = group.all_reduce_async(whole);
+    mine.all_reduce(small);
+    group.backend();
+    ddpkit::Work(work).wait();
+    CHECK((small == (group.rank() % 2 == 0 ? 2 : 4)).all().item<bool>());
+    CHECK((whole == 6).all().item<bool>());
+  }
+  CHECK_THROWS_AS(group.split({0, 0}), ddpkit::InvalidArgument);
+  CHECK_THROWS_AS(group.split({4}), ddpkit::InvalidArgument);
+}
+
+RANK_TEST("several groups at once, each from a thread of its own", "[shm]", 2) {
+  std::vector<ProcessGroup> groups;
+  for (int i = 0; i < 3; ++i) groups.push_back(group.split({0, 1}).value());
+  std::vector<std::thread> threads;
+  std::vector<int> good(groups.size(), 0);
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < 200; ++round) {
+        torch::Tensor tensor = torch::full({5000}, static_cast<float>(round + 1));
+        groups[i].all_reduce(tensor);
+        good[i] += (tensor == 2 * (round + 1)).all().item<bool>() ? 1 : 0;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const int count : good) CHECK(count == 200);
+}
