@@ -181,6 +181,22 @@ RANK_TEST("groups of some ranks work beside each other and the whole", "[shm]", 
   CHECK_THROWS_AS(group.split({4}), ddpkit::InvalidArgument);
 }
 
+RANK_TEST("a wait in one group moves the others on", "[shm]", 2) {
+  const ProcessGroup other = group.split({0, 1}).value();
+  torch::Tensor large = torch::ones({3000000}), small = torch::ones({10});
+  if (group.rank() == 0) {
+    // Rank 1 comes to the small one only when it has the large one, for which it needs this rank.
+    ddpkit::Work work = group.all_reduce_async(large);
+    other.all_reduce(small);
+    work.wait();
+  } else {
+    group.all_reduce(large);
+    other.all_reduce(small);
+  }
+  CHECK((large == 2).all().item<bool>());
+  CHECK((small == 2).all().item<bool>());
+}
+
 RANK_TEST("several groups at once, each from a thread of its own", "[shm]", 2) {
   std::vector<ProcessGroup> groups;
   for (int i = 0; i < 3; ++i) groups.push_back(group.split({0, 1}).value());

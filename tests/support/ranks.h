@@ -17,6 +17,8 @@ struct RankTestOptions {
   std::chrono::milliseconds time_limit = std::chrono::seconds(120);
   /// Ranks that the test kills: they must not run to the end, and the others must.
   std::vector<int> doomed = {};
+  /// Added to the ranks' environment.
+  std::vector<std::pair<std::string, std::string>> environment = {};
 };
 
 /// The test called `name` (its full Catch2 name) on `ranks` processes. In the test's own process: starts this program once

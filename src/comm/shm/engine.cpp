@@ -22,6 +22,10 @@ using std::chrono::milliseconds;
 
 /// Longest sleep before a waiting rank looks whether its peers still live.
 constexpr milliseconds kNap(50);
+/// The same while another of the process's groups, whose bell does not wake this rank, has something under way.
+constexpr milliseconds kShortNap(1);
+/// Turns between two looks at the other groups.
+constexpr int kLookAround = 32;
 /// Turns of a waiting rank that has a core to itself: about 50 us, longer than a small collective, far shorter than what
 /// anybody would notice of a core taken from others.
 constexpr int kSpinTurns = 1000;
@@ -34,6 +38,39 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, millisecon
 }
 
 void futex_wake(std::atomic<std::uint32_t>& word) { ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+/// The engines of this process.
+class Engines {
+ public:
+  static Engines& all() {
+    static auto* engines = new Engines;  // Never destroyed: a group may be the last thing that a program lets go of.
+    return *engines;
+  }
+  void add(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    engines_.push_back(engine);
+    count_ = engines_.size();
+  }
+  void remove(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    std::erase(engines_, engine);
+    count_ = engines_.size();
+  }
+  /// Whether any but `self` has something under way, after moving it on.
+  bool progress_others(const Engine* self) {
+    if (count_.load(std::memory_order_relaxed) < 2) return false;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return true;
+    bool busy = false;
+    for (Engine* engine : engines_) busy |= engine != self && engine->progress_from_outside();
+    return busy;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Engine*> engines_;
+  std::atomic<std::size_t> count_ = 0;
+};
 
 void pause() {
 #if defined(__x86_64__)
@@ -50,6 +87,7 @@ Engine::Engine(Mapping control, int rank, int world_size, milliseconds timeout)
   blocks_ = reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead));
   parts_.resize(static_cast<std::size_t>(world_size_));
   if (world_size_ > 1) join();
+  Engines::all().add(this);
   control_.close_descriptor();
 }
 
@@ -116,6 +154,7 @@ void Engine::join() {
 }
 
 Engine::~Engine() {
+  Engines::all().remove(this);
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -224,7 +263,7 @@ void Engine::run_background() {
       }
       if (over.empty()) {
         check_peers(background_.front().pending->message);
-        sleep(lock);
+        sleep(lock, false);
       }
     } catch (const std::exception&) {
       over.splice(over.end(), background_);
@@ -250,6 +289,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     if (done()) return;
     if (turn++ < turns_awake) {
       lock.unlock();
+      if (turn % kLookAround == 0) Engines::all().progress_others(this);
       if (spin_turns_ > 0) {
         pause();
       } else {
@@ -263,11 +303,14 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     if (done()) return;
     const auto waited = Clock::now() - *start;
     if (waited >= timeout) throw_timeout(message, std::chrono::duration_cast<milliseconds>(waited));
-    sleep(lock);
+    lock.unlock();
+    const bool others_busy = Engines::all().progress_others(this);
+    lock.lock();
+    sleep(lock, others_busy);
   }
 }
 
-void Engine::sleep(std::unique_lock<std::mutex>& lock) {
+void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy) {
   RankBlock& self = block(rank_);
   // A peer raises a count, then looks at `sleeping`; here `sleeping` is set, then the counts are looked at. In whatever
   // order these four happen, either this rank sees the count or the peer rings.
@@ -275,10 +318,22 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock) {
   self.sleeping.fetch_add(1);
   if (!progress()) {
     lock.unlock();
-    futex_wait(self.bell, bell, kNap);
+    futex_wait(self.bell, bell, others_busy ? kShortNap : kNap);
     lock.lock();
   }
   self.sleeping.fetch_sub(1);
+}
+
+bool Engine::progress_from_outside() noexcept {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return true;  // Its own thread is at it.
+  if (failure_ || (operations_.empty() && (!mailbox_ || mailbox_->idle()))) return false;
+  try {
+    progress();
+  } catch (const std::exception&) {
+    return false;  // Kept in failure_, for whoever uses that group next.
+  }
+  return true;
 }
 
 void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept {

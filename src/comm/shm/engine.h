@@ -66,6 +66,9 @@ using OperationHandle = std::shared_ptr<Operation>;
 /// A rank may arrive at a ticket while others still finish earlier ones, as far as its staging slots reach.
 ///
 /// Errors are final: the first one ends the group, every later call throws it again, and the other ranks are told.
+///
+/// A wait in one group moves the process's other groups on too.
+///
 /// Thread-safe, but the order of collectives must be the same on all ranks.
 class Engine {
  public:
@@ -97,6 +100,10 @@ class Engine {
 
   /// Ends the group from this rank; the others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
+
+  /// Progress on behalf of a rank that waits in another of its groups: what it has under way here may be what that one
+  /// waits for, by way of a third rank. False when nothing is under way. Never blocks, never throws.
+  bool progress_from_outside() noexcept;
 
   void set_timeout(std::chrono::milliseconds timeout) noexcept { timeout_ = timeout; }
   std::uint64_t sequence() const noexcept { return next_sequence_; }
@@ -130,7 +137,7 @@ class Engine {
   void join();
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
-  void sleep(std::unique_lock<std::mutex>& lock);
+  void sleep(std::unique_lock<std::mutex>& lock, bool others_busy);
   void ring(int rank) noexcept;
   void run_background();
   // `message`: what is waited for, null for collectives.

@@ -1,0 +1,214 @@
+// Many collectives of random kinds, types, sizes, groups and timing, against what each must give.
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <deque>
+#include <iostream>
+#include <random>
+#include <thread>
+
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::ProcessGroup;
+using ddpkit::ReduceOp;
+using ddpkit::Work;
+
+namespace {
+
+constexpr int kRanks = 4;
+constexpr int kCollectives = 20000;
+
+std::uint64_t seed_of_this_run() {
+  const char* text = std::getenv("DDPKIT_TEST_SEED");
+  return text ? std::strtoull(text, nullptr, 10) : 1;
+}
+
+/// What rank `rank` (of the whole job) brings to collective `number`: small whole numbers, exact in every type.
+torch::Tensor data_of(std::uint64_t number, int rank, std::int64_t numel, at::ScalarType dtype) {
+  const auto factor = static_cast<std::int64_t>(number * 7 + static_cast<std::uint64_t>(rank) * 3 + 1);
+  const torch::Tensor values = (torch::arange(numel, at::kLong) * factor + number).remainder(5);
+  return dtype == at::kBool ? values > 2 : values.to(dtype);
+}
+
+torch::Tensor reduced(const std::vector<torch::Tensor>& parts, ReduceOp op) {
+  const bool half = parts[0].scalar_type() == at::kHalf || parts[0].scalar_type() == at::kBFloat16;
+  const auto wide = [&](const torch::Tensor& t) { return half ? t.to(at::kFloat) : t; };
+  torch::Tensor result = wide(parts[0]);
+  const bool truth = result.scalar_type() == at::kBool;
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const torch::Tensor next = wide(parts[i]);
+    if (op == ReduceOp::kSum || op == ReduceOp::kAvg) result = truth ? result.logical_or(next) : result + next;
+    if (op == ReduceOp::kProduct) result = truth ? result.logical_and(next) : result * next;
+    if (op == ReduceOp::kMin) result = torch::minimum(result, next);
+    if (op == ReduceOp::kMax) result = torch::maximum(result, next);
+  }
+  if (op == ReduceOp::kAvg) result = result / static_cast<double>(parts.size());
+  return result.to(parts[0].scalar_type());
+}
+
+struct Group {
+  ProcessGroup group;
+  std::vector<int> members;  ///< Ranks of the whole job. [rank]
+  torch::Tensor symmetric;   ///< Bytes to take tensors from.
+};
+
+/// One collective under way, and what must come out.
+struct Expected {
+  Work work;
+  torch::Tensor actual, expected;
+  std::string what;
+};
+
+class RandomRun {
+ public:
+  RandomRun(std::vector<Group> groups, int rank, std::uint64_t seed)
+      : groups_(std::move(groups)), rank_(rank), shared_(seed), own_(seed * 31 + static_cast<std::uint64_t>(rank)) {}
+
+  void run() {
+    for (int number = 0; number < kCollectives; ++number) {
+      start(static_cast<std::uint64_t>(number));
+      // Every rank waits at times of its own, with up to 40 collectives under way.
+      while (!pending_.empty() && (pending_.size() > 40 || own_() % 3 == 0)) finish_one();
+      if (own_() % 500 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own_() % 3000));
+    }
+    while (!pending_.empty()) finish_one();
+  }
+  int checked() const { return checked_; }
+
+ private:
+  // Drawn by every rank, whether or not it takes part, so that all draw the same.
+  std::uint64_t draw(std::uint64_t below) { return shared_() % below; }
+
+  void start(std::uint64_t number) {
+    const std::size_t which = draw(groups_.size());
+    const std::uint64_t kind = draw(9);
+    constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar, at::kShort, at::kInt,      at::kLong,
+                                         at::kHalf, at::kFloat, at::kDouble, at::kBFloat16, at::kBool};
+    const at::ScalarType dtype = kTypes[draw(10)];
+    constexpr std::int64_t kScales[] = {1, 10, 100, 1000, 1000, 10000, 100000};
+    const auto numel = static_cast<std::int64_t>(draw(static_cast<std::uint64_t>(kScales[draw(7)]) + 1));
+    const bool symmetric = draw(3) == 0;
+    const std::uint64_t root_draw = draw(1000);
+    constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kAvg};
+    const bool averages = at::isFloatingType(dtype);
+    const ReduceOp op = kOps[draw(averages ? 5 : 4)];
+    const std::uint64_t mixed = draw(20);
+    const Group& target = groups_[which];
+    const auto own = std::find(target.members.begin(), target.members.end(), rank_);
+    if (own == target.members.end()) return;
+    const auto ranks = static_cast<std::int64_t>(target.members.size());
+    const int me = static_cast<int>(own - target.members.begin());
+    const int root = static_cast<int>(root_draw % target.members.size());
+    const auto everybody = [&](std::int64_t count) {
+      std::vector<torch::Tensor> parts;
+      for (const int member : target.members) parts.push_back(data_of(number, member, count, dtype));
+      return parts;
+    };
+    const auto row = [&](const torch::Tensor& rows, int index) { return rows.view({ranks, numel})[index]; };
+    const ProcessGroup& group = target.group;
+    const std::string what = "collective " + std::to_string(number) + ", kind " + std::to_string(kind) + ", " +
+                             std::to_string(numel) + " of " + c10::toString(dtype) + " in group " + std::to_string(which);
+    torch::Tensor actual, expected;
+    Work work;
+    switch (kind) {
+      case 0:
+      case 1:
+      case 2: {
+        actual = data_of(number, rank_, numel, dtype);
+        const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+        // Now and then one rank alone has private memory.
+        if (symmetric && !(mixed == 0 && me == 0)) {
+          torch::Tensor place = target.symmetric.narrow(0, 0, bytes).view(dtype);
+          place.copy_(actual);
+          actual = place;
+        }
+        expected = reduced(everybody(numel), op);
+        work = group.all_reduce_async(actual, op);
+        if (symmetric) {
+          // The memory is used again: not before this is over, on any rank.
+          pending_.push_back({work, actual, expected, what});
+          while (!pending_.empty()) finish_one();
+          return;
+        }
+        break;
+      }
+      case 3:
+        actual = data_of(number, rank_, numel, dtype);
+        expected = data_of(number, target.members[static_cast<std::size_t>(root)], numel, dtype);
+        work = group.broadcast_async(actual, root);
+        break;
+      case 4:
+        actual = torch::empty({ranks * numel}, dtype);
+        expected = torch::cat(everybody(numel));
+        work = group.all_gather_into_async(actual, data_of(number, rank_, numel, dtype));
+        break;
+      case 5:
+        actual = torch::empty({numel}, dtype);
+        expected = row(reduced(everybody(ranks * numel), op), me);
+        work = group.reduce_scatter_async(actual, data_of(number, rank_, ranks * numel, dtype), op);
+        break;
+      case 6: {
+        actual = torch::empty({ranks * numel}, dtype);
+        std::vector<torch::Tensor> rows;
+        for (const auto& part : everybody(ranks * numel)) rows.push_back(row(part, me));
+        expected = torch::cat(rows);
+        group.all_to_all(actual.view({ranks, numel}), data_of(number, rank_, ranks * numel, dtype).view({ranks, numel}));
+        break;
+      }
+      case 7: {
+        actual = data_of(number, rank_, numel, dtype);
+        expected = me == root ? reduced(everybody(numel), op) : actual.clone();
+        group.reduce(actual, root, op);
+        break;
+      }
+      default: {
+        // A ring of messages.
+        actual = torch::empty({numel}, dtype);
+        const int next = (me + 1) % static_cast<int>(ranks), before = (me + static_cast<int>(ranks) - 1) % static_cast<int>(ranks);
+        expected = data_of(number, target.members[static_cast<std::size_t>(before)], numel, dtype);
+        (void)group.send_async(data_of(number, rank_, numel, dtype), next, static_cast<int>(number % 3));
+        group.recv(actual, before, static_cast<int>(number % 3));
+        break;
+      }
+    }
+    pending_.push_back({work, actual, expected, what});
+  }
+
+  void finish_one() {
+    Expected& oldest = pending_.front();
+    oldest.work.wait();
+    ++checked_;
+    if (!torch::equal(oldest.actual, oldest.expected)) FAIL("wrong result of " << oldest.what);
+    pending_.pop_front();
+  }
+
+  std::vector<Group> groups_;
+  int rank_;
+  std::mt19937_64 shared_, own_;
+  std::deque<Expected> pending_;
+  int checked_ = 0;
+};
+
+}  // namespace
+
+RANK_TEST("20000 random collectives", "[shm][random]", kRanks) {
+  const std::uint64_t seed = seed_of_this_run();
+  std::cout << "seed " << seed << " (DDPKIT_TEST_SEED)" << std::endl;
+  std::vector<Group> groups;
+  const auto add = [&](const std::vector<int>& members) {
+    const auto part = members.size() == kRanks ? std::optional(group) : group.split(members);
+    groups.push_back({part.value_or(group), members, part ? part->allocate({1 << 20}, at::kByte) : torch::Tensor()});
+  };
+  add({0, 1, 2, 3});
+  add({0, 1});
+  add({3, 2});
+  add({2, 0, 1});
+  add({1, 2, 3});
+  RandomRun run(groups, group.rank(), seed);
+  run.run();
+  // Each rank is in three or four of the five groups.
+  CHECK(run.checked() > kCollectives / 2);
+  group.barrier();
+}
