@@ -40,6 +40,7 @@ struct ProcessGroup::State {
   std::string backend_name;
   std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< Of groups split off.
   std::atomic<int> splits = 0;
+  OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's.
 };
 
 namespace {
@@ -64,6 +65,7 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
                        .backend_name = {}}) {
   if (!state_->backend) throw InvalidArgument("a process group needs a backend");
   state_->backend_name = state_->backend->getBackendName();
+  state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
   if (state_->backend_name == "shm" || state_->backend_name == "gloo" || state_->backend_name == "nccl")
     state_->timeout = state_->backend->getBackendOptions()->timeout;
   state_->environment.rank = state_->backend->getRank();
@@ -93,7 +95,10 @@ Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
   return Work(state_->backend->broadcast(tensors, options));
 }
 
-void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const { all_reduce_async(tensor, op).wait(); }
+void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
+  if (state_->own) return state_->own->all_reduce_now(tensor, static_cast<c10d::ReduceOp::RedOpType>(op));
+  all_reduce_async(tensor, op).wait();
+}
 
 void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const { broadcast_async(tensor, root).wait(); }
 
@@ -251,12 +256,12 @@ void ProcessGroup::barrier() const {
 }
 
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
-  if (auto* memory = dynamic_cast<SymmetricMemory*>(state_->backend.get())) return memory->allocate(sizes, dtype);
+  if (state_->own) return state_->own->allocate(sizes, dtype);
   return at::empty(sizes, at::TensorOptions(dtype).device(device()));
 }
 
 void ProcessGroup::abort(const std::string& reason) const noexcept {
-  if (auto* memory = dynamic_cast<SymmetricMemory*>(state_->backend.get())) memory->abort_group(reason);
+  if (state_->own) state_->own->abort_group(reason);
 }
 
 namespace {

@@ -11,7 +11,7 @@
 namespace ddpkit {
 
 /// c10d's contract on top of shm::Engine: checks tensors, makes them dense, hands out Work.
-class ShmBackend : public c10d::Backend, public SymmetricMemory {
+class ShmBackend : public c10d::Backend, public OwnBackend {
  public:
   ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
@@ -59,6 +59,7 @@ class ShmBackend : public c10d::Backend, public SymmetricMemory {
   Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                            const Ptr<Options>& options) override;
 
+  void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort_group(const std::string& reason) noexcept override { engine_->abort(reason); }
   void abort() override { engine_->abort("the program called abort()"); }

@@ -29,6 +29,8 @@ constexpr int kLookAround = 32;
 /// Turns of a waiting rank that has a core to itself: about 50 us, longer than a small collective, far shorter than what
 /// anybody would notice of a core taken from others.
 constexpr int kSpinTurns = 1000;
+/// Of these, the first do not even pause between two looks: a small collective is over by then.
+constexpr int kHotTurns = 100;
 /// Turns when there are more ranks than cores: the core is wanted by a peer.
 constexpr int kYieldTurns = 4;
 
@@ -71,6 +73,16 @@ class Engines {
   std::vector<Engine*> engines_;
   std::atomic<std::size_t> count_ = 0;
 };
+
+/// Between raising a count and looking who sleeps; sleep() has its counterpart.
+void full_barrier() {
+#if defined(__SANITIZE_THREAD__)
+  static std::atomic<int> anything{0};  // ThreadSanitizer knows no fences.
+  anything.exchange(1);
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
 
 void pause() {
 #if defined(__x86_64__)
@@ -167,9 +179,34 @@ Engine::~Engine() {
 }
 
 PendingHandle Engine::post(Request request) {
-  auto operation = std::make_shared<Operation>();
   std::unique_lock lock(mutex_);
   throw_if_failed();
+  OperationHandle operation = new_operation();
+  operation->request = std::move(request);
+  enqueue(lock, operation);
+  return operation;
+}
+
+void Engine::run(const Request& request) {
+  std::unique_lock lock(mutex_);
+  throw_if_failed();
+  OperationHandle operation = new_operation();
+  operation->request = request;
+  enqueue(lock, operation);
+  if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
+  if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
+}
+
+OperationHandle Engine::new_operation() {
+  if (spare_.empty()) return std::make_shared<Operation>();
+  OperationHandle operation = std::move(spare_.back());
+  spare_.pop_back();
+  *operation = Operation();
+  return operation;
+}
+
+void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation) {
+  const Request& request = operation->request;
   const std::uint64_t sequence = next_sequence_;
   operation->header = {.sequence = sequence,
                        .numel = request.numel,
@@ -179,24 +216,23 @@ PendingHandle Engine::post(Request request) {
                        .root = request.root,
                        .segment = 0,
                        .offset = 0};
-  operation->request = std::move(request);
   if (world_size_ == 1) {
     run_alone(*operation);
     ++next_sequence_;
-    return operation;
+    return;
   }
   locate(*operation);
   // The header of collective s - kMaxOutstanding is overwritten: everybody must have read it.
   if (sequence >= kMaxOutstanding) {
     const std::uint64_t needed = sequence - kMaxOutstanding + 1;
-    wait_until(lock, timeout_, nullptr, [&] { return all_reached(&Progress::matched, needed); });
+    if (!all_reached(&Progress::matched, needed))
+      wait_until(lock, timeout_, nullptr, [&] { return all_reached(&Progress::matched, needed); });
   }
   block(rank_).headers[sequence % kMaxOutstanding] = operation->header;
   operations_.push_back(operation);
   ++next_sequence_;
   raise(mine().posted, next_sequence_);
   progress();
-  return operation;
 }
 
 void Engine::run_alone(Operation& operation) {
@@ -288,6 +324,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     if (progress()) turn = 0;
     if (done()) return;
     if (turn++ < turns_awake) {
+      if (spin_turns_ > 0 && turn < kHotTurns) continue;
       lock.unlock();
       if (turn % kLookAround == 0) Engines::all().progress_others(this);
       if (spin_turns_ > 0) {
@@ -337,7 +374,15 @@ bool Engine::progress_from_outside() noexcept {
 }
 
 void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept {
-  count.exchange(value);  // A full barrier, as sleep() needs.
+  count.store(value, std::memory_order_release);
+  raised_ = true;
+}
+
+/// Wakes the peers that sleep, once for all the counts that a turn has raised: the barrier costs more than the stores.
+void Engine::tell_peers() noexcept {
+  if (!raised_) return;
+  raised_ = false;
+  full_barrier();
   ring_sleepers();
 }
 

@@ -84,6 +84,8 @@ class Engine {
 
   /// Starts a collective. Throws what ended the group, if it has ended.
   PendingHandle post(Request request);
+  /// Runs a collective to its end: post() and wait() in one, for pointers that outlive the call.
+  void run(const Request& request);
   /// Starts a send or a receive. Messages between two ranks with one tag arrive in the order they were sent; they are
   /// independent of collectives. A send is finished when its bytes are on their way, not when they are received.
   MessageHandle post(MessageHandle message);
@@ -131,7 +133,10 @@ class Engine {
   void run_alone(Operation& operation);
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
   void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;
+  void tell_peers() noexcept;
   void ring_sleepers() noexcept;
+  OperationHandle new_operation();
+  void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
 
   // Waiting.
   void join();
@@ -175,6 +180,8 @@ class Engine {
   // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
+  bool raised_ = false;              ///< Counts have been raised that sleeping peers have not been told of.
+  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: a small collective must not wait for the allocator.
   std::vector<void*> parts_;  ///< Scratch: where each rank's part of a reduction lies. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;

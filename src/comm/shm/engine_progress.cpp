@@ -46,6 +46,7 @@ bool Engine::progress() {
       fail(FailureKind::kMismatch, error.what(), error.context().rank);
     }
   }
+  tell_peers();
   // The thread that waits for others' collectives sleeps on this rank's own bell.
   if (moved && !background_.empty()) ring(rank_);
   return moved;
@@ -142,7 +143,7 @@ bool Engine::reduce_slices() {
       reduce_slice(operation, ticket);
       raise(mine().reduced, ticket + 1);
     } else {
-      mine().reduced.store(ticket + 1);  // Nobody waits for it.
+      mine().reduced.store(ticket + 1, std::memory_order_release);  // Nobody waits for it.
     }
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++reduce_sequence_;
     moved = true;

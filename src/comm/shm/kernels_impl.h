@@ -95,11 +95,20 @@ void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t inpu
   for (std::size_t begin = 0; begin < numel; begin += kBlock) {
     const std::size_t n = numel - begin < kBlock ? numel - begin : kBlock;
     const T* first = static_cast<const T*>(inputs[0]) + begin;
-    if (input_count == 2 && output_count == 2) {
-      // The common case, two ranks in place: one pass, nothing kept.
+    if (input_count == 2 && output_count <= 2) {
+      // The common case, two ranks: one pass, nothing kept.
       const T* second = static_cast<const T*>(inputs[1]) + begin;
       T* out0 = static_cast<T*>(outputs[0]) + begin;
-      T* out1 = static_cast<T*>(outputs[1]) + begin;
+      T* out1 = static_cast<T*>(outputs[output_count - 1]) + begin;
+      if (output_count == 1) {
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < n; ++i) {
+          A value = Op::apply(Element<T>::load(first[i]), Element<T>::load(second[i]));
+          if constexpr (kAverage) value = static_cast<A>(value / count);
+          out0[i] = Element<T>::store(value);
+        }
+        continue;
+      }
       // Element i of the outputs depends on element i of the inputs alone, so that overlap is harmless.
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) {
