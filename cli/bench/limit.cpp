@@ -116,38 +116,43 @@ void measure_limit(int ranks, const Plan& plan, const std::function<void(const R
     memory.push_back(std::make_unique<SharedBuffer>(exact_bytes(all_reduce, sizes.back(), ranks)));
     buffers[static_cast<std::size_t>(rank)] = memory.back()->data();
   }
-  ThreadPeers::Shared shared(ranks);
+  // More threads than cores would only take turns at the same work.
+  const int workers = std::min(ranks, usable_cores());
+  ThreadPeers::Shared shared(workers);
   std::atomic<std::uint64_t> wrong = 0;
 
-  const auto run = [&](int rank) {
-    pin_to_core(rank, ranks);
-    ThreadPeers peers(shared, rank);
-    float* own = buffers[static_cast<std::size_t>(rank)];
+  const auto run = [&](int worker) {
+    if (!plan.no_pin) pin_to_core(worker, workers);
+    ThreadPeers peers(shared, worker);
+    const auto for_own_ranks = [&](const auto& what) {
+      for (int rank = worker; rank < ranks; rank += workers) what(rank, buffers[static_cast<std::size_t>(rank)]);
+      peers.barrier();
+    };
     for (const std::uint64_t wanted : sizes) {
       const std::uint64_t bytes = exact_bytes(all_reduce, wanted, ranks);
       const std::size_t count = bytes / sizeof(float);
       // Slices begin at whole cache lines.
       const auto border = [&](int of) {
-        return of == ranks ? count : count * static_cast<std::size_t>(of) / static_cast<std::size_t>(ranks) / 16 * 16;
+        return of == workers ? count
+                             : count * static_cast<std::size_t>(of) / static_cast<std::size_t>(workers) / 16 * 16;
       };
-      const std::size_t begin = border(rank), end = border(rank + 1);
-      if (rank == 0) wrong = 0;
-      fill_input(rank, own, count);
-      peers.barrier();
+      const std::size_t begin = border(worker), end = border(worker + 1);
+      if (worker == 0) wrong = 0;
+      for_own_ranks([&](int rank, float* buffer) { fill_input(rank, buffer, count); });
       sum_into_all(buffers.data(), ranks, begin, end);
       peers.barrier();
-      wrong += count_wrong(all_reduce, {rank, ranks, count}, own, count);
-      peers.barrier();
-      std::fill_n(own, count, 0.0f);
-      peers.barrier();
+      for_own_ranks([&](int rank, const float* buffer) {
+        wrong += count_wrong(all_reduce, {rank, ranks, count}, buffer, count);
+      });
+      for_own_ranks([&](int, float* buffer) { std::fill_n(buffer, count, 0.0f); });
       const double us = median_us(
           peers, [&] { sum_into_all(buffers.data(), ranks, begin, end); }, plan.timing);
-      if (rank == 0) on_row({"all_reduce", "limit", ranks, bytes, "symmetric", us, wrong});
+      if (worker == 0) on_row({"all_reduce", "limit", ranks, bytes, "symmetric", us, wrong});
       peers.barrier();
     }
   };
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  for (int worker = 0; worker < workers; ++worker) threads.emplace_back(run, worker);
   for (std::thread& thread : threads) thread.join();
 }
 

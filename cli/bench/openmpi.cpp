@@ -45,9 +45,14 @@ std::string why_no_openmpi() {
 }
 
 std::vector<std::string> openmpi_command(int ranks, const Plan& plan) {
-  std::vector<std::string> command = {
-      "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", ranks <= available_cores() ? "core" : "none",
-      "-n",     std::to_string(ranks), program().string()};
+  std::vector<std::string> command = {"mpirun",
+                                      "--allow-run-as-root",
+                                      "--oversubscribe",
+                                      "--bind-to",
+                                      !plan.no_pin && ranks <= available_cores() ? "core" : "none",
+                                      "-n",
+                                      std::to_string(ranks),
+                                      program().string()};
   const std::vector<std::string> arguments = to_arguments(plan);
   command.insert(command.end(), arguments.begin(), arguments.end());
   return command;

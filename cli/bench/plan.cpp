@@ -28,6 +28,8 @@ void add_plan_options(CLI::App& command, Plan& plan) {
   command.add_option("-f,--step-factor", plan.step_factor, "Each size is the one before times this (default: 4)")
       ->check(CLI::Range(2, 1 << 20))
       ->type_name("N");
+  command.add_flag("--no-pin", plan.no_pin,
+                   "Let the scheduler move the ranks (default: a core each where there are enough)");
   command.add_option("--iters", plan.timing.iterations, "Calls timed at each size (default: what 0.2 s hold)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
@@ -45,6 +47,7 @@ std::vector<std::string> to_arguments(const Plan& plan) {
   if (plan.timing.iterations > 0)
     arguments.insert(arguments.end(), {"--iters", std::to_string(plan.timing.iterations)});
   if (plan.timing.warmup > 0) arguments.insert(arguments.end(), {"--warmup", std::to_string(plan.timing.warmup)});
+  if (plan.no_pin) arguments.emplace_back("--no-pin");
   return arguments;
 }
 

@@ -11,8 +11,8 @@
 namespace ddpkit::bench {
 namespace {
 
-constexpr double kPanelWidth = 560, kPanelHeight = 400;
-constexpr double kLeft = 70, kRight = 20, kTop = 40, kBottom = 55;
+constexpr double kPanelWidth = 560, kPanelHeight = 460;
+constexpr double kLeft = 70, kRight = 20, kTop = 40, kBottom = 110;
 constexpr const char* kColours[] = {"#1f5fbf", "#6baed6", "#e6761b", "#2a9d4a", "#7f3fbf", "#b8860b"};
 
 std::string escaped(const std::string& text) {
@@ -68,8 +68,8 @@ class PanelDrawing {
     has_points_ = high[0] > 0;
     if (!has_points_) return;
     x_ = {low[0] / 1.3, high[0] * 1.3, kLeft, kPanelWidth - kRight};
-    // Whole decades, with room for the legend above.
-    y_ = {std::pow(10, std::floor(std::log10(low[1]))), std::pow(10, std::floor(std::log10(high[1]) + 1e-9) + 1),
+    // Whole decades.
+    y_ = {std::pow(10, std::floor(std::log10(low[1]))), std::pow(10, std::floor(std::log10(high[1]) - 1e-9) + 1),
           kPanelHeight - kBottom, kTop};
   }
 
@@ -78,19 +78,21 @@ class PanelDrawing {
   std::string draw(const std::string& y_label) const {
     std::string svg = text_at((kLeft + kPanelWidth - kRight) / 2, 24, "middle", panel_.title, " class=\"title\"");
     svg += grid();
-    svg += text_at((kLeft + kPanelWidth - kRight) / 2, kPanelHeight - 12, "middle", "bytes");
+    svg += text_at((kLeft + kPanelWidth - kRight) / 2, kPanelHeight - kBottom + 38, "middle", "bytes");
     svg += text_at(18, (kTop + kPanelHeight - kBottom) / 2, "middle", y_label,
                    fmt::format(" transform=\"rotate(-90 18 {:.1f})\"", (kTop + kPanelHeight - kBottom) / 2));
-    std::size_t colour = 0;
-    double legend_y = kTop + 16;
+    std::size_t colour = 0, at = 0;
     for (const Curve& curve : panel_.curves) {
       const std::string style = fmt::format("fill=\"none\" stroke=\"{}\" stroke-width=\"2\"{}",
                                             curve.dashed ? "#444444" : kColours[colour++ % std::size(kColours)],
                                             curve.dashed ? " stroke-dasharray=\"6 4\"" : "");
       svg += draw_curve(curve, style);
-      svg += line(kLeft + 8, legend_y - 4, kLeft + 34, legend_y - 4, style);
-      svg += text_at(kLeft + 40, legend_y, "start", curve.name);
-      legend_y += 16;
+      // The legend stands below, in columns of two.
+      const double x = kLeft + static_cast<double>(at % 2) * 240;
+      const double y = kPanelHeight - kBottom + 60 + static_cast<double>(at / 2) * 17;
+      svg += line(x, y - 4, x + 26, y - 4, style);
+      svg += text_at(x + 32, y, "start", curve.name);
+      ++at;
     }
     return svg;
   }

@@ -138,7 +138,7 @@ std::vector<std::string> group_collectives() {
 int run_rank(const std::string& backend, const Plan& plan) {
   at::set_num_threads(1);
   const LaunchEnvironment environment = read_launch_environment();
-  pin_to_core(environment.local_rank, environment.local_world_size);
+  if (!plan.no_pin) pin_to_core(environment.local_rank, environment.local_world_size);
   std::optional<ProcessGroup> group;
   try {
     group = init_process_group({.backend = backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});

@@ -63,10 +63,25 @@ double median(std::vector<double> values) {
   return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-bool pin_to_core(int rank, int ranks) {
+namespace {
+
+cpu_set_t usable_set() {
   cpu_set_t usable;
   CPU_ZERO(&usable);
-  if (::sched_getaffinity(0, sizeof usable, &usable) != 0 || CPU_COUNT(&usable) < ranks) return false;
+  if (::sched_getaffinity(0, sizeof usable, &usable) != 0) CPU_ZERO(&usable);
+  return usable;
+}
+
+}  // namespace
+
+int usable_cores() {
+  const cpu_set_t usable = usable_set();
+  return std::max(1, CPU_COUNT(&usable));
+}
+
+bool pin_to_core(int rank, int ranks) {
+  const cpu_set_t usable = usable_set();
+  if (CPU_COUNT(&usable) < ranks) return false;
   for (int core = 0, seen = 0; core < CPU_SETSIZE; ++core) {
     if (!CPU_ISSET(core, &usable) || seen++ != rank) continue;
     cpu_set_t own;

@@ -33,6 +33,9 @@ double median_us(Peers& peers, const std::function<void()>& call, const TimingOp
 /// The middle one, or the mean of the two in the middle. Not of an empty vector.
 double median(std::vector<double> values);
 
+/// Cores that the calling thread may run on.
+int usable_cores();
+
 /// Puts the calling thread on a core of its own when there is one for each of `ranks`. Returns whether it did.
 bool pin_to_core(int rank, int ranks);
 
