@@ -9,9 +9,13 @@
 
 namespace ddpkit::cli {
 
-/// Adds `ddpkit run`; when it was given, `run` is set to what it does and returns the exit code. `program` is the program
-/// to start with its arguments, as split_program() leaves it.
+/// Adds `ddpkit run`; when it was given, `run` is set to what it does and returns the exit code. `program` is the
+/// program to start with its arguments, as split_program() leaves it.
 void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run);
+
+/// Adds `ddpkit bench` with all that it measures; when it was given, `run` is set to what it does.
+void add_bench(CLI::App& app, std::function<int()>& run);
+void add_bench_collectives(CLI::App& bench, std::function<int()>& run);
 
 /// Cuts the arguments of a command that starts another program: takes off and returns the program and everything behind
 /// it, which is the program's own even where it looks like an option of ours. "--" may stand between.

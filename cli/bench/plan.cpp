@@ -1,0 +1,93 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::bench {
+
+std::vector<std::uint64_t> Plan::sizes() const {
+  return size_steps(parse_bytes(min_bytes), parse_bytes(max_bytes), step_factor);
+}
+
+void add_plan_options(CLI::App& command, Plan& plan) {
+  const auto list = [&](const std::string& name, std::vector<std::string>& to, const std::string& help) {
+    return command.add_option(name, to, help)->delimiter(',')->allow_extra_args(false)->type_name("NAME,...");
+  };
+  list("--collective", plan.collectives, "Collectives to measure (default: all)");
+  list("--memory", plan.memory, "symmetric (from ProcessGroup::allocate), private (default: both)")
+      ->check(CLI::IsMember({"symmetric", "private"}));
+  command.add_option("-b,--min-bytes", plan.min_bytes, "Smallest size (default: 4K)")->type_name("BYTES");
+  command.add_option("-e,--max-bytes", plan.max_bytes, "Largest size, always measured (default: 96M)")
+      ->type_name("BYTES");
+  command.add_option("-f,--step-factor", plan.step_factor, "Each size is the one before times this (default: 4)")
+      ->check(CLI::Range(2, 1 << 20))
+      ->type_name("N");
+  command.add_flag("--no-pin", plan.no_pin,
+                   "Let the scheduler move the ranks (default: a core each where there are enough)");
+  command.add_option("--iters", plan.timing.iterations, "Calls timed at each size (default: what 0.2 s hold)")
+      ->check(CLI::Range(1, 100'000'000))
+      ->type_name("N");
+  command.add_option("--warmup", plan.timing.warmup, "Calls before those (default: what 0.05 s hold)")
+      ->check(CLI::Range(1, 100'000'000))
+      ->type_name("N");
+}
+
+std::vector<std::string> to_arguments(const Plan& plan) {
+  std::vector<std::string> arguments = {"--collective",  fmt::format("{}", fmt::join(plan.collectives, ",")),
+                                        "--memory",      fmt::format("{}", fmt::join(plan.memory, ",")),
+                                        "--min-bytes",   plan.min_bytes,
+                                        "--max-bytes",   plan.max_bytes,
+                                        "--step-factor", std::to_string(plan.step_factor)};
+  if (plan.timing.iterations > 0)
+    arguments.insert(arguments.end(), {"--iters", std::to_string(plan.timing.iterations)});
+  if (plan.timing.warmup > 0) arguments.insert(arguments.end(), {"--warmup", std::to_string(plan.timing.warmup)});
+  if (plan.no_pin) arguments.emplace_back("--no-pin");
+  return arguments;
+}
+
+std::uint64_t parse_bytes(std::string_view text) {
+  constexpr std::string_view kUnits = "KMGT";
+  std::uint64_t number = 0;
+  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
+  std::string unit(stop, text.data() + text.size());
+  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return std::toupper(c); });
+  int shift = 0;
+  if (!unit.empty() && kUnits.find(unit[0]) != std::string_view::npos) {
+    shift = 10 * (static_cast<int>(kUnits.find(unit[0])) + 1);
+    unit.erase(0, 1);
+    if (unit == "IB") unit = "B";
+  }
+  const bool is_size = status == std::errc{} && (unit.empty() || unit == "B");
+  if (!is_size || number == 0 || number > (UINT64_C(1) << 46 >> shift))
+    throw InvalidArgument(fmt::format("\"{}\" is no size in bytes: write it as 4096, 4K or 96M", text));
+  return number << shift;
+}
+
+std::string format_bytes(std::uint64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  for (; unit < 4 && bytes >= 1024 && bytes % 1024 == 0; ++unit) bytes /= 1024;
+  return fmt::format("{} {}", bytes, kUnits[unit]);
+}
+
+std::vector<std::uint64_t> size_steps(std::uint64_t min, std::uint64_t max, int factor) {
+  if (min > max)
+    throw InvalidArgument(
+        fmt::format("the smallest size, {}, is above the largest, {}", format_bytes(min), format_bytes(max)));
+  std::vector<std::uint64_t> sizes;
+  const auto step = static_cast<std::uint64_t>(factor);
+  for (std::uint64_t size = min; size < max; size *= step) {
+    sizes.push_back(size);
+    if (size > max / step) break;
+  }
+  sizes.push_back(max);
+  return sizes;
+}
+
+}  // namespace ddpkit::bench

@@ -1,0 +1,168 @@
+#include "rank.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <chrono>
+#include <iostream>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/process_group.h>
+
+#include "collective.h"
+#include "row.h"
+
+namespace ddpkit::bench {
+namespace {
+
+/// The arguments of one call. In place: `output` is `input`.
+struct Call {
+  const ProcessGroup& group;
+  at::Tensor input;
+  at::Tensor output;
+};
+
+struct GroupCall {
+  const char* name;  ///< One of collectives().
+  void (*call)(Call& c);
+};
+
+/// How a ProcessGroup's user calls each collective: one line is all that another one needs.
+const std::vector<GroupCall>& group_calls() {
+  static const std::vector<GroupCall> calls = {
+      {"all_reduce", [](Call& c) { c.group.all_reduce(c.output); }},
+      {"broadcast", [](Call& c) { c.group.broadcast(c.output, 0); }},
+      {"all_gather", [](Call& c) { c.output = c.group.all_gather(c.input); }},
+  };
+  return calls;
+}
+
+class GroupPeers : public Peers {
+ public:
+  explicit GroupPeers(const ProcessGroup& group) : group_(group) {}
+  void barrier() override { group_.barrier(); }
+  double from_rank_zero(double value) override {
+    const at::Tensor tensor = at::empty({1}, at::kDouble);
+    *tensor.data_ptr<double>() = value;
+    group_.broadcast(tensor, 0);
+    return *tensor.data_ptr<double>();
+  }
+  void max_over_ranks(std::vector<double>& values) override {
+    group_.all_reduce(at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())}, at::kDouble),
+                      ReduceOp::kMax);
+  }
+  std::uint64_t sum_over_ranks(std::uint64_t value) const {
+    const at::Tensor tensor = at::empty({1}, at::kLong);
+    *tensor.data_ptr<std::int64_t>() = static_cast<std::int64_t>(value);
+    group_.all_reduce(tensor);
+    return static_cast<std::uint64_t>(*tensor.data_ptr<std::int64_t>());
+  }
+
+ private:
+  const ProcessGroup& group_;
+};
+
+/// Buffers of the largest size, of which every row takes the beginning.
+class Measurement {
+ public:
+  Measurement(const ProcessGroup& group, const GroupCall& call, const std::string& memory, std::uint64_t max_bytes)
+      : group_(group), peers_(group), call_(call), what_(find_collective(call.name)), memory_(memory) {
+    const std::size_t whole = exact_bytes(what_, max_bytes, group.world_size()) / sizeof(float);
+    input_ = buffer(extent(what_.input, whole));
+    output_ = what_.in_place ? input_ : buffer(extent(what_.output, whole));
+  }
+
+  Row measure(const std::string& backend, std::uint64_t wanted_bytes, const TimingOptions& timing) {
+    const std::uint64_t bytes = exact_bytes(what_, wanted_bytes, group_.world_size());
+    const std::size_t whole = bytes / sizeof(float);
+    Call arguments{group_, input_.narrow(0, 0, extent(what_.input, whole)),
+                   output_.narrow(0, 0, extent(what_.output, whole))};
+    std::uint64_t wrong = check(arguments, whole);
+    // Zeros stay zeros however often they are summed.
+    arguments.input.zero_();
+    const double us = median_us(
+        peers_, [&] { call_.call(arguments); }, timing);
+    wrong += check(arguments, whole);
+    return {what_.name.data(), backend, group_.world_size(), bytes, memory_, us, peers_.sum_over_ranks(wrong)};
+  }
+
+ private:
+  std::int64_t extent(Extent extent, std::size_t whole) const {
+    const auto ranks = static_cast<std::size_t>(group_.world_size());
+    return static_cast<std::int64_t>(extent == Extent::kWhole ? whole : whole / ranks);
+  }
+
+  at::Tensor buffer(std::int64_t numel) const {
+    if (memory_ == "symmetric") return group_.allocate({numel}, at::kFloat);
+    return at::empty({numel}, at::kFloat);
+  }
+
+  /// One call on fresh inputs; returns the wrong elements of this rank.
+  std::uint64_t check(Call& arguments, std::size_t whole) const {
+    if (!what_.in_place) arguments.output.fill_(std::numeric_limits<float>::quiet_NaN());
+    fill_input(group_.rank(), arguments.input.data_ptr<float>(), static_cast<std::size_t>(arguments.input.numel()));
+    group_.barrier();
+    call_.call(arguments);
+    const auto ranks = static_cast<std::size_t>(group_.world_size());
+    const Place place{group_.rank(), group_.world_size(), what_.is_cut ? whole / ranks : whole};
+    const auto numel = static_cast<std::size_t>(arguments.output.numel());
+    const auto wanted = static_cast<std::size_t>(extent(what_.output, whole));
+    const std::uint64_t wrong =
+        numel == wanted ? count_wrong(what_, place, arguments.output.data_ptr<float>(), wanted) : wanted;
+    // No rank may write again what another still reads.
+    group_.barrier();
+    return wrong;
+  }
+
+  const ProcessGroup& group_;
+  GroupPeers peers_;
+  const GroupCall& call_;
+  const Collective& what_;
+  std::string memory_;
+  at::Tensor input_;
+  at::Tensor output_;
+};
+
+}  // namespace
+
+std::vector<std::string> group_collectives() {
+  std::vector<std::string> names;
+  for (const GroupCall& call : group_calls()) names.emplace_back(call.name);
+  return names;
+}
+
+int run_rank(const std::string& backend, const Plan& plan) {
+  at::set_num_threads(1);
+  const LaunchEnvironment environment = read_launch_environment();
+  if (!plan.no_pin) pin_to_core(environment.local_rank, environment.local_world_size);
+  std::optional<ProcessGroup> group;
+  try {
+    group = init_process_group({.backend = backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});
+  } catch (const InvalidArgument& error) {
+    std::cout << kReason << error.what() << std::endl;
+    return kNoBackend;
+  }
+  // Elsewhere allocate() gives the same memory as anybody.
+  const std::vector<std::string> memory = backend == "shm" ? plan.memory : std::vector<std::string>{"private"};
+  const std::vector<std::uint64_t> sizes = plan.sizes();
+  for (const std::string& name : plan.collectives) {
+    for (const GroupCall& call : group_calls()) {
+      if (call.name != name) continue;
+      for (const std::string& kind : memory) {
+        Measurement measurement(*group, call, kind, sizes.back());
+        for (const std::uint64_t bytes : sizes) {
+          const Row row = measurement.measure(backend, bytes, plan.timing);
+          if (group->rank() == 0) std::cout << to_report(row) << std::endl;
+        }
+      }
+    }
+  }
+  group->barrier();  // A rank that leaves early looks like one that died.
+  return 0;
+}
+
+}  // namespace ddpkit::bench

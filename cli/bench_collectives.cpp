@@ -1,0 +1,197 @@
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <memory>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
+
+#include "bench/limit.h"
+#include "bench/openmpi.h"
+#include "bench/plan.h"
+#include "bench/plot.h"
+#include "bench/rank.h"
+#include "bench/row.h"
+#include "commands.h"
+
+namespace ddpkit::cli {
+namespace {
+
+using namespace bench;
+
+struct Options {
+  Plan plan;
+  std::vector<int> ranks = {2};
+  std::vector<std::string> backends = {"shm", "gloo", "openmpi", "limit"};
+  bool backends_asked_for = false;
+  std::string csv;
+  std::string plot;
+  std::string as_rank;  ///< Hidden: the backend that this process measures as one of its ranks.
+};
+
+void check(Options& options) {
+  const std::vector<std::string> known = group_collectives();
+  if (options.plan.collectives.empty()) options.plan.collectives = known;
+  for (const std::string& name : options.plan.collectives) {
+    if (std::find(known.begin(), known.end(), name) == known.end())
+      throw InvalidArgument(fmt::format("there is no collective \"{}\"; there are {}", name, fmt::join(known, ", ")));
+  }
+  options.plan.sizes();
+  if (!options.plot.empty() && !options.plot.ends_with(".svg"))
+    throw InvalidArgument(
+        fmt::format("--plot draws SVG only: name a file that ends in .svg, not \"{}\"", options.plot));
+  for (const std::string& path : {options.csv, options.plot}) {
+    if (path.empty()) continue;
+    const bool was_there = std::filesystem::exists(path);
+    // Now rather than after minutes of measuring.
+    if (!std::ofstream(path, std::ios::app)) throw InvalidArgument(fmt::format("cannot write {}", path));
+    if (!was_there) std::filesystem::remove(path);
+  }
+}
+
+/// Runs the measurements one after the other and keeps what they found.
+class Bench {
+ public:
+  explicit Bench(const Options& options) : options_(options) {
+    if (!options.csv.empty()) {
+      csv_.open(options.csv, std::ios::trunc);
+      csv_ << kCsvHeader << std::endl;
+    }
+  }
+
+  int run() {
+    std::cout << table_header() << std::endl;
+    for (const int ranks : options_.ranks) {
+      for (const std::string& backend : options_.backends) {
+        const int code = measure(ranks, backend);
+        if (code != 0) return code;
+      }
+    }
+    if (!options_.plot.empty()) std::ofstream(options_.plot) << draw_log_log(panels_of(rows_), "bus bandwidth, GB/s");
+    std::uint64_t wrong = 0;
+    for (const Row& row : rows_) wrong += row.wrong;
+    if (wrong > 0) std::cerr << "ddpkit bench: " << wrong << " elements had a wrong value: see the column #wrong\n";
+    return wrong > 0 ? 1 : 0;
+  }
+
+ private:
+  int measure(int ranks, const std::string& backend) {
+    const auto& asked = options_.plan.collectives;
+    if (backend == "limit") {
+      if (std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
+      say(ranks, backend);
+      measure_limit(ranks, options_.plan, [this](const Row& row) { take(row); });
+      return 0;
+    }
+    if (backend == "openmpi") {
+      if (const std::string reason = why_no_openmpi(); !reason.empty()) return leave_out(backend, reason);
+      say(ranks, backend);
+      return launch(1, backend, openmpi_command(ranks, options_.plan));
+    }
+    say(ranks, backend);
+    std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(), "bench",
+                                        "collectives", "--as-rank", backend};
+    const std::vector<std::string> arguments = to_arguments(options_.plan);
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return launch(ranks, backend, command);
+  }
+
+  static void say(int ranks, const std::string& backend) {
+    std::cerr << fmt::format("measuring {} on {} ranks\n", backend, ranks);
+    if (ranks > available_cores())
+      std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
+  }
+
+  /// A backend that is not here ends the command only when it was asked for by name.
+  int leave_out(const std::string& backend, const std::string& reason) const {
+    std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
+    return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;
+  }
+
+  int launch(int ranks, const std::string& backend, const std::vector<std::string>& command) {
+    std::vector<std::string> pending(static_cast<std::size_t>(ranks));
+    std::string reason;
+    const auto take_line = [&](int rank, const std::string& line) {
+      if (line.starts_with(kReason))
+        reason = line.substr(kReason.size());
+      else if (const auto row = parse_report(line))
+        take(*row);
+      else if (!line.empty() && !line.starts_with(kCsvHeader))
+        std::cerr << fmt::format("[rank {}] {}\n", rank, line);
+    };
+    const LocalLaunchResult result = local_launch(
+        {.command = command,
+         .ranks = ranks,
+         .environment = {{"OMP_NUM_THREADS", "1"}},
+         .on_output =
+             [&](int rank, const std::string& text) {
+               std::string& lines = pending[static_cast<std::size_t>(rank)];
+               lines += text;
+               for (std::size_t end; (end = lines.find('\n')) != std::string::npos; lines.erase(0, end + 1))
+                 take_line(rank, lines.substr(0, end));
+             },
+         .forward_signals = true});
+    for (int rank = 0; rank < ranks; ++rank) take_line(rank, pending[static_cast<std::size_t>(rank)]);
+    if (!reason.empty()) return leave_out(backend, reason);
+    if (result.first_failure)
+      std::cerr << fmt::format("ddpkit bench: {}: rank {} {}\n", backend, result.first_failure->rank,
+                               result.first_failure->describe());
+    return result.exit_code();
+  }
+
+  void take(const Row& row) {
+    std::cout << table_row(row) << std::endl;
+    if (csv_.is_open()) csv_ << to_csv(row) << std::endl;
+    rows_.push_back(row);
+  }
+
+  const Options& options_;
+  std::ofstream csv_;
+  std::vector<Row> rows_;
+};
+
+}  // namespace
+
+void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = bench.add_subcommand("collectives", "Time and bandwidth of each collective with each backend");
+  command->footer(
+      "Starts the ranks itself, each on a core of its own where there are enough. Every size is checked before and "
+      "after\n"
+      "it is timed; wrong elements are counted in #wrong and make the exit code 1. docs/benchmarks.md explains the "
+      "columns.");
+  command->add_option("-n,--ranks", options->ranks, "Numbers of ranks (default: 2)")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::Range(2, 4096))
+      ->type_name("N,...");
+  CLI::Option* backends = command
+                              ->add_option("--backend", options->backends,
+                                           "shm, gloo, openmpi, limit: a bare loop (default: all there are)")
+                              ->delimiter(',')
+                              ->allow_extra_args(false)
+                              ->check(CLI::IsMember({"shm", "gloo", "openmpi", "limit"}))
+                              ->type_name("NAME,...");
+  add_plan_options(*command, options->plan);
+  command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
+  command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
+  command->add_option("--as-rank", options->as_rank)->group("");
+  command->callback([options, backends, &run] {
+    options->backends_asked_for = backends->count() > 0;
+    try {
+      check(*options);
+    } catch (const InvalidArgument& error) {
+      throw CLI::ValidationError(error.what());
+    }
+    if (!options->as_rank.empty())
+      run = [options] { return run_rank(options->as_rank, options->plan); };
+    else
+      run = [options] { return Bench(*options).run(); };
+  });
+}
+
+}  // namespace ddpkit::cli

@@ -1,0 +1,127 @@
+// `ddpkit bench collectives` as a user runs it.
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include <ddpkit/comm/local_launch.h>
+
+#include "bench/row.h"
+#include "support/catch.h"
+#include "support/folder.h"
+
+using ddpkit::testing::Folder;
+using ddpkit::testing::names_in;
+using ddpkit::testing::read_file;
+
+namespace {
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, at);) parts.push_back(part);
+  return parts;
+}
+
+struct Run {
+  int exit_code = -1;
+  std::vector<std::string> lines;  // Of stdout.
+  std::string errors;
+};
+
+Run run_bench(const Folder& folder, const std::vector<std::string>& arguments) {
+  const std::string errors = folder / "errors";
+  std::vector<std::string> command = {"sh", "-c", R"(exec "$0" bench "$@" 2> ")" + errors + '"', DDPKIT_TEST_CLI};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  std::string output;
+  const auto result = ddpkit::local_launch({.command = command,
+                                            .time_limit = std::chrono::seconds(200),
+                                            .on_output = [&](int, const std::string& text) { output += text; }});
+  REQUIRE_FALSE(result.timed_out);
+  Run run{result.exit_code(), split(output, '\n'), read_file(errors)};
+  std::filesystem::remove(errors);
+  return run;
+}
+
+}  // namespace
+
+TEST_CASE("ddpkit bench collectives measures and checks each collective", "[bench]") {
+  const Folder folder;
+  const std::string csv = folder / "rows.csv", plot = folder / "plot.svg";
+  for (const std::string ranks : {"2", "3"}) {
+    const Run run = run_bench(folder, {"collectives", "-n", ranks, "--backend", "shm,limit", "-b", "4", "-e", "100K",
+                                       "-f", "64", "--iters", "20", "--warmup", "2", "--csv", csv, "--plot", plot});
+    INFO(run.errors);
+    REQUIRE(run.exit_code == 0);
+    const std::vector<std::string> lines = split(read_file(csv), '\n');
+    REQUIRE(lines.size() > 10);
+    CHECK(lines[0] == ddpkit::bench::kCsvHeader);
+    REQUIRE(run.lines.size() == lines.size() + 1);  // A head of two lines.
+    std::set<std::string> kinds;
+    for (std::size_t i = 1; i < lines.size(); ++i) {
+      CAPTURE(lines[i]);
+      const auto row = ddpkit::bench::parse_report(lines[i] + ",0");
+      REQUIRE(row);
+      CHECK(std::to_string(row->ranks) == ranks);
+      CHECK(row->us > 0);
+      CHECK(ddpkit::bench::to_csv(*row) == ddpkit::bench::to_csv(*ddpkit::bench::parse_report(to_report(*row))));
+      CHECK(run.lines[i + 1].ends_with(" 0"));
+      CHECK(run.lines[i + 1].starts_with(row->collective + " "));
+      kinds.insert(row->collective + " " + row->backend + " " + row->memory);
+    }
+    for (const char* collective : {"all_reduce", "broadcast", "all_gather"}) {
+      for (const char* memory : {"symmetric", "private"})
+        CHECK(kinds.count(std::string(collective) + " shm " + memory) == 1);
+    }
+    CHECK(kinds.count("all_reduce limit symmetric") == 1);
+    CHECK_THAT(read_file(plot), ContainsSubstring("all_reduce, " + ranks + " ranks"));
+  }
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"plot.svg", "rows.csv"});
+}
+
+TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why not", "[bench]") {
+  const Folder folder;
+  const std::string csv = folder / "rows.csv";
+  // By default, a backend that is not here is left out.
+  const Run run = run_bench(folder, {"collectives", "--collective", "all_reduce,all_gather", "-b", "1K", "-e", "64K",
+                                     "-f", "64", "--iters", "4", "--warmup", "1", "--csv", csv});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const std::string rows = read_file(csv);
+  for (const std::string backend : {"gloo", "openmpi"}) {
+    if (rows.find(",65536,") != std::string::npos &&
+        rows.find("," + backend + ",2,65536,private,") != std::string::npos)
+      continue;
+    CHECK_THAT(run.errors, ContainsSubstring("ddpkit bench: " + backend + " left out: "));
+  }
+  CHECK_THAT(rows, ContainsSubstring("all_reduce,shm,2,65536,symmetric,"));
+  CHECK_THAT(rows, ContainsSubstring("all_reduce,limit,2,65536,symmetric,"));
+}
+
+TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measures", "[bench]") {
+  const Folder folder;
+  const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
+      {{}, "which benchmark?"},
+      {{"steps"}, "no benchmark \"steps\""},
+      {{"collectives", "--backend", "nccl"}, "nccl"},
+      {{"collectives", "--collective", "allreduce"}, "\"allreduce\"; there are all_reduce"},
+      {{"collectives", "-n", "0"}, "0 not in range"},
+      {{"collectives", "-n", "2,x"}, "x"},
+      {{"collectives", "-b", "4Q"}, "\"4Q\" is no size"},
+      {{"collectives", "-b", "1M", "-e", "4K"}, "the smallest size, 1 MiB, is above"},
+      {{"collectives", "-f", "1"}, "1 not in range"},
+      {{"collectives", "--iters", "0"}, "0 not in range"},
+      {{"collectives", "--memory", "shared"}, "shared"},
+      {{"collectives", "--plot", "plot.png"}, "SVG"},
+      {{"collectives", "--csv", folder / "no-such/rows.csv"}, "cannot write"},
+      {{"collectives", "more"}, "more"},
+  };
+  for (const auto& [arguments, message] : wrong) {
+    CAPTURE(arguments);
+    const Run run = run_bench(folder, arguments);
+    CHECK(run.exit_code == 2);
+    CHECK_THAT(run.errors, ContainsSubstring(message));
+    CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
+    CHECK(run.lines.empty());
+  }
+  CHECK(names_in(folder.path()).empty());
+}
