@@ -167,7 +167,7 @@ class Engine {
   std::vector<Mapping> staging_;       ///< [rank]
   std::vector<Mapping> channels_;      ///< Those that lead from rank r. [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
-  int spin_turns_ = 0;                 ///< Turns of a wait before it sleeps.
+  bool core_each_ = false;             ///< There is a core for each rank, so that spinning takes it from nobody.
 
   mutable std::mutex mutex_;
   std::exception_ptr failure_;

@@ -1,0 +1,146 @@
+// The memory that ranks share: meeting, and symmetric segments.
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "engine.h"
+#include "operation.h"
+
+namespace ddpkit::shm {
+
+void Engine::join() {
+  // The first to come has made the memory and the layout; everybody fills in its own block.
+  staging_.resize(static_cast<std::size_t>(world_size_));
+  watches_.resize(static_cast<std::size_t>(world_size_));
+  Mapping& own = staging_[static_cast<std::size_t>(rank_)];
+  own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
+  RankBlock& self = block(rank_);
+  channels_.resize(static_cast<std::size_t>(world_size_));
+  const std::size_t channel_bytes = sizeof(ChannelBlock) * static_cast<std::size_t>(world_size_);
+  Mapping& own_channels = channels_[static_cast<std::size_t>(rank_)];
+  own_channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
+  self.channels_fd = own_channels.descriptor();
+  self.pid = ::getpid();
+  self.staging_fd = own.descriptor();
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  ::sched_getaffinity(0, sizeof cores, &cores);
+  std::memcpy(self.cores.data(), &cores, std::min(sizeof cores, sizeof self.cores));
+  self.joined.store(1);
+
+  const auto deadline = Clock::now() + timeout_;
+  const auto wait_for_all = [&](std::uint32_t step) {
+    for (int r = 0; r < world_size_; ++r) {
+      while (block(r).joined.load() < step) {
+        const bool known = block(r).joined.load() > 0;
+        if (known && !watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step)
+          throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, block(r).pid),
+                         {.rank = r, .call = "rendezvous"});
+        if (Clock::now() > deadline)
+          throw RendezvousError(
+              fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
+              {.rank = r, .call = "rendezvous"});
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      if (step == 1) watches_[static_cast<std::size_t>(r)] = ProcessWatch(block(r).pid);
+    }
+  };
+  wait_for_all(1);
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  std::vector<ChannelBlock*> channels;
+  for (int r = 0; r < world_size_; ++r) {
+    const auto index = static_cast<std::size_t>(r);
+    if (r != rank_) {
+      staging_[index] = Mapping::open(block(r).pid, block(r).staging_fd, kSlots * kSlotBytes);
+      channels_[index] = Mapping::open(block(r).pid, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+    }
+    // Fresh pages are zeroes, which is what a channel starts with.
+    channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
+    cpu_set_t theirs;
+    CPU_ZERO(&theirs);
+    std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
+    CPU_OR(&all, &all, &theirs);
+  }
+  core_each_ = CPU_COUNT(&all) >= world_size_;
+  self.joined.store(2);
+  wait_for_all(2);
+  own.close_descriptor();
+  own_channels.close_descriptor();
+  mailbox_ = std::make_unique<Mailbox>(rank_, std::move(channels));
+}
+
+std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
+  struct Offer {
+    std::uint64_t bytes = 0;
+    std::int32_t pid = 0;
+    std::int32_t fd = -1;
+    char error[240] = {};
+  };
+  const auto ranks = static_cast<std::size_t>(world_size_);
+  const auto gather = [&](const Offer& offer) {
+    std::vector<Offer> offers(ranks);
+    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(Offer)};
+    for (Offer& theirs : offers) request.outputs.push_back(&theirs);
+    wait(post(std::move(request)));
+    return offers;
+  };
+  const auto throw_first_error = [](const std::vector<Offer>& offers) {
+    for (std::size_t r = 0; r < offers.size(); ++r) {
+      if (offers[r].error[0])
+        throw Error(fmt::format("rank {}: {}", r, offers[r].error),
+                    {.rank = static_cast<int>(r), .call = "allocate"});
+    }
+  };
+
+  Offer own{.bytes = bytes, .pid = ::getpid()};
+  const auto note_error = [&own](const std::exception& error) {
+    fmt::format_to_n(own.error, sizeof own.error - 1, "{}", error.what());
+  };
+  auto segment = std::make_shared<SymmetricSegment>();
+  segment->bytes = bytes;
+  segment->mappings.resize(ranks);
+  Mapping& mapping = segment->mappings[static_cast<std::size_t>(rank_)];
+  try {
+    mapping = Mapping::create(fmt::format("segment-{}", rank_), bytes);
+    own.fd = mapping.descriptor();
+  } catch (const Error& error) {
+    note_error(error);
+  }
+  const auto offers = gather(own);
+  for (int r = 0; r < world_size_; ++r) {
+    if (offers[static_cast<std::size_t>(r)].bytes != bytes) {
+      const std::unique_lock lock(mutex_);
+      fail(FailureKind::kMismatch,
+           fmt::format("allocate: rank {} asked for {} bytes of symmetric memory, rank {} for {}", 0, offers[0].bytes,
+                       r == 0 ? rank_ : r, r == 0 ? bytes : offers[static_cast<std::size_t>(r)].bytes),
+           r);
+    }
+  }
+  throw_first_error(offers);
+  try {
+    for (int r = 0; r < world_size_; ++r) {
+      const auto index = static_cast<std::size_t>(r);
+      if (r != rank_) segment->mappings[index] = Mapping::open(offers[index].pid, offers[index].fd, bytes);
+      segment->base.push_back(segment->mappings[index].data());
+    }
+  } catch (const Error& error) {
+    note_error(error);
+  }
+  throw_first_error(gather(own));  // Also keeps the descriptor open until everybody has mapped it.
+  mapping.close_descriptor();
+  const std::unique_lock lock(mutex_);
+  segment->id = next_segment_++;
+  std::erase_if(segments_, [](const auto& old) { return old.expired(); });
+  segments_.push_back(segment);
+  return segment;
+}
+
+}  // namespace ddpkit::shm

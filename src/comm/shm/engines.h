@@ -1,0 +1,45 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "engine.h"
+
+namespace ddpkit::shm {
+
+/// The engines of this process.
+class Engines {
+ public:
+  static Engines& all() {
+    static auto* engines = new Engines;  // Never destroyed: a group may be the last thing that a program lets go of.
+    return *engines;
+  }
+  void add(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    engines_.push_back(engine);
+    count_ = engines_.size();
+  }
+  void remove(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    std::erase(engines_, engine);
+    count_ = engines_.size();
+  }
+  /// Whether any but `self` has something under way, after moving it on.
+  bool progress_others(const Engine* self) {
+    if (count_.load(std::memory_order_relaxed) < 2) return false;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return true;
+    bool busy = false;
+    for (Engine* engine : engines_) busy |= engine != self && engine->progress_from_outside();
+    return busy;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Engine*> engines_;
+  std::atomic<std::size_t> count_ = 0;
+};
+
+}  // namespace ddpkit::shm
