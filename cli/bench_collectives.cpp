@@ -28,6 +28,7 @@ struct Options {
   std::vector<int> ranks = {2};
   std::vector<std::string> backends = {"shm", "gloo", "openmpi", "limit"};
   bool backends_asked_for = false;
+  bool batch_asked_for = false;
   std::string csv;
   std::string plot;
   std::string as_rank;  ///< Hidden: the backend that this process measures as one of its ranks.
@@ -81,21 +82,22 @@ class Bench {
  private:
   int measure(int ranks, const std::string& backend) {
     const auto& asked = options_.plan.collectives;
+    if (backend == "limit" && std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
+    if (backend == "openmpi") {
+      if (const std::string reason = why_no_openmpi(); !reason.empty()) return leave_out(backend, reason);
+    }
+    say(ranks, backend);
     if (backend == "limit") {
-      if (std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
-      say(ranks, backend);
       measure_limit(ranks, options_.plan, [this](const Row& row) { take(row); });
       return 0;
     }
-    if (backend == "openmpi") {
-      if (const std::string reason = why_no_openmpi(); !reason.empty()) return leave_out(backend, reason);
-      say(ranks, backend);
-      return launch(1, backend, openmpi_command(ranks, options_.plan));
-    }
-    say(ranks, backend);
+    Plan plan = options_.plan;
+    // Ranks that take turns on a core: every batch must hold a turn of each, or the median would miss the waiting.
+    if (ranks > available_cores() && !options_.batch_asked_for) plan.timing.batch_us = 20'000;
+    if (backend == "openmpi") return launch(1, backend, openmpi_command(ranks, plan));
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(), "bench",
                                         "collectives", "--as-rank", backend};
-    const std::vector<std::string> arguments = to_arguments(options_.plan);
+    const std::vector<std::string> arguments = to_arguments(plan);
     command.insert(command.end(), arguments.begin(), arguments.end());
     return launch(ranks, backend, command);
   }
@@ -180,8 +182,9 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
   command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
   command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
   command->add_option("--as-rank", options->as_rank)->group("");
-  command->callback([options, backends, &run] {
+  command->callback([options, command, backends, &run] {
     options->backends_asked_for = backends->count() > 0;
+    options->batch_asked_for = command->count("--batch-us") > 0;
     try {
       check(*options);
     } catch (const InvalidArgument& error) {

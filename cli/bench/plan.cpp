@@ -33,6 +33,11 @@ void add_plan_options(CLI::App& command, Plan& plan) {
   command.add_option("--iters", plan.timing.iterations, "Calls timed at each size (default: what 0.2 s hold)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
+  command
+      .add_option("--batch-us", plan.timing.batch_us,
+                  "Read the clock only after calls of this many us (default: 100, or 20000 where ranks share cores)")
+      ->check(CLI::Range(1, 10'000'000))
+      ->type_name("N");
   command.add_option("--warmup", plan.timing.warmup, "Calls before those (default: what 0.05 s hold)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
@@ -48,6 +53,7 @@ std::vector<std::string> to_arguments(const Plan& plan) {
     arguments.insert(arguments.end(), {"--iters", std::to_string(plan.timing.iterations)});
   if (plan.timing.warmup > 0) arguments.insert(arguments.end(), {"--warmup", std::to_string(plan.timing.warmup)});
   if (plan.no_pin) arguments.emplace_back("--no-pin");
+  arguments.insert(arguments.end(), {"--batch-us", std::to_string(plan.timing.batch_us)});
   return arguments;
 }
 

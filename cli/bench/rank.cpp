@@ -36,7 +36,23 @@ const std::vector<GroupCall>& group_calls() {
   static const std::vector<GroupCall> calls = {
       {"all_reduce", [](Call& c) { c.group.all_reduce(c.output); }},
       {"broadcast", [](Call& c) { c.group.broadcast(c.output, 0); }},
-      {"all_gather", [](Call& c) { c.output = c.group.all_gather(c.input); }},
+      {"all_gather", [](Call& c) { c.group.all_gather_into(c.output, c.input); }},
+      {"reduce_scatter", [](Call& c) { c.group.reduce_scatter(c.output, c.input); }},
+      {"reduce", [](Call& c) { c.group.reduce(c.output, 0); }},
+      {"gather",
+       [](Call& c) {
+         const at::Tensor all = c.group.gather(c.input, 0);
+         if (all.defined()) c.output = all.view({-1});
+       }},
+      {"scatter", [](Call& c) { c.group.scatter(c.output, c.input.view({c.group.world_size(), -1}), 0); }},
+      {"all_to_all", [](Call& c) { c.group.all_to_all(c.output, c.input); }},
+      {"send_recv",
+       [](Call& c) {
+         const int ranks = c.group.world_size(), rank = c.group.rank();
+         Work sent = c.group.send_async(c.input, (rank + 1) % ranks);
+         c.group.recv(c.output, (rank + ranks - 1) % ranks);
+         sent.wait();
+       }},
   };
   return calls;
 }

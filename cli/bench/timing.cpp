@@ -9,7 +9,6 @@
 namespace ddpkit::bench {
 namespace {
 
-constexpr double kBatchSeconds = 100e-6;
 constexpr double kWarmupSeconds = 0.05;
 constexpr double kTimedSeconds = 0.2;
 constexpr int kMinBatches = 5;
@@ -38,7 +37,7 @@ double warm_up(Peers& peers, const std::function<void()>& call, int wanted) {
 double median_us(Peers& peers, const std::function<void()>& call, const TimingOptions& options) {
   const double seconds_per_call = warm_up(peers, call, options.warmup);
   // The same numbers on every rank, since they come from rank 0.
-  int calls_per_batch = static_cast<int>(std::ceil(kBatchSeconds / seconds_per_call));
+  int calls_per_batch = static_cast<int>(std::ceil(options.batch_us * 1e-6 / seconds_per_call));
   int batches = std::max(kMinBatches, static_cast<int>(kTimedSeconds / (seconds_per_call * calls_per_batch)));
   if (options.iterations > 0) {
     calls_per_batch = std::min(calls_per_batch, options.iterations);

@@ -10,6 +10,7 @@ namespace ddpkit::bench {
 struct TimingOptions {
   int iterations = 0;
   int warmup = 0;
+  int batch_us = 100;  ///< The clock is read after as many calls as take this long.
 };
 
 /// What the ranks that are timed together need from each other.
@@ -25,7 +26,7 @@ class Peers {
 
 /// Microseconds of one `call`, which all ranks make together.
 ///
-/// Calls follow each other without a barrier between, and the clock is read after each batch of at least 100 us, so
+/// Calls follow each other without a barrier between, and the clock is read after each batch of them, so
 /// that reading it costs nothing even where a call takes less than a microsecond. A batch took what its slowest rank
 /// took; the result is the median over the batches of their time a call. The same on every rank.
 double median_us(Peers& peers, const std::function<void()>& call, const TimingOptions& options);

@@ -72,7 +72,7 @@ TEST_CASE("a plan survives its way to the ranks", "[bench]") {
             .min_bytes = "8K",
             .max_bytes = "1M",
             .step_factor = 3,
-            .timing = {.iterations = 7, .warmup = 2},
+            .timing = {.iterations = 7, .warmup = 2, .batch_us = 30},
             .no_pin = true};
   CLI::App app;
   Plan read;
@@ -85,6 +85,7 @@ TEST_CASE("a plan survives its way to the ranks", "[bench]") {
   CHECK(read.sizes() == plan.sizes());
   CHECK(read.timing.iterations == 7);
   CHECK(read.timing.warmup == 2);
+  CHECK(read.timing.batch_us == 30);
   CHECK(read.no_pin);
 }
 

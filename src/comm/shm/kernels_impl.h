@@ -9,13 +9,10 @@
 namespace ddpkit::shm {
 namespace {
 
-struct BFloat16 {
-  std::uint16_t bits;
-};
-
-/// How an element is loaded, accumulated and stored.
+/// How an element is stored, and as what it is accumulated.
 template <class T>
 struct Element {
+  using Storage = T;
   using Accumulator = T;
   static T load(T value) { return value; }
   static T store(T value) { return value; }
@@ -23,19 +20,25 @@ struct Element {
 
 template <>
 struct Element<_Float16> {
+  using Storage = _Float16;
   using Accumulator = float;
   static float load(_Float16 value) { return static_cast<float>(value); }
   static _Float16 store(float value) { return static_cast<_Float16>(value); }
 };
 
+struct BFloat16;
+
 template <>
 struct Element<BFloat16> {
+  using Storage = std::uint16_t;
   using Accumulator = float;
-  static float load(BFloat16 value) { return __builtin_bit_cast(float, static_cast<std::uint32_t>(value.bits) << 16); }
-  static BFloat16 store(float value) {
+  static float load(std::uint16_t value) { return __builtin_bit_cast(float, static_cast<std::uint32_t>(value) << 16); }
+  static std::uint16_t store(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    return {static_cast<std::uint16_t>(value != value ? 0x7fc0u : rounded)};
+    // Whether it is a NaN is asked of the bits, not of the number: a comparison would keep the loop from being vectorised.
+    const std::uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<std::uint16_t>(nan ? 0x7fc0u : rounded);
   }
 };
 
@@ -90,16 +93,17 @@ template <class T, class Op, bool kAverage>
 void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t input_count, void* const* outputs,
                   std::size_t output_count) {
   using A = typename Element<T>::Accumulator;
+  using S = typename Element<T>::Storage;
   const A count = static_cast<A>(input_count);
   A accumulator[kBlock];
   for (std::size_t begin = 0; begin < numel; begin += kBlock) {
     const std::size_t n = numel - begin < kBlock ? numel - begin : kBlock;
-    const T* first = static_cast<const T*>(inputs[0]) + begin;
+    const S* first = static_cast<const S*>(inputs[0]) + begin;
     if (input_count == 2 && output_count <= 2) {
       // The common case, two ranks: one pass, nothing kept.
-      const T* second = static_cast<const T*>(inputs[1]) + begin;
-      T* out0 = static_cast<T*>(outputs[0]) + begin;
-      T* out1 = static_cast<T*>(outputs[output_count - 1]) + begin;
+      const S* second = static_cast<const S*>(inputs[1]) + begin;
+      S* out0 = static_cast<S*>(outputs[0]) + begin;
+      S* out1 = static_cast<S*>(outputs[output_count - 1]) + begin;
       if (output_count == 1) {
 #pragma GCC ivdep
         for (std::size_t i = 0; i < n; ++i) {
@@ -121,7 +125,7 @@ void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t inpu
 #pragma GCC ivdep
     for (std::size_t i = 0; i < n; ++i) accumulator[i] = Element<T>::load(first[i]);
     for (std::size_t r = 1; r < input_count; ++r) {
-      const T* next = static_cast<const T*>(inputs[r]) + begin;
+      const S* next = static_cast<const S*>(inputs[r]) + begin;
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], Element<T>::load(next[i]));
     }
@@ -129,7 +133,7 @@ void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t inpu
       for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(accumulator[i] / count);
     }
     for (std::size_t k = 0; k < output_count; ++k) {
-      T* out = static_cast<T*>(outputs[k]) + begin;
+      S* out = static_cast<S*>(outputs[k]) + begin;
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) out[i] = Element<T>::store(accumulator[i]);
     }
