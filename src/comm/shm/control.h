@@ -11,10 +11,10 @@ namespace ddpkit::shm {
 inline constexpr std::size_t kCacheLine = 64;
 /// Collectives that a rank may have under way before it waits for the others to have seen the oldest.
 inline constexpr std::uint64_t kMaxOutstanding = 64;
-/// Staging slots a rank, and bytes in each: a slot fits the L2 cache several times over, and four keep a rank that copies
+/// Staging slots a rank, and bytes in each: all of them fit the L2 cache together, and eight keep a rank that copies
 /// in, one that reduces and one that copies out busy together.
-inline constexpr std::uint64_t kSlots = 4;
-inline constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
+inline constexpr std::uint64_t kSlots = 8;
+inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
 
 enum class CollectiveKind : std::uint8_t {
   kBarrier,

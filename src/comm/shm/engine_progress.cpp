@@ -11,7 +11,7 @@ namespace ddpkit::shm {
 namespace {
 
 /// Below this a tensor is staged even where all ranks share its memory: one exchange instead of two.
-constexpr std::size_t kStageBelow = std::size_t{32} << 10;
+constexpr std::size_t kStageBelow = 256;
 /// From this size on a staged chunk's reduction is shared between more than two ranks.
 constexpr std::size_t kShareFrom = std::size_t{16} << 10;
 
