@@ -106,9 +106,11 @@ class Engine {
   /// Progress on behalf of a rank that waits in another of its groups: what it has under way here may be what that one
   /// waits for, by way of a third rank. False when nothing is under way. Never blocks, never throws.
   bool progress_from_outside() noexcept;
+  /// The same for all ranks of one group in this process.
+  const void* group() const noexcept { return blocks_; }
 
-  void set_timeout(std::chrono::milliseconds timeout) noexcept { timeout_ = timeout; }
-  std::uint64_t sequence() const noexcept { return next_sequence_; }
+  void set_timeout(std::chrono::milliseconds timeout) noexcept;
+  std::uint64_t sequence() const noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;

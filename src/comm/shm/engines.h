@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "engine.h"
@@ -19,27 +20,34 @@ class Engines {
   void add(Engine* engine) {
     const std::lock_guard lock(mutex_);
     engines_.push_back(engine);
-    count_ = engines_.size();
+    count_groups();
   }
   void remove(Engine* engine) {
     const std::lock_guard lock(mutex_);
     std::erase(engines_, engine);
-    count_ = engines_.size();
+    count_groups();
   }
-  /// Whether any but `self` has something under way, after moving it on.
+  /// Whether any group but that of `self` has something under way, after moving it on. Ranks of one group in one process
+  /// are threads, each of which moves itself on.
   bool progress_others(const Engine* self) {
-    if (count_.load(std::memory_order_relaxed) < 2) return false;
+    if (groups_.load(std::memory_order_relaxed) < 2) return false;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return true;
     bool busy = false;
-    for (Engine* engine : engines_) busy |= engine != self && engine->progress_from_outside();
+    for (Engine* engine : engines_) busy |= engine->group() != self->group() && engine->progress_from_outside();
     return busy;
   }
 
  private:
+  void count_groups() {
+    std::set<const void*> groups;
+    for (const Engine* engine : engines_) groups.insert(engine->group());
+    groups_ = groups.size();
+  }
+
   std::mutex mutex_;
   std::vector<Engine*> engines_;
-  std::atomic<std::size_t> count_ = 0;
+  std::atomic<std::size_t> groups_ = 0;
 };
 
 }  // namespace ddpkit::shm

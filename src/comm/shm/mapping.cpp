@@ -2,11 +2,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
+#include <mutex>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -38,28 +42,49 @@ double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 
                           mebibytes(bytes), mebibytes(available_memory()), std::strerror(error)));
 }
 
-std::byte* map(int fd, std::size_t bytes, Mapping::Fill fill) {
-  const int populate = fill == Mapping::Fill::kNow ? MAP_POPULATE : 0;
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populate, fd, 0);
-  if (data == MAP_FAILED) return nullptr;
-  if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
-  return static_cast<std::byte*>(data);
-}
+/// What this process maps.
+class MappedPages {
+ public:
+  static MappedPages& all() {
+    static auto* mapped = new MappedPages;  // Never destroyed: a mapping may be the last thing that a program lets go of.
+    return *mapped;
+  }
+
+  /// The pages behind a descriptor, mapped now unless they are; null (and errno) when that fails.
+  std::shared_ptr<std::byte> get(int fd, std::size_t bytes, Mapping::Fill fill) {
+    struct stat file {};
+    if (::fstat(fd, &file) != 0) return nullptr;
+    const Key key{file.st_dev, file.st_ino, bytes};
+    const std::lock_guard lock(mutex_);
+    // A file that is mapped lives on, so that no other can have its number.
+    if (const auto found = pages_.find(key); found != pages_.end()) {
+      if (auto pages = found->second.lock()) return pages;
+    }
+    const int populate = fill == Mapping::Fill::kNow ? MAP_POPULATE : 0;
+    void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populate, fd, 0);
+    if (data == MAP_FAILED) return nullptr;
+    if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
+    std::shared_ptr<std::byte> pages(static_cast<std::byte*>(data), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); });
+    std::erase_if(pages_, [](const auto& entry) { return entry.second.expired(); });
+    pages_[key] = pages;
+    return pages;
+  }
+
+ private:
+  using Key = std::tuple<dev_t, ino_t, std::size_t>;
+  std::mutex mutex_;
+  std::map<Key, std::weak_ptr<std::byte>> pages_;
+};
 
 }  // namespace
 
-Mapping::~Mapping() {
-  close_descriptor();
-  if (data_) ::munmap(data_, size_);
-}
+Mapping::~Mapping() { close_descriptor(); }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)),
-      fd_(std::exchange(other.fd_, -1)) {}
+    : pages_(std::move(other.pages_)), size_(std::exchange(other.size_, 0)), fd_(std::exchange(other.fd_, -1)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(data_, other.data_);
+  std::swap(pages_, other.pages_);
   std::swap(size_, other.size_);
   std::swap(fd_, other.fd_);
   return *this;
@@ -74,11 +99,9 @@ Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
   if (mapping.fd_ < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
   if (::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
   // The advice for huge pages counts only for pages that do not exist yet, so it comes between mapping and filling.
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, mapping.fd_, 0);
-  if (data == MAP_FAILED) throw_out_of_memory(name, bytes, errno);
-  mapping.data_ = static_cast<std::byte*>(data);
+  mapping.pages_ = MappedPages::all().get(mapping.fd_, bytes, Fill::kOnTouch);
+  if (!mapping.pages_) throw_out_of_memory(name, bytes, errno);
   mapping.size_ = bytes;
-  if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
   if (fill == Fill::kOnTouch) return mapping;
   // Unlike a first touch, which would be killed by SIGBUS, this fails with an error when memory runs out.
   if (::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
@@ -96,10 +119,10 @@ Mapping Mapping::open(int pid, int fd, std::size_t bytes, Fill fill) {
         pid, path, std::strerror(error)));
   }
   Mapping mapping;
-  mapping.data_ = map(opened, bytes, fill);
+  mapping.pages_ = MappedPages::all().get(opened, bytes, fill);
   const int error = errno;
   ::close(opened);
-  if (!mapping.data_) throw_out_of_memory(path, bytes, error);
+  if (!mapping.pages_) throw_out_of_memory(path, bytes, error);
   mapping.size_ = bytes;
   return mapping;
 }

@@ -2,12 +2,16 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 namespace ddpkit::shm {
 
 /// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
 /// kernel takes the pages back when the last process that maps them has ended, however it ended.
+///
+/// A process maps each page once: mappings of the same pages share one address (ranks that are threads of one process).
+/// Creating, opening and destroying are thread-safe.
 class Mapping {
  public:
   Mapping() = default;
@@ -26,7 +30,7 @@ class Mapping {
   /// not to be seen from here (another host, container or user).
   static Mapping open(int pid, int fd, std::size_t bytes, Fill fill = Fill::kNow);
 
-  std::byte* data() const noexcept { return data_; }
+  std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }
   /// The descriptor others may open; -1 after close_descriptor() and for opened mappings.
   int descriptor() const noexcept { return fd_; }
@@ -34,7 +38,7 @@ class Mapping {
   void close_descriptor() noexcept;
 
  private:
-  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> pages_;  ///< Unmapped with their last mapping in this process.
   std::size_t size_ = 0;
   int fd_ = -1;
 };
