@@ -110,4 +110,14 @@ MessageHandle Engine::post(MessageHandle message) {
   return message;
 }
 
+void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
+  const std::lock_guard lock(mutex_);
+  timeout_ = timeout;
+}
+
+std::uint64_t Engine::sequence() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return next_sequence_;
+}
+
 }  // namespace ddpkit::shm
