@@ -80,7 +80,7 @@ void on_ranks(const std::string& name, int ranks, const std::function<void(Proce
       {.command = {std::filesystem::read_symlink("/proc/self/exe").string(), escaped(name)},
        .ranks = ranks,
        .environment = environment,
-       .time_limit = options.time_limit,
+       .time_limit = options.time_limit * DDPKIT_TEST_TIME_FACTOR,
        .grace = std::chrono::seconds(1),
        .stop_on_failure = options.doomed.empty(),
        .on_output = [&output](int rank, const std::string& text) { output[rank] += text; }});
