@@ -47,13 +47,16 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   command->footer(
       "Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]\n\n"
       "Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (cores / N)\n"
-      "where it is not set. Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
+      "where it is not set. Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] "
+      "\".\n"
       "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).");
   command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start")
       ->required()
       ->check(CLI::Range(1, 4096))
       ->type_name("N");
-  command->add_option("--master-port", options->master_port, "Port at which the ranks meet (default: MASTER_PORT, or a free one)")
+  command
+      ->add_option("--master-port", options->master_port,
+                   "Port at which the ranks meet (default: MASTER_PORT, or a free one)")
       ->check(CLI::Range(1, 65535))
       ->type_name("PORT");
   command->callback([options, &program, &run] {

@@ -44,7 +44,10 @@ const std::vector<GroupCall>& group_calls() {
          const at::Tensor all = c.group.gather(c.input, 0);
          if (all.defined()) c.output = all.view({-1});
        }},
-      {"scatter", [](Call& c) { c.group.scatter(c.output, c.input.view({c.group.world_size(), -1}), 0); }},
+      {"scatter",
+       [](Call& c) {
+         c.group.scatter(c.output, c.input.view({c.group.world_size(), -1}), 0);
+       }},
       {"all_to_all", [](Call& c) { c.group.all_to_all(c.output, c.input); }},
       {"send_recv",
        [](Call& c) {

@@ -29,7 +29,8 @@ class OwnBackend {
   virtual void abort_group(const std::string& reason) noexcept = 0;
 };
 
-/// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the run.
+/// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the
+/// run.
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 
 c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,

@@ -92,7 +92,8 @@ int slurm_tasks_on_node(const std::string& text, int node) {
     index += repeat;
     if (at < end && *at == ',') ++at;
   }
-  throw InvalidArgument(fmt::format("SLURM_STEP_TASKS_PER_NODE is \"{}\", which says nothing about node {}", text, node));
+  throw InvalidArgument(
+      fmt::format("SLURM_STEP_TASKS_PER_NODE is \"{}\", which says nothing about node {}", text, node));
 }
 
 LaunchEnvironment read_slurm(const Variables& variables) {
@@ -111,8 +112,8 @@ LaunchEnvironment read_slurm(const Variables& variables) {
     }
   }
   read_master(variables, environment);
-  environment.run_id = variables.text("SLURM_JOB_ID").value_or("none") + "/" +
-                       variables.text("SLURM_STEP_ID").value_or("0");
+  environment.run_id =
+      variables.text("SLURM_JOB_ID").value_or("none") + "/" + variables.text("SLURM_STEP_ID").value_or("0");
   return environment;
 }
 

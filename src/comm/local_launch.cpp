@@ -12,8 +12,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <csignal>
+#include <cstring>
 #include <map>
 
 #include <fmt/format.h>
@@ -86,7 +86,7 @@ class SignalNotes {
 
  private:
   bool active_;
-  struct sigaction before_[2] {};
+  struct sigaction before_[2]{};
 };
 
 class Launch {
@@ -118,7 +118,8 @@ class Launch {
         result_.stopped_by_signal = number;
         stop(number);
       }
-      if (!result_.timed_out && options_.time_limit && Clock::now() - start_time > *options_.time_limit && running() > 0) {
+      if (!result_.timed_out && options_.time_limit && Clock::now() - start_time > *options_.time_limit &&
+          running() > 0) {
         result_.timed_out = true;
         stop(SIGTERM);
       }

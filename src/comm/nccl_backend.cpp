@@ -18,8 +18,7 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   options->is_high_priority_stream = true;  // Small kernels of communication must not queue behind backward's.
-  auto backend =
-      c10::make_intrusive<c10d::ProcessGroupNCCL>(store, environment.rank, environment.world_size, options);
+  auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, environment.rank, environment.world_size, options);
   backend->setBoundDeviceId(device);
   return backend;
 }

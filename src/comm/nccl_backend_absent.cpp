@@ -9,7 +9,8 @@ namespace ddpkit {
 c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
                                                       c10::Device, std::chrono::milliseconds) {
   throw InvalidArgument(
-      "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or -DDDPKIT_CUDA=ON)");
+      "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or "
+      "-DDDPKIT_CUDA=ON)");
 }
 
 int cuda_device_count() { return 0; }

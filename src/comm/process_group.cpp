@@ -176,8 +176,8 @@ void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, in
   Work(state_->backend->scatter(outputs, inputs, options)).wait();
 }
 
-void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
-                              std::vector<std::int64_t> input_splits) const {
+void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
+                              std::vector<std::int64_t> output_splits, std::vector<std::int64_t> input_splits) const {
   at::Tensor target = output.detach();
   at::Tensor source = input.detach().contiguous();
   Work(state_->backend->alltoall_base(target, source, output_splits, input_splits, c10d::AllToAllOptions())).wait();
@@ -209,8 +209,8 @@ int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
 std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
   for (const int r : ranks) {
     if (r < 0 || r >= world_size() || std::count(ranks.begin(), ranks.end(), r) != 1)
-      throw InvalidArgument(fmt::format("split: the ranks must be different numbers between 0 and {}, but {} is among them",
-                                        world_size() - 1, r));
+      throw InvalidArgument(fmt::format(
+          "split: the ranks must be different numbers between 0 and {}, but {} is among them", world_size() - 1, r));
   }
   if (ranks.empty()) throw InvalidArgument("split: a group needs at least one rank");
   // All ranks count splits alike, so that each group meets under a key of its own.
@@ -277,8 +277,8 @@ std::string choose_backend(const InitOptions& options, const LaunchEnvironment& 
     return environment.local_world_size == environment.world_size ? "shm" : "gloo";
   }
   if (backend != "shm" && backend != "gloo" && backend != "nccl")
-    throw InvalidArgument(fmt::format("{} \"{}\" is not one of shm, gloo, nccl",
-                                      named_here ? "the backend" : "DDPKIT_BACKEND", backend));
+    throw InvalidArgument(
+        fmt::format("{} \"{}\" is not one of shm, gloo, nccl", named_here ? "the backend" : "DDPKIT_BACKEND", backend));
   return backend;
 }
 
@@ -287,10 +287,10 @@ at::Device choose_device(const InitOptions& options, const std::string& backend,
   if (backend != "nccl") return at::kCPU;
   const int devices = cuda_device_count();
   if (devices > 0 && environment.local_rank >= devices)
-    throw InvalidArgument(
-        fmt::format("rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
-                    "CPU with --backend shm",
-                    environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
+    throw InvalidArgument(fmt::format(
+        "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
+        "CPU with --backend shm",
+        environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
 }
 

@@ -58,8 +58,8 @@ Addresses resolve(const LaunchEnvironment& environment) {
   const auto deadline = Clock::now() + kResolveLimit;
   for (;;) {
     addrinfo* found = nullptr;
-    const int status = ::getaddrinfo(environment.master_addr.c_str(),
-                                     std::to_string(environment.master_port).c_str(), &hints, &found);
+    const int status =
+        ::getaddrinfo(environment.master_addr.c_str(), std::to_string(environment.master_port).c_str(), &hints, &found);
     if (status == 0) return {found, &::freeaddrinfo};
     if (Clock::now() > deadline)
       throw RendezvousError(fmt::format("MASTER_ADDR \"{}\" does not resolve to an address: {}",
@@ -112,9 +112,8 @@ int listen_as_master(const LaunchEnvironment& environment) {
                                         "MASTER_PORT to a free port, or let `ddpkit run` choose one",
                                         environment.master_port),
                             {.rank = 0, .call = "rendezvous"});
-    throw RendezvousError(
-        fmt::format("cannot listen on port {}: {}", environment.master_port, std::strerror(error)),
-        {.rank = 0, .call = "rendezvous"});
+    throw RendezvousError(fmt::format("cannot listen on port {}: {}", environment.master_port, std::strerror(error)),
+                          {.rank = 0, .call = "rendezvous"});
   }
   return socket.release();
 }

@@ -34,8 +34,8 @@ DataType data_type(const at::Tensor& tensor) {
     case at::kBool:
       return DataType::kBool;
     default:
-      throw InvalidArgument(
-          fmt::format("the shm backend has no collectives for tensors of type {}", c10::toString(tensor.scalar_type())));
+      throw InvalidArgument(fmt::format("the shm backend has no collectives for tensors of type {}",
+                                        c10::toString(tensor.scalar_type())));
   }
 }
 
@@ -58,8 +58,8 @@ const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call)
 
 void check_list(const std::vector<at::Tensor>& tensors, int world_size, const at::Tensor& like, const char* call) {
   if (tensors.size() != static_cast<std::size_t>(world_size))
-    throw InvalidArgument(fmt::format("{}: the list needs a tensor for each of {} ranks, not {}", call, world_size,
-                                      tensors.size()));
+    throw InvalidArgument(
+        fmt::format("{}: the list needs a tensor for each of {} ranks, not {}", call, world_size, tensors.size()));
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, call);
     if (tensor.numel() != like.numel() || tensor.scalar_type() != like.scalar_type())
@@ -80,7 +80,8 @@ shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, con
   const auto wanted = premultiplied ? shm::Reduction::kSum : static_cast<shm::Reduction>(op.op_);
   const bool linear = wanted == shm::Reduction::kSum || wanted == shm::Reduction::kAvg;
   if ((tensor.is_complex() && !linear) || !shm::supports(data_type(tensor), wanted))
-    throw InvalidArgument(fmt::format("{}: this reduction is not defined for {}", call, c10::toString(tensor.scalar_type())));
+    throw InvalidArgument(
+        fmt::format("{}: this reduction is not defined for {}", call, c10::toString(tensor.scalar_type())));
   return wanted;
 }
 

@@ -49,9 +49,9 @@ ShmBackend::Tensors ShmBackend::rows(const at::Tensor& stacked, const at::Tensor
   check_tensor(stacked, call);
   check_tensor(row, call);
   if (stacked.scalar_type() != row.scalar_type() || stacked.numel() != row.numel() * size_ || !stacked.is_contiguous())
-    throw InvalidArgument(fmt::format("{}: the large tensor must be contiguous and hold {} times {} elements of {}, not {} of {}",
-                                      call, size_, row.numel(), c10::toString(row.scalar_type()), stacked.numel(),
-                                      c10::toString(stacked.scalar_type())));
+    throw InvalidArgument(fmt::format(
+        "{}: the large tensor must be contiguous and hold {} times {} elements of {}, not {} of {}", call, size_,
+        row.numel(), c10::toString(row.scalar_type()), stacked.numel(), c10::toString(stacked.scalar_type())));
   return stacked.detach().view({size_, row.numel()}).unbind(0);
 }
 
@@ -264,8 +264,8 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
 ShmBackend::WorkPtr ShmBackend::start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results,
                                                  OpType type, std::chrono::milliseconds timeout) {
   if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
-    throw InvalidArgument(fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(),
-                                      outputs.size(), size_));
+    throw InvalidArgument(
+        fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
   Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
   Outputs targets;
   Tensors dense;
@@ -303,16 +303,16 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
     const int64_t length = tensor.size(0);
     if (sizes.empty()) {
       if (length % size_ != 0)
-        throw InvalidArgument(fmt::format("all_to_all: {} rows of the {} do not divide evenly over {} ranks", length,
-                                          name, size_));
+        throw InvalidArgument(
+            fmt::format("all_to_all: {} rows of the {} do not divide evenly over {} ranks", length, name, size_));
       sizes.assign(static_cast<std::size_t>(size_), length / size_);
     }
     const bool fits = sizes.size() == static_cast<std::size_t>(size_) &&
                       std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }) &&
                       std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == length;
     if (!fits)
-      throw InvalidArgument(fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name,
-                                        size_, length));
+      throw InvalidArgument(
+          fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name, size_, length));
     return tensor.detach().split_with_sizes(sizes);
   };
   return start_all_to_all(split(output, output_splits, "output"), split(input, input_splits, "input"), {output},
@@ -357,7 +357,8 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (bytes == 0) return at::empty(sizes, options);
   auto segment = engine_->allocate(bytes);
   void* data = segment->base[static_cast<std::size_t>(rank_)];
-  return at::from_blob(data, sizes, [segment](void*) mutable { segment.reset(); }, options);
+  return at::from_blob(
+      data, sizes, [segment](void*) mutable { segment.reset(); }, options);
 }
 
 }  // namespace ddpkit

@@ -53,10 +53,10 @@ std::vector<std::string> exchange(c10d::Store& store, int rank, int world_size, 
         for (int r = next; r < world_size; ++r) {
           if (!store.check({key(r)})) missing.push_back(r);
         }
-        throw RendezvousError(fmt::format("rank{} {} of {} did not come within {:.1f} s", missing.size() == 1 ? "" : "s",
-                                          fmt::join(missing, ", "), world_size,
-                                          std::chrono::duration<double>(timeout).count()),
-                              {.rank = missing.empty() ? -1 : missing.front(), .call = "rendezvous"});
+        throw RendezvousError(
+            fmt::format("rank{} {} of {} did not come within {:.1f} s", missing.size() == 1 ? "" : "s",
+                        fmt::join(missing, ", "), world_size, std::chrono::duration<double>(timeout).count()),
+            {.rank = missing.empty() ? -1 : missing.front(), .call = "rendezvous"});
       }
       std::this_thread::sleep_for(nap);
       nap = std::min(nap * 2, std::chrono::microseconds(20000));
@@ -75,7 +75,8 @@ c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c1
                                                      int world_size, std::chrono::milliseconds timeout) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
-  if (timeout.count() <= 0) throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
+  if (timeout.count() <= 0)
+    throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
   shm::Mapping control;
   std::string offer = host_identity();
   if (rank == 0) {

@@ -95,7 +95,8 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("epoch", torch::tensor(static_cast<std::int64_t>(state_->epoch), torch::kLong), /*is_buffer=*/true);
-  archive.write("position", torch::tensor(static_cast<std::int64_t>(state_->position), torch::kLong), /*is_buffer=*/true);
+  archive.write("position", torch::tensor(static_cast<std::int64_t>(state_->position), torch::kLong),
+                /*is_buffer=*/true);
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {

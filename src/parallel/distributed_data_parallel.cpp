@@ -13,7 +13,8 @@ namespace ddpkit {
 namespace {
 
 std::string signature(const char* kind, const std::string& name, const at::Tensor& tensor) {
-  return fmt::format("{} {} [{}] {}{}", kind, name, fmt::join(tensor.sizes(), ", "), c10::toString(tensor.scalar_type()),
+  return fmt::format("{} {} [{}] {}{}", kind, name, fmt::join(tensor.sizes(), ", "),
+                     c10::toString(tensor.scalar_type()),
                      tensor.requires_grad() || std::string_view(kind) == "buffer" ? "" : " (wants no gradient)");
 }
 
@@ -47,9 +48,9 @@ void check_same_on_all_ranks(const torch::nn::Module& module, const ProcessGroup
     const auto at = [line](const std::vector<std::string>& lines) {
       return line < lines.size() ? lines[line] : std::string("nothing more");
     };
-    throw ModelMismatch(fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r,
-                                    at(other)),
-                        {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
+    throw ModelMismatch(
+        fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r, at(other)),
+        {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
   }
 }
 
@@ -88,9 +89,10 @@ std::vector<NamedParameter> trainable_parameters(const torch::nn::Module& module
   for (const auto& item : module.named_parameters()) {
     if (!item.value().requires_grad() || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
     if (item.value().device() != group.device())
-      throw InvalidArgument(fmt::format("parameter {} is on {}, but the group's device is {}: move the model first "
-                                        "(model->to(group.device()))",
-                                        item.key(), item.value().device().str(), group.device().str()));
+      throw InvalidArgument(
+          fmt::format("parameter {} is on {}, but the group's device is {}: move the model first "
+                      "(model->to(group.device()))",
+                      item.key(), item.value().device().str(), group.device().str()));
     parameters.push_back({item.key(), item.value()});
   }
   if (parameters.empty())

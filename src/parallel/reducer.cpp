@@ -76,7 +76,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void forget_backward() noexcept;
 
   ProcessGroup group_;
-  std::mutex mutex_;  ///< Gradients on several devices come from several threads.
+  std::mutex mutex_;             ///< Gradients on several devices come from several threads.
   std::vector<Slot> slots_;      ///< [param]
   std::vector<Bucket> buckets_;  ///< [bucket]
   std::size_t next_bucket_ = 0;  ///< Buckets are reduced in this order on every rank, whatever order they fill in.
@@ -139,10 +139,9 @@ void Reducer::Impl::install_hooks() {
     slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     if (!slot.accumulator)
       throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
-    slot.hook = slot.accumulator->add_post_hook(
-        std::make_unique<GradientHook>([weak = weak_from_this(), index] {
-          if (const auto self = weak.lock()) self->on_gradient(index);
-        }));
+    slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
+      if (const auto self = weak.lock()) self->on_gradient(index);
+    }));
   }
 }
 
@@ -240,7 +239,8 @@ void Reducer::Impl::throw_incomplete() {
     names.push_back("...");
   }
   const std::string text = fmt::format(
-      "backward on rank {} gave no gradient to {} of {} parameters: {}. Every parameter that wants a gradient must take part "
+      "backward on rank {} gave no gradient to {} of {} parameters: {}. Every parameter that wants a gradient must "
+      "take part "
       "in the loss on every rank; switch the others off with requires_grad_(false) before wrapping the model",
       group_.rank(), count, slots_.size(), fmt::join(names, ", "));
   group_.abort(text);

@@ -33,7 +33,8 @@ TEST_CASE("nccl collectives at world size 1", "[gpu]") {
   const auto group = world_of_one();
   const auto tensor = torch::randn({1000}, group.device());
   const auto before = tensor.clone();
-  for (const auto op : {ddpkit::ReduceOp::kSum, ddpkit::ReduceOp::kAvg, ddpkit::ReduceOp::kMax}) group.all_reduce(tensor, op);
+  for (const auto op : {ddpkit::ReduceOp::kSum, ddpkit::ReduceOp::kAvg, ddpkit::ReduceOp::kMax})
+    group.all_reduce(tensor, op);
   group.broadcast(tensor);
   CHECK(torch::equal(tensor, before));
   CHECK(torch::equal(group.all_gather(tensor)[0], before));

@@ -15,7 +15,8 @@ constexpr std::int64_t kSleepCycles = 200'000'000;  // About 0.1 s.
 /// Passes gradients on after a long sleep on the device.
 struct SlowGradient : torch::autograd::Function<SlowGradient> {
   static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list grads) {
     at::cuda::sleep(kSleepCycles);
     return {grads[0] * 2};
   }

@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
     if (argc != 2) throw std::runtime_error("give the number of ranks that must be there");
     const auto group = ddpkit::init_process_group();
     if (group.world_size() != std::atoi(argv[1]))
-      throw std::runtime_error("expected " + std::string(argv[1]) + " ranks, there are " + std::to_string(group.world_size()));
+      throw std::runtime_error("expected " + std::string(argv[1]) + " ranks, there are " +
+                               std::to_string(group.world_size()));
     torch::manual_seed(1 + group.rank());
     train(std::make_shared<Net>(), group);
     train(torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3)).ptr(), group);

@@ -1,5 +1,5 @@
-// Prints the indices of DistributedSamplers, one line an epoch, for comparison with Python's. Each line of stdin asks for
-// one sampler: size world_size rank seed shuffle(0|1) drop_last(0|1) epochs
+// Prints the indices of DistributedSamplers, one line an epoch, for comparison with Python's. Each line of stdin asks
+// for one sampler: size world_size rank seed shuffle(0|1) drop_last(0|1) epochs
 #include <iostream>
 
 #include <ddpkit/data/distributed_sampler.h>

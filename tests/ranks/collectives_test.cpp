@@ -64,8 +64,8 @@ RANK_TEST("symmetric memory on one rank and private on another agree on staging"
 }
 
 RANK_TEST("all_reduce of every type", "[shm]", 2, 3) {
-  for (const auto dtype : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kDouble, at::kComplexFloat,
-                           at::kComplexDouble}) {
+  for (const auto dtype :
+       {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kDouble, at::kComplexFloat, at::kComplexDouble}) {
     torch::Tensor tensor = part(group.rank(), {1000}, dtype);
     group.all_reduce(tensor);
     INFO(c10::toString(dtype));
@@ -135,7 +135,9 @@ RANK_TEST("all_gather stacks the ranks", "[shm]", 1, 2, 3) {
 }
 
 RANK_TEST("all_gather_bytes takes any length", "[shm]", 1, 2, 3) {
-  const auto text = [](int rank) { return std::string(static_cast<std::size_t>(rank * 70000), static_cast<char>('a' + rank)); };
+  const auto text = [](int rank) {
+    return std::string(static_cast<std::size_t>(rank * 70000), static_cast<char>('a' + rank));
+  };
   const auto all = group.all_gather_bytes(text(group.rank()));
   REQUIRE(all.size() == static_cast<std::size_t>(group.world_size()));
   for (int r = 0; r < group.world_size(); ++r) CHECK(all[static_cast<std::size_t>(r)] == text(r));

@@ -70,8 +70,10 @@ Batch joined_batch(std::int64_t step) {
   return {torch::randn({kBatch, 3, 9}, torch::kDouble), torch::randint(0, 4, {kBatch})};
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<torch::Tensor> parameters) {
-  if (name == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
+                                                        std::vector<torch::Tensor> parameters) {
+  if (name == "sgd")
+    return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
   if (name == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(1e-2));
   return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(1e-2));
 }
@@ -80,7 +82,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
 std::vector<torch::Tensor> unique_parameters(const torch::nn::Module& module) {
   std::vector<torch::Tensor> parameters;
   for (const auto& parameter : module.parameters()) {
-    const bool seen = std::any_of(parameters.begin(), parameters.end(), [&](const auto& p) { return p.is_same(parameter); });
+    const bool seen =
+        std::any_of(parameters.begin(), parameters.end(), [&](const auto& p) { return p.is_same(parameter); });
     if (!seen) parameters.push_back(parameter);
   }
   return parameters;
@@ -345,8 +348,9 @@ RANK_TEST("a model that differs between ranks is refused everywhere, with the pa
   };
   const bool odd = group.rank() == group.world_size() - 1;
   const std::string last = std::to_string(group.world_size() - 1);
-  CHECK_THAT(message(torch::nn::Linear(10, odd ? 6 : 5).ptr()),
-             ContainsSubstring("rank 0 has parameter weight [5, 10] Float, rank " + last + " has parameter weight [6, 10]"));
+  CHECK_THAT(
+      message(torch::nn::Linear(10, odd ? 6 : 5).ptr()),
+      ContainsSubstring("rank 0 has parameter weight [5, 10] Float, rank " + last + " has parameter weight [6, 10]"));
   CHECK_THAT(message(torch::nn::Linear(torch::nn::LinearOptions(10, 5).bias(!odd)).ptr()),
              ContainsSubstring("rank 0 has parameter bias [5] Float, rank " + last + " has nothing more"));
   auto frozen = torch::nn::Linear(10, 5);
@@ -358,26 +362,26 @@ RANK_TEST("a model that differs between ranks is refused everywhere, with the pa
 TEST_CASE("wrong options are refused", "[ddp]") {
   const auto group = ddpkit::init_process_group({.backend = "shm", .environment = ddpkit::LaunchEnvironment{}});
   torch::nn::Linear model(2, 2);
-  CHECK_THROWS_WITH(DistributedDataParallel(model, group, {.bucket_cap_mb = 0}), ContainsSubstring("bucket_cap_mb is 0"));
+  CHECK_THROWS_WITH(DistributedDataParallel(model, group, {.bucket_cap_mb = 0}),
+                    ContainsSubstring("bucket_cap_mb is 0"));
   CHECK_THROWS_AS(DistributedDataParallel(torch::nn::ReLU(), group), ddpkit::InvalidArgument);
 }
 
 TEST_CASE("DistributedDataParallel through gloo", "[ranks][gloo]") {
-  ddpkit::testing::on_ranks(
-      "DistributedDataParallel through gloo", 2,
-      [](ProcessGroup& group) {
-        auto reference = many_kinds(0);
-        train_alone(*reference, "sgd", 5);
-        auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
-        DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001});
-        auto optimizer = make_optimizer("sgd", unique_parameters(*model));
-        for (int step = 0; step < 5; ++step) {
-          const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
-          optimizer->zero_grad();
-          loss_of(ddp(batch.data), batch).backward();
-          optimizer->step();
-        }
-        CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
-      },
-      {.backend = "gloo"});
+  ddpkit::testing::on_ranks("DistributedDataParallel through gloo", 2,
+                            [](ProcessGroup& group) {
+                              auto reference = many_kinds(0);
+                              train_alone(*reference, "sgd", 5);
+                              auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
+                              DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001});
+                              auto optimizer = make_optimizer("sgd", unique_parameters(*model));
+                              for (int step = 0; step < 5; ++step) {
+                                const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+                                optimizer->zero_grad();
+                                loss_of(ddp(batch.data), batch).backward();
+                                optimizer->step();
+                              }
+                              CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
+                            },
+                            {.backend = "gloo"});
 }

@@ -80,19 +80,18 @@ RANK_TEST("wrong arguments are refused before anything is sent", "[shm][errors]"
 }
 
 TEST_CASE("a killed rank is named to the others", "[ranks][shm][errors]") {
-  ddpkit::testing::on_ranks(
-      "a killed rank is named to the others", 4,
-      [](ProcessGroup& group) {
-        group.barrier();
-        if (group.rank() == 3) ::kill(::getpid(), SIGKILL);
-        const auto start = std::chrono::steady_clock::now();
-        const auto error = caught<PeerLost>([&] { group.all_reduce(torch::ones({100})); });
-        CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(30));
-        CHECK_THAT(error.what(), ContainsSubstring("rank 3 (pid "));
-        CHECK_THAT(error.what(), ContainsSubstring("all_reduce(sum) of 100 float32"));
-        CHECK(error.context().rank == 3);
-      },
-      {.doomed = {3}});
+  ddpkit::testing::on_ranks("a killed rank is named to the others", 4,
+                            [](ProcessGroup& group) {
+                              group.barrier();
+                              if (group.rank() == 3) ::kill(::getpid(), SIGKILL);
+                              const auto start = std::chrono::steady_clock::now();
+                              const auto error = caught<PeerLost>([&] { group.all_reduce(torch::ones({100})); });
+                              CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(30));
+                              CHECK_THAT(error.what(), ContainsSubstring("rank 3 (pid "));
+                              CHECK_THAT(error.what(), ContainsSubstring("all_reduce(sum) of 100 float32"));
+                              CHECK(error.context().rank == 3);
+                            },
+                            {.doomed = {3}});
 }
 
 RANK_TEST("a rank that leaves early is named", "[shm][errors]", 2) {

@@ -75,33 +75,33 @@ TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm
     std::mt19937 dice(static_cast<unsigned>(this_round));
     const int victim = static_cast<int>(dice() % kRanks);
     const auto delay = std::chrono::microseconds(dice() % 30000);
-    ddpkit::testing::on_ranks(
-        "ranks killed at random moments are named to the others", kRanks,
-        [&](ddpkit::ProcessGroup& group) {
-          const std::string mark = std::string(std::getenv("DDPKIT_TEST_FOLDER")) + "/killed-at";
-          std::thread killer;
-          if (group.rank() == victim) {
-            killer = std::thread([&] {
-              std::this_thread::sleep_for(delay);
-              std::ofstream(mark) << std::fixed << now_seconds() << std::flush;
-              ::kill(::getpid(), SIGKILL);
-            });
-            killer.detach();
-          }
-          std::mt19937 random(static_cast<unsigned>(this_round));
-          try {
-            work_for_ever(group, random);
-          } catch (const ddpkit::PeerLost& error) {
-            double killed_at = 0;
-            std::ifstream(mark) >> killed_at;
-            std::cout << "known after " << now_seconds() - killed_at << " s: " << error.what() << std::endl;
-            CHECK(error.context().rank == victim);
-            CHECK(now_seconds() - killed_at < 30);
-            if (const char* log = std::getenv("DDPKIT_TEST_KILL_LOG"))
-              std::ofstream(log, std::ios::app) << now_seconds() - killed_at << '\n';
-          }
-        },
-        {.doomed = {victim}, .environment = {{"DDPKIT_TEST_ROUND", std::to_string(round)}}});
+    ddpkit::testing::on_ranks("ranks killed at random moments are named to the others", kRanks,
+                              [&](ddpkit::ProcessGroup& group) {
+                                const std::string mark = std::string(std::getenv("DDPKIT_TEST_FOLDER")) + "/killed-at";
+                                std::thread killer;
+                                if (group.rank() == victim) {
+                                  killer = std::thread([&] {
+                                    std::this_thread::sleep_for(delay);
+                                    std::ofstream(mark) << std::fixed << now_seconds() << std::flush;
+                                    ::kill(::getpid(), SIGKILL);
+                                  });
+                                  killer.detach();
+                                }
+                                std::mt19937 random(static_cast<unsigned>(this_round));
+                                try {
+                                  work_for_ever(group, random);
+                                } catch (const ddpkit::PeerLost& error) {
+                                  double killed_at = 0;
+                                  std::ifstream(mark) >> killed_at;
+                                  std::cout << "known after " << now_seconds() - killed_at << " s: " << error.what()
+                                            << std::endl;
+                                  CHECK(error.context().rank == victim);
+                                  CHECK(now_seconds() - killed_at < 30);
+                                  if (const char* log = std::getenv("DDPKIT_TEST_KILL_LOG"))
+                                    std::ofstream(log, std::ios::app) << now_seconds() - killed_at << '\n';
+                                }
+                              },
+                              {.doomed = {victim}, .environment = {{"DDPKIT_TEST_ROUND", std::to_string(round)}}});
     if (std::getenv("DDPKIT_TEST_ROUND")) return;  // A rank's process runs its own round alone.
   }
   if (std::filesystem::exists("/dev/shm")) CHECK(entries("/dev/shm") == before);

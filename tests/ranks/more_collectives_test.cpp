@@ -35,7 +35,8 @@ RANK_TEST("reduce gives the root the sum", "[shm]", 1, 2, 3, 5) {
     for (int root = 0; root < group.world_size(); ++root) {
       torch::Tensor tensor = part(group.rank(), {size});
       group.reduce(tensor, root);
-      CHECK(torch::equal(tensor, group.rank() == root ? sum_of_parts(group.world_size(), {size}) : part(group.rank(), {size})));
+      CHECK(torch::equal(tensor,
+                         group.rank() == root ? sum_of_parts(group.world_size(), {size}) : part(group.rank(), {size})));
     }
   }
 }
@@ -89,7 +90,8 @@ RANK_TEST("all_to_all with uneven splits", "[shm]", 1, 2, 3, 5) {
     for (int r = 0; r < group.world_size(); ++r) total += rows(rank, r);
     return part(rank, {total, 2});
   };
-  torch::Tensor output = torch::full({std::accumulate(output_splits.begin(), output_splits.end(), std::int64_t{0}), 2}, -1.0f);
+  torch::Tensor output =
+      torch::full({std::accumulate(output_splits.begin(), output_splits.end(), std::int64_t{0}), 2}, -1.0f);
   group.all_to_all(output, input_of(group.rank()), output_splits, input_splits);
   std::int64_t begin = 0;
   for (int r = 0; r < group.world_size(); ++r) {

@@ -84,7 +84,7 @@ class RandomRun {
   void start(std::uint64_t number) {
     const std::size_t which = draw(groups_.size());
     const std::uint64_t kind = draw(9);
-    constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar, at::kShort, at::kInt,      at::kLong,
+    constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar,  at::kShort,  at::kInt,      at::kLong,
                                          at::kHalf, at::kFloat, at::kDouble, at::kBFloat16, at::kBool};
     const at::ScalarType dtype = kTypes[draw(10)];
     constexpr std::int64_t kScales[] = {1, 10, 100, 1000, 1000, 10000, 100000};
@@ -109,7 +109,8 @@ class RandomRun {
     const auto row = [&](const torch::Tensor& rows, int index) { return rows.view({ranks, numel})[index]; };
     const ProcessGroup& group = target.group;
     const std::string what = "collective " + std::to_string(number) + ", kind " + std::to_string(kind) + ", " +
-                             std::to_string(numel) + " of " + c10::toString(dtype) + " in group " + std::to_string(which);
+                             std::to_string(numel) + " of " + c10::toString(dtype) + " in group " +
+                             std::to_string(which);
     torch::Tensor actual, expected;
     Work work;
     switch (kind) {
@@ -154,7 +155,8 @@ class RandomRun {
         std::vector<torch::Tensor> rows;
         for (const auto& part : everybody(ranks * numel)) rows.push_back(row(part, me));
         expected = torch::cat(rows);
-        group.all_to_all(actual.view({ranks, numel}), data_of(number, rank_, ranks * numel, dtype).view({ranks, numel}));
+        group.all_to_all(actual.view({ranks, numel}),
+                         data_of(number, rank_, ranks * numel, dtype).view({ranks, numel}));
         break;
       }
       case 7: {
@@ -166,7 +168,8 @@ class RandomRun {
       default: {
         // A ring of messages.
         actual = torch::empty({numel}, dtype);
-        const int next = (me + 1) % static_cast<int>(ranks), before = (me + static_cast<int>(ranks) - 1) % static_cast<int>(ranks);
+        const int next = (me + 1) % static_cast<int>(ranks),
+                  before = (me + static_cast<int>(ranks) - 1) % static_cast<int>(ranks);
         expected = data_of(number, target.members[static_cast<std::size_t>(before)], numel, dtype);
         (void)group.send_async(data_of(number, rank_, numel, dtype), next, static_cast<int>(number % 3));
         group.recv(actual, before, static_cast<int>(number % 3));

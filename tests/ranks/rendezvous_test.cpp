@@ -58,10 +58,10 @@ TEST_CASE("an unreachable master is an error when the timeout ends", "[rendezvou
     const TakenPort taken;
     free_port = taken.port();
   }
-  CHECK_THROWS_WITH(init_process_group({.backend = "shm",
-                                        .timeout = std::chrono::milliseconds(300),
-                                        .environment = rank_of_two(1, free_port)}),
-                    ContainsSubstring("cannot reach rank 0 at 127.0.0.1:" + std::to_string(free_port)));
+  CHECK_THROWS_WITH(
+      init_process_group(
+          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(1, free_port)}),
+      ContainsSubstring("cannot reach rank 0 at 127.0.0.1:" + std::to_string(free_port)));
 }
 
 TEST_CASE("ranks that do not come are named", "[rendezvous]") {
@@ -70,15 +70,16 @@ TEST_CASE("ranks that do not come are named", "[rendezvous]") {
     const TakenPort taken;
     free_port = taken.port();
   }
-  CHECK_THROWS_WITH(init_process_group({.backend = "shm",
-                                        .timeout = std::chrono::milliseconds(300),
-                                        .environment = rank_of_two(0, free_port)}),
-                    ContainsSubstring("rank 1 of 2 did not come within 0.3 s"));
+  CHECK_THROWS_WITH(
+      init_process_group(
+          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(0, free_port)}),
+      ContainsSubstring("rank 1 of 2 did not come within 0.3 s"));
 }
 
 TEST_CASE("a host name that does not resolve is an error", "[rendezvous]") {
-  CHECK_THROWS_WITH(init_process_group({.backend = "shm", .environment = rank_of_two(1, 29500, "no-such-host.invalid")}),
-                    ContainsSubstring("MASTER_ADDR \"no-such-host.invalid\" does not resolve"));
+  CHECK_THROWS_WITH(
+      init_process_group({.backend = "shm", .environment = rank_of_two(1, 29500, "no-such-host.invalid")}),
+      ContainsSubstring("MASTER_ADDR \"no-such-host.invalid\" does not resolve"));
 }
 
 TEST_CASE("an unknown backend is refused with the known ones", "[rendezvous]") {

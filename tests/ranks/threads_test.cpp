@@ -151,23 +151,28 @@ class MixedCalls {
         break;
       case 3:
         tensor = tensor_of(numel, mine);
-        expect(group_.broadcast_async(tensor, root), [=](std::int64_t i) { return value(number, root, i); }, "broadcast");
+        expect(
+            group_.broadcast_async(tensor, root), [=](std::int64_t i) { return value(number, root, i); }, "broadcast");
         break;
       case 4:
         tensor = at::empty({ranks_ * numel}, at::kInt);
-        expect(group_.all_gather_into_async(tensor, tensor_of(numel, mine)),
-               [=](std::int64_t i) { return value(number, static_cast<int>(i / numel), i % numel); }, "all_gather");
+        expect(
+            group_.all_gather_into_async(tensor, tensor_of(numel, mine)),
+            [=](std::int64_t i) { return value(number, static_cast<int>(i / numel), i % numel); }, "all_gather");
         break;
       case 5:
         tensor = at::empty({numel}, at::kInt);
-        expect(group_.reduce_scatter_async(tensor, tensor_of(ranks_ * numel, mine)),
-               [=, this](std::int64_t i) { return sum(me_ * numel + i); }, "reduce_scatter");
+        expect(
+            group_.reduce_scatter_async(tensor, tensor_of(ranks_ * numel, mine)),
+            [=, this](std::int64_t i) { return sum(me_ * numel + i); }, "reduce_scatter");
         break;
       case 6:
         tensor = at::empty({ranks_ * numel}, at::kInt);
         group_.all_to_all(tensor, tensor_of(ranks_ * numel, mine));
-        expect({}, [=, this](std::int64_t i) { return value(number, static_cast<int>(i / numel), me_ * numel + i % numel); },
-               "all_to_all");
+        expect(
+            {},
+            [=, this](std::int64_t i) { return value(number, static_cast<int>(i / numel), me_ * numel + i % numel); },
+            "all_to_all");
         break;
       case 7: {
         // A ring of messages. Nobody waits for the send: it finishes in the background.
@@ -175,10 +180,12 @@ class MixedCalls {
         (void)group_.send_async(tensor_of(numel, mine), next, number % 3);
         if (odd_one_out && ranks_ == 2) {
           require(group_.recv_any(tensor, number % 3) == before, "a message from another rank");
-          expect({}, [=](std::int64_t i) { return value(number, before, i); }, "recv_any");
+          expect(
+              {}, [=](std::int64_t i) { return value(number, before, i); }, "recv_any");
         } else {
-          expect(group_.recv_async(tensor, before, number % 3), [=](std::int64_t i) { return value(number, before, i); },
-                 "recv");
+          expect(
+              group_.recv_async(tensor, before, number % 3), [=](std::int64_t i) { return value(number, before, i); },
+              "recv");
         }
         break;
       }
@@ -237,9 +244,9 @@ TEST_CASE("ranks that are threads: many small all-reduces", "[shm][threads]") {
     for (int number = 0; number < 1000; ++number) {
       fill(tensor, [&](std::int64_t i) { return value(number, group.rank(), i); });
       group.all_reduce(tensor);
-      check(tensor,
-            [&](std::int64_t i) { return value(number, 0, i) + value(number, 1, i) + value(number, 2, i); },
-            "all_reduce " + std::to_string(number));
+      check(
+          tensor, [&](std::int64_t i) { return value(number, 0, i) + value(number, 1, i) + value(number, 2, i); },
+          "all_reduce " + std::to_string(number));
     }
   });
 }

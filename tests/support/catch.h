@@ -13,8 +13,8 @@ inline auto ContainsSubstring(const std::string& text) { return Catch::Matchers:
 #include <iostream>
 
 /// Ends the test as skipped (CTest reads the line) and says why.
-#define DDPKIT_SKIP(reason)                                \
-  do {                                                     \
-    std::cout << "[skipped] " << (reason) << std::endl;    \
-    return;                                                \
+#define DDPKIT_SKIP(reason)                             \
+  do {                                                  \
+    std::cout << "[skipped] " << (reason) << std::endl; \
+    return;                                             \
   } while (false)

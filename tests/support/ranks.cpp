@@ -72,18 +72,17 @@ void on_ranks(const std::string& name, int ranks, const std::function<void(Proce
   }
   const TemporaryFolder folder;
   std::map<int, std::string> output;
-  std::vector<std::pair<std::string, std::string>> environment{{kWorldVariable, std::to_string(ranks)},
-                                                               {kFolderVariable, folder.path().string()},
-                                                               {"OMP_NUM_THREADS", "1"}};
+  std::vector<std::pair<std::string, std::string>> environment{
+      {kWorldVariable, std::to_string(ranks)}, {kFolderVariable, folder.path().string()}, {"OMP_NUM_THREADS", "1"}};
   environment.insert(environment.end(), options.environment.begin(), options.environment.end());
-  const LocalLaunchResult result = local_launch(
-      {.command = {std::filesystem::read_symlink("/proc/self/exe").string(), escaped(name)},
-       .ranks = ranks,
-       .environment = environment,
-       .time_limit = options.time_limit * DDPKIT_TEST_TIME_FACTOR,
-       .grace = std::chrono::seconds(1),
-       .stop_on_failure = options.doomed.empty(),
-       .on_output = [&output](int rank, const std::string& text) { output[rank] += text; }});
+  const LocalLaunchResult result =
+      local_launch({.command = {std::filesystem::read_symlink("/proc/self/exe").string(), escaped(name)},
+                    .ranks = ranks,
+                    .environment = environment,
+                    .time_limit = options.time_limit * DDPKIT_TEST_TIME_FACTOR,
+                    .grace = std::chrono::seconds(1),
+                    .stop_on_failure = options.doomed.empty(),
+                    .on_output = [&output](int rank, const std::string& text) { output[rank] += text; }});
   if (result.timed_out) {
     for (int rank = 0; rank < ranks; ++rank) UNSCOPED_INFO("output of rank " << rank << ":\n" << output[rank]);
     FAIL("the ranks did not end in time: a hang");

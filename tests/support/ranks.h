@@ -21,9 +21,9 @@ struct RankTestOptions {
   std::vector<std::pair<std::string, std::string>> environment = {};
 };
 
-/// The test called `name` (its full Catch2 name) on `ranks` processes. In the test's own process: starts this program once
-/// a rank with that test alone, waits, and fails with the output of the rank that failed, when one hangs, or when fewer
-/// ranks ran to the end than were asked for. In a rank's process: joins the group and runs `body`.
+/// The test called `name` (its full Catch2 name) on `ranks` processes. In the test's own process: starts this program
+/// once a rank with that test alone, waits, and fails with the output of the rank that failed, when one hangs, or when
+/// fewer ranks ran to the end than were asked for. In a rank's process: joins the group and runs `body`.
 void on_ranks(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body,
               const RankTestOptions& options = {});
 
@@ -40,7 +40,7 @@ void on_ranks(const std::string& name, std::initializer_list<int> world_sizes,
 /// RANK_TEST("all-reduce sums", "[shm]", 2, 4) { ... group ... }
 #define RANK_TEST(name, tags, ...) DDPKIT_RANK_TEST(name, tags, __COUNTER__, __VA_ARGS__)
 #define DDPKIT_RANK_TEST(name, tags, id, ...) DDPKIT_RANK_TEST_(name, tags, id, __VA_ARGS__)
-#define DDPKIT_RANK_TEST_(name, tags, id, ...)                                          \
-  static void rank_test_body_##id([[maybe_unused]] ddpkit::ProcessGroup& group);        \
+#define DDPKIT_RANK_TEST_(name, tags, id, ...)                                                             \
+  static void rank_test_body_##id([[maybe_unused]] ddpkit::ProcessGroup& group);                           \
   TEST_CASE(name, "[ranks]" tags) { ddpkit::testing::on_ranks(name, {__VA_ARGS__}, rank_test_body_##id); } \
   static void rank_test_body_##id([[maybe_unused]] ddpkit::ProcessGroup& group)

@@ -25,8 +25,8 @@ at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inpu
 }
 
 const std::vector<std::pair<DataType, at::ScalarType>> kTypes = {
-    {DataType::kUInt8, at::kByte},       {DataType::kInt8, at::kChar},    {DataType::kInt16, at::kShort},
-    {DataType::kInt32, at::kInt},        {DataType::kInt64, at::kLong},   {DataType::kFloat16, at::kHalf},
+    {DataType::kUInt8, at::kByte},        {DataType::kInt8, at::kChar},     {DataType::kInt16, at::kShort},
+    {DataType::kInt32, at::kInt},         {DataType::kInt64, at::kLong},    {DataType::kFloat16, at::kHalf},
     {DataType::kBFloat16, at::kBFloat16}, {DataType::kFloat32, at::kFloat}, {DataType::kFloat64, at::kDouble}};
 
 }  // namespace

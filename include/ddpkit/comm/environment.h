@@ -10,15 +10,15 @@ namespace ddpkit {
 
 /// Who this process is among the ranks of a job, as its launcher says in the environment.
 struct LaunchEnvironment {
-  int rank = 0;              ///< 0 .. world_size-1.
-  int local_rank = 0;        ///< Position among the ranks of this host: 0 .. local_world_size-1.
-  int world_size = 1;        ///< Ranks in the job.
-  int local_world_size = 1;  ///< Ranks on this host.
+  int rank = 0;                           ///< 0 .. world_size-1.
+  int local_rank = 0;                     ///< Position among the ranks of this host: 0 .. local_world_size-1.
+  int world_size = 1;                     ///< Ranks in the job.
+  int local_world_size = 1;               ///< Ranks on this host.
   std::string master_addr = "127.0.0.1";  ///< Host of the rendezvous store.
   std::uint16_t master_port = 29500;      ///< TCP port of the rendezvous store.
-  bool use_agent_store = false;  ///< The launcher itself serves the store (torchrun): no rank may bind the port.
-  std::string run_id;            ///< Keeps the keys of one run apart from another's, and of one restart.
-  std::string launcher = "none"; ///< "torchrun", "slurm", "openmpi" or "none": which variables were read.
+  bool use_agent_store = false;   ///< The launcher itself serves the store (torchrun): no rank may bind the port.
+  std::string run_id;             ///< Keeps the keys of one run apart from another's, and of one restart.
+  std::string launcher = "none";  ///< "torchrun", "slurm", "openmpi" or "none": which variables were read.
 };
 
 /// Looks up one environment variable; empty optional when it is not set.

@@ -35,8 +35,8 @@ struct LocalLaunchOptions {
 struct RankExit {
   int rank = -1;
   int pid = -1;
-  int exit_code = 0;      ///< Meaningful when `signal` is 0.
-  int signal = 0;         ///< Signal that killed it, 0 for none.
+  int exit_code = 0;               ///< Meaningful when `signal` is 0.
+  int signal = 0;                  ///< Signal that killed it, 0 for none.
   bool ended_by_launcher = false;  ///< It was told to stop because of another rank, a signal or the time limit.
 
   bool ok() const noexcept { return exit_code == 0 && signal == 0; }
@@ -46,10 +46,10 @@ struct RankExit {
 
 /// How a launch ended.
 struct LocalLaunchResult {
-  std::vector<RankExit> ranks;             ///< [rank]
-  std::optional<RankExit> first_failure;   ///< The rank that failed first, by itself.
-  bool timed_out = false;                  ///< The time limit ended it.
-  int stopped_by_signal = 0;               ///< The signal to this process that ended it, 0 for none.
+  std::vector<RankExit> ranks;            ///< [rank]
+  std::optional<RankExit> first_failure;  ///< The rank that failed first, by itself.
+  bool timed_out = false;                 ///< The time limit ended it.
+  int stopped_by_signal = 0;              ///< The signal to this process that ended it, 0 for none.
 
   /// What a shell expects: 0, the first failure's code, 128 + its signal, or 124 after the time limit.
   int exit_code() const noexcept;

@@ -55,16 +55,16 @@ class Work {
 
 /// A fixed set of ranks that call collectives together. A handle: copies are the same group.
 ///
-/// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend compares
-/// the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group come from one
-/// thread at a time.
+/// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
+/// compares the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group
+/// come from one thread at a time.
 class ProcessGroup {
  public:
   /// Wraps any c10d backend.
   ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, at::Device device,
                const LaunchEnvironment& environment = {});
 
-  int rank() const noexcept;              ///< 0 .. world_size()-1.
+  int rank() const noexcept;  ///< 0 .. world_size()-1.
   int world_size() const noexcept;
   int local_rank() const noexcept;        ///< Position on this host.
   int local_world_size() const noexcept;  ///< Ranks on this host.
@@ -91,8 +91,8 @@ class ProcessGroup {
   /// The reduction over all ranks, in rank `root`'s `tensor`; the others' stay as they are.
   void reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum) const;
 
-  /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements; both
-  /// contiguous.
+  /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements;
+  /// both contiguous.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum) const;
   [[nodiscard]] Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                           ReduceOp op = ReduceOp::kSum) const;
@@ -117,8 +117,8 @@ class ProcessGroup {
   /// From whichever rank sends first; returns its number.
   int recv_any(const at::Tensor& tensor, int tag = 0) const;
 
-  /// A group of the ranks in `ranks` (numbers in this group), renumbered in that order; empty on the others. Collective over
-  /// this whole group; every rank passes the same `ranks`. The groups' collectives are independent of each other.
+  /// A group of the ranks in `ranks` (numbers in this group), renumbered in that order; empty on the others. Collective
+  /// over this whole group; every rank passes the same `ranks`. The groups' collectives are independent of each other.
   std::optional<ProcessGroup> split(const std::vector<int>& ranks) const;
 
   /// Every rank's bytes, of any length. [rank]
@@ -148,7 +148,8 @@ class ProcessGroup {
 
 /// Options of init_process_group. What is left empty is chosen.
 struct InitOptions {
-  /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo elsewhere.
+  /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
+  /// elsewhere.
   std::string backend = {};
   /// Where the model goes. Empty: GPU number local_rank where this build and host have one, else the CPU.
   std::optional<at::Device> device = std::nullopt;

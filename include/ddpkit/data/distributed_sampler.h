@@ -15,7 +15,7 @@ namespace ddpkit {
 /// Names and defaults of Python's torch.utils.data.DistributedSampler.
 struct DistributedSamplerOptions {
   bool shuffle = true;
-  std::uint64_t seed = 0;   ///< The same on every rank.
+  std::uint64_t seed = 0;  ///< The same on every rank.
   /// Drop the tail so that the samples divide evenly over ranks; otherwise repeat samples from the front.
   bool drop_last = false;
 };

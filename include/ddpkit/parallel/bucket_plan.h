@@ -19,10 +19,10 @@ struct ParameterInfo {
 };
 
 /// Groups parameters into buckets that are reduced together. Parameters are taken from last to first, since backward
-/// makes their gradients about in that order; a bucket holds one dtype and device, and is closed when it reaches its cap
-/// (the first of each dtype and device `first_bucket_bytes`, so that communication starts early; the rest `bucket_bytes`).
-/// The parameter that reaches the cap is the bucket's last, as in c10d. Buckets are ordered by when they are complete: by
-/// the last gradient that each waits for.
+/// makes their gradients about in that order; a bucket holds one dtype and device, and is closed when it reaches its
+/// cap (the first of each dtype and device `first_bucket_bytes`, so that communication starts early; the rest
+/// `bucket_bytes`). The parameter that reaches the cap is the bucket's last, as in c10d. Buckets are ordered by when
+/// they are complete: by the last gradient that each waits for.
 ///
 /// A pure function: the same on every rank for the same model. Returns parameter indices. [bucket][position]
 std::vector<std::vector<std::size_t>> plan_buckets(const std::vector<ParameterInfo>& parameters,

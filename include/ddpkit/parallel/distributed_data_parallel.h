@@ -60,28 +60,29 @@ class DistributedDataParallelBase {
   std::unique_ptr<Reducer> reducer_;
 };
 
-/// Trains one copy of `module` on every rank of a group as if one process saw all their batches: the gradient after backward
-/// is the mean of the ranks' gradients, bit-identical on all of them, and its all-reduce runs while backward does.
+/// Trains one copy of `module` on every rank of a group as if one process saw all their batches: the gradient after
+/// backward is the mean of the ranks' gradients, bit-identical on all of them, and its all-reduce runs while backward
+/// does.
 ///
 ///     ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 50});
 ///     auto loss = torch::cross_entropy_loss(ddp(batch.data), batch.target);
 ///     loss.backward();
 ///
-/// The module stays the caller's own: save it, name its parameters, hand them to an optimizer as if it were not wrapped.
-/// It must be on its device, with every `requires_grad` set, before it is wrapped.
+/// The module stays the caller's own: save it, name its parameters, hand them to an optimizer as if it were not
+/// wrapped. It must be on its device, with every `requires_grad` set, before it is wrapped.
 template <class M>
 class DistributedDataParallel : public DistributedDataParallelBase {
  public:
-  /// Collective. Checks that the module has the same parameters and buffers on every rank (throws ModelMismatch on all of
-  /// them, naming the first that differs) and gives every rank rank 0's values.
+  /// Collective. Checks that the module has the same parameters and buffers on every rank (throws ModelMismatch on all
+  /// of them, naming the first that differs) and gives every rank rank 0's values.
   DistributedDataParallel(std::shared_ptr<M> module, ProcessGroup group,
                           const DistributedDataParallelOptions& options = {})
       : DistributedDataParallelBase(*module, std::move(group), options), module_(std::move(module)) {}
 
   /// A module made with TORCH_MODULE.
   template <class Holder>
-    requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
-  DistributedDataParallel(const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
+      const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
       : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
 
   /// The module's forward. Collective while training when there are buffers to broadcast.
@@ -104,11 +105,12 @@ class DistributedDataParallel : public DistributedDataParallelBase {
 };
 
 template <class Holder>
-  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
-DistributedDataParallel(const Holder&, ProcessGroup) -> DistributedDataParallel<typename Holder::ContainedType>;
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(const Holder&,
+                                                                                                 ProcessGroup)
+->DistributedDataParallel<typename Holder::ContainedType>;
 template <class Holder>
-  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
-DistributedDataParallel(const Holder&, ProcessGroup, DistributedDataParallelOptions)
-    -> DistributedDataParallel<typename Holder::ContainedType>;
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
+    const Holder&, ProcessGroup, DistributedDataParallelOptions)
+->DistributedDataParallel<typename Holder::ContainedType>;
 
 }  // namespace ddpkit

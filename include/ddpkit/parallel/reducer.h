@@ -28,24 +28,24 @@ struct ReducerOptions {
 struct BucketTiming {
   std::size_t bytes = 0;
   std::size_t parameters = 0;
-  std::chrono::steady_clock::time_point ready;    ///< Its last gradient was there.
-  std::chrono::steady_clock::time_point started;  ///< Its all-reduce was handed to the backend.
-  std::chrono::steady_clock::time_point finished; ///< Its result was waited for.
+  std::chrono::steady_clock::time_point ready;     ///< Its last gradient was there.
+  std::chrono::steady_clock::time_point started;   ///< Its all-reduce was handed to the backend.
+  std::chrono::steady_clock::time_point finished;  ///< Its result was waited for.
 };
 
 /// What happened in the last synchronised backward.
 struct BackwardTrace {
-  std::vector<BucketTiming> buckets;                       ///< [bucket], in the order they are reduced.
+  std::vector<BucketTiming> buckets;  ///< [bucket], in the order they are reduced.
   std::chrono::steady_clock::time_point first_gradient;
   std::chrono::steady_clock::time_point last_gradient;
 };
 
-/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators put each gradient into
-/// its bucket as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the last. After
-/// backward each parameter's gradient aliases its bucket's memory.
+/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators put each gradient
+/// into its bucket as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the
+/// last. After backward each parameter's gradient aliases its bucket's memory.
 ///
-/// Backward must give every parameter a gradient, in each rank; it throws on this rank, and tells the others, when it does
-/// not. One backward at a time. The parameters must outlive the reducer's last backward.
+/// Backward must give every parameter a gradient, in each rank; it throws on this rank, and tells the others, when it
+/// does not. One backward at a time. The parameters must outlive the reducer's last backward.
 class Reducer {
  public:
   /// Collective: allocates the buckets. `parameters` are those that want a gradient, each once, the same on all ranks.

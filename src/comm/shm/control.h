@@ -31,13 +31,13 @@ enum class CollectiveKind : std::uint8_t {
 /// What a rank says of a collective before it takes part. Ranks compare everything up to `segment`.
 struct CollectiveHeader {
   std::uint64_t sequence;
-  std::uint64_t numel;     ///< Of one piece; all-to-all: of this rank's largest piece, which others need not share.
+  std::uint64_t numel;  ///< Of one piece; all-to-all: of this rank's largest piece, which others need not share.
   CollectiveKind kind;
   std::uint8_t dtype;      ///< DataType
   std::uint8_t reduce_op;  ///< ReduceOp
   std::int32_t root;
-  std::uint32_t segment;   ///< Symmetric segment that holds the tensor; 0 for private memory.
-  std::uint64_t offset;    ///< Byte offset in that segment.
+  std::uint32_t segment;  ///< Symmetric segment that holds the tensor; 0 for private memory.
+  std::uint64_t offset;   ///< Byte offset in that segment.
 };
 
 /// How a rank's group ended before its time.
@@ -65,8 +65,8 @@ struct alignas(kCacheLine) RankBlock {
 
   alignas(kCacheLine) std::atomic<std::uint32_t> joined{0};  ///< The rank has mapped this memory.
   std::atomic<std::uint32_t> left{0};                        ///< The rank has given up its group in an orderly way.
-  std::atomic<std::uint32_t> failure{0};                     ///< FailureKind; what follows is complete before it is set.
-  std::int32_t culprit{-1};                                  ///< The rank at fault, -1 when there is none.
+  std::atomic<std::uint32_t> failure{0};  ///< FailureKind; what follows is complete before it is set.
+  std::int32_t culprit{-1};               ///< The rank at fault, -1 when there is none.
   std::int32_t pid{0};
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
@@ -79,7 +79,8 @@ struct alignas(kCacheLine) RankBlock {
 /// Bytes of messages from one rank to another that the receiver has not yet taken.
 inline constexpr std::size_t kChannelBytes = std::size_t{256} << 10;
 
-/// Carries messages from one rank to one other, in order: a ring of bytes. Each rank owns the channels that lead from it.
+/// Carries messages from one rank to one other, in order: a ring of bytes. Each rank owns the channels that lead from
+/// it.
 struct alignas(kCacheLine) ChannelBlock {
   alignas(kCacheLine) std::atomic<std::uint64_t> written{0};  ///< By the sender, since the beginning.
   alignas(kCacheLine) std::atomic<std::uint64_t> read{0};     ///< By the receiver.

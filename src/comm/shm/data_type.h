@@ -7,7 +7,18 @@
 namespace ddpkit::shm {
 
 /// Element types the engine can reduce. Complex tensors are reduced as pairs of their real type.
-enum class DataType : std::uint8_t { kUInt8, kInt8, kInt16, kInt32, kInt64, kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
+enum class DataType : std::uint8_t {
+  kUInt8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+  kBool
+};
 
 constexpr std::size_t size_of(DataType dtype) {
   switch (dtype) {

@@ -7,8 +7,8 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,27 +26,27 @@ namespace ddpkit::shm {
 
 /// Memory that all ranks map, at the same offsets of the same segment number, at addresses of their own.
 struct SymmetricSegment {
-  std::uint32_t id = 0;             ///< From 1, the same on all ranks.
-  std::vector<std::byte*> base;     ///< Rank r's pages, as mapped here. [rank]
-  std::size_t bytes = 0;            ///< Of each rank.
-  std::vector<Mapping> mappings;    ///< [rank]
+  std::uint32_t id = 0;           ///< From 1, the same on all ranks.
+  std::vector<std::byte*> base;   ///< Rank r's pages, as mapped here. [rank]
+  std::size_t bytes = 0;          ///< Of each rank.
+  std::vector<Mapping> mappings;  ///< [rank]
 };
 
 /// One collective, as asked for. Pointers are to dense memory of `numel` elements each.
 struct Request {
   CollectiveKind kind = CollectiveKind::kBarrier;
   DataType dtype = DataType::kUInt8;
-  Reduction op = Reduction::kSum;      ///< All-reduce, reduce, reduce-scatter.
-  int root = 0;                        ///< Reduce, broadcast, gather, scatter.
-  const void* input = nullptr;         ///< What this rank gives, where all ranks get the same.
-  void* output = nullptr;              ///< What this rank gets, where that is one piece. May be the input.
-  std::size_t numel = 0;               ///< Of a piece; all-to-all: of the largest piece sent.
-  std::vector<const void*> inputs = {};  ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
-  std::vector<void*> outputs = {};       ///< All-gather, gather (root), all-to-all: from each rank. [rank]
+  Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
+  int root = 0;                                 ///< Reduce, broadcast, gather, scatter.
+  const void* input = nullptr;                  ///< What this rank gives, where all ranks get the same.
+  void* output = nullptr;                       ///< What this rank gets, where that is one piece. May be the input.
+  std::size_t numel = 0;                        ///< Of a piece; all-to-all: of the largest piece sent.
+  std::vector<const void*> inputs = {};         ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
+  std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
-  std::shared_ptr<void> keep_alive = {};    ///< Whatever owns the pointers.
-  std::function<void()> on_finish = {};     ///< Runs once when it has succeeded, before it counts as finished.
+  std::shared_ptr<void> keep_alive = {};        ///< Whatever owns the pointers.
+  std::function<void()> on_finish = {};         ///< Runs once when it has succeeded, before it counts as finished.
 };
 
 /// A collective under way.
@@ -55,9 +55,9 @@ using OperationHandle = std::shared_ptr<Operation>;
 
 /// The collectives of one rank in one group of processes that share memory.
 ///
-/// There is no thread behind it. A collective moves on whenever one of the group's calls passes by: each post() and each
-/// turn of a wait() takes every collective under way as far as the other ranks allow, and never blocks in between. So with
-/// one core a rank nothing takes cycles from the training loop.
+/// There is no thread behind it. A collective moves on whenever one of the group's calls passes by: each post() and
+/// each turn of a wait() takes every collective under way as far as the other ranks allow, and never blocks in between.
+/// So with one core a rank nothing takes cycles from the training loop.
 ///
 /// Each collective is cut into tickets (chunks). A ticket goes through three steps on every rank, in order:
 ///   arrive   this rank's data is where the others can read it (its staging slot, or symmetric memory as it stands),
@@ -93,8 +93,8 @@ class Engine {
   bool test(const PendingHandle& pending);
   /// Blocks until it is finished; `timeout` counts from now, 0 is the group's default. Throws what it failed with.
   void wait(const PendingHandle& pending, std::chrono::milliseconds timeout = {});
-  /// Sees to it that it finishes though nobody waits for it, then calls `then` with what it failed with, or null. The one
-  /// thing that takes a thread; the thread sleeps while there is nothing to do.
+  /// Sees to it that it finishes though nobody waits for it, then calls `then` with what it failed with, or null. The
+  /// one thing that takes a thread; the thread sleeps while there is nothing to do.
   void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
   /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
@@ -177,14 +177,14 @@ class Engine {
   /// Collectives under way, oldest first, and the sequence number of the front one.
   std::deque<OperationHandle> operations_;
   std::uint64_t first_sequence_ = 0;
-  std::uint64_t resolved_ = 0;       ///< Collectives whose path, and so whose tickets, are known.
-  std::uint64_t next_ticket_ = 0;    ///< First ticket of the next collective to be resolved.
+  std::uint64_t resolved_ = 0;     ///< Collectives whose path, and so whose tickets, are known.
+  std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to be resolved.
   // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
-  bool raised_ = false;              ///< Counts have been raised that sleeping peers have not been told of.
+  bool raised_ = false;                 ///< Counts have been raised that sleeping peers have not been told of.
   std::vector<OperationHandle> spare_;  ///< Finished, for reuse: a small collective must not wait for the allocator.
-  std::vector<void*> parts_;  ///< Scratch: where each rank's part of a reduction lies. [rank]
+  std::vector<void*> parts_;            ///< Scratch: where each rank's part of a reduction lies. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;
   std::unique_ptr<Mailbox> mailbox_;

@@ -35,7 +35,7 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",  "broadcast",     "all_gather",
+  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",         "broadcast", "all_gather",
                                     "gather",  "scatter",    "reduce_scatter", "all_to_all"};
   const auto index = static_cast<std::size_t>(kind);
   return index < std::size(kNames) ? kNames[index] : "?";
@@ -78,8 +78,7 @@ void Engine::compare_headers(const Operation& operation) {
     agree = agree && same(block(r).headers[sequence % kMaxOutstanding], operation.header);
   if (agree) return;
   std::map<std::string, std::vector<int>> callers;
-  for (int r = 0; r < world_size_; ++r)
-    callers[describe(block(r).headers[sequence % kMaxOutstanding])].push_back(r);
+  for (int r = 0; r < world_size_; ++r) callers[describe(block(r).headers[sequence % kMaxOutstanding])].push_back(r);
   std::vector<std::string> parts;
   const std::vector<int>* fewest = nullptr;
   for (const auto& [call, ranks] : callers) {
@@ -145,14 +144,13 @@ void Engine::check_peers(const Message* message) {
   for (int r = 0; r < world_size_; ++r) {
     const auto kind = static_cast<FailureKind>(block(r).failure.load());
     if (r == rank_ || kind == FailureKind::kNone) continue;
-    const std::string text(block(r).failure_text.data(), strnlen(block(r).failure_text.data(), block(r).failure_text.size()));
+    const std::string text(block(r).failure_text.data(),
+                           strnlen(block(r).failure_text.data(), block(r).failure_text.size()));
     if (kind == FailureKind::kAborted) fail(kind, fmt::format("rank {} gave up: {}", r, text), r);
     const int culprit = block(r).culprit;
     fail(kind, text, culprit >= 0 ? std::optional(culprit) : std::nullopt);
   }
-  const auto gone = [&](int r) {
-    return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive();
-  };
+  const auto gone = [&](int r) { return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive(); };
   std::vector<int> dead;
   for (int r = 0; r < world_size_; ++r) {
     if (r != rank_ && gone(r)) dead.push_back(r);
@@ -168,7 +166,8 @@ void Engine::check_peers(const Message* message) {
     if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
     fail(FailureKind::kPeerLost,
          fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, block(r).pid,
-                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(message), last_call(r)),
+                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(message),
+                     last_call(r)),
          r);
   }
 }

@@ -44,9 +44,8 @@ void Engine::join() {
           throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, block(r).pid),
                          {.rank = r, .call = "rendezvous"});
         if (Clock::now() > deadline)
-          throw RendezvousError(
-              fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
-              {.rank = r, .call = "rendezvous"});
+          throw RendezvousError(fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
+                                {.rank = r, .call = "rendezvous"});
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       if (step == 1) watches_[static_cast<std::size_t>(r)] = ProcessWatch(block(r).pid);
@@ -95,8 +94,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
   const auto throw_first_error = [](const std::vector<Offer>& offers) {
     for (std::size_t r = 0; r < offers.size(); ++r) {
       if (offers[r].error[0])
-        throw Error(fmt::format("rank {}: {}", r, offers[r].error),
-                    {.rank = static_cast<int>(r), .call = "allocate"});
+        throw Error(fmt::format("rank {}: {}", r, offers[r].error), {.rank = static_cast<int>(r), .call = "allocate"});
     }
   };
 

@@ -56,7 +56,8 @@ bool Engine::progress() {
 void Engine::locate(Operation& operation) const {
   const Request& request = operation.request;
   operation.largest_piece = request.numel;
-  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output && operation.bytes() >= kStageBelow) {
+  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output &&
+      operation.bytes() >= kStageBelow) {
     const auto* data = static_cast<const std::byte*>(request.input);
     for (const auto& candidate : segments_) {
       auto segment = candidate.lock();
@@ -218,14 +219,13 @@ void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
   const bool symmetric = operation.path == Path::kSymmetric;
   const std::size_t size = operation.element_size();
   const std::size_t whole =
-      symmetric ? request.numel
-                : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket).count;
+      symmetric ? request.numel : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket).count;
   const Span slice = slice_of(whole, size, rank_, world_size_);
   if (slice.count == 0) return;
   // Everybody's slice, in rank order: the order of the sum, and so its bits, do not depend on who adds.
   for (int r = 0; r < world_size_; ++r) {
-    std::byte* start = symmetric ? operation.segment->base[static_cast<std::size_t>(r)] + operation.header.offset
-                                 : slot(r, ticket);
+    std::byte* start =
+        symmetric ? operation.segment->base[static_cast<std::size_t>(r)] + operation.header.offset : slot(r, ticket);
     parts_[static_cast<std::size_t>(r)] = start + slice.begin * size;
   }
   // Symmetric: the result goes straight to everybody. Staged: into this rank's own slot, from which the others take it.

@@ -22,8 +22,8 @@ constexpr milliseconds kNap(50);
 constexpr milliseconds kShortNap(1);
 /// Turns between two looks at the other groups.
 constexpr int kLookAround = 32;
-/// Turns of a waiting rank that has a core to itself: about 50 us, longer than a small collective, far shorter than what
-/// anybody would notice of a core taken from others.
+/// Turns of a waiting rank that has a core to itself: about 50 us, longer than a small collective, far shorter than
+/// what anybody would notice of a core taken from others.
 constexpr int kSpinTurns = 1000;
 /// Of these, the first do not even pause between two looks: a small collective is over by then.
 constexpr int kHotTurns = 100;
@@ -35,7 +35,9 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, millisecon
   ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &nap, nullptr, 0);
 }
 
-void futex_wake(std::atomic<std::uint32_t>& word) { ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void futex_wake(std::atomic<std::uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
 
 /// Between raising a count and looking who sleeps; sleep() has its counterpart.
 void full_barrier() {

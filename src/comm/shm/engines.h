@@ -27,8 +27,8 @@ class Engines {
     std::erase(engines_, engine);
     count_groups();
   }
-  /// Whether any group but that of `self` has something under way, after moving it on. Ranks of one group in one process
-  /// are threads, each of which moves itself on.
+  /// Whether any group but that of `self` has something under way, after moving it on. Ranks of one group in one
+  /// process are threads, each of which moves itself on.
   bool progress_others(const Engine* self) {
     if (groups_.load(std::memory_order_relaxed) < 2) return false;
     const std::unique_lock lock(mutex_, std::try_to_lock);

@@ -4,8 +4,8 @@
 
 namespace ddpkit::shm {
 
-#define DDPKIT_DECLARE_VARIANT(name)                                                                     \
-  bool reduce_##name(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs,         \
+#define DDPKIT_DECLARE_VARIANT(name)                                                             \
+  bool reduce_##name(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, \
                      std::size_t input_count, void* const* outputs, std::size_t output_count)
 DDPKIT_DECLARE_VARIANT(baseline);
 #if defined(__x86_64__)

@@ -36,7 +36,8 @@ struct Element<BFloat16> {
   static std::uint16_t store(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    // Whether it is a NaN is asked of the bits, not of the number: a comparison would keep the loop from being vectorised.
+    // Whether it is a NaN is asked of the bits, not of the number: a comparison would keep the loop from being
+    // vectorised.
     const std::uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
     return static_cast<std::uint16_t>(nan ? 0x7fc0u : rounded);
   }

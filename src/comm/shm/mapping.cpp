@@ -46,7 +46,8 @@ double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 
 class MappedPages {
  public:
   static MappedPages& all() {
-    static auto* mapped = new MappedPages;  // Never destroyed: a mapping may be the last thing that a program lets go of.
+    static auto* mapped =
+        new MappedPages;  // Never destroyed: a mapping may be the last thing that a program lets go of.
     return *mapped;
   }
 
@@ -64,7 +65,8 @@ class MappedPages {
     void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populate, fd, 0);
     if (data == MAP_FAILED) return nullptr;
     if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
-    std::shared_ptr<std::byte> pages(static_cast<std::byte*>(data), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); });
+    std::shared_ptr<std::byte> pages(static_cast<std::byte*>(data),
+                                     [bytes](std::byte* mapped) { ::munmap(mapped, bytes); });
     std::erase_if(pages_, [](const auto& entry) { return entry.second.expired(); });
     pages_[key] = pages;
     return pages;
@@ -113,10 +115,11 @@ Mapping Mapping::open(int pid, int fd, std::size_t bytes, Fill fill) {
   const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) {
     const int error = errno;
-    throw RendezvousError(fmt::format(
-        "cannot open the shared memory of process {} ({}: {}): the ranks must run on one host, in one container, as one "
-        "user; use the gloo backend otherwise",
-        pid, path, std::strerror(error)));
+    throw RendezvousError(
+        fmt::format("cannot open the shared memory of process {} ({}: {}): the ranks must run on one host, in one "
+                    "container, as one "
+                    "user; use the gloo backend otherwise",
+                    pid, path, std::strerror(error)));
   }
   Mapping mapping;
   mapping.pages_ = MappedPages::all().get(opened, bytes, fill);

@@ -21,13 +21,13 @@ class Mapping {
 
   enum class Fill { kNow, kOnTouch };
 
-  /// New pages, all zero. kNow: really there (the calling thread's NUMA policy places them); kOnTouch: each takes memory
-  /// only once it is used. `name` shows in /proc/PID/maps. Throws Error that says how much was asked for and how much there
-  /// is.
+  /// New pages, all zero. kNow: really there (the calling thread's NUMA policy places them); kOnTouch: each takes
+  /// memory only once it is used. `name` shows in /proc/PID/maps. Throws Error that says how much was asked for and how
+  /// much there is.
   static Mapping create(const std::string& name, std::size_t bytes, Fill fill = Fill::kNow);
 
-  /// The pages behind another process's descriptor; `pid` may be this process. Throws RendezvousError when that process is
-  /// not to be seen from here (another host, container or user).
+  /// The pages behind another process's descriptor; `pid` may be this process. Throws RendezvousError when that process
+  /// is not to be seen from here (another host, container or user).
   static Mapping open(int pid, int fd, std::size_t bytes, Fill fill = Fill::kNow);
 
   std::byte* data() const noexcept { return pages_.get(); }

@@ -72,8 +72,8 @@ bool Mailbox::take_early(Message& receive) {
   for (std::size_t p = 0; p < incoming_.size(); ++p) {
     if (receive.peer != kAnySource && receive.peer != static_cast<int>(p)) continue;
     auto& early = incoming_[p].early;
-    const auto found =
-        std::find_if(early.begin(), early.end(), [&](const Arrived& arrived) { return arrived.header.tag == receive.tag; });
+    const auto found = std::find_if(early.begin(), early.end(),
+                                    [&](const Arrived& arrived) { return arrived.header.tag == receive.tag; });
     if (found == early.end()) continue;
     check(receive, static_cast<int>(p), found->header);
     receive.peer = static_cast<int>(p);
@@ -87,10 +87,10 @@ bool Mailbox::take_early(Message& receive) {
 
 void Mailbox::check(const Message& receive, int peer, const MessageHeader& header) const {
   if (header.numel == receive.numel && header.dtype == static_cast<std::uint8_t>(receive.dtype)) return;
-  throw CollectiveMismatch(fmt::format("rank {} sent {} {} (tag {}) to rank {}, which called {}", peer, header.numel,
-                                       name_of(static_cast<DataType>(header.dtype)), header.tag, rank_,
-                                       describe(receive)),
-                           {.rank = peer, .call = "recv"});
+  throw CollectiveMismatch(
+      fmt::format("rank {} sent {} {} (tag {}) to rank {}, which called {}", peer, header.numel,
+                  name_of(static_cast<DataType>(header.dtype)), header.tag, rank_, describe(receive)),
+      {.rank = peer, .call = "recv"});
 }
 
 MessageHandle Mailbox::take_match(int peer, const MessageHeader& header) {
@@ -123,10 +123,9 @@ bool Mailbox::push(int peer) {
     std::memcpy(head, &header, sizeof header);
     while (message.done < sizeof header + message.bytes()) {
       const bool in_header = message.done < sizeof header;
-      const std::size_t count =
-          in_header ? write_some(channel, head + message.done, sizeof header - message.done)
-                    : write_some(channel, message.data + (message.done - sizeof header),
-                                 sizeof header + message.bytes() - message.done);
+      const std::size_t count = in_header ? write_some(channel, head + message.done, sizeof header - message.done)
+                                          : write_some(channel, message.data + (message.done - sizeof header),
+                                                       sizeof header + message.bytes() - message.done);
       if (count == 0) return moved;
       message.done += count;
       moved = true;

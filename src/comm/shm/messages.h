@@ -38,16 +38,16 @@ struct Message : Pending {
   enum class Kind { kSend, kReceive };
 
   Kind kind = Kind::kSend;
-  int peer = 0;                ///< kAnySource: whoever sends first; then who it was.
+  int peer = 0;  ///< kAnySource: whoever sends first; then who it was.
   int tag = 0;
   DataType dtype = DataType::kUInt8;
   std::size_t numel = 0;
-  std::byte* data = nullptr;   ///< numel elements, dense.
+  std::byte* data = nullptr;  ///< numel elements, dense.
   std::shared_ptr<void> keep_alive = {};
   std::function<void()> on_finish = {};
 
-  std::size_t done = 0;        ///< Bytes of header and data that have been through the channel.
-  bool matched = false;        ///< A receive for which the message has begun to come.
+  std::size_t done = 0;  ///< Bytes of header and data that have been through the channel.
+  bool matched = false;  ///< A receive for which the message has begun to come.
 
   std::size_t bytes() const { return numel * size_of(dtype); }
 };
@@ -58,8 +58,8 @@ inline constexpr int kAnySource = -1;
 /// "recv of 10 float32 from rank 1 (tag 0)".
 std::string describe(const Message& message);
 
-/// The messages of one rank: queues of sends for each peer, receives in the order they were asked for, and messages that
-/// came before anybody asked. Driven by the engine, under its mutex.
+/// The messages of one rank: queues of sends for each peer, receives in the order they were asked for, and messages
+/// that came before anybody asked. Driven by the engine, under its mutex.
 class Mailbox {
  public:
   /// `channels`: those that lead from rank r start at channels[r]; the one to rank p is channels[r][p].
@@ -68,8 +68,8 @@ class Mailbox {
   void post(MessageHandle message);
   bool idle() const noexcept { return receives_.empty() && sending_ == 0; }
 
-  /// Moves everything as far as the peers allow. Calls `ring(peer)` for each peer that may go on. Throws CollectiveMismatch
-  /// when a message has another size or type than its receive.
+  /// Moves everything as far as the peers allow. Calls `ring(peer)` for each peer that may go on. Throws
+  /// CollectiveMismatch when a message has another size or type than its receive.
   bool progress(const std::function<void(int peer)>& ring);
 
  private:
@@ -80,8 +80,8 @@ class Mailbox {
   struct Incoming {
     std::optional<MessageHeader> header;  ///< Of the message under way; its bytes follow.
     std::size_t done = 0;
-    MessageHandle receive;                ///< Where it goes; null: to `early`.
-    std::list<Arrived> early;             ///< Complete messages that nobody has asked for.
+    MessageHandle receive;     ///< Where it goes; null: to `early`.
+    std::list<Arrived> early;  ///< Complete messages that nobody has asked for.
     std::vector<std::byte> buffer;
   };
 
@@ -94,11 +94,11 @@ class Mailbox {
   bool take_early(Message& receive);
 
   int rank_;
-  std::vector<ChannelBlock*> channels_;        ///< [from rank]
+  std::vector<ChannelBlock*> channels_;          ///< [from rank]
   std::vector<std::list<MessageHandle>> sends_;  ///< [peer]
   std::size_t sending_ = 0;
   std::list<MessageHandle> receives_;
-  std::vector<Incoming> incoming_;             ///< [peer]
+  std::vector<Incoming> incoming_;  ///< [peer]
 };
 
 }  // namespace ddpkit::shm

@@ -10,8 +10,8 @@
 
 namespace ddpkit::shm {
 
-/// How a collective's data travels. Known at once for private memory; for symmetric memory only when every rank's header
-/// is there, since one rank with private memory makes all of them stage.
+/// How a collective's data travels. Known at once for private memory; for symmetric memory only when every rank's
+/// header is there, since one rank with private memory makes all of them stage.
 enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
 
 struct Operation : Pending {
@@ -19,7 +19,7 @@ struct Operation : Pending {
   CollectiveHeader header{};
   std::shared_ptr<SymmetricSegment> segment;  ///< Of the tensor; null for private memory.
   Path path = Path::kUnknown;
-  bool shared_reduce = false;    ///< Its tickets have a reduce step: each rank reduces a slice for all.
+  bool shared_reduce = false;  ///< Its tickets have a reduce step: each rank reduces a slice for all.
   std::uint64_t first_ticket = 0;
   std::uint64_t tickets = 0;
   std::size_t largest_piece = 0;  ///< Elements; all-to-all: of any rank, known when the headers are matched.
@@ -56,7 +56,8 @@ inline SlotLayout slot_layout(CollectiveKind kind, int world_size) {
   const bool each_its_own =
       kind == CollectiveKind::kScatter || kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
   SlotLayout layout;
-  if (kind == CollectiveKind::kAllToAll) layout.table_bytes = (ranks * sizeof(std::uint64_t) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  if (kind == CollectiveKind::kAllToAll)
+    layout.table_bytes = (ranks * sizeof(std::uint64_t) + kCacheLine - 1) / kCacheLine * kCacheLine;
   layout.pieces = each_its_own ? ranks : 1;
   layout.piece_bytes = (kSlotBytes - layout.table_bytes) / layout.pieces / kCacheLine * kCacheLine;
   return layout;
