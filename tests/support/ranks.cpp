@@ -1,7 +1,5 @@
 #include "support/ranks.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -15,30 +13,13 @@
 #include <ddpkit/comm/shm_backend.h>
 
 #include "support/catch.h"
+#include "support/folder.h"
 
 namespace ddpkit::testing {
 namespace {
 
 constexpr const char* kWorldVariable = "DDPKIT_TEST_WORLD";
 constexpr const char* kFolderVariable = "DDPKIT_TEST_FOLDER";
-
-/// A folder that is gone when the test is.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "ddpkit-test-XXXXXX").string();
-    if (!::mkdtemp(pattern.data())) throw std::runtime_error("no temporary folder");
-    path_ = pattern;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 std::string marker(const std::string& folder, int rank) { return fmt::format("{}/finished-{}", folder, rank); }
 
@@ -70,7 +51,7 @@ void on_ranks(const std::string& name, int ranks, const std::function<void(Proce
     if (std::atoi(world) == ranks) run_as_rank(body, options);
     return;
   }
-  const TemporaryFolder folder;
+  const Folder folder;
   std::map<int, std::string> output;
   std::vector<std::pair<std::string, std::string>> environment{
       {kWorldVariable, std::to_string(ranks)}, {kFolderVariable, folder.path().string()}, {"OMP_NUM_THREADS", "1"}};
