@@ -45,6 +45,8 @@ struct ProcessGroup::State {
 
 namespace {
 
+c10d::ReduceOp c10d_op(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
+
 c10::intrusive_ptr<c10d::Backend> create_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
                                                  const LaunchEnvironment& environment, at::Device device,
                                                  std::chrono::milliseconds timeout) {
@@ -84,7 +86,7 @@ const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const noexcept { re
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
-  options.reduceOp = static_cast<c10d::ReduceOp::RedOpType>(op);
+  options.reduceOp = c10d_op(op);
   return Work(state_->backend->allreduce(tensors, options));
 }
 
@@ -96,7 +98,7 @@ Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
 }
 
 void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
-  if (state_->own) return state_->own->all_reduce_now(tensor, static_cast<c10d::ReduceOp::RedOpType>(op));
+  if (state_->own) return state_->own->all_reduce_now(tensor, c10d_op(op));
   all_reduce_async(tensor, op).wait();
 }
 
@@ -109,8 +111,6 @@ std::vector<std::int64_t> stacked_sizes(int ranks, const at::Tensor& tensor) {
   sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
   return sizes;
 }
-
-c10d::ReduceOp c10d_op(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
 
 /// Flat: backends differ in which shapes they take, not in what they do.
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }

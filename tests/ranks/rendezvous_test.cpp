@@ -33,6 +33,9 @@ class TakenPort {
   std::uint16_t port_ = 0;
 };
 
+/// A port that nobody listens on.
+std::uint16_t free_port() { return TakenPort().port(); }
+
 LaunchEnvironment rank_of_two(int rank, std::uint16_t port, const std::string& address = "127.0.0.1") {
   LaunchEnvironment environment;
   environment.rank = environment.local_rank = rank;
@@ -53,26 +56,18 @@ TEST_CASE("a taken master port is an error with the port", "[rendezvous]") {
 }
 
 TEST_CASE("an unreachable master is an error when the timeout ends", "[rendezvous]") {
-  std::uint16_t free_port = 0;
-  {
-    const TakenPort taken;
-    free_port = taken.port();
-  }
+  const std::uint16_t port = free_port();
   CHECK_THROWS_WITH(
       init_process_group(
-          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(1, free_port)}),
-      ContainsSubstring("cannot reach rank 0 at 127.0.0.1:" + std::to_string(free_port)));
+          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(1, port)}),
+      ContainsSubstring("cannot reach rank 0 at 127.0.0.1:" + std::to_string(port)));
 }
 
 TEST_CASE("ranks that do not come are named", "[rendezvous]") {
-  std::uint16_t free_port = 0;
-  {
-    const TakenPort taken;
-    free_port = taken.port();
-  }
+  const std::uint16_t port = free_port();
   CHECK_THROWS_WITH(
       init_process_group(
-          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(0, free_port)}),
+          {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(0, port)}),
       ContainsSubstring("rank 1 of 2 did not come within 0.3 s"));
 }
 
