@@ -20,8 +20,13 @@ void reduce_in_place(benchmark::State& state, DataType dtype, std::size_t elemen
     to.push_back(buffer.data());
   }
   for (auto _ : state) {
-    ddpkit::shm::reduce(dtype, ddpkit::shm::Reduction::kSum, bytes / element_bytes, from.data(), inputs, to.data(),
-                        inputs);
+    ddpkit::shm::reduce({.dtype = dtype,
+                         .op = ddpkit::shm::Reduction::kSum,
+                         .numel = bytes / element_bytes,
+                         .inputs = from.data(),
+                         .input_count = inputs,
+                         .outputs = to.data(),
+                         .output_count = inputs});
     benchmark::ClobberMemory();
   }
   state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(2 * inputs * bytes));

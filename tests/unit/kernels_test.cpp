@@ -20,7 +20,13 @@ at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inpu
   for (const auto& input : inputs) pointers.push_back(input.const_data_ptr());
   at::Tensor output = at::empty_like(inputs[0]);
   void* outputs[] = {output.data_ptr()};
-  reduce(dtype, op, static_cast<std::size_t>(output.numel()), pointers.data(), pointers.size(), outputs, 1);
+  reduce({.dtype = dtype,
+          .op = op,
+          .numel = static_cast<std::size_t>(output.numel()),
+          .inputs = pointers.data(),
+          .input_count = pointers.size(),
+          .outputs = outputs,
+          .output_count = 1});
   return output;
 }
 
@@ -92,7 +98,38 @@ TEST_CASE("a reduction in place writes all outputs", "[kernels]") {
       pointers.push_back(tensors.back().data_ptr());
       sum += tensors.back();
     }
-    reduce(DataType::kFloat32, Reduction::kSum, 3000, pointers.data(), count, pointers.data(), count);
+    reduce({.dtype = DataType::kFloat32,
+            .op = Reduction::kSum,
+            .numel = 3000,
+            .inputs = pointers.data(),
+            .input_count = count,
+            .outputs = pointers.data(),
+            .output_count = count});
     for (const auto& tensor : tensors) CHECK(at::equal(tensor, sum));
+  }
+}
+
+TEST_CASE("a reduction copies something else on the way, and nothing beyond its end", "[kernels]") {
+  for (const auto& [dtype, scalar] : kTypes) {
+    for (const std::int64_t numel : {1, 511, 512, 513, 5000}) {
+      const at::Tensor a = numbers(scalar, numel, 1), b = numbers(scalar, numel, 2), other = numbers(scalar, numel, 3);
+      const at::Tensor sum = at::zeros({numel + 1}, scalar), copy = at::zeros({numel + 1}, scalar);
+      const void* inputs[] = {a.const_data_ptr(), b.const_data_ptr()};
+      void* outputs[] = {sum.data_ptr()};
+      reduce({.dtype = dtype,
+              .op = Reduction::kSum,
+              .numel = static_cast<std::size_t>(numel),
+              .inputs = inputs,
+              .input_count = 2,
+              .outputs = outputs,
+              .output_count = 1,
+              .copy_from = other.const_data_ptr(),
+              .copy_to = copy.data_ptr()});
+      INFO(name_of(dtype) << " numel " << numel);
+      CHECK(at::equal(sum.narrow(0, 0, numel), run(dtype, Reduction::kSum, {a, b})));
+      CHECK(at::equal(copy.narrow(0, 0, numel), other));
+      CHECK(sum[numel].item<double>() == 0);
+      CHECK(copy[numel].item<double>() == 0);
+    }
   }
 }

@@ -128,8 +128,15 @@ class Engine {
   void agree(Operation& operation) const;
   Operation* at(std::uint64_t sequence) const noexcept;
   void copy_in(const Operation& operation, std::uint64_t ticket);
+  void copy_others_slices(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
-  void copy_out(const Operation& operation, std::uint64_t ticket);
+  /// Whether the result of a reduction comes to this rank: of a reduce, the root alone.
+  bool wants_result(const Request& request) const noexcept {
+    return request.kind != CollectiveKind::kReduce || request.root == rank_;
+  }
+  /// Takes the result of a ticket, and copies this rank's data of ticket `along` in on the way.
+  void copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along);
+  bool slot_is_free(std::uint64_t ticket) const noexcept;
   std::byte* slot(int rank, std::uint64_t ticket) const noexcept;
   void locate(Operation& operation) const;
   void run_alone(Operation& operation);

@@ -14,6 +14,15 @@ namespace {
 constexpr std::size_t kStageBelow = 256;
 /// From this size on a staged chunk's reduction is shared between more than two ranks.
 constexpr std::size_t kShareFrom = std::size_t{16} << 10;
+/// Chunks that a rank copies in before it begins to reduce; the others it copies while it reduces earlier ones.
+constexpr std::uint64_t kAhead = kSlots / 2;
+
+/// Whether ticket `ticket` can be copied in while an earlier one is reduced.
+bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
+  return operation.request.kind == CollectiveKind::kAllReduce && operation.path == Path::kStaged &&
+         !operation.shared_reduce && ticket >= operation.first_ticket + kAhead &&
+         ticket + 1 < operation.first_ticket + operation.tickets;  // The last chunk may be a short one.
+}
 
 }  // namespace
 
@@ -114,14 +123,21 @@ void Engine::resolve() {
   }
 }
 
+/// The last user of its slot was ticket - kSlots.
+bool Engine::slot_is_free(std::uint64_t ticket) const noexcept {
+  return ticket < kSlots || all_reached(&Progress::finished, ticket - kSlots + 1);
+}
+
 bool Engine::arrive() {
   bool moved = false;
   while (arrive_sequence_ < resolved_) {
     const Operation& operation = *at(arrive_sequence_);
     const std::uint64_t ticket = mine().arrived.load(std::memory_order_relaxed);
     if (operation.path == Path::kStaged) {
-      // The slot's last user was ticket - kSlots.
-      if (ticket >= kSlots && !all_reached(&Progress::finished, ticket - kSlots + 1)) return moved;
+      if (!slot_is_free(ticket)) return moved;
+      // finish() will see to it.
+      if (can_copy_along(operation, ticket) && ticket >= mine().finished.load(std::memory_order_relaxed) + kAhead)
+        return moved;
       copy_in(operation, ticket);
     }
     raise(mine().arrived, ticket + 1);
@@ -159,7 +175,10 @@ bool Engine::finish() {
     if (ticket == mine().reduced.load(std::memory_order_relaxed)) return moved;
     Operation& operation = *operations_.front();
     if (operation.shared_reduce && !all_reached(&Progress::reduced, ticket + 1)) return moved;
-    copy_out(operation, ticket);
+    const std::uint64_t next = mine().arrived.load(std::memory_order_relaxed);
+    const bool along = can_copy_along(operation, next) && slot_is_free(next);
+    copy_out(operation, ticket, along ? std::optional(next) : std::nullopt);
+    if (along) raise(mine().arrived, next + 1);
     raise(mine().finished, ticket + 1);
     moved = true;
     if (ticket + 1 < operation.first_ticket + operation.tickets) continue;
@@ -180,6 +199,7 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   std::byte* const own = slot(rank_, ticket);
+  const auto self = static_cast<std::size_t>(rank_);  // What stays with this rank needs no slot.
   const auto copy_piece = [&](std::size_t piece, const void* input, std::size_t numel) {
     const Span span = chunk_of(numel, step, chunk);
     if (span.count == 0) return;
@@ -196,17 +216,24 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
       if (request.root != rank_) break;
       [[fallthrough]];
     case CollectiveKind::kReduceScatter:
-      for (std::size_t r = 0; r < layout.pieces; ++r) copy_piece(r, request.inputs[r], request.numel);
+      for (std::size_t r = 0; r < layout.pieces; ++r) {
+        if (r != self) copy_piece(r, request.inputs[r], request.numel);
+      }
       break;
     case CollectiveKind::kAllToAll:
       for (std::size_t r = 0; r < layout.pieces; ++r) {
         const std::uint64_t count = request.send_numel[r];
         std::memcpy(own + r * sizeof count, &count, sizeof count);
-        copy_piece(r, request.inputs[r], request.send_numel[r]);
+        if (r != self) copy_piece(r, request.inputs[r], request.send_numel[r]);
       }
       break;
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduce:
+      if (operation.shared_reduce) {
+        copy_others_slices(operation, ticket);
+        break;
+      }
+      [[fallthrough]];
     case CollectiveKind::kAllGather:
     case CollectiveKind::kGather:
       copy_piece(0, request.input, request.numel);
@@ -214,26 +241,56 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   }
 }
 
+/// What the peers reduce; this rank reduces its own slice from where it stands.
+void Engine::copy_others_slices(const Operation& operation, std::uint64_t ticket) {
+  const std::size_t size = operation.element_size();
+  const Span chunk = chunk_of(operation.request.numel, kSlotBytes / size, ticket - operation.first_ticket);
+  const auto* input = static_cast<const std::byte*>(operation.request.input) + chunk.begin * size;
+  for (int r = 0; r < world_size_; ++r) {
+    const Span slice = slice_of(chunk.count, size, r, world_size_);
+    if (r != rank_ && slice.count != 0)
+      std::memcpy(slot(rank_, ticket) + slice.begin * size, input + slice.begin * size, slice.count * size);
+  }
+}
+
 void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
   const Request& request = operation.request;
   const bool symmetric = operation.path == Path::kSymmetric;
   const std::size_t size = operation.element_size();
-  const std::size_t whole =
-      symmetric ? request.numel : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket).count;
-  const Span slice = slice_of(whole, size, rank_, world_size_);
+  const Span chunk =
+      symmetric ? Span{0, request.numel} : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket);
+  const Span slice = slice_of(chunk.count, size, rank_, world_size_);
   if (slice.count == 0) return;
+  const auto self = static_cast<std::size_t>(rank_);
   // Everybody's slice, in rank order: the order of the sum, and so its bits, do not depend on who adds.
   for (int r = 0; r < world_size_; ++r) {
     std::byte* start =
         symmetric ? operation.segment->base[static_cast<std::size_t>(r)] + operation.header.offset : slot(r, ticket);
     parts_[static_cast<std::size_t>(r)] = start + slice.begin * size;
   }
-  // Symmetric: the result goes straight to everybody. Staged: into this rank's own slot, from which the others take it.
-  void* const* outputs = symmetric ? parts_.data() : &parts_[static_cast<std::size_t>(rank_)];
-  reduce(request.dtype, request.op, slice.count, parts_.data(), parts_.size(), outputs, symmetric ? parts_.size() : 1);
+  // Symmetric: the result goes straight to everybody.
+  if (symmetric)
+    return reduce({.dtype = request.dtype,
+                   .op = request.op,
+                   .numel = slice.count,
+                   .inputs = parts_.data(),
+                   .input_count = parts_.size(),
+                   .outputs = parts_.data(),
+                   .output_count = parts_.size()});
+  // Staged: into this rank's slot, from which the others take it, and into its own output.
+  const std::size_t begin = (chunk.begin + slice.begin) * size;
+  void* outputs[] = {parts_[self], request.output ? static_cast<std::byte*>(request.output) + begin : nullptr};
+  parts_[self] = const_cast<std::byte*>(static_cast<const std::byte*>(request.input)) + begin;
+  reduce({.dtype = request.dtype,
+          .op = request.op,
+          .numel = slice.count,
+          .inputs = parts_.data(),
+          .input_count = parts_.size(),
+          .outputs = outputs,
+          .output_count = wants_result(request) ? 2u : 1u});
 }
 
-void Engine::copy_out(const Operation& operation, std::uint64_t ticket) {
+void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along) {
   const Request& request = operation.request;
   if (operation.path == Path::kSymmetric) return;
   const std::size_t size = operation.element_size();
@@ -241,37 +298,52 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket) {
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   const auto own = static_cast<std::size_t>(rank_);
-  const auto staged = [&](int rank, std::size_t piece) {
-    return slot(rank, ticket) + layout.table_bytes + piece * layout.piece_bytes;
+  // Piece `piece` of rank `rank`, which this rank's own never left: `input`.
+  const auto given = [&](int rank, std::size_t piece, const void* input) {
+    return rank == rank_ ? static_cast<const std::byte*>(input) + chunk * step * size
+                         : slot(rank, ticket) + layout.table_bytes + piece * layout.piece_bytes;
   };
   const auto copy_piece = [&](void* output, std::size_t numel, const std::byte* from) {
     const Span span = chunk_of(numel, step, chunk);
-    if (span.count != 0) std::memcpy(static_cast<std::byte*>(output) + span.begin * size, from, span.count * size);
+    std::byte* to = static_cast<std::byte*>(output) + span.begin * size;
+    if (span.count != 0 && to != from) std::memcpy(to, from, span.count * size);
   };
-  const auto reduce_piece = [&](std::size_t piece) {
+  const auto reduce_piece = [&](std::size_t piece, const void* input) {
     const Span span = chunk_of(request.numel, step, chunk);
     if (span.count == 0) return;
-    for (int r = 0; r < world_size_; ++r) parts_[static_cast<std::size_t>(r)] = staged(r, piece);
+    for (int r = 0; r < world_size_; ++r)
+      parts_[static_cast<std::size_t>(r)] = const_cast<std::byte*>(given(r, piece, input));
     void* output = static_cast<std::byte*>(request.output) + span.begin * size;
-    reduce(request.dtype, request.op, span.count, parts_.data(), parts_.size(), &output, 1);
+    reduce({.dtype = request.dtype,
+            .op = request.op,
+            .numel = span.count,
+            .inputs = parts_.data(),
+            .input_count = parts_.size(),
+            .outputs = &output,
+            .output_count = 1,
+            .copy_from =
+                along ? static_cast<const std::byte*>(request.input) + (*along - operation.first_ticket) * step * size
+                      : nullptr,
+            .copy_to = along ? slot(rank_, *along) : nullptr});
   };
   switch (request.kind) {
     case CollectiveKind::kBarrier:
       break;
     case CollectiveKind::kBroadcast:
-      if (request.root != rank_) copy_piece(request.output, request.numel, staged(request.root, 0));
+      if (request.root != rank_) copy_piece(request.output, request.numel, given(request.root, 0, nullptr));
       break;
     case CollectiveKind::kScatter:
-      copy_piece(request.output, request.numel, staged(request.root, own));
+      copy_piece(request.output, request.numel,
+                 given(request.root, own, request.root == rank_ ? request.inputs[own] : nullptr));
       break;
     case CollectiveKind::kReduceScatter:
-      reduce_piece(own);
+      reduce_piece(own, request.inputs[own]);
       break;
     case CollectiveKind::kAllToAll:
       for (int r = 0; r < world_size_; ++r) {
         const auto index = static_cast<std::size_t>(r);
         if (chunk == 0) compare_counts(operation, r, slot(r, ticket));
-        copy_piece(request.outputs[index], request.receive_numel[index], staged(r, own));
+        copy_piece(request.outputs[index], request.receive_numel[index], given(r, own, request.inputs[own]));
       }
       break;
     case CollectiveKind::kGather:
@@ -279,18 +351,17 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket) {
       [[fallthrough]];
     case CollectiveKind::kAllGather:
       for (int r = 0; r < world_size_; ++r)
-        copy_piece(request.outputs[static_cast<std::size_t>(r)], request.numel, staged(r, 0));
+        copy_piece(request.outputs[static_cast<std::size_t>(r)], request.numel, given(r, 0, request.input));
       break;
     case CollectiveKind::kReduce:
-      if (request.root != rank_) break;
-      [[fallthrough]];
     case CollectiveKind::kAllReduce: {
-      if (!operation.shared_reduce) return reduce_piece(0);
+      if (!wants_result(request)) break;
+      if (!operation.shared_reduce) return reduce_piece(0, request.input);
       const Span span = chunk_of(request.numel, step, chunk);
       std::byte* output = static_cast<std::byte*>(request.output) + span.begin * size;
       for (int r = 0; r < world_size_; ++r) {
         const Span slice = slice_of(span.count, size, r, world_size_);
-        if (slice.count != 0)
+        if (r != rank_ && slice.count != 0)
           std::memcpy(output + slice.begin * size, slot(r, ticket) + slice.begin * size, slice.count * size);
       }
       break;

@@ -4,13 +4,10 @@
 
 namespace ddpkit::shm {
 
-#define DDPKIT_DECLARE_VARIANT(name)                                                             \
-  bool reduce_##name(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, \
-                     std::size_t input_count, void* const* outputs, std::size_t output_count)
-DDPKIT_DECLARE_VARIANT(baseline);
+bool reduce_baseline(const ReduceArguments& arguments);
 #if defined(__x86_64__)
-DDPKIT_DECLARE_VARIANT(avx2);
-DDPKIT_DECLARE_VARIANT(avx512);
+bool reduce_avx2(const ReduceArguments& arguments);
+bool reduce_avx512(const ReduceArguments& arguments);
 #endif
 
 namespace {
@@ -54,10 +51,8 @@ bool supports(DataType dtype, Reduction op) {
   }
 }
 
-void reduce(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
-            void* const* outputs, std::size_t output_count) {
-  if (!chosen().function(dtype, op, numel, inputs, input_count, outputs, output_count))
-    throw std::logic_error("a reduction that supports() refuses");
+void reduce(const ReduceArguments& arguments) {
+  if (!chosen().function(arguments)) throw std::logic_error("a reduction that supports() refuses");
 }
 
 const char* kernel_variant() { return chosen().name; }

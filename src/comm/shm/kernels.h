@@ -14,11 +14,25 @@ enum class Reduction : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, k
 /// Whether `dtype` has this reduction: bitwise ones are for integers and bool.
 bool supports(DataType dtype, Reduction op);
 
-/// outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in that order whatever the processor, so that the bits are the
-/// same wherever it runs. float16 and bfloat16 are summed in float32 and rounded once. kAvg divides the sum by `count`.
-/// An output may be one of the inputs. Pointers need no alignment beyond their element's.
-void reduce(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
-            void* const* outputs, std::size_t output_count);
+/// What reduce() does: outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in that order whatever the processor, so
+/// that the bits are the same wherever it runs. float16 and bfloat16 are summed in float32 and rounded once. kAvg
+/// divides the sum by `input_count`. An output may be one of the inputs. Pointers need no alignment beyond their
+/// element's.
+struct ReduceArguments {
+  DataType dtype = DataType::kUInt8;
+  Reduction op = Reduction::kSum;
+  std::size_t numel = 0;
+  const void* const* inputs = nullptr;  ///< [input]
+  std::size_t input_count = 0;
+  void* const* outputs = nullptr;  ///< [output]
+  std::size_t output_count = 0;
+  /// Something else of `numel` elements to copy on the way, or null: a core that waits for one peer's lines to read and
+  /// for others to write gets both in little more time than either.
+  const void* copy_from = nullptr;
+  void* copy_to = nullptr;
+};
+
+void reduce(const ReduceArguments& arguments);
 
 /// Which variant reduce() uses here: "avx512", "avx2" or "baseline".
 const char* kernel_variant();

@@ -2,9 +2,6 @@
 
 namespace ddpkit::shm {
 
-bool reduce_baseline(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs,
-                     std::size_t input_count, void* const* outputs, std::size_t output_count) {
-  return reduce_any(dtype, op, numel, inputs, input_count, outputs, output_count);
-}
+bool reduce_baseline(const ReduceArguments& arguments) { return reduce_any(arguments); }
 
 }  // namespace ddpkit::shm

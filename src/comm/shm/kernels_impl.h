@@ -89,23 +89,38 @@ struct Bxor {
 
 /// Elements of one pass: the accumulators stay in the L1 cache.
 constexpr std::size_t kBlock = 1024;
+/// Bytes of one pass where there is something to copy: small enough for the processor to fetch the lines it will write
+/// next while it still waits for those it reads.
+constexpr std::size_t kCopyBlockBytes = 512;
+constexpr std::size_t kLineBytes = 64;
+
+/// Copies the part of a.copy_from that goes with elements [begin, begin + n), and asks for the lines that come next.
+template <class S>
+void copy_along(const ReduceArguments& a, std::size_t begin, std::size_t n) {
+  S* const to = static_cast<S*>(a.copy_to) + begin;
+  const S* const from = static_cast<const S*>(a.copy_from) + begin;
+  const std::size_t ahead = a.numel - begin - n < n ? a.numel - begin - n : n;
+  for (std::size_t i = 0; i < ahead; i += kLineBytes / sizeof(S)) __builtin_prefetch(to + n + i, 1, 3);
+  for (std::size_t i = 0; i < n; ++i) to[i] = from[i];
+}
 
 template <class T, class Op, bool kAverage>
-void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t input_count, void* const* outputs,
-                  std::size_t output_count) {
+void reduce_typed(const ReduceArguments& a) {
   using A = typename Element<T>::Accumulator;
   using S = typename Element<T>::Storage;
-  const A count = static_cast<A>(input_count);
+  const A count = static_cast<A>(a.input_count);
   A accumulator[kBlock];
-  for (std::size_t begin = 0; begin < numel; begin += kBlock) {
-    const std::size_t n = numel - begin < kBlock ? numel - begin : kBlock;
-    const S* first = static_cast<const S*>(inputs[0]) + begin;
-    if (input_count == 2 && output_count <= 2) {
+  const std::size_t block = a.copy_to ? kCopyBlockBytes / sizeof(S) : kBlock;
+  for (std::size_t begin = 0; begin < a.numel; begin += block) {
+    const std::size_t n = a.numel - begin < block ? a.numel - begin : block;
+    if (a.copy_to) copy_along<S>(a, begin, n);
+    const S* first = static_cast<const S*>(a.inputs[0]) + begin;
+    if (a.input_count == 2 && a.output_count <= 2) {
       // The common case, two ranks: one pass, nothing kept.
-      const S* second = static_cast<const S*>(inputs[1]) + begin;
-      S* out0 = static_cast<S*>(outputs[0]) + begin;
-      S* out1 = static_cast<S*>(outputs[output_count - 1]) + begin;
-      if (output_count == 1) {
+      const S* second = static_cast<const S*>(a.inputs[1]) + begin;
+      S* out0 = static_cast<S*>(a.outputs[0]) + begin;
+      S* out1 = static_cast<S*>(a.outputs[a.output_count - 1]) + begin;
+      if (a.output_count == 1) {
 #pragma GCC ivdep
         for (std::size_t i = 0; i < n; ++i) {
           A value = Op::apply(Element<T>::load(first[i]), Element<T>::load(second[i]));
@@ -125,16 +140,16 @@ void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t inpu
     }
 #pragma GCC ivdep
     for (std::size_t i = 0; i < n; ++i) accumulator[i] = Element<T>::load(first[i]);
-    for (std::size_t r = 1; r < input_count; ++r) {
-      const S* next = static_cast<const S*>(inputs[r]) + begin;
+    for (std::size_t r = 1; r < a.input_count; ++r) {
+      const S* next = static_cast<const S*>(a.inputs[r]) + begin;
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], Element<T>::load(next[i]));
     }
     if constexpr (kAverage) {
       for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(accumulator[i] / count);
     }
-    for (std::size_t k = 0; k < output_count; ++k) {
-      S* out = static_cast<S*>(outputs[k]) + begin;
+    for (std::size_t k = 0; k < a.output_count; ++k) {
+      S* out = static_cast<S*>(a.outputs[k]) + begin;
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) out[i] = Element<T>::store(accumulator[i]);
     }
@@ -142,36 +157,34 @@ void reduce_typed(std::size_t numel, const void* const* inputs, std::size_t inpu
 }
 
 template <class T>
-bool reduce_number(Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
-                   void* const* outputs, std::size_t output_count) {
+bool reduce_number(Reduction op, const ReduceArguments& a) {
   switch (op) {
     case Reduction::kSum:
-      return reduce_typed<T, Sum, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Sum, false>(a), true;
     case Reduction::kAvg:
-      return reduce_typed<T, Sum, true>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Sum, true>(a), true;
     case Reduction::kProduct:
-      return reduce_typed<T, Product, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Product, false>(a), true;
     case Reduction::kMin:
-      return reduce_typed<T, Min, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Min, false>(a), true;
     case Reduction::kMax:
-      return reduce_typed<T, Max, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Max, false>(a), true;
     default:
       return false;
   }
 }
 
 template <class T>
-bool reduce_integer(Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
-                    void* const* outputs, std::size_t output_count) {
+bool reduce_integer(Reduction op, const ReduceArguments& a) {
   switch (op) {
     case Reduction::kBand:
-      return reduce_typed<T, Band, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Band, false>(a), true;
     case Reduction::kBor:
-      return reduce_typed<T, Bor, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Bor, false>(a), true;
     case Reduction::kBxor:
-      return reduce_typed<T, Bxor, false>(numel, inputs, input_count, outputs, output_count), true;
+      return reduce_typed<T, Bxor, false>(a), true;
     default:
-      return reduce_number<T>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_number<T>(op, a);
   }
 }
 
@@ -189,29 +202,29 @@ Reduction for_bool(Reduction op) {
   }
 }
 
-bool reduce_any(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
-                void* const* outputs, std::size_t output_count) {
-  switch (dtype) {
+bool reduce_any(const ReduceArguments& a) {
+  const Reduction op = a.op;
+  switch (a.dtype) {
     case DataType::kUInt8:
-      return reduce_integer<std::uint8_t>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::uint8_t>(op, a);
     case DataType::kInt8:
-      return reduce_integer<std::int8_t>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::int8_t>(op, a);
     case DataType::kInt16:
-      return reduce_integer<std::int16_t>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::int16_t>(op, a);
     case DataType::kInt32:
-      return reduce_integer<std::int32_t>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::int32_t>(op, a);
     case DataType::kInt64:
-      return reduce_integer<std::int64_t>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::int64_t>(op, a);
     case DataType::kFloat16:
-      return reduce_number<_Float16>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_number<_Float16>(op, a);
     case DataType::kBFloat16:
-      return reduce_number<BFloat16>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_number<BFloat16>(op, a);
     case DataType::kFloat32:
-      return reduce_number<float>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_number<float>(op, a);
     case DataType::kFloat64:
-      return reduce_number<double>(op, numel, inputs, input_count, outputs, output_count);
+      return reduce_number<double>(op, a);
     case DataType::kBool:
-      return reduce_integer<std::uint8_t>(for_bool(op), numel, inputs, input_count, outputs, output_count);
+      return reduce_integer<std::uint8_t>(for_bool(op), a);
   }
   return false;
 }
