@@ -336,29 +336,4 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const Ptr<c10d::Store>& stor
                             options ? options->timeout : timeout_);
 }
 
-void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  check_tensor(tensor, "all_reduce");
-  if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    engine_->wait(start_all_reduce(tensor, op));
-    return;
-  }
-  engine_->run({.kind = CollectiveKind::kAllReduce,
-                .dtype = data_type(tensor),
-                .op = reduction(op, tensor, "all_reduce"),
-                .input = tensor.data_ptr(),
-                .output = tensor.data_ptr(),
-                .numel = element_count(tensor)});
-}
-
-at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const std::int64_t numel = c10::multiply_integers(sizes);
-  const auto bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
-  const auto options = at::TensorOptions(dtype).device(at::kCPU);
-  if (bytes == 0) return at::empty(sizes, options);
-  auto segment = engine_->allocate(bytes);
-  void* data = segment->base[static_cast<std::size_t>(rank_)];
-  return at::from_blob(
-      data, sizes, [segment](void*) mutable { segment.reset(); }, options);
-}
-
 }  // namespace ddpkit

@@ -1,11 +1,14 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
+#include <algorithm>
 #include <cmath>
 #include <unordered_set>
 
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+
+#include <torch/nn/modules/embedding.h>
 
 #include <ddpkit/comm/error.h>
 
@@ -18,11 +21,39 @@ std::string signature(const char* kind, const std::string& name, const at::Tenso
                      tensor.requires_grad() || std::string_view(kind) == "buffer" ? "" : " (wants no gradient)");
 }
 
+using Names = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// Those that are not among `ignored`; the ones found there are struck from it.
+Names without(const torch::OrderedDict<std::string, at::Tensor>& all, const std::vector<std::string>& ignored,
+              std::unordered_set<std::string>& unknown) {
+  Names names;
+  for (const auto& item : all) {
+    if (std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end()) {
+      names.emplace_back(item.key(), item.value());
+    } else {
+      unknown.erase(item.key());
+    }
+  }
+  return names;
+}
+
+/// Weights of embeddings made with sparse(true).
+std::unordered_set<const void*> sparse_weights(torch::nn::Module& module) {
+  std::unordered_set<const void*> weights;
+  for (const auto& child : module.modules(/*include_self=*/true)) {
+    if (const auto* embedding = child->as<torch::nn::Embedding>(); embedding && embedding->options.sparse())
+      weights.insert(embedding->weight.unsafeGetTensorImpl());
+    if (const auto* bag = child->as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse())
+      weights.insert(bag->weight.unsafeGetTensorImpl());
+  }
+  return weights;
+}
+
 /// One line a parameter and buffer: what must be the same on all ranks.
-std::vector<std::string> signatures(const torch::nn::Module& module) {
+std::vector<std::string> signatures(const Names& parameters, const Names& buffers) {
   std::vector<std::string> lines;
-  for (const auto& item : module.named_parameters()) lines.push_back(signature("parameter", item.key(), item.value()));
-  for (const auto& item : module.named_buffers()) lines.push_back(signature("buffer", item.key(), item.value()));
+  for (const auto& [name, tensor] : parameters) lines.push_back(signature("parameter", name, tensor));
+  for (const auto& [name, tensor] : buffers) lines.push_back(signature("buffer", name, tensor));
   return lines;
 }
 
@@ -36,9 +67,9 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
-void check_same_on_all_ranks(const torch::nn::Module& module, const ProcessGroup& group) {
+void check_same_on_all_ranks(const Names& parameters, const Names& buffers, const ProcessGroup& group) {
   if (group.world_size() == 1) return;
-  const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(signatures(module), "\n")));
+  const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(signatures(parameters, buffers), "\n")));
   const auto reference = split_lines(texts[0]);
   for (std::size_t r = 1; r < texts.size(); ++r) {
     if (texts[r] == texts[0]) continue;
@@ -82,18 +113,21 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
   }
 }
 
-std::vector<NamedParameter> trainable_parameters(const torch::nn::Module& module, const ProcessGroup& group) {
+std::vector<NamedParameter> trainable_parameters(torch::nn::Module& module, const Names& names,
+                                                 const ProcessGroup& group) {
   std::vector<NamedParameter> parameters;
+  const auto sparse = sparse_weights(module);
   // A tied parameter is registered under two names but has one gradient.
   std::unordered_set<const void*> seen;
-  for (const auto& item : module.named_parameters()) {
-    if (!item.value().requires_grad() || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    if (item.value().device() != group.device())
+  for (const auto& [name, tensor] : names) {
+    const void* identity = tensor.unsafeGetTensorImpl();
+    if (!tensor.requires_grad() || !seen.insert(identity).second) continue;
+    if (tensor.device() != group.device())
       throw InvalidArgument(
           fmt::format("parameter {} is on {}, but the group's device is {}: move the model first "
                       "(model->to(group.device()))",
-                      item.key(), item.value().device().str(), group.device().str()));
-    parameters.push_back({item.key(), item.value()});
+                      name, tensor.device().str(), group.device().str()));
+    parameters.push_back({.name = name, .tensor = tensor, .sparse = sparse.contains(identity)});
   }
   if (parameters.empty())
     throw InvalidArgument("DistributedDataParallel needs a module with at least one parameter that wants a gradient");
@@ -117,17 +151,27 @@ DistributedDataParallelBase::NoSync::~NoSync() { reducer_->set_synchronize(befor
 DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                                                          const DistributedDataParallelOptions& options)
     : group_(std::move(group)), module_(&module), options_(options) {
-  check_same_on_all_ranks(module, group_);
-  auto parameters = trainable_parameters(module, group_);
+  std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
+  const Names parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
+  const Names buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
+  if (!unknown.empty())
+    throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
+                                      fmt::join(unknown, ", ")));
+  check_same_on_all_ranks(parameters, buffers, group_);
+  auto trainable = trainable_parameters(module, parameters, group_);
   std::vector<at::Tensor> everything;
-  for (const at::Tensor& parameter : module.parameters()) everything.push_back(parameter);
-  for (const at::Tensor& buffer : module.buffers()) buffers_.push_back(buffer);
+  for (const auto& [name, parameter] : parameters) everything.push_back(parameter);
+  for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   everything.insert(everything.end(), buffers_.begin(), buffers_.end());
   broadcast_all(everything, group_);
-  reducer_ = std::make_unique<Reducer>(
-      std::move(parameters), group_,
-      ReducerOptions{.first_bucket_bytes = bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
-                     .bucket_bytes = bytes_of(options.bucket_cap_mb, "bucket_cap_mb")});
+  ReducerOptions reducer_options{.first_bucket_bytes = bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
+                                 .bucket_bytes = bytes_of(options.bucket_cap_mb, "bucket_cap_mb"),
+                                 .find_unused_parameters = options.find_unused_parameters,
+                                 .static_graph = options.static_graph,
+                                 .gradient_as_bucket_view = options.gradient_as_bucket_view,
+                                 .arena = options.arena};
+  if (options.arena_mb) reducer_options.arena_bytes = bytes_of(*options.arena_mb, "arena_mb");
+  reducer_ = std::make_unique<Reducer>(std::move(trainable), group_, reducer_options);
 }
 
 void DistributedDataParallelBase::before_forward() {

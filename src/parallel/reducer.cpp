@@ -6,9 +6,11 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <unordered_map>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,26 +18,17 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/parallel/bucket_plan.h>
 
+#include "parallel/debug.h"
+#include "parallel/gradient_memory.h"
+#include "parallel/graph.h"
+#include "parallel/sparse_gradient.h"
+
 namespace ddpkit {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Gradients start on cache lines of their own in a bucket, whatever the parameter before them measures.
-constexpr std::size_t kAlignment = 64;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-/// A tensor on part of `flat`'s memory, but not an autograd view of it: Optimizer::zero_grad() detaches gradients in
-/// place, which a view refuses.
-at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& like) {
-  const at::NoGradGuard no_grad;
-  // The layout AccumulateGrad prefers: the parameter's own where it is dense.
-  const bool dense = like.is_non_overlapping_and_dense();
-  const at::Tensor shaped = dense ? at::Tensor() : at::empty(like.sizes(), like.options().device(at::kMeta));
-  return at::empty({0}, flat.options())
-      .set_(flat.storage(), flat.storage_offset() + offset, like.sizes(), dense ? like.strides() : shaped.strides());
-}
+constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
 
 }  // namespace
 
@@ -46,41 +39,72 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   void install_hooks();
   void remove_hooks() noexcept;
+  void set_comm_hook(CommHook hook);
+  bool wants_outputs() const { return options_.find_unused_parameters && !graph_is_known() && synchronize; }
+  void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+  void join_backward();
+  std::optional<ArenaStats> arena() const { return memory_->arena(); }
 
   std::atomic<bool> synchronize{true};
   std::vector<std::vector<std::size_t>> plan;  ///< [bucket][position]
   std::optional<BackwardTrace> trace;
+  std::uint64_t backwards = 0;
+  int rebuilds = 0;
 
  private:
+  /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
   struct Slot {
     NamedParameter parameter;
     std::shared_ptr<torch::autograd::Node> accumulator = {};  ///< Autograd keeps only a weak reference.
     std::uintptr_t hook = 0;
-    std::size_t bucket = 0;
-    at::Tensor gradient = {};  ///< Aliases the bucket.
-    bool ready = false;
+    std::size_t bucket = kNoBucket;  ///< None for a sparse one.
+    bool fired = false;              ///< In this backward.
+    bool used = false;               ///< In any backward since the last synchronised one, this one included.
+    bool expected = true;            ///< Its bucket waits for it.
   };
   struct Bucket {
-    at::Tensor flat;
-    std::size_t pending = 0;  ///< Parameters without a gradient yet in this backward.
+    std::size_t bytes = 0;
+    std::size_t pending = 0;  ///< Expected gradients that are not there yet.
     Work work;
+    std::function<at::Tensor()> finish;
     BucketTiming timing;
   };
 
+  /// A static graph's used parameters are known from its first backward on.
+  bool graph_is_known() const { return options_.static_graph && used_anywhere_.defined(); }
+  bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
+  std::vector<ParameterInfo> infos() const;
+  void make_plan(const std::vector<std::size_t>& order);
+  void lay_out();
+
   void on_gradient(std::size_t index);
   void begin_backward();
-  void take_into_bucket(Slot& slot);
   void launch_complete_buckets();
+  void launch(std::size_t bucket);
   void end_backward();
+  void finish_backward();
+  void finish_dense();
+  void rebuild();
+  void note_arrival(std::size_t index);
   [[noreturn]] void throw_incomplete();
   void forget_backward() noexcept;
 
   ProcessGroup group_;
+  ReducerOptions options_;
+  CommHook comm_hook_;
   std::mutex mutex_;             ///< Gradients on several devices come from several threads.
   std::vector<Slot> slots_;      ///< [param]
+  std::size_t dense_ = 0;        ///< Slots of dense parameters.
   std::vector<Bucket> buckets_;  ///< [bucket]
+  std::unique_ptr<GradientMemory> memory_;
+  std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
   std::size_t next_bucket_ = 0;  ///< Buckets are reduced in this order on every rank, whatever order they fill in.
   bool in_backward_ = false;
+  bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
+  std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
+  at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
+  std::vector<bool> used_here_;        ///< In a static graph's first backward. [param]
+  std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
   Clock::time_point first_gradient_;
   Clock::time_point last_gradient_;
 };
@@ -103,34 +127,69 @@ class GradientHook : public torch::autograd::FunctionPostHook {
 }  // namespace
 
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
-    : group_(std::move(group)) {
+    : group_(std::move(group)), options_(options) {
+  std::stable_partition(parameters.begin(), parameters.end(), [](const auto& parameter) { return !parameter.sparse; });
+  for (NamedParameter& parameter : parameters) {
+    if (!parameter.sparse) ++dense_;
+    slots_.push_back({.parameter = std::move(parameter)});
+  }
+  reached_.resize(slots_.size());
+  lay_out();
+}
+
+std::vector<ParameterInfo> Reducer::Impl::infos() const {
   std::vector<ParameterInfo> infos;
-  for (const NamedParameter& parameter : parameters) {
-    infos.push_back({.numel = static_cast<std::size_t>(parameter.tensor.numel()),
-                     .dtype = parameter.tensor.scalar_type(),
-                     .device = parameter.tensor.device()});
+  for (std::size_t i = 0; i < dense_; ++i) {
+    const at::Tensor& tensor = slots_[i].parameter.tensor;
+    infos.push_back(
+        {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
   }
-  plan = plan_buckets(infos, options.first_bucket_bytes, options.bucket_bytes);
-  for (NamedParameter& parameter : parameters) slots_.push_back({.parameter = std::move(parameter)});
-  for (std::size_t b = 0; b < plan.size(); ++b) {
+  return infos;
+}
+
+/// Memory and buckets for the hook there is. Collective.
+void Reducer::Impl::lay_out() {
+  std::vector<NamedParameter> dense;
+  for (std::size_t i = 0; i < dense_; ++i) dense.push_back(slots_[i].parameter);
+  memory_ = std::make_unique<GradientMemory>(dense, group_,
+                                             GradientMemory::Options{.as_bucket_view = options_.gradient_as_bucket_view,
+                                                                     .flat = static_cast<bool>(comm_hook_),
+                                                                     .arena = options_.arena,
+                                                                     .arena_bytes = options_.arena_bytes});
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < dense_; ++i) order.push_back(i);
+  make_plan(order);
+}
+
+/// `order`: all dense parameters; the last one's gradient comes first.
+void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
+  const auto all = infos();
+  std::vector<ParameterInfo> ordered;
+  for (const std::size_t index : order) ordered.push_back(all[index]);
+  plan = plan_buckets(ordered, options_.first_bucket_bytes, options_.bucket_bytes);
+  buckets_.clear();
+  for (auto& members : plan) {
     Bucket& bucket = buckets_.emplace_back();
-    const at::ScalarType dtype = infos[plan[b][0]].dtype;
-    const std::size_t element = c10::elementSize(dtype);
-    std::vector<std::int64_t> offsets;
-    std::size_t bytes = 0;
-    for (const std::size_t index : plan[b]) {
-      offsets.push_back(static_cast<std::int64_t>(bytes / element));
-      bytes += aligned(infos[index].bytes());
+    for (std::size_t& index : members) {
+      index = order[index];
+      bucket.bytes += all[index].bytes();
+      slots_[index].bucket = buckets_.size() - 1;
     }
-    bucket.flat = group_.allocate({static_cast<std::int64_t>(bytes / element)}, dtype);
-    bucket.flat.zero_();
-    bucket.timing = {.bytes = bytes, .parameters = plan[b].size(), .ready = {}, .started = {}, .finished = {}};
-    for (std::size_t position = 0; position < plan[b].size(); ++position) {
-      Slot& slot = slots_[plan[b][position]];
-      slot.bucket = b;
-      slot.gradient = alias(bucket.flat, offsets[position], slot.parameter.tensor);
-    }
+    bucket.timing.bytes = bucket.bytes;
+    bucket.timing.parameters = members.size();
   }
+  memory_->lay_out(plan);
+}
+
+void Reducer::Impl::set_comm_hook(CommHook hook) {
+  const std::lock_guard lock(mutex_);
+  if (in_backward_) throw InvalidArgument("a communication hook cannot be set while backward runs");
+  const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
+  comm_hook_ = std::move(hook);
+  if (same_memory) return;
+  lay_out();
+  arrivals_.clear();
+  rebuilds = 0;
 }
 
 void Reducer::Impl::install_hooks() {
@@ -139,6 +198,7 @@ void Reducer::Impl::install_hooks() {
     slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     if (!slot.accumulator)
       throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
+    slot_of_[slot.accumulator.get()] = index;
     slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
       if (const auto self = weak.lock()) self->on_gradient(index);
     }));
@@ -152,11 +212,30 @@ void Reducer::Impl::remove_hooks() noexcept {
   }
 }
 
+void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(mutex_);
+  if (!has_hint_) reached_.assign(slots_.size(), false);
+  has_hint_ = true;
+  visit_graph(outputs, [this](torch::autograd::Node* node) {
+    if (const auto found = slot_of_.find(node); found != slot_of_.end()) reached_[found->second] = true;
+  });
+}
+
 void Reducer::Impl::begin_backward() {
   in_backward_ = true;
   next_bucket_ = 0;
-  for (std::size_t b = 0; b < buckets_.size(); ++b) buckets_[b].pending = plan[b].size();
-  for (Slot& slot : slots_) slot.ready = false;
+  for (Bucket& bucket : buckets_) bucket.pending = 0;
+  for (std::size_t index = 0; index < slots_.size(); ++index) {
+    Slot& slot = slots_[index];
+    slot.fired = false;
+    slot.expected = true;
+    if (graph_is_known()) {
+      slot.expected = used_here_[index];
+    } else if (options_.find_unused_parameters && has_hint_) {
+      slot.expected = reached_[index];
+    }
+    if (slot.expected && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
+  }
   first_gradient_ = Clock::now();
   // Runs when the whole graph has been walked, on the thread that called backward().
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
@@ -164,92 +243,216 @@ void Reducer::Impl::begin_backward() {
 
 void Reducer::Impl::on_gradient(std::size_t index) {
   const std::lock_guard lock(mutex_);
+  Slot& slot = slots_[index];
+  slot.used = true;
   if (!synchronize) return;
   try {
+    if (at::GradMode::is_enabled())
+      throw InvalidArgument(fmt::format(
+          "backward(create_graph=true) through DistributedDataParallel: the gradient of {} would lose its history when "
+          "it is averaged; use torch::autograd::grad(..., create_graph=true) for the inner derivative",
+          slot.parameter.name));
     // An earlier backward that threw half-way left its state behind.
-    if (in_backward_ && slots_[index].ready) forget_backward();
+    if (in_backward_ && slot.fired) forget_backward();
     if (!in_backward_) begin_backward();
-    Slot& slot = slots_[index];
-    take_into_bucket(slot);
-    slot.ready = true;
+    if (slot.bucket != kNoBucket && slot.bucket < next_bucket_)
+      throw Error(fmt::format("parameter {} got a gradient though no output of forward comes from it, after its bucket "
+                              "was reduced without it: find_unused_parameters and static_graph need the parameters "
+                              "that take part in the loss to be used in forward (and the same ones each time)",
+                              slot.parameter.name),
+                  {.rank = group_.rank(), .call = "backward", .bucket = slot.bucket});
+    slot.fired = true;
     last_gradient_ = Clock::now();
+    note_arrival(index);
+    const at::Tensor& gradient = slot.parameter.tensor.grad();
+    if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(slot.parameter.name, gradient, group_, backwards);
+    if (slot.parameter.sparse) return;
+    if (gradient.defined() && gradient.layout() != at::kStrided)
+      throw InvalidArgument(
+          fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
+                      "with sparse(true), by which DistributedDataParallel knows beforehand",
+                      slot.parameter.name));
+    memory_->take(index);
     Bucket& bucket = buckets_[slot.bucket];
-    if (--bucket.pending == 0) {
-      bucket.timing.ready = last_gradient_;
-      launch_complete_buckets();
-    }
+    bucket.timing.ready = last_gradient_;
+    if (slot.expected) --bucket.pending;
+    launch_complete_buckets();
   } catch (...) {
     forget_backward();
     throw;
   }
 }
 
-void Reducer::Impl::take_into_bucket(Slot& slot) {
-  const at::NoGradGuard no_grad;
-  at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
-  if (!gradient.defined()) return slot.gradient.zero_(), void();
-  if (gradient.layout() != at::kStrided)
-    throw InvalidArgument(fmt::format("the gradient of {} is sparse, which DistributedDataParallel does not reduce",
-                                      slot.parameter.name));
-  // Kept from the last backward, it has been accumulated in place.
-  if (gradient.data_ptr() == slot.gradient.data_ptr() && gradient.strides() == slot.gradient.strides()) return;
-  // Made afresh by autograd, as after zero_grad(set_to_none): moved into the bucket, which it aliases from now on.
-  slot.gradient.copy_(gradient);
-  gradient = slot.gradient;
+void Reducer::Impl::note_arrival(std::size_t index) {
+  if (rebuilds == 0 && index < dense_ && arrivals_.size() < dense_) arrivals_.push_back(index);
 }
 
 void Reducer::Impl::launch_complete_buckets() {
-  for (; next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0; ++next_bucket_) {
-    Bucket& bucket = buckets_[next_bucket_];
-    bucket.timing.started = Clock::now();
-    bucket.work = group_.all_reduce_async(bucket.flat, ReduceOp::kAvg);
+  // Which parameters a static graph uses is known only when its first backward ends.
+  if (options_.static_graph && !graph_is_known()) return;
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
+}
+
+void Reducer::Impl::launch(std::size_t b) {
+  Bucket& bucket = buckets_[b];
+  for (const std::size_t index : plan[b]) {
+    if (!slots_[index].fired) memory_->take_unused(index);
   }
+  bucket.timing.started = Clock::now();
+  if (!comm_hook_) {
+    bucket.work = memory_->start(b);
+    return;
+  }
+  GradBucket shown;
+  shown.index = b;
+  shown.is_last = b + 1 == buckets_.size();
+  shown.buffer = memory_->buffer(b);
+  for (const std::size_t index : plan[b]) {
+    shown.gradients.push_back(memory_->home(index));
+    shown.parameters.push_back(slots_[index].parameter.tensor);
+    shown.names.push_back(slots_[index].parameter.name);
+  }
+  const at::NoGradGuard no_grad;
+  PendingReduction pending = comm_hook_(shown);
+  bucket.work = std::move(pending.work);
+  bucket.finish = std::move(pending.finish);
 }
 
 void Reducer::Impl::end_backward() {
   const std::lock_guard lock(mutex_);
   if (!in_backward_) return;
   try {
-    if (next_bucket_ < buckets_.size()) throw_incomplete();
-    for (Bucket& bucket : buckets_) {
-      bucket.work.wait();
-      bucket.work = {};
-      bucket.timing.finished = Clock::now();
-    }
+    finish_backward();
   } catch (...) {
     forget_backward();
     throw;
   }
+}
+
+void Reducer::Impl::finish_backward() {
+  bool complete = true;
+  for (const Slot& slot : slots_) complete = complete && (slot.fired || !slot.expected);
+  if (!complete && !allows_unused()) throw_incomplete();
+  if (!complete && graph_is_known()) throw_incomplete();
+  while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
+  Work used_work;
+  if (allows_unused() && !graph_is_known()) {
+    used_anywhere_ = at::empty({static_cast<std::int64_t>(slots_.size())}, at::kByte);
+    auto* used = used_anywhere_.data_ptr<std::uint8_t>();
+    used_here_.clear();
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      used[i] = slots_[i].used;
+      used_here_.push_back(slots_[i].used);
+    }
+    used_anywhere_ = used_anywhere_.to(group_.device());
+    group_.all_reduce(used_anywhere_, ReduceOp::kMax);
+    used_anywhere_ = used_anywhere_.cpu();
+  }
+  finish_dense();
+  for (std::size_t i = dense_; i < slots_.size(); ++i) {
+    at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
+    if (allows_unused() && used_anywhere_.const_data_ptr<std::uint8_t>()[i] == 0) continue;
+    gradient = average_sparse(gradient, slots_[i].parameter.tensor, group_);
+  }
+  for (Slot& slot : slots_) slot.used = false;
   in_backward_ = false;
+  has_hint_ = false;
+  ++backwards;
   if (!trace) trace.emplace();
   trace->first_gradient = first_gradient_;
   trace->last_gradient = last_gradient_;
+  trace->end = Clock::now();
   trace->buckets.clear();
   for (const Bucket& bucket : buckets_) trace->buckets.push_back(bucket.timing);
+  rebuild();
+}
+
+void Reducer::Impl::finish_dense() {
+  const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    if (bucket.work.valid()) bucket.work.wait();
+    bucket.work = {};
+    if (bucket.finish) {
+      const at::NoGradGuard no_grad;
+      const at::Tensor reduced = bucket.finish();
+      if (reduced.defined() && !reduced.is_same(memory_->buffer(b))) memory_->buffer(b).copy_(reduced);
+      bucket.finish = nullptr;
+    }
+    bucket.timing.finished = Clock::now();
+    for (const std::size_t index : plan[b]) {
+      if (used && used[index] == 0) {
+        memory_->keep(index);
+      } else {
+        memory_->give(index);
+      }
+    }
+  }
+}
+
+/// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse
+/// of the order in which the parameters were registered. As in Python not where each backward may use others.
+void Reducer::Impl::rebuild() {
+  if (rebuilds != 0 || (options_.find_unused_parameters && !options_.static_graph)) return;
+  ++rebuilds;
+  std::vector<std::int64_t> order;  // Rank 0's counts: the plan must be the same everywhere.
+  std::vector<bool> seen(dense_, false);
+  for (const std::size_t index : arrivals_) {
+    order.push_back(static_cast<std::int64_t>(index));
+    seen[index] = true;
+  }
+  for (std::size_t i = dense_; i-- > 0;) {
+    if (!seen[i]) order.push_back(static_cast<std::int64_t>(i));
+  }
+  arrivals_.clear();
+  const at::Tensor agreed = at::tensor(order, at::kLong).to(group_.device());
+  if (group_.world_size() > 1) group_.broadcast(agreed);
+  const at::Tensor on_host = agreed.cpu();
+  std::vector<std::size_t> first_comes_last;
+  for (std::int64_t i = on_host.numel(); i-- > 0;)
+    first_comes_last.push_back(static_cast<std::size_t>(on_host.const_data_ptr<std::int64_t>()[i]));
+  make_plan(first_comes_last);
+}
+
+void Reducer::Impl::join_backward() {
+  const std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) slot.fired = slot.used = false;
+  next_bucket_ = 0;
+  for (std::size_t i = 0; i < dense_; ++i) slots_[i].parameter.tensor.mutable_grad().reset();
+  for (std::size_t i = dense_; i < slots_.size(); ++i) slots_[i].parameter.tensor.mutable_grad().reset();
+  for (Slot& slot : slots_) slot.expected = false;
+  first_gradient_ = last_gradient_ = Clock::now();
+  finish_backward();
 }
 
 void Reducer::Impl::throw_incomplete() {
   std::vector<std::string> names;
   for (const Slot& slot : slots_) {
-    if (!slot.ready) names.push_back(slot.parameter.name);
+    if (!slot.fired && slot.expected) names.push_back(slot.parameter.name);
   }
   const std::size_t count = names.size();
   if (count > 10) {
     names.resize(10);
     names.push_back("...");
   }
-  const std::string text = fmt::format(
-      "backward on rank {} gave no gradient to {} of {} parameters: {}. Every parameter that wants a gradient must "
-      "take part "
-      "in the loss on every rank; switch the others off with requires_grad_(false) before wrapping the model",
-      group_.rank(), count, slots_.size(), fmt::join(names, ", "));
+  const std::string advice =
+      options_.static_graph ? "static_graph promises that each backward uses the same parameters as the first one did"
+                            : "Every parameter that wants a gradient must take part in the loss on every rank; switch "
+                              "the others off with "
+                              "requires_grad_(false) before wrapping the model, or set find_unused_parameters";
+  const std::string text = fmt::format("backward on rank {} gave no gradient to {} of {} parameters: {}. {}",
+                                       group_.rank(), count, slots_.size(), fmt::join(names, ", "), advice);
   group_.abort(text);
   throw Error(text, {.rank = group_.rank(), .call = "backward", .bucket = next_bucket_});
 }
 
 void Reducer::Impl::forget_backward() noexcept {
   in_backward_ = false;
-  for (Bucket& bucket : buckets_) bucket.work = {};
+  has_hint_ = false;
+  for (Bucket& bucket : buckets_) {
+    bucket.work = {};
+    bucket.finish = nullptr;
+  }
 }
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
@@ -263,8 +466,22 @@ void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = 
 
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
 
+void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
+
+bool Reducer::wants_outputs() const noexcept { return impl_->wants_outputs(); }
+
+void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
+
+void Reducer::join_backward() { impl_->join_backward(); }
+
 const std::vector<std::vector<std::size_t>>& Reducer::buckets() const noexcept { return impl_->plan; }
 
 const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->trace; }
+
+std::uint64_t Reducer::backwards() const noexcept { return impl_->backwards; }
+
+int Reducer::rebuilds() const noexcept { return impl_->rebuilds; }
+
+std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
 
 }  // namespace ddpkit

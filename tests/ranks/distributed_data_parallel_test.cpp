@@ -171,9 +171,9 @@ RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
   CHECK(torch::equal(run(), first));
 }
 
-RANK_TEST("gradients alias their bucket after backward", "[ddp]", 2) {
+RANK_TEST("gradient_as_bucket_view: gradients alias memory that is kept from step to step", "[ddp]", 2, 3) {
   auto model = many_kinds(0);
-  DistributedDataParallel ddp(model, group);
+  DistributedDataParallel ddp(model, group, {.gradient_as_bucket_view = true, .arena = false});
   const auto backward = [&](int step) {
     const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
     loss_of(ddp(batch.data), batch).backward();
@@ -191,6 +191,26 @@ RANK_TEST("gradients alias their bucket after backward", "[ddp]", 2) {
     for (std::size_t i = 0; i < addresses.size(); ++i)
       CHECK(unique_parameters(*model)[i].grad().data_ptr() == addresses[i]);
   }
+}
+
+RANK_TEST("without gradient_as_bucket_view each gradient is a tensor of its own", "[ddp]", 2, 3) {
+  auto model = many_kinds(0);
+  DistributedDataParallel ddp(model, group, {.arena = false});
+  const auto backward = [&](int step) {
+    const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+    loss_of(ddp(batch.data), batch).backward();
+  };
+  backward(0);
+  std::vector<torch::Tensor> held;
+  std::vector<torch::Tensor> values;
+  for (const auto& parameter : unique_parameters(*model)) {
+    held.push_back(parameter.grad());
+    values.push_back(parameter.grad().clone());
+  }
+  make_optimizer("sgd", unique_parameters(*model))->zero_grad(true);
+  backward(1);
+  // What somebody has kept of an earlier step stays as it was.
+  for (std::size_t i = 0; i < held.size(); ++i) CHECK(torch::equal(held[i], values[i]));
 }
 
 RANK_TEST("gradient clipping sees the averaged gradient", "[ddp]", 2, 3) {

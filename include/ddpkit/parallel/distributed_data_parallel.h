@@ -5,11 +5,14 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/reducer.h>
 
 namespace ddpkit {
@@ -22,6 +25,25 @@ struct DistributedDataParallelOptions {
   double first_bucket_cap_mb = 1;
   /// Give every rank rank 0's buffers (batch-norm statistics and the like) before each training forward.
   bool broadcast_buffers = true;
+  /// Backward may leave out parameters, others on each rank and in each step. Those that no rank has used keep the
+  /// gradient they had. Costs a walk through the graph and one more small collective a step. Parameters that forward's
+  /// outputs do not depend on hold up no bucket, if the outputs can be looked into (see outputs.h).
+  bool find_unused_parameters = false;
+  /// The first backward shows which parameters are used; all others use the same. Spares what find_unused_parameters
+  /// costs.
+  bool static_graph = false;
+  /// After backward, gradients lie in the buckets' memory, which spares a copy back. Where gradients are reduced where
+  /// autograd made them (see arena), there is nothing to copy either way.
+  bool gradient_as_bucket_view = false;
+  /// Parameters and buffers that are none of DistributedDataParallel's business, by their names in the module.
+  std::vector<std::string> parameters_to_ignore = {};
+  /// With the `shm` backend: this process's large CPU tensors come from memory that all ranks of the host map, so that
+  /// gradients are reduced where autograd makes them. The memory is kept for reuse; a child made by fork() without
+  /// exec() cannot see it. Off: gradients are copied into buckets.
+  bool arena = true;
+  /// The most memory that the arena takes, in MiB of each rank; what does not fit goes to malloc. Empty: 1 GiB or eight
+  /// times the gradients, whichever is more, but no more than the rank's share of half the host's free memory.
+  std::optional<double> arena_mb = std::nullopt;
 };
 
 /// The part of DistributedDataParallel that does not depend on the module's type.
@@ -42,6 +64,11 @@ class DistributedDataParallelBase {
 
   NoSync no_sync() { return NoSync(*reducer_); }
 
+  /// Collective, outside backward: from now on `hook` reduces the buckets of gradients, as Python's
+  /// register_comm_hook. See comm_hook.h, and comm_hooks.h for ready ones. Buckets become flat, so that gradients are
+  /// copied into them.
+  void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
+
   const ProcessGroup& group() const noexcept { return group_; }
   Reducer& reducer() noexcept { return *reducer_; }
   const Reducer& reducer() const noexcept { return *reducer_; }
@@ -49,8 +76,14 @@ class DistributedDataParallelBase {
  protected:
   DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                               const DistributedDataParallelOptions& options);
-  /// Everything that has to happen before a forward pass.
+  /// Everything that has to happen before and after a forward pass.
   void before_forward();
+  template <class Outputs>
+  void after_forward(const Outputs& outputs) {
+    if (!reducer_->wants_outputs() || !c10::GradMode::is_enabled()) return;
+    std::vector<at::Tensor> tensors;
+    if (collect_tensors(outputs, tensors)) reducer_->expect_gradients_of(tensors);
+  }
 
  private:
   ProcessGroup group_;
@@ -85,14 +118,21 @@ class DistributedDataParallel : public DistributedDataParallelBase {
       const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
       : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
 
-  /// The module's forward. Collective while training when there are buffers to broadcast.
+  /// The module's forward, whatever it takes and returns. Collective while training when there are buffers to
+  /// broadcast.
   template <class... Args>
-  auto forward(Args&&... args) {
+  decltype(auto) forward(Args&&... args) {
     before_forward();
-    return module_->forward(std::forward<Args>(args)...);
+    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
+      module_->forward(std::forward<Args>(args)...);
+    } else {
+      decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
+      after_forward(outputs);
+      return outputs;
+    }
   }
   template <class... Args>
-  auto operator()(Args&&... args) {
+  decltype(auto) operator()(Args&&... args) {
     return forward(std::forward<Args>(args)...);
   }
 

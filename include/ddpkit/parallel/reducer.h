@@ -5,23 +5,32 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/comm_hook.h>
 
 namespace ddpkit {
 
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+  bool sparse = false;  ///< Its gradient is a sparse tensor.
 };
 
 struct ReducerOptions {
   std::size_t first_bucket_bytes = std::size_t{1} << 20;
   std::size_t bucket_bytes = std::size_t{25} << 20;
+  bool find_unused_parameters = false;
+  bool static_graph = false;
+  bool gradient_as_bucket_view = false;
+  bool arena = true;
+  std::optional<std::size_t> arena_bytes = std::nullopt;
 };
 
 /// When one bucket's reduction ran in the last synchronised backward, on this rank's steady clock.
@@ -38,17 +47,18 @@ struct BackwardTrace {
   std::vector<BucketTiming> buckets;  ///< [bucket], in the order they are reduced.
   std::chrono::steady_clock::time_point first_gradient;
   std::chrono::steady_clock::time_point last_gradient;
+  std::chrono::steady_clock::time_point end;  ///< All gradients were reduced.
 };
 
-/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators put each gradient
-/// into its bucket as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the
-/// last. After backward each parameter's gradient aliases its bucket's memory.
+/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators take each gradient
+/// as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the last.
 ///
-/// Backward must give every parameter a gradient, in each rank; it throws on this rank, and tells the others, when it
-/// does not. One backward at a time. The parameters must outlive the reducer's last backward.
+/// Backward must give every parameter a gradient, in each rank, unless unused parameters are allowed for; it throws on
+/// this rank, and tells the others, when it does not. One backward at a time. The parameters must outlive the reducer's
+/// last backward.
 class Reducer {
  public:
-  /// Collective: allocates the buckets. `parameters` are those that want a gradient, each once, the same on all ranks.
+  /// Collective. `parameters` are those that want a gradient, each once, the same on all ranks.
   Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -58,10 +68,30 @@ class Reducer {
   void set_synchronize(bool synchronize) noexcept;
   bool synchronize() const noexcept;
 
+  /// Collective, not within backward. From the next backward on `hook` reduces the buckets; sparse gradients it does
+  /// not see. An empty hook brings the all-reduce back.
+  void set_comm_hook(CommHook hook);
+
+  /// Whether forward's outputs should be shown to expect_gradients_of().
+  bool wants_outputs() const noexcept;
+  /// A forward pass has made `outputs`: parameters from which none of them comes will get no gradient, so that buckets
+  /// need not wait for them. Adds to what earlier forwards have said since the last backward. Without a hint, unused
+  /// parameters are known only when backward ends.
+  void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+
+  /// The part of a rank that has no more inputs in the backward of the others: gives zero gradients. Collective with
+  /// their backward.
+  void join_backward();
+
   /// Parameter indices by bucket, in the order buckets are reduced. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
   /// Empty before the first synchronised backward.
   const std::optional<BackwardTrace>& last_backward() const noexcept;
+  /// Synchronised backwards so far, and how often the buckets have been laid out anew.
+  std::uint64_t backwards() const noexcept;
+  int rebuilds() const noexcept;
+  /// Empty without an arena.
+  std::optional<ArenaStats> arena() const;
 
  private:
   class Impl;

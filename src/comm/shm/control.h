@@ -15,6 +15,8 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 /// in, one that reduces and one that copies out busy together.
 inline constexpr std::uint64_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
+/// Tensors of one coalesced all-reduce.
+inline constexpr std::size_t kMaxPieces = 64;
 
 enum class CollectiveKind : std::uint8_t {
   kBarrier,
@@ -26,9 +28,16 @@ enum class CollectiveKind : std::uint8_t {
   kScatter,
   kReduceScatter,
   kAllToAll,
+  kAllReduceCoalesced,  ///< Several tensors in symmetric memory, reduced where they stand.
 };
 
-/// What a rank says of a collective before it takes part. Ranks compare everything up to `segment`.
+/// Where memory lies that all ranks map.
+struct SymmetricAddress {
+  std::uint32_t segment;  ///< 0 for private memory.
+  std::uint64_t offset;   ///< In bytes; each rank's own.
+};
+
+/// What a rank says of a collective before it takes part. Ranks compare everything up to `address`.
 struct CollectiveHeader {
   std::uint64_t sequence;
   std::uint64_t numel;  ///< Of one piece; all-to-all: of this rank's largest piece, which others need not share.
@@ -36,8 +45,9 @@ struct CollectiveHeader {
   std::uint8_t dtype;      ///< DataType
   std::uint8_t reduce_op;  ///< ReduceOp
   std::int32_t root;
-  std::uint32_t segment;  ///< Symmetric segment that holds the tensor; 0 for private memory.
-  std::uint64_t offset;   ///< Byte offset in that segment.
+  std::uint32_t pieces;       ///< Tensors of a coalesced all-reduce, whose addresses are in RankBlock::pieces.
+  std::uint64_t piece_sizes;  ///< A hash of their numbers of elements.
+  SymmetricAddress address;   ///< Of the tensor of an all-reduce.
 };
 
 /// How a rank's group ended before its time.
@@ -74,6 +84,8 @@ struct alignas(kCacheLine) RankBlock {
   std::array<char, 476> failure_text{};
 
   std::array<CollectiveHeader, kMaxOutstanding> headers{};
+  /// [sequence % kMaxOutstanding][piece]
+  std::array<std::array<SymmetricAddress, kMaxPieces>, kMaxOutstanding> pieces{};
 };
 
 /// Bytes of messages from one rank to another that the receiver has not yet taken.
@@ -94,7 +106,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000002ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000003ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

@@ -67,20 +67,24 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
                        .dtype = static_cast<std::uint8_t>(request.dtype),
                        .reduce_op = static_cast<std::uint8_t>(request.op),
                        .root = request.root,
-                       .segment = 0,
-                       .offset = 0};
+                       .pieces = static_cast<std::uint32_t>(request.pieces.size()),
+                       .piece_sizes = 0,
+                       .address = {}};
+  for (const Piece& piece : request.pieces) {
+    operation->header.piece_sizes = (operation->header.piece_sizes ^ piece.numel) * 0x100000001b3ULL;  // FNV-1
+  }
   if (world_size_ == 1) {
     run_alone(*operation);
     ++next_sequence_;
     return;
   }
-  locate(*operation);
   // The header of collective s - kMaxOutstanding is overwritten: everybody must have read it.
   if (sequence >= kMaxOutstanding) {
     const std::uint64_t needed = sequence - kMaxOutstanding + 1;
     if (!all_reached(&Progress::matched, needed))
       wait_until(lock, timeout_, nullptr, [&] { return all_reached(&Progress::matched, needed); });
   }
+  locate(*operation);
   block(rank_).headers[sequence % kMaxOutstanding] = operation->header;
   operations_.push_back(operation);
   ++next_sequence_;
@@ -92,7 +96,7 @@ void Engine::run_alone(Operation& operation) {
   const Request& request = operation.request;
   const void* input = request.inputs.empty() ? request.input : request.inputs[0];
   void* output = request.outputs.empty() ? request.output : request.outputs[0];
-  if (output && output != input) std::memcpy(output, input, operation.bytes());
+  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation.bytes());
   if (request.on_finish) request.on_finish();
   operation.request.keep_alive.reset();
   operation.finished = true;

@@ -32,6 +32,12 @@ struct SymmetricSegment {
   std::vector<Mapping> mappings;  ///< [rank]
 };
 
+/// Part of a coalesced all-reduce: a dense tensor in symmetric memory.
+struct Piece {
+  void* data = nullptr;
+  std::size_t numel = 0;
+};
+
 /// One collective, as asked for. Pointers are to dense memory of `numel` elements each.
 struct Request {
   CollectiveKind kind = CollectiveKind::kBarrier;
@@ -45,6 +51,7 @@ struct Request {
   std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
+  std::vector<Piece> pieces = {};               ///< Coalesced all-reduce: at most kMaxPieces; `numel` is their sum.
   std::shared_ptr<void> keep_alive = {};        ///< Whatever owns the pointers.
   std::function<void()> on_finish = {};         ///< Runs once when it has succeeded, before it counts as finished.
 };
@@ -98,7 +105,11 @@ class Engine {
   void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
   /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
-  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes);
+  /// With Fill::kOnTouch each page takes memory only once it is used.
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Fill fill = Mapping::Fill::kNow);
+
+  /// Whether all ranks map these bytes.
+  bool is_symmetric(const void* data, std::size_t bytes) const;
 
   /// Ends the group from this rank; the others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
@@ -125,11 +136,12 @@ class Engine {
   bool reduce_slices();
   bool finish();
   void resolve();
-  void agree(Operation& operation) const;
+  void agree(Operation& operation);
   Operation* at(std::uint64_t sequence) const noexcept;
   void copy_in(const Operation& operation, std::uint64_t ticket);
   void copy_others_slices(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
+  void reduce_in_place(const Operation& operation);
   /// Whether the result of a reduction comes to this rank: of a reduce, the root alone.
   bool wants_result(const Request& request) const noexcept {
     return request.kind != CollectiveKind::kReduce || request.root == rank_;
@@ -138,7 +150,14 @@ class Engine {
   void copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along);
   bool slot_is_free(std::uint64_t ticket) const noexcept;
   std::byte* slot(int rank, std::uint64_t ticket) const noexcept;
-  void locate(Operation& operation) const;
+  void locate(Operation& operation);
+  struct Located {
+    SymmetricAddress address{};
+    std::shared_ptr<SymmetricSegment> segment;
+  };
+  /// Where in symmetric memory; an empty segment for private memory.
+  Located locate(const void* data, std::size_t bytes) const;
+  std::shared_ptr<SymmetricSegment> segment(std::uint32_t id) const;
   void run_alone(Operation& operation);
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
   void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;

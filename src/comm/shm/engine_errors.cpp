@@ -35,8 +35,8 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",         "broadcast", "all_gather",
-                                    "gather",  "scatter",    "reduce_scatter", "all_to_all"};
+  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",         "broadcast",  "all_gather",
+                                    "gather",  "scatter",    "reduce_scatter", "all_to_all", "all_reduce_coalesced"};
   const auto index = static_cast<std::size_t>(kind);
   return index < std::size(kNames) ? kNames[index] : "?";
 }
@@ -51,6 +51,9 @@ std::string describe(const CollectiveHeader& header) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceScatter:
       return fmt::format("{}({}) of {}", name, reduction, data);
+    case CollectiveKind::kAllReduceCoalesced:
+      return fmt::format("{}({}) of {} in {} tensors (sizes {:x})", name, reduction, data, header.pieces,
+                         header.piece_sizes);
     case CollectiveKind::kReduce:
       return fmt::format("{}({}) of {} to rank {}", name, reduction, data, header.root);
     case CollectiveKind::kBroadcast:
@@ -71,7 +74,7 @@ void Engine::compare_headers(const Operation& operation) {
   const auto same = [](const CollectiveHeader& a, const CollectiveHeader& b) {
     const bool same_size = a.numel == b.numel || a.kind == CollectiveKind::kAllToAll;
     return a.sequence == b.sequence && same_size && a.kind == b.kind && a.dtype == b.dtype &&
-           a.reduce_op == b.reduce_op && a.root == b.root;
+           a.reduce_op == b.reduce_op && a.root == b.root && a.pieces == b.pieces && a.piece_sizes == b.piece_sizes;
   };
   bool agree = true;
   for (int r = 0; r < world_size_; ++r)

@@ -76,7 +76,7 @@ void Engine::join() {
   mailbox_ = std::make_unique<Mailbox>(rank_, std::move(channels));
 }
 
-std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
+std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
   struct Offer {
     std::uint64_t bytes = 0;
     std::int32_t pid = 0;
@@ -107,7 +107,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
   segment->mappings.resize(ranks);
   Mapping& mapping = segment->mappings[static_cast<std::size_t>(rank_)];
   try {
-    mapping = Mapping::create(fmt::format("segment-{}", rank_), bytes);
+    mapping = Mapping::create(fmt::format("segment-{}", rank_), bytes, fill);
     own.fd = mapping.descriptor();
   } catch (const Error& error) {
     note_error(error);
@@ -126,7 +126,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes) {
   try {
     for (int r = 0; r < world_size_; ++r) {
       const auto index = static_cast<std::size_t>(r);
-      if (r != rank_) segment->mappings[index] = Mapping::open(offers[index].pid, offers[index].fd, bytes);
+      if (r != rank_) segment->mappings[index] = Mapping::open(offers[index].pid, offers[index].fd, bytes, fill);
       segment->base.push_back(segment->mappings[index].data());
     }
   } catch (const Error& error) {

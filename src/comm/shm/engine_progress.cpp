@@ -10,8 +10,6 @@
 namespace ddpkit::shm {
 namespace {
 
-/// Below this a tensor is staged even where all ranks share its memory: one exchange instead of two.
-constexpr std::size_t kStageBelow = 256;
 /// From this size on a staged chunk's reduction is shared between more than two ranks.
 constexpr std::size_t kShareFrom = std::size_t{16} << 10;
 /// Chunks that a rank copies in before it begins to reduce; the others it copies while it reduces earlier ones.
@@ -61,27 +59,6 @@ bool Engine::progress() {
   return moved;
 }
 
-/// Finds the symmetric memory that a tensor lies in, and what is known of its path before the others have come.
-void Engine::locate(Operation& operation) const {
-  const Request& request = operation.request;
-  operation.largest_piece = request.numel;
-  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output &&
-      operation.bytes() >= kStageBelow) {
-    const auto* data = static_cast<const std::byte*>(request.input);
-    for (const auto& candidate : segments_) {
-      auto segment = candidate.lock();
-      if (!segment) continue;
-      const std::byte* base = segment->base[static_cast<std::size_t>(rank_)];
-      if (data < base || data + operation.bytes() > base + segment->bytes) continue;
-      operation.header.segment = segment->id;
-      operation.header.offset = static_cast<std::uint64_t>(data - base);
-      operation.segment = std::move(segment);
-      return;
-    }
-  }
-  if (request.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
-}
-
 bool Engine::match() {
   bool moved = false;
   for (;;) {
@@ -95,16 +72,6 @@ bool Engine::match() {
     raise(mine().matched, sequence + 1);
     moved = true;
   }
-}
-
-void Engine::agree(Operation& operation) const {
-  bool symmetric = operation.header.segment != 0;
-  for (int r = 0; r < world_size_; ++r) {
-    const CollectiveHeader& theirs = block(r).headers[operation.header.sequence % kMaxOutstanding];
-    symmetric = symmetric && theirs.segment == operation.header.segment && theirs.offset == operation.header.offset;
-    operation.largest_piece = std::max(operation.largest_piece, static_cast<std::size_t>(theirs.numel));
-  }
-  operation.path = symmetric ? Path::kSymmetric : Path::kStaged;
 }
 
 /// Gives collectives their tickets, in order, as soon as it is known how many each has.
@@ -187,7 +154,7 @@ bool Engine::finish() {
     ++first_sequence_;
     if (done->request.on_finish) done->request.on_finish();
     done->request.keep_alive.reset();
-    done->segment.reset();
+    done->segments.clear();
     done->finished = true;
   }
 }
@@ -208,6 +175,7 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   };
   switch (request.kind) {
     case CollectiveKind::kBarrier:
+    case CollectiveKind::kAllReduceCoalesced:
       break;
     case CollectiveKind::kBroadcast:
       if (request.root == rank_) copy_piece(0, request.input, request.numel);
@@ -254,30 +222,15 @@ void Engine::copy_others_slices(const Operation& operation, std::uint64_t ticket
 }
 
 void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
+  if (operation.path == Path::kSymmetric) return reduce_in_place(operation);
   const Request& request = operation.request;
-  const bool symmetric = operation.path == Path::kSymmetric;
   const std::size_t size = operation.element_size();
-  const Span chunk =
-      symmetric ? Span{0, request.numel} : chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket);
+  const Span chunk = chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket);
   const Span slice = slice_of(chunk.count, size, rank_, world_size_);
   if (slice.count == 0) return;
   const auto self = static_cast<std::size_t>(rank_);
-  // Everybody's slice, in rank order: the order of the sum, and so its bits, do not depend on who adds.
-  for (int r = 0; r < world_size_; ++r) {
-    std::byte* start =
-        symmetric ? operation.segment->base[static_cast<std::size_t>(r)] + operation.header.offset : slot(r, ticket);
-    parts_[static_cast<std::size_t>(r)] = start + slice.begin * size;
-  }
-  // Symmetric: the result goes straight to everybody.
-  if (symmetric)
-    return reduce({.dtype = request.dtype,
-                   .op = request.op,
-                   .numel = slice.count,
-                   .inputs = parts_.data(),
-                   .input_count = parts_.size(),
-                   .outputs = parts_.data(),
-                   .output_count = parts_.size()});
-  // Staged: into this rank's slot, from which the others take it, and into its own output.
+  for (int r = 0; r < world_size_; ++r) parts_[static_cast<std::size_t>(r)] = slot(r, ticket) + slice.begin * size;
+  // Into this rank's slot, from which the others take it, and into its own output.
   const std::size_t begin = (chunk.begin + slice.begin) * size;
   void* outputs[] = {parts_[self], request.output ? static_cast<std::byte*>(request.output) + begin : nullptr};
   parts_[self] = const_cast<std::byte*>(static_cast<const std::byte*>(request.input)) + begin;
@@ -328,6 +281,7 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::opt
   };
   switch (request.kind) {
     case CollectiveKind::kBarrier:
+    case CollectiveKind::kAllReduceCoalesced:
       break;
     case CollectiveKind::kBroadcast:
       if (request.root != rank_) copy_piece(request.output, request.numel, given(request.root, 0, nullptr));

@@ -22,7 +22,8 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-/// What the kernel thinks can be had without swapping, in bytes; 0 when it does not say.
+}  // namespace
+
 std::size_t available_memory() {
   std::ifstream meminfo("/proc/meminfo");
   std::string key;
@@ -34,6 +35,8 @@ std::size_t available_memory() {
   }
   return 0;
 }
+
+namespace {
 
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 

@@ -7,6 +7,9 @@
 
 namespace ddpkit::shm {
 
+/// What the kernel thinks can be had without swapping, in bytes; 0 when it does not say.
+std::size_t available_memory();
+
 /// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
 /// kernel takes the pages back when the last process that maps them has ended, however it ended.
 ///

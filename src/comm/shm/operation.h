@@ -17,7 +17,9 @@ enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
 struct Operation : Pending {
   Request request;
   CollectiveHeader header{};
-  std::shared_ptr<SymmetricSegment> segment;  ///< Of the tensor; null for private memory.
+  /// In symmetric memory: what holds the tensors, and where each rank's lie. [piece * world_size + rank]
+  std::vector<std::shared_ptr<SymmetricSegment>> segments;
+  std::vector<void*> parts;
   Path path = Path::kUnknown;
   bool shared_reduce = false;  ///< Its tickets have a reduce step: each rank reduces a slice for all.
   std::uint64_t first_ticket = 0;

@@ -1,0 +1,103 @@
+#include "comm/arena.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/shm/arena.h"
+
+namespace ddpkit {
+namespace {
+
+using shm::Arena;
+
+/// LibTorch's CPU allocator, with an arena before it.
+class ArenaAllocator final : public c10::Allocator {
+ public:
+  static ArenaAllocator& get() {
+    static auto* allocator = [] {
+      auto* made = new ArenaAllocator(c10::GetAllocator(c10::kCPU));
+      c10::SetAllocator(c10::kCPU, made);
+      return made;
+    }();
+    return *allocator;
+  }
+
+  std::atomic<Arena*> current{nullptr};
+
+  Arena* add(std::unique_ptr<Arena> arena) {
+    const std::lock_guard lock(mutex_);
+    return arenas_.emplace_back(std::move(arena)).get();
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes >= Arena::kSmallest) {
+      if (Arena* arena = current.load(std::memory_order_acquire)) {
+        if (void* data = arena->allocate(bytes)) return {data, data, &free_any, c10::Device(c10::kCPU)};
+      }
+    }
+    return base_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return base_->raw_deleter() ? &free_any : nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { base_->copy_data(to, from, bytes); }
+
+  static void free_any(void* data) {
+    ArenaAllocator& self = get();
+    if (Arena* arena = self.arena_of(data)) return arena->free(data);
+    self.base_->raw_deleter()(data);
+  }
+
+ private:
+  explicit ArenaAllocator(c10::Allocator* base) : base_(base) {}
+
+  Arena* arena_of(const void* data) {
+    if (Arena* arena = current.load(std::memory_order_acquire); arena && arena->contains(data)) return arena;
+    const std::lock_guard lock(mutex_);
+    for (const auto& arena : arenas_) {
+      if (arena->contains(data)) return arena.get();
+    }
+    return nullptr;
+  }
+
+  c10::Allocator* const base_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+}  // namespace
+
+bool ArenaLease::taken() { return ArenaAllocator::get().current.load() != nullptr; }
+
+ArenaLease::ArenaLease(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve)
+    : arena_(ArenaAllocator::get().add(std::make_unique<Arena>(std::move(segment), rank, reserve))) {
+  ArenaAllocator::get().current = arena_;
+}
+
+ArenaLease::~ArenaLease() {
+  Arena* expected = arena_;
+  ArenaAllocator::get().current.compare_exchange_strong(expected, nullptr);
+  arena_->close();
+}
+
+at::Tensor ArenaLease::empty(std::int64_t numel, at::ScalarType dtype) {
+  const std::size_t bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
+  void* data = arena_->allocate(bytes, true);
+  if (!data) {
+    const ArenaStats now = stats();
+    throw Error(
+        fmt::format("the arena of symmetric memory is full: {} bytes asked for, {} of {} in use; give it more "
+                    "(arena_mb) or switch it off",
+                    bytes, now.in_use, now.capacity));
+  }
+  return at::from_blob(data, {numel}, &ArenaAllocator::free_any, at::TensorOptions(dtype).device(at::kCPU));
+}
+
+ArenaStats ArenaLease::stats() const { return arena_->stats(); }
+
+}  // namespace ddpkit

@@ -1,0 +1,135 @@
+// Collectives on symmetric memory: where the ranks' tensors lie, and reducing them there.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "engine.h"
+#include "operation.h"
+
+namespace ddpkit::shm {
+namespace {
+
+/// Below this a tensor is staged even where all ranks share its memory: one exchange instead of two.
+constexpr std::size_t kStageBelow = 256;
+
+}  // namespace
+
+Engine::Located Engine::locate(const void* data, std::size_t bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  for (const auto& candidate : segments_) {
+    auto segment = candidate.lock();
+    if (!segment) continue;
+    const std::byte* base = segment->base[static_cast<std::size_t>(rank_)];
+    if (begin < base || begin + bytes > base + segment->bytes) continue;
+    const SymmetricAddress address{.segment = segment->id, .offset = static_cast<std::uint64_t>(begin - base)};
+    return {address, std::move(segment)};
+  }
+  return {};
+}
+
+std::shared_ptr<SymmetricSegment> Engine::segment(std::uint32_t id) const {
+  for (const auto& candidate : segments_) {
+    if (auto segment = candidate.lock(); segment && segment->id == id) return segment;
+  }
+  return nullptr;
+}
+
+bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  return locate(data, bytes).segment != nullptr;
+}
+
+/// Says where in symmetric memory a collective's tensors lie, and what is known of its path before the others have
+/// come.
+void Engine::locate(Operation& operation) {
+  const Request& request = operation.request;
+  operation.largest_piece = request.numel;
+  if (request.kind == CollectiveKind::kAllReduceCoalesced) {
+    auto& addresses = block(rank_).pieces[operation.header.sequence % kMaxOutstanding];
+    for (std::size_t i = 0; i < request.pieces.size(); ++i) {
+      auto located = locate(request.pieces[i].data, request.pieces[i].numel * operation.element_size());
+      addresses[i] = located.address;
+      operation.segments.push_back(std::move(located.segment));
+    }
+    return;
+  }
+  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output &&
+      operation.bytes() >= kStageBelow) {
+    auto located = locate(request.input, operation.bytes());
+    operation.header.address = located.address;
+    if (located.segment) {
+      operation.segments.push_back(std::move(located.segment));
+      return;
+    }
+  }
+  if (request.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
+}
+
+void Engine::agree(Operation& operation) {
+  const Request& request = operation.request;
+  const auto ranks = static_cast<std::size_t>(world_size_);
+  const std::uint64_t index = operation.header.sequence % kMaxOutstanding;
+  for (int r = 0; r < world_size_; ++r)
+    operation.largest_piece =
+        std::max(operation.largest_piece, static_cast<std::size_t>(block(r).headers[index].numel));
+  const bool coalesced = request.kind == CollectiveKind::kAllReduceCoalesced;
+  const std::size_t pieces = coalesced ? request.pieces.size() : 1;
+  operation.path = Path::kSymmetric;
+  operation.parts.resize(pieces * ranks);
+  for (std::size_t p = 0; p < pieces; ++p) {
+    const std::size_t bytes = (coalesced ? request.pieces[p].numel : request.numel) * operation.element_size();
+    for (std::size_t r = 0; r < ranks; ++r) {
+      const RankBlock& theirs = block(static_cast<int>(r));
+      const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].address;
+      // One tensor: symmetric where it lies in the same segment on all ranks, so that all of them decide alike.
+      const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
+      auto holder = known ? segment(address.segment) : nullptr;
+      const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
+      if (!fits && coalesced)
+        fail(FailureKind::kMismatch,
+             fmt::format("all_reduce_coalesced (number {}): tensor {} of rank {} is not in memory that rank {} maps",
+                         operation.header.sequence, p, r, rank_),
+             static_cast<int>(r));
+      if (!fits) {
+        operation.path = Path::kStaged;
+        return;
+      }
+      operation.parts[p * ranks + r] = holder->base[r] + address.offset;
+      if (std::find(operation.segments.begin(), operation.segments.end(), holder) == operation.segments.end())
+        operation.segments.push_back(std::move(holder));
+    }
+  }
+}
+
+void Engine::reduce_in_place(const Operation& operation) {
+  const Request& request = operation.request;
+  const std::size_t size = operation.element_size();
+  const std::size_t line = kCacheLine / size;
+  const auto ranks = static_cast<std::size_t>(world_size_);
+  const std::size_t pieces = operation.parts.size() / ranks;
+  const auto numel_of = [&](std::size_t p) { return request.pieces.empty() ? request.numel : request.pieces[p].numel; };
+  // This rank's share of all the pieces' cache lines, one piece after another.
+  std::size_t lines = 0;
+  for (std::size_t p = 0; p < pieces; ++p) lines += (numel_of(p) + line - 1) / line;
+  const Span share = slice_of(lines, kCacheLine, rank_, world_size_);
+  std::size_t begin = 0;
+  for (std::size_t p = 0; p < pieces && begin < share.begin + share.count; ++p) {
+    const std::size_t end = begin + (numel_of(p) + line - 1) / line;
+    const std::size_t from = (std::max(begin, share.begin) - begin) * line;
+    const std::size_t to = std::min((std::min(end, share.begin + share.count) - begin) * line, numel_of(p));
+    begin = end;
+    if (from >= to) continue;
+    // In rank order: the order of the sum, and so its bits, do not depend on who adds.
+    for (std::size_t r = 0; r < ranks; ++r)
+      parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + from * size;
+    reduce({.dtype = request.dtype,
+            .op = request.op,
+            .numel = to - from,
+            .inputs = parts_.data(),
+            .input_count = parts_.size(),
+            .outputs = parts_.data(),
+            .output_count = parts_.size()});
+  }
+}
+
+}  // namespace ddpkit::shm

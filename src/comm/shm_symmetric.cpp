@@ -1,0 +1,84 @@
+// What the shm backend can do beyond c10d's contract: symmetric memory, and collectives where it lies.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/arena.h"
+#include "comm/shm_arguments.h"
+#include "comm/shm_backend.h"
+
+namespace ddpkit {
+
+using c10d::OpType;
+using shm::CollectiveKind;
+using shm::PendingHandle;
+using shm::Request;
+
+void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  check_tensor(tensor, "all_reduce");
+  if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    engine_->wait(start_all_reduce(tensor, op));
+    return;
+  }
+  engine_->run({.kind = CollectiveKind::kAllReduce,
+                .dtype = data_type(tensor),
+                .op = reduction(op, tensor, "all_reduce"),
+                .input = tensor.data_ptr(),
+                .output = tensor.data_ptr(),
+                .numel = element_count(tensor)});
+}
+
+at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::int64_t numel = c10::multiply_integers(sizes);
+  const auto bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
+  const auto options = at::TensorOptions(dtype).device(at::kCPU);
+  if (bytes == 0) return at::empty(sizes, options);
+  auto segment = engine_->allocate(bytes);
+  void* data = segment->base[static_cast<std::size_t>(rank_)];
+  return at::from_blob(
+      data, sizes, [segment](void*) mutable { segment.reset(); }, options);
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) {
+  std::vector<PendingHandle> pending;
+  for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
+    const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
+    Request request{.kind = CollectiveKind::kAllReduceCoalesced,
+                    .dtype = data_type(tensors[begin]),
+                    .op = reduction(op, tensors[begin], "all_reduce")};
+    for (std::size_t i = begin; i < end; ++i) {
+      const at::Tensor& tensor = tensors[i];
+      check_tensor(tensor, "all_reduce");
+      if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != tensors[0].scalar_type())
+        throw InvalidArgument("all_reduce_in_place: the tensors must be dense and of one type");
+      const std::size_t numel = element_count(tensor);
+      request.pieces.push_back({.data = tensor.data_ptr(), .numel = numel});
+      request.numel += numel;
+    }
+    request.keep_alive = std::make_shared<Tensors>(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
+                                                   tensors.begin() + static_cast<std::ptrdiff_t>(end));
+    pending.push_back(engine_->post(std::move(request)));
+  }
+  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, tensors, kNoTimeout);
+}
+
+std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
+  // All ranks call this in the same order, so that a lease in force here is in force on all of them.
+  if (auto lease = arena_.lock()) return lease;
+  std::int64_t agreed[] = {ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
+  engine_->run({.kind = CollectiveKind::kAllReduce,
+                .dtype = shm::DataType::kInt64,
+                .op = shm::Reduction::kMin,
+                .input = agreed,
+                .output = agreed,
+                .numel = std::size(agreed)});
+  if (agreed[0] == 0 || size_ == 1) return nullptr;
+  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[1]), shm::Mapping::Fill::kOnTouch);
+  auto lease = std::make_shared<ArenaLease>(std::move(segment), rank_, reserve);
+  arena_ = lease;
+  return lease;
+}
+
+}  // namespace ddpkit

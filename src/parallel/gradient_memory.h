@@ -1,0 +1,83 @@
+// Tier 1. Where gradients lie while they are reduced, and how they get there and back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ddpkit/comm/arena_stats.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/reducer.h>
+
+namespace ddpkit {
+
+class ArenaLease;
+class OwnBackend;
+
+/// One of two ways, the same on all ranks:
+///   in place  the backend reduces gradients where they stand, if that is symmetric memory. Those that autograd made
+///             elsewhere are copied into a place of their own there.
+///   flat      each bucket has one buffer, into which all of its gradients are copied.
+///
+/// Gradients are handed over with take() or take_unused() as backward makes them, and handed back with give() when
+/// their bucket is reduced.
+class GradientMemory {
+ public:
+  struct Options {
+    bool as_bucket_view = false;
+    bool flat = false;  ///< Whoever reduces wants one buffer a bucket.
+    bool arena = true;
+    std::optional<std::size_t> arena_bytes;
+  };
+
+  /// Collective. `parameters` are dense ones.
+  GradientMemory(const std::vector<NamedParameter>& parameters, ProcessGroup group, const Options& options);
+  ~GradientMemory();
+
+  /// Collective: makes room for buckets of these parameters. [bucket][position] -> index
+  void lay_out(const std::vector<std::vector<std::size_t>>& plan);
+  bool flat() const noexcept { return flat_; }
+
+  /// The gradient of parameter `index`, which autograd has just made or added to.
+  void take(std::size_t index);
+  /// This rank's gradient of a parameter that took no part in backward: what it had before, or zero.
+  void take_unused(std::size_t index);
+  /// Averages a bucket, all of whose gradients have been taken, over the ranks.
+  Work start(std::size_t bucket);
+  /// Puts the reduced gradient into the parameter.
+  void give(std::size_t index);
+  /// Leaves the parameter's gradient as it was before take_unused().
+  void keep(std::size_t index) { entries_[index].piece.reset(); }
+
+  /// The flat buffer, and a gradient's part of it.
+  const at::Tensor& buffer(std::size_t bucket) const { return buffers_[bucket]; }
+  const at::Tensor& home(std::size_t index) const { return entries_[index].home; }
+  /// Empty without an arena.
+  std::optional<ArenaStats> arena() const;
+
+ private:
+  struct Entry {
+    at::Tensor parameter;
+    at::Tensor home;   ///< This gradient's place in memory of ours; undefined where one is made when it is needed.
+    at::Tensor piece;  ///< What is being reduced: the parameter's own gradient, or a copy at home.
+  };
+
+  at::Tensor home_for(Entry& entry);
+  bool reducible(const at::Tensor& gradient, const at::Tensor& parameter) const;
+  void lay_out_flat();
+  void lay_out_homes();
+
+  ProcessGroup group_;
+  OwnBackend* own_ = nullptr;
+  Options options_;
+  bool flat_ = false;
+  std::shared_ptr<ArenaLease> arena_;
+  std::vector<Entry> entries_;                  ///< [param]
+  std::vector<std::vector<std::size_t>> plan_;  ///< [bucket][position]
+  std::vector<at::Tensor> buffers_;             ///< Flat: [bucket]
+};
+
+}  // namespace ddpkit

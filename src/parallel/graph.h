@@ -1,0 +1,17 @@
+// Tier 2: autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include <torch/csrc/autograd/function.h>
+
+namespace ddpkit {
+
+/// Calls `visit` once for every node from which one of the tensors has come, itself included: depth first through the
+/// graph that autograd has recorded.
+void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<void(torch::autograd::Node*)>& visit);
+
+}  // namespace ddpkit
