@@ -154,6 +154,8 @@ for words in questions():
     for _ in range(steps):
         train()
         times.append(time.perf_counter())
-    answer("turn " + ",".join(f"{(b - a) * 1e6:.3f}" for a, b in zip(times, times[1:])) + " ")
+    # perf_counter is std::chrono::steady_clock's clock.
+    durations = ",".join(f"{(b - a) * 1e6:.3f}" for a, b in zip(times, times[1:]))
+    answer(f"turn {times[0] * 1e6:.3f} {durations} ")
 if not arguments.alone:
     torch.distributed.destroy_process_group()

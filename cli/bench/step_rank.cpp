@@ -58,6 +58,7 @@ class Training {
     StepTurn turn;
     turn.us.reserve(static_cast<std::size_t>(steps));
     auto before = Clock::now();
+    turn.start_us = microseconds(before.time_since_epoch());
     for (int step = 0; step < steps; ++step) {
       train();
       const auto after = Clock::now();

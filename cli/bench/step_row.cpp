@@ -38,12 +38,28 @@ bool parse_list(std::string_view text, std::vector<double>& numbers) {
   return true;
 }
 
+/// [step]
+std::vector<double> times_together(const std::vector<StepTurn>& turns) {
+  std::vector<double> now;  // [rank]
+  for (const StepTurn& turn : turns) now.push_back(turn.start_us);
+  double before = *std::max_element(now.begin(), now.end());
+  std::vector<double> us;
+  for (std::size_t step = 0; step < turns[0].us.size(); ++step) {
+    for (std::size_t rank = 0; rank < turns.size(); ++rank) now[rank] += turns[rank].us.at(step);
+    const double over = *std::max_element(now.begin(), now.end());
+    us.push_back(over - before);
+    before = over;
+  }
+  return us;
+}
+
 std::string megabytes(std::uint64_t bytes) { return fmt::format("{:.2f}", static_cast<double>(bytes) / 1e6); }
 
 }  // namespace
 
 std::string to_report(const StepTurn& turn) {
-  return fmt::format("{}turn {:.3f} {:.3f}", kStepReport, fmt::join(turn.us, ","), fmt::join(turn.exposed_us, ","));
+  return fmt::format("{}turn {:.3f} {:.3f} {:.3f}", kStepReport, turn.start_us, fmt::join(turn.us, ","),
+                     fmt::join(turn.exposed_us, ","));
 }
 
 std::string to_report(const StepEnd& end) {
@@ -55,8 +71,8 @@ std::optional<StepTurn> parse_step_turn(std::string_view text) {
   if (!text.starts_with(kStepReport)) return std::nullopt;
   const auto fields = split(text.substr(kStepReport.size()), ' ');
   StepTurn turn;
-  if (fields.size() != 3 || fields[0] != "turn" || !parse_list(fields[1], turn.us) ||
-      !parse_list(fields[2], turn.exposed_us) || turn.us.empty())
+  if (fields.size() != 4 || fields[0] != "turn" || !parse(fields[1], turn.start_us) ||
+      !parse_list(fields[2], turn.us) || !parse_list(fields[3], turn.exposed_us) || turn.us.empty())
     return std::nullopt;
   return turn;
 }
@@ -75,13 +91,9 @@ void StepSeries::add_turn(const std::vector<StepTurn>& turns, bool together) {
   std::vector<double> us;
   for (const StepTurn& turn : turns) {
     exposed_us_.insert(exposed_us_.end(), turn.exposed_us.begin(), turn.exposed_us.end());
-    if (!together) {
-      us.insert(us.end(), turn.us.begin(), turn.us.end());
-      continue;
-    }
-    us.resize(std::max(us.size(), turn.us.size()));
-    for (std::size_t step = 0; step < turn.us.size(); ++step) us[step] = std::max(us[step], turn.us[step]);
+    if (!together) us.insert(us.end(), turn.us.begin(), turn.us.end());
   }
+  if (together) us = times_together(turns);
   us_.insert(us_.end(), us.begin(), us.end());
   round_us_.push_back(median(std::move(us)));
 }

@@ -11,6 +11,7 @@ namespace ddpkit::bench {
 
 /// What a rank says of one turn: its steps, one after the other.
 struct StepTurn {
+  double start_us = 0;     ///< When the first step began, by the clock that the host's processes share.
   std::vector<double> us;  ///< Of each step.
   /// Of each step, from the last gradient to the end of the last all-reduce; empty where nothing is exchanged or
   /// nobody knows.
@@ -37,8 +38,9 @@ std::optional<StepEnd> parse_step_end(std::string_view text);
 /// One system's turns: what becomes of them.
 class StepSeries {
  public:
-  /// `together`: the ranks wait for each other, so that a step takes what its slowest rank takes; otherwise they are
-  /// strangers, and every step counts by itself. [rank]
+  /// `together`: the ranks wait for each other, so that a step is over when its last rank has ended it, and took the
+  /// time since the step before was over. (Not the longest of the ranks' own times: who is late in one step is waited
+  /// for in the next, and would count twice.) Otherwise they are strangers, and every step counts by itself. [rank]
   void add_turn(const std::vector<StepTurn>& turns, bool together);
 
   double us() const;                         ///< Median over all steps.

@@ -8,11 +8,13 @@
 using namespace ddpkit::bench;
 
 TEST_CASE("A rank's reports of steps are read as they were written", "[bench]") {
-  const auto turn = parse_step_turn(to_report(StepTurn{.us = {1.5, 2000.25}, .exposed_us = {0.125, 3}}));
+  const auto turn =
+      parse_step_turn(to_report(StepTurn{.start_us = 14321098765.125, .us = {1.5, 2000.25}, .exposed_us = {0.125, 3}}));
   REQUIRE(turn);
+  CHECK(turn->start_us == 14321098765.125);
   CHECK(turn->us == std::vector<double>{1.5, 2000.25});
   CHECK(turn->exposed_us == std::vector<double>{0.125, 3});
-  const auto alone = parse_step_turn(to_report(StepTurn{.us = {7}, .exposed_us = {}}));
+  const auto alone = parse_step_turn(to_report(StepTurn{.start_us = 1, .us = {7}, .exposed_us = {}}));
   REQUIRE(alone);
   CHECK(alone->exposed_us.empty());
   const auto end = parse_step_end(
@@ -23,22 +25,22 @@ TEST_CASE("A rank's reports of steps are read as they were written", "[bench]") 
   CHECK(end->reduced_bytes == 3);
   CHECK(end->peak_bytes == 1ull << 40);
   CHECK(end->wrong == 5);
-  for (const char* text :
-       {"", "ready", "turn", "turn 1", "turn  ", "turn x ", "turn 1,x ", "end 1 2 3 4", "end 1 2 3 4 x"}) {
+  for (const char* text : {"", "ready", "turn", "turn 1", "turn 1 2", "turn 1  ", "turn x 1 ", "turn 1 1,x ",
+                           "end 1 2 3 4", "end 1 2 3 4 x"}) {
     CAPTURE(text);
     CHECK_FALSE(parse_step_turn(std::string(kStepReport) + text));
     CHECK_FALSE(parse_step_end(std::string(kStepReport) + text));
   }
 }
 
-TEST_CASE("A step on ranks takes what its slowest takes, a step of strangers counts by itself", "[bench]") {
-  const std::vector<StepTurn> turns = {{.us = {1, 9, 3}, .exposed_us = {1, 1, 1}},
-                                       {.us = {4, 5, 6}, .exposed_us = {3, 3, 3}}};
+TEST_CASE("A step on ranks is over when the last has ended it, a step of strangers counts by itself", "[bench]") {
+  const std::vector<StepTurn> turns = {{.start_us = 100, .us = {1, 9, 3}, .exposed_us = {1, 1, 1}},
+                                       {.start_us = 102, .us = {5, 3, 6}, .exposed_us = {3, 3, 3}}};
   StepSeries together, strangers;
   together.add_turn(turns, true);
   strangers.add_turn(turns, false);
-  CHECK(together.us() == 6);     // Of 4, 9, 6.
-  CHECK(strangers.us() == 4.5);  // Of 1, 3, 4, 5, 6, 9.
+  CHECK(together.us() == 5);   // Over at 107, 110, 116, after the start at 102: 5, 3, 6.
+  CHECK(strangers.us() == 4);  // Of 1, 3, 3, 5, 6, 9.
   REQUIRE(together.exposed_us());
   CHECK(*together.exposed_us() == 2);
 }
@@ -46,8 +48,10 @@ TEST_CASE("A step on ranks takes what its slowest takes, a step of strangers cou
 TEST_CASE("The ratio to alone is that within rounds, so that a slow round changes nothing", "[bench]") {
   StepSeries alone, ranks;
   for (const double slowness : {1.0, 1.0, 7.0, 1.0, 1.0}) {
-    alone.add_turn({{.us = {10 * slowness}, .exposed_us = {}}}, false);
-    ranks.add_turn({{.us = {11 * slowness}, .exposed_us = {}}, {.us = {12 * slowness}, .exposed_us = {}}}, true);
+    alone.add_turn({{.start_us = 0, .us = {10 * slowness}, .exposed_us = {}}}, false);
+    ranks.add_turn({{.start_us = 0, .us = {11 * slowness}, .exposed_us = {}},
+                    {.start_us = 0, .us = {12 * slowness}, .exposed_us = {}}},
+                   true);
   }
   CHECK(ranks.ratio_to(alone) == Approx(1.2));
   CHECK(alone.ratio_to(alone) == 1);
