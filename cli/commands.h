@@ -16,6 +16,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
 /// Adds `ddpkit bench` with all that it measures; when it was given, `run` is set to what it does.
 void add_bench(CLI::App& app, std::function<int()>& run);
 void add_bench_collectives(CLI::App& bench, std::function<int()>& run);
+void add_bench_step(CLI::App& bench, std::function<int()>& run);
 
 /// Cuts the arguments of a command that starts another program: takes off and returns the program and everything behind
 /// it, which is the program's own even where it looks like an option of ours. "--" may stand between.

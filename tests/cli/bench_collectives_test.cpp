@@ -1,48 +1,18 @@
 // `ddpkit bench collectives` as a user runs it.
 #include <algorithm>
 #include <set>
-#include <sstream>
-
-#include <ddpkit/comm/local_launch.h>
 
 #include "bench/row.h"
+#include "cli/run_bench.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
 using ddpkit::testing::Folder;
 using ddpkit::testing::names_in;
 using ddpkit::testing::read_file;
-
-namespace {
-
-std::vector<std::string> split(const std::string& text, char at) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, at);) parts.push_back(part);
-  return parts;
-}
-
-struct Run {
-  int exit_code = -1;
-  std::vector<std::string> lines;  // Of stdout.
-  std::string errors;
-};
-
-Run run_bench(const Folder& folder, const std::vector<std::string>& arguments) {
-  const std::string errors = folder / "errors";
-  std::vector<std::string> command = {"sh", "-c", R"(exec "$0" bench "$@" 2> ")" + errors + '"', DDPKIT_TEST_CLI};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  std::string output;
-  const auto result = ddpkit::local_launch({.command = command,
-                                            .time_limit = std::chrono::seconds(200),
-                                            .on_output = [&](int, const std::string& text) { output += text; }});
-  REQUIRE_FALSE(result.timed_out);
-  Run run{result.exit_code(), split(output, '\n'), read_file(errors)};
-  std::filesystem::remove(errors);
-  return run;
-}
-
-}  // namespace
+using ddpkit::testing::Run;
+using ddpkit::testing::run_bench;
+using ddpkit::testing::split;
 
 TEST_CASE("ddpkit bench collectives measures and checks each collective", "[bench]") {
   const Folder folder;

@@ -1,0 +1,161 @@
+"""Python's side of `ddpkit bench step --peers`, which starts it: one rank of a DistributedDataParallel with Gloo, or
+with --alone a process that trains without.
+
+The same models, data, batch, thread and pinning as cli/bench/step_models.cpp and step_rank.cpp, and the same questions
+and answers (cli/bench/workers.h, step_row.h)."""
+import argparse
+import datetime
+import os
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--batch", type=int, required=True)
+parser.add_argument("--optimizer", choices=("sgd", "adamw"), required=True)
+parser.add_argument("--no-pin", action="store_true")
+parser.add_argument("--alone", action="store_true")
+parser.add_argument("--control", required=True)
+arguments = parser.parse_args()
+rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+# Before torch starts a thread, all of which inherit it.
+cores = sorted(os.sched_getaffinity(0))
+if not arguments.no_pin and len(cores) >= ranks:
+    os.sched_setaffinity(0, {cores[rank]})
+
+import torch  # noqa: E402
+import torch.distributed  # noqa: E402
+from torch import nn  # noqa: E402
+
+torch.set_num_threads(1)
+CLASSES = 6
+
+
+def mlp(hidden, layers):
+    sizes = [561] + [hidden] * layers
+    hidden_layers = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*hidden_layers, nn.Linear(hidden, CLASSES))
+
+
+def cnn():
+    channels = (3, 16, 32, 64)
+    parts = [
+        part
+        for a, b in zip(channels, channels[1:])
+        for part in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(64 * 4 * 4, CLASSES))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(9, 100, num_layers=2, batch_first=True)
+        self.output = nn.Linear(100, CLASSES)
+
+    def forward(self, x):
+        return self.output(self.lstm(x)[0][:, -1])
+
+
+class Transformer(nn.Module):
+    TOKENS, LENGTH, WIDTH = 1000, 32, 128
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(self.TOKENS, self.WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(self.LENGTH, 1, self.WIDTH))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0) for _ in range(2)
+        )
+        # Not a buffer, which would be broadcast.
+        self.mask = nn.Transformer.generate_square_subsequent_mask(self.LENGTH)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens.t()) + self.position
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return nn.functional.linear(x, self.embedding.weight).flatten(0, 1)
+
+
+def make_task(name, batch):
+    torch.manual_seed(1)
+    if name.startswith("mlp-"):
+        model, shape = mlp(*map(int, name[len("mlp-"):].split("x"))), (561,)
+    elif name == "cnn":
+        model, shape = cnn(), (3, 32, 32)
+    elif name == "lstm":
+        model, shape = Lstm(), (128, 9)
+    else:
+        model = Transformer()
+        torch.manual_seed(2 + rank)
+        text = torch.randint(Transformer.TOKENS, (batch, Transformer.LENGTH + 1))
+        return model, text[:, :-1], text[:, 1:].t().flatten()
+    torch.manual_seed(2 + rank)
+    return model, torch.randn(batch, *shape), torch.randint(CLASSES, (batch,))
+
+
+def peak_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def count_wrong(weights):
+    """As count_wrong_weights() in C++."""
+    wrong = 0
+    for weight in weights:
+        own = weight.detach()
+        reference = own.clone()
+        torch.distributed.broadcast(reference, 0)
+        different = own.view(torch.int32).ne(reference.view(torch.int32))
+        wrong += int(different.logical_or(own.isfinite().logical_not()).sum())
+    return wrong
+
+
+def questions():
+    # The pipe is this process's own from its start.
+    with os.fdopen(int(arguments.control.split(",")[rank])) as pipe:
+        yield from (line.split() for line in iter(pipe.readline, ""))
+
+
+def answer(words):
+    print("ddpkit bench step: " + words, flush=True)
+
+
+if not arguments.alone:
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
+model, x, y = make_task(arguments.model, arguments.batch)
+forward = model if arguments.alone else nn.parallel.DistributedDataParallel(model)
+# The fastest that Python has for a CPU.
+if arguments.optimizer == "sgd":
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+loss = nn.CrossEntropyLoss()
+
+
+def train():
+    optimizer.zero_grad()
+    loss(forward(x), y).backward()
+    optimizer.step()
+
+
+answer("ready")
+for words in questions():
+    if words[0] == "end":
+        size = sum(p.numel() for p in model.parameters())
+        reduced = 0 if arguments.alone else sum(p.numel() * p.element_size() for p in model.parameters())
+        wrong = 0 if arguments.alone else count_wrong(model.parameters())
+        answer(f"end {size} 0 {reduced} {peak_bytes()} {wrong}")
+        continue
+    warmup, steps = map(int, words[1:])
+    for _ in range(warmup):
+        train()
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        train()
+        times.append(time.perf_counter())
+    # perf_counter is std::chrono::steady_clock's clock.
+    durations = ",".join(f"{(b - a) * 1e6:.3f}" for a, b in zip(times, times[1:]))
+    answer(f"turn {times[0] * 1e6:.3f} {durations} ")
+if not arguments.alone:
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,150 @@
+#include "step_models.h"
+
+#include <torch/torch.h>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "step_plan.h"
+
+namespace ddpkit::bench {
+namespace {
+
+constexpr std::int64_t kClasses = 6;
+
+/// Human activities from 561 features, as in the example `har`.
+class Mlp : public StepModel {
+ public:
+  static constexpr std::int64_t kInputs = 561;
+
+  explicit Mlp(const MlpShape& shape) {
+    std::int64_t inputs = kInputs;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      layers_->push_back(torch::nn::Linear(inputs, shape.hidden));
+      layers_->push_back(torch::nn::ReLU());
+      inputs = shape.hidden;
+    }
+    layers_->push_back(torch::nn::Linear(inputs, kClasses));
+    register_module("layers", layers_);
+  }
+  at::Tensor forward(const at::Tensor& input) override { return layers_->forward(input); }
+
+ private:
+  torch::nn::Sequential layers_;
+};
+
+/// Pictures of 3 x 32 x 32; batch norm, so that there are buffers to broadcast.
+class Cnn : public StepModel {
+ public:
+  Cnn() {
+    std::int64_t channels = 3;
+    for (const std::int64_t next : {16, 32, 64}) {
+      layers_->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(channels, next, 3).padding(1).bias(false)));
+      layers_->push_back(torch::nn::BatchNorm2d(next));
+      layers_->push_back(torch::nn::ReLU());
+      layers_->push_back(torch::nn::MaxPool2d(2));
+      channels = next;
+    }
+    layers_->push_back(torch::nn::Flatten());
+    layers_->push_back(torch::nn::Linear(channels * 4 * 4, kClasses));
+    register_module("layers", layers_);
+  }
+  at::Tensor forward(const at::Tensor& input) override { return layers_->forward(input); }
+
+ private:
+  torch::nn::Sequential layers_;
+};
+
+/// 128 readings of 9 motion sensors.
+class Lstm : public StepModel {
+ public:
+  Lstm() {
+    register_module("lstm", lstm_);
+    register_module("output", output_);
+  }
+  at::Tensor forward(const at::Tensor& input) override {
+    return output_->forward(std::get<0>(lstm_->forward(input)).select(1, -1));
+  }
+
+ private:
+  torch::nn::LSTM lstm_{torch::nn::LSTMOptions(9, 100).num_layers(2).batch_first(true)};
+  torch::nn::Linear output_{100, kClasses};
+};
+
+/// The next of 1,000 tokens, for each of 32; output weights tied to the embedding.
+class Transformer : public StepModel {
+ public:
+  static constexpr std::int64_t kTokens = 1000, kLength = 32, kWidth = 128;
+
+  Transformer() {
+    register_module("embedding", embedding_);
+    position_ = register_parameter("position", 0.02 * torch::randn({kLength, 1, kWidth}));
+    for (int layer = 0; layer < 2; ++layer) {
+      layers_->push_back(torch::nn::TransformerEncoderLayer(
+          torch::nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(4 * kWidth).dropout(0)));
+    }
+    register_module("layers", layers_);
+    mask_ = torch::nn::TransformerImpl::generate_square_subsequent_mask(kLength);
+  }
+  at::Tensor forward(const at::Tensor& input) override {
+    at::Tensor x = embedding_->forward(input.t()) + position_;
+    for (const auto& layer : *layers_) x = layer->as<torch::nn::TransformerEncoderLayer>()->forward(x, mask_);
+    return torch::linear(x, embedding_->weight).flatten(0, 1);
+  }
+
+ private:
+  torch::nn::Embedding embedding_{kTokens, kWidth};
+  at::Tensor position_;
+  torch::nn::ModuleList layers_;
+  at::Tensor mask_;
+};
+
+template <class Optimizer>
+StepOptimizer as_step_optimizer(std::shared_ptr<Optimizer> optimizer) {
+  return {[optimizer] { optimizer->zero_grad(); }, [optimizer] { optimizer->step(); }};
+}
+
+}  // namespace
+
+StepTask make_step_task(const std::string& model, std::int64_t batch, int rank) {
+  torch::manual_seed(1);
+  StepTask task;
+  const auto data_seed = [rank] { torch::manual_seed(static_cast<std::uint64_t>(2 + rank)); };
+  const auto classes = [&] { task.target = torch::randint(kClasses, {batch}, at::kLong); };
+  if (const auto shape = mlp_shape(model)) {
+    task.model = std::make_shared<Mlp>(*shape);
+    data_seed();
+    task.input = torch::randn({batch, Mlp::kInputs});
+    classes();
+  } else if (model == "cnn") {
+    task.model = std::make_shared<Cnn>();
+    data_seed();
+    task.input = torch::randn({batch, 3, 32, 32});
+    classes();
+  } else if (model == "lstm") {
+    task.model = std::make_shared<Lstm>();
+    data_seed();
+    task.input = torch::randn({batch, 128, 9});
+    classes();
+  } else {
+    task.model = std::make_shared<Transformer>();
+    data_seed();
+    const at::Tensor text = torch::randint(Transformer::kTokens, {batch, Transformer::kLength + 1}, at::kLong);
+    task.input = text.narrow(1, 0, Transformer::kLength);
+    task.target = text.narrow(1, 1, Transformer::kLength).t().flatten();
+  }
+  return task;
+}
+
+StepOptimizer make_step_optimizer(const std::string& name, std::vector<at::Tensor> parameters) {
+  if (name == "sgd")
+    return as_step_optimizer(
+        std::make_shared<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(1e-3)));
+  if (name == "adamw")
+    return as_step_optimizer(
+        std::make_shared<torch::optim::AdamW>(std::move(parameters), torch::optim::AdamWOptions(1e-4)));
+  throw InvalidArgument(fmt::format("there is no optimizer \"{}\"; there are sgd, adamw", name));
+}
+
+}  // namespace ddpkit::bench

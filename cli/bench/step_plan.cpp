@@ -1,0 +1,90 @@
+#include "step_plan.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::bench {
+namespace {
+
+constexpr std::pair<std::string_view, MlpShape> kNamedMlps[] = {
+    {"mlp-10k", {16, 3}}, {"mlp-106k", {128, 3}}, {"mlp-1m", {600, 3}}, {"mlp-7.6m", {1500, 4}}, {"mlp-50m", {4000, 4}},
+};
+
+/// Python's default, and ours.
+constexpr double kFirstBucketMb = 1;
+constexpr double kNoCapMb = 1 << 20;
+
+template <class Number>
+bool parse(std::string_view text, Number& number) {
+  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return status == std::errc{} && stop == text.data() + text.size();
+}
+
+}  // namespace
+
+std::optional<MlpShape> mlp_shape(std::string_view model) {
+  if (model == "cnn" || model == "lstm" || model == "transformer") return std::nullopt;
+  std::string names;
+  for (const auto& [name, shape] : kNamedMlps) {
+    if (name == model) return shape;
+    names += std::string(name) + ", ";
+  }
+  MlpShape shape;
+  const std::size_t x = model.find('x');
+  const bool is_shape = model.starts_with("mlp-") && x != std::string_view::npos &&
+                        parse(model.substr(4, x - 4), shape.hidden) && parse(model.substr(x + 1), shape.layers);
+  if (!is_shape || shape.hidden < 1 || shape.hidden > 65536 || shape.layers < 1 || shape.layers > 1024)
+    throw InvalidArgument(
+        fmt::format("there is no model \"{}\"; there are {}mlp-HIDDENxLAYERS, cnn, lstm, transformer", model, names));
+  return shape;
+}
+
+std::string model_argument(std::string_view model) {
+  const auto shape = mlp_shape(model);
+  return shape ? fmt::format("mlp-{}x{}", shape->hidden, shape->layers) : std::string(model);
+}
+
+BucketCaps bucket_caps(std::string_view text) {
+  if (text == "default") return {};
+  if (text == "one") return {kNoCapMb, kNoCapMb};
+  double cap = 0;
+  if (!parse(text, cap) || !(cap > 0) || cap > kNoCapMb)
+    throw InvalidArgument(fmt::format(
+        "\"{}\" is no bucket cap: write a number of MiB, \"default\", or \"one\" for a single bucket", text));
+  return {cap, std::min(cap, kFirstBucketMb)};
+}
+
+void add_step_options(CLI::App& command, StepPlan& plan) {
+  const auto list = [&](const std::string& name, std::vector<std::string>& to, const std::string& help) {
+    return command.add_option(name, to, help)->delimiter(',')->allow_extra_args(false)->type_name("NAME,...");
+  };
+  list("--model", plan.models,
+       "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer (default: the five "
+       "MLPs)");
+  command.add_option("--batch", plan.batch, "Samples a rank (default: 32)")
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  command.add_option("--optimizer", plan.optimizer, "sgd or adamw (default: sgd)")
+      ->check(CLI::IsMember({"sgd", "adamw"}))
+      ->type_name("NAME");
+  list("--bucket-cap-mb", plan.bucket_caps_mb,
+       "Bucket caps in MiB to try one beside the other; \"default\", \"one\": a single bucket (default: default)")
+      ->type_name("MIB,...");
+  command.add_flag("--no-pin", plan.no_pin,
+                   "Let the scheduler move the ranks (default: a core each where there are enough)");
+}
+
+std::vector<std::string> to_arguments(const StepPlan& plan, const std::string& model) {
+  std::vector<std::string> arguments = {"--model",     model_argument(model), "--batch", std::to_string(plan.batch),
+                                        "--optimizer", plan.optimizer};
+  if (plan.no_pin) arguments.emplace_back("--no-pin");
+  return arguments;
+}
+
+}  // namespace ddpkit::bench

@@ -1,0 +1,184 @@
+#include "step_systems.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "python.h"
+#include "rank.h"
+#include "step_rank.h"
+#include "workers.h"
+
+namespace ddpkit::bench {
+namespace {
+
+/// One that is measured: a row of the table.
+struct System {
+  std::string name;
+  std::string bucket_cap_mb;
+  std::shared_ptr<Workers> workers;
+  bool together = true;
+  int ranks = 1;       ///< Processes that take its turn at once.
+  bool roams = false;  ///< Takes its turns on one core after the other.
+  int steps = 1;       ///< A turn.
+  StepSeries series = {};
+};
+
+/// What is measured of one model.
+class ModelBench {
+ public:
+  ModelBench(const StepOptions& options, const std::string& model) : options_(options), model_(model) {}
+
+  /// Nothing: a backend that was asked for is not here.
+  std::optional<std::vector<StepRow>> run() {
+    if (!start()) return std::nullopt;
+    const int rounds = options_.plan.steps > 0 ? std::min(kRounds, options_.plan.steps) : kRounds;
+    std::cerr << fmt::format("{}: warming up\n", model_);
+    for (System& system : systems_) choose_steps(system, rounds);
+    std::cerr << fmt::format("{}: {} systems take turns in {} rounds\n", model_, systems_.size(), rounds);
+    const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
+    for (int round = 0; round < rounds; ++round) {
+      if (is_terminal) std::cerr << fmt::format("{}: round {} of {}\r", model_, round + 1, rounds);
+      // Nobody always comes behind the same neighbour.
+      for (std::size_t i = 0; i < systems_.size(); ++i) {
+        System& system = systems_[(i + static_cast<std::size_t>(round)) % systems_.size()];
+        const int warmup = std::clamp(system.steps / 10, 1, 20);
+        system.series.add_turn(turn(system, round, warmup, system.steps), system.together);
+      }
+    }
+    std::vector<StepRow> rows;
+    for (const System& system : systems_) rows.push_back(row_of(system));
+    return rows;
+  }
+
+ private:
+  bool start() {
+    std::cerr << fmt::format("{}: starting the ranks\n", model_);
+    const int ranks = options_.plan.ranks;
+    const auto alone = start_workers("alone", kAlone, "default");
+    systems_.push_back({.name = "alone", .bucket_cap_mb = "", .workers = alone, .together = false, .roams = true});
+    systems_.push_back({.name = fmt::format("alone-x{}", ranks),
+                        .bucket_cap_mb = "",
+                        .workers = alone,
+                        .together = false,
+                        .ranks = ranks});
+    for (const std::string& backend : options_.backends) {
+      for (const std::string& cap : options_.plan.bucket_caps_mb) {
+        const std::string name = "ddpkit-" + backend;
+        try {
+          systems_.push_back(
+              {.name = name, .bucket_cap_mb = cap, .workers = start_workers(name, backend, cap), .ranks = ranks});
+        } catch (const NoBackend& error) {
+          std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, error.what());
+          if (options_.backends_asked_for) return false;
+          break;
+        }
+      }
+    }
+    if (options_.peers) start_python();
+    return true;
+  }
+
+  void start_python() {
+    std::vector<std::string> command = python_command("step.py");
+    const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    systems_.push_back({.name = kPythonDdp,
+                        .bucket_cap_mb = "default",
+                        .workers = start_workers(kPythonDdp, command),
+                        .ranks = options_.plan.ranks});
+    command.emplace_back("--alone");
+    const std::string name = "python-alone";
+    systems_.push_back(
+        {.name = name, .bucket_cap_mb = "", .workers = start_workers(name, command), .together = false, .roams = true});
+  }
+
+  std::shared_ptr<Workers> start_workers(const std::string& name, const std::string& backend,
+                                         const std::string& cap) const {
+    std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(),
+                                        "bench",
+                                        "step",
+                                        "--as-rank",
+                                        backend,
+                                        "--bucket-cap-mb",
+                                        cap};
+    const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return start_workers(name, command);
+  }
+
+  std::shared_ptr<Workers> start_workers(const std::string& name, const std::vector<std::string>& command) const {
+    return std::make_shared<Workers>(Workers::Options{.system = name,
+                                                      .command = command,
+                                                      .ranks = options_.plan.ranks,
+                                                      .answer_prefix = std::string(kStepReport),
+                                                      .no_backend_prefix = std::string(kReason)});
+  }
+
+  /// As many as fill a turn, by a turn that nobody counts: it is also what warms the system up.
+  void choose_steps(System& system, int rounds) const {
+    if (options_.plan.steps > 0) {
+      system.steps = (options_.plan.steps + rounds - 1) / rounds;
+      turn(system, 0, 1, 1);
+      return;
+    }
+    const auto measured_us = [&](int warmup, int steps) {
+      StepSeries series;
+      series.add_turn(turn(system, 0, warmup, steps), system.together);
+      return series.us();
+    };
+    const auto fill = [](double us) { return std::clamp(static_cast<int>(kTurnSeconds * 1e6 / us), 3, 2000); };
+    system.steps = fill(measured_us(2, 3));
+    system.steps = fill(measured_us(1, system.steps));
+  }
+
+  static std::vector<StepTurn> turn(const System& system, int round, int warmup, int steps) {
+    const int first = system.roams ? round % system.workers->ranks() : 0;
+    std::vector<StepTurn> turns;
+    for (const std::string& line : system.workers->ask(fmt::format("turn {} {}", warmup, steps), first, system.ranks)) {
+      const auto answer = parse_step_turn(line);
+      if (!answer || answer->us.size() != static_cast<std::size_t>(steps))
+        throw Error(fmt::format("{} answered \"{}\" when asked for {} steps", system.name, line, steps));
+      turns.push_back(*answer);
+    }
+    return turns;
+  }
+
+  StepRow row_of(const System& system) const {
+    std::vector<StepEnd> ends;
+    for (const std::string& line : system.workers->ask_all("end")) {
+      const auto end = parse_step_end(line);
+      if (!end) throw Error(fmt::format("{} answered \"{}\" when asked for its end", system.name, line));
+      ends.push_back(*end);
+    }
+    return {.system = system.name,
+            .model = model_,
+            .optimizer = options_.plan.optimizer,
+            .batch = options_.plan.batch,
+            .ranks = system.ranks,
+            .bucket_cap_mb = system.bucket_cap_mb,
+            .us = system.series.us(),
+            .ratio_to_alone = system.series.ratio_to(systems_[0].series),
+            .exposed_us = system.series.exposed_us(),
+            .end = over_ranks(ends)};
+  }
+
+  const StepOptions& options_;
+  std::string model_;
+  std::vector<System> systems_;
+};
+
+}  // namespace
+
+std::optional<std::vector<StepRow>> bench_step_of(const std::string& model, const StepOptions& options) {
+  return ModelBench(options, model).run();
+}
+
+}  // namespace ddpkit::bench

@@ -1,0 +1,145 @@
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
+
+#include "bench/python.h"
+#include "bench/step_rank.h"
+#include "bench/step_systems.h"
+#include "bench/workers.h"
+#include "commands.h"
+
+namespace ddpkit::cli {
+namespace {
+
+using namespace bench;
+
+struct Options {
+  StepOptions step;
+  std::int64_t hidden = 128;  ///< Of an MLP of the user's own.
+  int layers = 3;
+  std::string csv;
+  std::string as_rank;  ///< Hidden: this process is one of the ranks, with this backend.
+  std::string control;  ///< Hidden: the pipes by which it is asked.
+};
+
+void check(const Options& options) {
+  for (const std::string& model : options.step.plan.models) mlp_shape(model);
+  for (const std::string& cap : options.step.plan.bucket_caps_mb) bucket_caps(cap);
+  if (options.step.peers) {
+    if (const std::string reason = why_no_python(); !reason.empty()) throw InvalidArgument(reason);
+  }
+  if (options.csv.empty()) return;
+  const bool was_there = std::filesystem::exists(options.csv);
+  // Now rather than after minutes of measuring.
+  if (!std::ofstream(options.csv, std::ios::app)) throw InvalidArgument(fmt::format("cannot write {}", options.csv));
+  if (!was_there) std::filesystem::remove(options.csv);
+}
+
+/// How many times as fast as Python each of our systems was, with its best bucket cap.
+void compare_with_python(const std::vector<StepRow>& rows) {
+  const auto python = std::find_if(rows.begin(), rows.end(), [](const StepRow& r) { return r.system == kPythonDdp; });
+  if (python == rows.end()) return;
+  for (const StepRow& row : rows) {
+    if (row.system.starts_with("ddpkit-"))
+      std::cerr << fmt::format("{}: {} ({}) takes {:.3f} ms a step, Python {:.3f} ms: {:.1f} times as fast\n",
+                               row.model, row.system, row.bucket_cap_mb, row.us / 1e3, python->us / 1e3,
+                               python->us / row.us);
+  }
+}
+
+int run_bench(const Options& options) {
+  std::ofstream csv;
+  if (!options.csv.empty()) {
+    csv.open(options.csv, std::ios::trunc);
+    csv << kStepCsvHeader << std::endl;
+  }
+  if (options.step.plan.ranks > available_cores())
+    std::cerr << fmt::format("{} ranks on {} cores: no rank has one to itself\n", options.step.plan.ranks,
+                             available_cores());
+  std::cout << step_table_header() << std::endl;
+  std::uint64_t wrong = 0;
+  for (const std::string& model : options.step.plan.models) {
+    const auto rows = bench_step_of(model, options.step);
+    if (!rows) return 2;
+    for (const StepRow& row : *rows) {
+      std::cout << table_row(row) << std::endl;
+      if (csv.is_open()) csv << to_csv(row) << std::endl;
+      wrong += row.end.wrong;
+    }
+    compare_with_python(*rows);
+  }
+  if (wrong > 0) std::cerr << "ddpkit bench: " << wrong << " weights are wrong: see the column #wrong\n";
+  return wrong > 0 ? 1 : 0;
+}
+
+}  // namespace
+
+void add_bench_step(CLI::App& bench, std::function<int()>& run) {
+  auto options = std::make_shared<Options>();
+  StepPlan& plan = options->step.plan;
+  CLI::App* command = bench.add_subcommand("step", "Time of a training step: alone, and on several ranks");
+  command->footer(
+      "A step is zero_grad, forward, backward with the exchange of gradients, and the optimizer's update. Starts the\n"
+      "ranks itself, each with one thread on a core of its own where there are enough. All systems are measured in "
+      "one\n"
+      "run and take turns. Afterwards the ranks' weights are compared bit for bit; wrong ones are counted in #wrong "
+      "and\n"
+      "make the exit code 1. docs/benchmarks.md explains the columns.");
+  add_step_options(*command, plan);
+  CLI::Option* hidden = command->add_option("--hidden", options->hidden, "Width of an MLP of your own (default: 128)")
+                            ->check(CLI::Range(1, 65536))
+                            ->type_name("N");
+  CLI::Option* layers = command->add_option("--layers", options->layers, "Its hidden layers (default: 3)")
+                            ->check(CLI::Range(1, 1024))
+                            ->type_name("N");
+  command->add_option("-n,--ranks", plan.ranks, "Number of ranks (default: 2)")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("N");
+  CLI::Option* backends = command->add_option("--backend", options->step.backends, "shm, gloo (default: all there are)")
+                              ->delimiter(',')
+                              ->allow_extra_args(false)
+                              ->check(CLI::IsMember({"shm", "gloo"}))
+                              ->type_name("NAME,...");
+  command->add_option("--steps", plan.steps, "Timed steps of each system (default: what 1.5 s hold)")
+      ->check(CLI::Range(1, 100'000'000))
+      ->type_name("N");
+  command->add_flag(
+      "--peers", options->step.peers,
+      "Measure Python's DistributedDataParallel with Gloo too, by the Python that DDPKIT_PEER_PYTHON names");
+  command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
+  command->add_option("--as-rank", options->as_rank)->group("");
+  command->add_option("--control", options->control)->group("");
+  command->callback([options, command, backends, hidden, layers, &run] {
+    StepPlan& plan = options->step.plan;
+    options->step.backends_asked_for = backends->count() > 0;
+    if (hidden->count() + layers->count() > 0) {
+      if (command->count("--model") == 0) plan.models.clear();
+      plan.models.push_back(fmt::format("mlp-{}x{}", options->hidden, options->layers));
+    }
+    try {
+      check(*options);
+    } catch (const InvalidArgument& error) {
+      throw CLI::ValidationError(error.what());
+    }
+    if (!options->as_rank.empty())
+      run = [options] { return run_step_rank(options->as_rank, options->step.plan, options->control); };
+    else
+      run = [options] {
+        try {
+          return run_bench(*options);
+        } catch (const WorkerFailed& error) {
+          std::cerr << "ddpkit bench: " << error.what() << '\n';
+          return error.exit_code();
+        }
+      };
+  });
+}
+
+}  // namespace ddpkit::cli

@@ -1,0 +1,202 @@
+// `ddpkit bench step` as a user runs it, and what it is made of.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "bench/step_models.h"
+#include "bench/step_plan.h"
+#include "bench/step_rank.h"
+#include "bench/step_row.h"
+#include "bench/workers.h"
+#include "cli/run_bench.h"
+#include "support/ranks.h"
+
+using namespace ddpkit::bench;
+using ddpkit::testing::Folder;
+using ddpkit::testing::names_in;
+using ddpkit::testing::read_file;
+using ddpkit::testing::Run;
+using ddpkit::testing::run_bench;
+using ddpkit::testing::split;
+
+namespace {
+
+/// The rows of a CSV file by the names in its head.
+std::vector<std::map<std::string, std::string>> rows_of(const std::string& csv) {
+  const std::vector<std::string> lines = split(read_file(csv), '\n');
+  REQUIRE(!lines.empty());
+  REQUIRE(lines[0] == kStepCsvHeader);
+  const std::vector<std::string> names = split(lines[0], ',');
+  std::vector<std::map<std::string, std::string>> rows;
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    const std::vector<std::string> fields = split(lines[i], ',');
+    REQUIRE(fields.size() == names.size());
+    auto& row = rows.emplace_back();
+    for (std::size_t column = 0; column < names.size(); ++column) row[names[column]] = fields[column];
+  }
+  return rows;
+}
+
+}  // namespace
+
+TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bucket caps", "[bench]") {
+  const Folder folder;
+  const std::string csv = folder / "rows.csv";
+  const Run run = run_bench(folder, {"step", "--model", "mlp-10k,cnn", "--backend", "shm", "--steps", "4",
+                                     "--bucket-cap-mb", "default,0.001,one", "--csv", csv});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const auto rows = rows_of(csv);
+  REQUIRE(rows.size() == 10);
+  REQUIRE(run.lines.size() == rows.size() + 2);  // A head of two lines.
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    auto row = rows[i];
+    CAPTURE(run.lines[i + 2]);
+    CHECK(run.lines[i + 2].starts_with(row["system"] + " "));
+    CHECK(row["model"] == (i < 5 ? "mlp-10k" : "cnn"));
+    CHECK(row["params"] == (i < 5 ? "9638" : "29846"));
+    CHECK(row["batch"] == "32");
+    CHECK(std::stod(row["us"]) > 0);
+    CHECK(std::stod(row["ratio_to_alone"]) > 0);
+    CHECK(std::stoull(row["peak_bytes"]) > 50'000'000);
+    CHECK(row["wrong"] == "0");
+    const bool is_alone = i % 5 < 2;
+    CHECK(row["system"] == (i % 5 == 0 ? "alone" : i % 5 == 1 ? "alone-x2" : "ddpkit-shm"));
+    CHECK(row["ranks"] == (i % 5 == 0 ? "1" : "2"));
+    CHECK(row["exposed_us"].empty() == is_alone);
+    if (is_alone) continue;
+    CHECK(row["bucket_cap_mb"] == (i % 5 == 2 ? "default" : i % 5 == 3 ? "0.001" : "one"));
+    CHECK(std::stoi(row["buckets"]) >= (i % 5 == 3 ? 2 : 1));
+    if (i % 5 == 4) CHECK(row["buckets"] == "1");
+    CHECK(std::stoull(row["reduced_bytes"]) >= 4 * std::stoull(row["params"]));
+  }
+  CHECK(rows[0].at("ratio_to_alone") == "1.0000");
+}
+
+TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optimizer", "[bench]") {
+  const Folder folder;
+  const std::string csv = folder / "rows.csv";
+  const Run run = run_bench(folder, {"step", "--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--optimizer",
+                                     "adamw", "--steps", "2", "--csv", csv});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  auto rows = rows_of(csv);
+  const bool has_gloo = run.errors.find("gloo left out: ") == std::string::npos;
+  REQUIRE(rows.size() == (has_gloo ? 4 : 3));
+  for (auto& row : rows) {
+    CHECK(row["model"] == "mlp-8x1");
+    CHECK(row["params"] == std::to_string(561 * 8 + 8 + 8 * 6 + 6));
+    CHECK(row["batch"] == "4");
+    CHECK(row["optimizer"] == "adamw");
+    CHECK(row["wrong"] == "0");
+  }
+  CHECK(rows[1]["system"] == "alone-x3");
+  CHECK(rows.back()["system"] == (has_gloo ? "ddpkit-gloo" : "ddpkit-shm"));
+}
+
+TEST_CASE("ddpkit bench step refuses wrong options in one sentence, before it measures", "[bench]") {
+  const Folder folder;
+  const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
+      {{"--model", "mlp"}, "no model \"mlp\"; there are mlp-10k"},
+      {{"--model", "mlp-0x3"}, "no model \"mlp-0x3\""},
+      {{"--model", "mlp-8x3x"}, "no model"},
+      {{"--hidden", "0"}, "0 not in range"},
+      {{"--layers", "0"}, "0 not in range"},
+      {{"--batch", "0"}, "0 not in range"},
+      {{"--ranks", "0"}, "0 not in range"},
+      {{"--steps", "0"}, "0 not in range"},
+      {{"--optimizer", "lion"}, "lion"},
+      {{"--backend", "nccl"}, "nccl"},
+      {{"--bucket-cap-mb", "0"}, "\"0\" is no bucket cap"},
+      {{"--bucket-cap-mb", "25M"}, "\"25M\" is no bucket cap"},
+      {{"--csv", folder / "no-such/rows.csv"}, "cannot write"},
+      {{"--peers"}, "needs Python's PyTorch: let DDPKIT_PEER_PYTHON name"},
+      {{"more"}, "more"},
+  };
+  for (const auto& [options, message] : wrong) {
+    CAPTURE(options);
+    std::vector<std::string> arguments = {"step"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const Run run = run_bench(folder, arguments, {{"DDPKIT_PEER_PYTHON", ""}});
+    CHECK(run.exit_code == 2);
+    CHECK_THAT(run.errors, ContainsSubstring(message));
+    CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
+    CHECK(run.lines.empty());
+  }
+  const Run run = run_bench(folder, {"step", "--peers"}, {{"DDPKIT_PEER_PYTHON", "/no/such/python"}});
+  CHECK(run.exit_code == 2);
+  CHECK_THAT(run.errors, ContainsSubstring("DDPKIT_PEER_PYTHON is /no/such/python, which is no program"));
+  CHECK(names_in(folder.path()).empty());
+}
+
+RANK_TEST("bench step counts weights that differ between ranks in any bit", "[bench]", 2, 3) {
+  const auto fresh = [] { return std::vector<at::Tensor>{torch::zeros({3, 5}), torch::ones({7}).requires_grad_()}; };
+  CHECK(count_wrong_weights(fresh(), group) == 0);
+  auto weights = fresh();
+  const torch::NoGradGuard no_grad;
+  if (group.rank() == 1) {
+    weights[0][2][4] = -0.0;
+    weights[1][0] = std::nextafter(1.0f, 2.0f);
+  }
+  CHECK(count_wrong_weights(weights, group) == (group.rank() == 1 ? 2 : 0));
+  weights = fresh();
+  weights[1][3] = std::numeric_limits<float>::infinity();
+  CHECK(count_wrong_weights(weights, group) == 1);
+}
+
+TEST_CASE("A step's models train", "[bench]") {
+  for (const std::string name : {"mlp-16x2", "cnn", "lstm", "transformer"}) {
+    CAPTURE(name);
+    const StepTask task = make_step_task(name, 4, 0);
+    const auto optimizer = make_step_optimizer("adamw", task.model->parameters());
+    const auto loss = [&] { return torch::cross_entropy_loss(task.model->forward(task.input), task.target); };
+    const auto first = loss().item<double>();
+    for (int step = 0; step < 20; ++step) {
+      optimizer.zero_grad();
+      loss().backward();
+      optimizer.step();
+    }
+    CHECK(loss().item<double>() < first);
+    // The same weights and another batch on another rank.
+    const StepTask other = make_step_task(name, 4, 1), same = make_step_task(name, 4, 0);
+    CHECK(other.model->parameters()[0].equal(same.model->parameters()[0]));
+    CHECK_FALSE(other.input.equal(same.input));
+  }
+}
+
+TEST_CASE("Workers that end early, or lack their backend, are an error that says so", "[bench]") {
+  const auto workers = [](const std::string& script) {
+    // What comes behind is $0, "--control", and the list.
+    return Workers({.system = "system",
+                    .command = {"sh", "-c", script, "sh"},
+                    .ranks = 2,
+                    .answer_prefix = "answer: ",
+                    .no_backend_prefix = "lacks: "});
+  };
+  const std::string ready = "eval \"exec 9<&$(echo $2 | cut -d, -f$((RANK + 1)))\"; echo 'answer: ready'; ";
+  {
+    Workers echo({.system = "system",
+                  .command = {"sh", "-c", ready + "while read line <&9; do echo \"answer: $RANK $line\"; done", "sh"},
+                  .ranks = 2,
+                  .answer_prefix = "answer: ",
+                  .no_backend_prefix = "lacks: "});
+    CHECK(echo.ask_all("a b") == std::vector<std::string>{"answer: 0 a b", "answer: 1 a b"});
+    CHECK(echo.ask("c", 1, 1) == std::vector<std::string>{"answer: 1 c"});
+  }
+  CHECK_THROWS_WITH(workers("exit 3"), ContainsSubstring("exited with code 3"));
+  CHECK_THROWS_WITH(workers("echo lacks: a card; exit 77"), ContainsSubstring("a card"));
+  Workers dies({.system = "system",
+                .command = {"sh", "-c", ready + "read line <&9; [ $RANK = 0 ] && kill -9 $$; read line <&9", "sh"},
+                .ranks = 2,
+                .answer_prefix = "answer: ",
+                .no_backend_prefix = "lacks: "});
+  try {
+    dies.ask_all("go");
+    FAIL("no error");
+  } catch (const WorkerFailed& error) {
+    CHECK_THAT(error.what(), ContainsSubstring("system: rank 0 was killed by signal 9"));
+    CHECK(error.exit_code() == 137);
+  }
+}

@@ -1,0 +1,169 @@
+"""50 steps of ddpkit's DistributedDataParallel on two ranks against Python's, from the same weights on the same batches.
+
+ddp_training.py DDPKIT DDP_TRAINING CASE MOMENTUM: the model CASE by SGD; Python's ranks talk through Gloo."""
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+
+import torch
+import torch.distributed
+from torch import nn
+
+RANKS, STEPS, BATCH, LEARNING_RATE, TOLERANCE = 2, 50, 8, 0.05, 1e-5
+ddpkit, program, case, momentum = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
+
+
+class Model(nn.Module):
+    def begin_step(self, step, rank):
+        pass
+
+
+class Mlp(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Lstm(Model):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 24, num_layers=2, batch_first=True)
+        self.output = nn.Linear(24, 5)
+
+    def forward(self, x):
+        return self.output(self.lstm(x)[0][:, -1])
+
+
+class Transformer(Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)
+        self.position = nn.Parameter(0.1 * torch.randn(10, 1, 32))
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(10)
+        y = self.block(self.embedding(x.t()) + self.position, mask)
+        return nn.functional.linear(y.transpose(0, 1), self.embedding.weight).flatten(0, 1)
+
+
+class Cnn(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(), nn.Linear(64, 5),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Heads(Model):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(20, 32)
+        self.heads = nn.ModuleList([nn.Linear(32, 5), nn.Linear(32, 5)])
+        self.never = nn.Linear(7, 7)
+        self.head = 0
+
+    def begin_step(self, step, rank):
+        self.head = 0 if step % 2 == 0 else rank
+
+    def forward(self, x):
+        return self.heads[self.head](torch.relu(self.trunk(x)))
+
+
+def classified(*shape):
+    return torch.randn(STEPS, RANKS * BATCH, *shape), torch.randint(5, (STEPS, RANKS * BATCH))
+
+
+def text():
+    tokens = torch.randint(50, (STEPS, RANKS * BATCH, 11))
+    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+# Model, data, DistributedDataParallel's options; None: one process on the joined batch.
+CASES = {
+    "mlp": (Mlp, lambda: classified(20), {}),
+    "lstm": (Lstm, lambda: classified(12, 6), {}),
+    "transformer": (Transformer, text, {}),
+    # Python's SyncBatchNorm refuses CPU tensors, so that the reference is what it stands for: batch norm over the
+    # joined batch, in one process.
+    "sync_batch_norm": (Cnn, lambda: classified(3, 8, 8), None),
+    "unused": (Heads, lambda: classified(20), {"find_unused_parameters": True}),
+}
+
+
+def train(weights, data, part, rank, options):
+    """The state after all steps on a part of the samples; with a DistributedDataParallel unless options is None."""
+    model = CASES[case][0]()
+    model.load_state_dict(weights)
+    forward = model if options is None else nn.parallel.DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
+    for step, (x, y) in enumerate(zip(data["x"][:, part], data["y"][:, part])):
+        model.begin_step(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(forward(x), y.flatten()).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def run_rank(folder, rank, weights, data, options):
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    result = train(weights, data, slice(rank * BATCH, (rank + 1) * BATCH), rank, options)
+    if rank == 0:
+        torch.save(result, f"{folder}/python.pt")
+    torch.distributed.destroy_process_group()
+
+
+def python_ddp(folder, weights, data, options):
+    # Forked: to import torch takes longer than to train. No thread of torch's has been started yet.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(folder, rank, weights, data, options)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(200)
+        assert process.exitcode == 0, f"a rank of Python's ended with {process.exitcode}"
+    return torch.load(f"{folder}/python.pt")
+
+
+def difference(a, b):
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+torch.set_num_threads(1)
+torch.manual_seed(7)
+make_model, make_data, options = CASES[case]
+weights = {name: tensor.detach().clone() for name, tensor in make_model().state_dict().items()}
+data = dict(zip("xy", make_data()))
+with tempfile.TemporaryDirectory() as folder:
+    torch.save(weights, f"{folder}/weights.pt")
+    torch.save(data, f"{folder}/data.pt")
+    if options is not None:
+        python = python_ddp(folder, weights, data, options)
+    else:
+        python = train(weights, data, slice(None), 0, None)
+    subprocess.run(
+        [ddpkit, "run", "-n", str(RANKS), "--", program, case, folder, str(LEARNING_RATE), str(momentum)], check=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=200,
+    )
+    # Written by pickle_save of LibTorch, whose types weights_only does not know.
+    ours = [torch.load(f"{folder}/rank-{rank}-of-{RANKS}.pt", weights_only=False) for rank in range(RANKS)]
+
+for name in ours[0]:
+    assert torch.equal(ours[0][name], ours[1][name]), f"{name} differs between ddpkit's ranks"
+moved, apart = difference(weights, python), difference(python, ours[0])
+# What rank 0 learns without the other: the comparison must see whether they exchange gradients.
+unlike = difference(python, train(weights, data, slice(0, BATCH), 0, None))
+assert moved > 1000 * TOLERANCE and unlike > 100 * TOLERANCE, (moved, unlike)
+assert apart <= TOLERANCE, f"ddpkit and Python differ by {apart:.2g} after {STEPS} steps"
+print(f"{case}, momentum {momentum}: weights moved by {moved:.2g}; ddpkit and Python differ by {apart:.2g}")

@@ -1,0 +1,54 @@
+#include "ddp_training.h"
+
+namespace ddpkit::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+struct Mlp : PeerModel {
+  Mlp() { register_module("layers", layers); }
+  torch::Tensor forward(const torch::Tensor& x) override { return layers->forward(x); }
+  nn::Sequential layers{nn::Linear(20, 64), nn::ReLU(), nn::Linear(64, 64), nn::ReLU(), nn::Linear(64, 5)};
+};
+
+struct Lstm : PeerModel {
+  Lstm() {
+    register_module("lstm", lstm);
+    register_module("output", output);
+  }
+  torch::Tensor forward(const torch::Tensor& x) override {
+    return output->forward(std::get<0>(lstm->forward(x)).select(1, -1));
+  }
+  nn::LSTM lstm{nn::LSTMOptions(6, 24).num_layers(2).batch_first(true)};
+  nn::Linear output{24, 5};
+};
+
+/// The embedding is the output's weight too, and so has its gradient from both ends of the model.
+struct Transformer : PeerModel {
+  Transformer() {
+    register_module("embedding", embedding);
+    register_module("block", block);
+    position = register_parameter("position", torch::zeros({10, 1, 32}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) override {
+    const torch::Tensor mask = nn::TransformerImpl::generate_square_subsequent_mask(10);
+    const torch::Tensor y = block->forward(embedding->forward(x.t()) + position, mask);
+    return torch::linear(y.transpose(0, 1), embedding->weight).flatten(0, 1);
+  }
+  nn::Embedding embedding{50, 32};
+  nn::TransformerEncoderLayer block{nn::TransformerEncoderLayerOptions(32, 4).dim_feedforward(64).dropout(0)};
+  torch::Tensor position;
+};
+
+// Buckets so small that there are several.
+const DistributedDataParallelOptions kSmallBuckets = {.bucket_cap_mb = 0.008, .first_bucket_cap_mb = 0.002};
+
+[[maybe_unused]] const bool added = [] {
+  peer_cases()["mlp"] = {make_peer_model<Mlp>, kSmallBuckets};
+  peer_cases()["lstm"] = {make_peer_model<Lstm>, kSmallBuckets};
+  peer_cases()["transformer"] = {make_peer_model<Transformer>, kSmallBuckets};
+  return true;
+}();
+
+}  // namespace
+}  // namespace ddpkit::testing
