@@ -10,3 +10,4 @@
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/sync_batch_norm.h>
