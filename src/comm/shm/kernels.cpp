@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "simd/variant.h"
+
 namespace ddpkit::shm {
 
 #define DDPKIT_DECLARE_VARIANT(name)                                                             \
@@ -12,32 +14,6 @@ DDPKIT_DECLARE_VARIANT(baseline);
 DDPKIT_DECLARE_VARIANT(avx2);
 DDPKIT_DECLARE_VARIANT(avx512);
 #endif
-
-namespace {
-
-using Variant = decltype(&reduce_baseline);
-
-struct Choice {
-  Variant function;
-  const char* name;
-};
-
-Choice choose() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return {reduce_avx512, "avx512"};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return {reduce_avx2, "avx2"};
-#endif
-  return {reduce_baseline, "baseline"};
-}
-
-const Choice& chosen() {
-  static const Choice choice = choose();
-  return choice;
-}
-
-}  // namespace
 
 bool supports(DataType dtype, Reduction op) {
   const bool bitwise = op == Reduction::kBand || op == Reduction::kBor || op == Reduction::kBxor;
@@ -56,10 +32,11 @@ bool supports(DataType dtype, Reduction op) {
 
 void reduce(DataType dtype, Reduction op, std::size_t numel, const void* const* inputs, std::size_t input_count,
             void* const* outputs, std::size_t output_count) {
-  if (!chosen().function(dtype, op, numel, inputs, input_count, outputs, output_count))
+  static const auto function = DDPKIT_CHOOSE_VARIANT(reduce);
+  if (!function(dtype, op, numel, inputs, input_count, outputs, output_count))
     throw std::logic_error("a reduction that supports() refuses");
 }
 
-const char* kernel_variant() { return chosen().name; }
+const char* kernel_variant() { return simd::variant_name(); }
 
 }  // namespace ddpkit::shm
