@@ -11,6 +11,7 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
