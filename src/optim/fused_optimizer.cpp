@@ -1,13 +1,11 @@
 #include <ddpkit/optim/fused_optimizer.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <sys/mman.h>
+#include <ATen/ops/zeros.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
-#include <cstdint>
 #include <utility>
 
 #include <fmt/format.h>
@@ -27,20 +25,6 @@ constexpr std::int64_t kAlignment = 64;
   throw InvalidArgument(fmt::format("parameter {} of group {}, a {} [{}] on {}, {}", index, group,
                                     c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "),
                                     parameter.device().str(), why));
-}
-
-/// A new flat tensor, all zero. A large one on pages of 2 MiB where the system gives them to who asks, which makes a
-/// pass over it about a seventh faster.
-at::Tensor make_flat(std::int64_t numel, at::ScalarType dtype, at::Device device) {
-  const at::Tensor flat = at::empty({numel}, at::dtype(dtype).device(device));
-  constexpr std::uintptr_t kPage = std::uintptr_t{2} << 20;
-  if (device.is_cpu()) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(flat.data_ptr());
-    const std::uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + flat.nbytes()) / kPage * kPage;
-    // Where that is not to be had, all works as before.
-    if (last > first) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  }
-  return flat.zero_();
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
@@ -109,7 +93,8 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
 FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
   FlatState& flat = flats[slot.flat];
   const std::size_t count = counts[flat.group];
-  while (flat.tensors.size() < count) flat.tensors.push_back(make_flat(lengths[slot.flat], flat.dtype, flat.device));
+  while (flat.tensors.size() < count)
+    flat.tensors.push_back(at::zeros({lengths[slot.flat]}, at::dtype(flat.dtype).device(flat.device)));
   for (std::size_t k = 0; k < count && !slot.tensors[k].defined(); ++k) {
     const at::Tensor part = flat.tensors[k].narrow(0, slot.offset, slot.parameter.numel());
     slot.tensors[k] = slot.dense ? part.as_strided(slot.parameter.sizes(), slot.strides, part.storage_offset())

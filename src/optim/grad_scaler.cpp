@@ -68,9 +68,7 @@ GradScaler::GradScaler(std::optional<ProcessGroup> group, const GradScalerOption
         options.init_scale, options.growth_factor, options.backoff_factor, options.growth_interval));
 }
 
-at::Tensor GradScaler::scale(const at::Tensor& loss) const {
-  return options_.enabled ? loss.mul(scale_) : loss;
-}
+at::Tensor GradScaler::scale(const at::Tensor& loss) const { return options_.enabled ? loss.mul(scale_) : loss; }
 
 bool GradScaler::on_any_rank(bool found_inf, const at::Device& device) const {
   if (!group_ || group_->world_size() == 1) return found_inf;

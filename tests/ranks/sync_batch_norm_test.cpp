@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
@@ -205,7 +206,7 @@ RANK_TEST("gradients through SyncBatchNorm and DistributedDataParallel are those
   CHECK(ddpkit::convert_sync_batchnorm(model, group) == std::vector<std::string>{"norm"});
   // Small buckets: their reductions and batch norm's own take turns in backward.
   ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.0001, .first_bucket_cap_mb = 0.0001});
-  torch::optim::SGD own_optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  ddpkit::optim::FusedSGD own_optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::optim::SGD optimizer(alone->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int step = 0; step < 10; ++step) {
     torch::manual_seed(static_cast<std::uint64_t>(100 + step));

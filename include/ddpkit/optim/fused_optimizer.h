@@ -45,8 +45,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Returns an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) final;
 
-  /// Multiplies all gradients by `factor` as the next step() reads them; the gradients themselves stay as they are.
-  /// Factors of several calls multiply, and hold for one step.
+  /// Multiplies all gradients by `factor` as the next step() reads them; the gradients themselves stay as they are (on
+  /// CUDA they are multiplied too). Factors of several calls multiply, and hold for one step.
   void scale_gradients(double factor) { gradient_factor_ *= factor; }
 
   /// clip_grad_norm_() without its second pass over memory: reads the gradients of all parameters, as scaled by
