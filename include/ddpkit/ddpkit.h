@@ -7,6 +7,13 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_optimizer.h>
+#include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/grad_scaler.h>
+#include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/sync_batch_norm.h>

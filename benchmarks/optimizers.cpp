@@ -1,0 +1,146 @@
+// Google Benchmark of an optimizer's step alone, on the parameters of an MLP: 561 inputs, four hidden layers of 1,500
+// (7.6 M parameters) or three of 128 (106 k), 6 classes. ns_per_element is what to compare; `limit_adam` and
+// `limit_sgd` read and write the same memory as the update does, and compute next to nothing.
+#include <benchmark/benchmark.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_sgd.h>
+
+#include "simd/variant.h"
+
+namespace {
+
+torch::nn::Sequential mlp(std::int64_t hidden, int layers) {
+  torch::nn::Sequential net;
+  std::int64_t inputs = 561;
+  for (int layer = 0; layer < layers; ++layer, inputs = hidden) {
+    net->push_back(torch::nn::Linear(inputs, hidden));
+    net->push_back(torch::nn::ReLU());
+  }
+  net->push_back(torch::nn::Linear(inputs, 6));
+  return net;
+}
+
+/// The model that the benchmark's argument names, with gradients.
+std::vector<torch::Tensor> parameters_of(const benchmark::State& state) {
+  torch::manual_seed(0);
+  const auto net = state.range(0) == 0 ? mlp(128, 3) : mlp(1500, 4);
+  for (auto& parameter : net->parameters()) parameter.mutable_grad() = torch::randn(parameter.sizes()) * 0.01;
+  return net->parameters();
+}
+
+std::int64_t elements_of(const std::vector<torch::Tensor>& parameters) {
+  std::int64_t count = 0;
+  for (const auto& parameter : parameters) count += parameter.numel();
+  return count;
+}
+
+void report(benchmark::State& state, std::int64_t elements, int bytes_per_element) {
+  state.SetBytesProcessed(state.iterations() * elements * bytes_per_element);
+  state.counters["parameters"] = static_cast<double>(elements);
+  state.SetLabel(ddpkit::simd::variant_name());
+}
+
+constexpr int kAdamBytes = 7 * 4;  // Reads parameter, gradient and two of state; writes all but the gradient.
+constexpr int kSgdBytes = 5 * 4;   // With momentum.
+
+template <class Optimizer, class Options>
+void step(benchmark::State& state, const Options& options, int bytes_per_element) {
+  const auto parameters = parameters_of(state);
+  Optimizer optimizer(parameters, options);
+  optimizer.step();
+  for (auto _ : state) optimizer.step();
+  report(state, elements_of(parameters), bytes_per_element);
+}
+
+template <class Optimizer>
+void adamw(benchmark::State& state) {
+  step<Optimizer>(state, torch::optim::AdamWOptions(1e-5), kAdamBytes);
+}
+BENCHMARK_TEMPLATE(adamw, torch::optim::AdamW)->Arg(0)->Arg(1);
+BENCHMARK_TEMPLATE(adamw, ddpkit::optim::FusedAdamW)->Arg(0)->Arg(1);
+
+template <class Optimizer>
+void sgd_momentum(benchmark::State& state) {
+  step<Optimizer>(state, torch::optim::SGDOptions(1e-5).momentum(0.9), kSgdBytes);
+}
+BENCHMARK_TEMPLATE(sgd_momentum, torch::optim::SGD)->Arg(0)->Arg(1);
+BENCHMARK_TEMPLATE(sgd_momentum, ddpkit::optim::FusedSGD)->Arg(0)->Arg(1);
+
+#if defined(__x86_64__)
+#define DDPKIT_BEST_INSTRUCTIONS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define DDPKIT_BEST_INSTRUCTIONS
+#endif
+
+DDPKIT_BEST_INSTRUCTIONS void add_to_three(float* a, float* b, float* c, const float* from, std::int64_t numel) {
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < numel; ++i) {
+    a[i] += from[i];
+    b[i] += from[i];
+    c[i] += from[i];
+  }
+}
+
+DDPKIT_BEST_INSTRUCTIONS void add_to_two(float* a, float* b, const float* from, std::int64_t numel) {
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < numel; ++i) {
+    a[i] += from[i];
+    b[i] += from[i];
+  }
+}
+
+/// Reads the parameters, `kStates` arrays of their size and the gradients, and writes all but those.
+template <int kStates>
+void limit(benchmark::State& state) {
+  const auto parameters = parameters_of(state);
+  std::vector<std::array<torch::Tensor, kStates>> states(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (auto& tensor : states[i]) tensor = torch::zeros_like(parameters[i]);
+  }
+  const auto data = [](const torch::Tensor& tensor) { return tensor.data_ptr<float>(); };
+  for (auto _ : state) {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto& p = parameters[i];
+      if constexpr (kStates == 2)
+        add_to_three(data(p), data(states[i][0]), data(states[i][1]), data(p.grad()), p.numel());
+      else
+        add_to_two(data(p), data(states[i][0]), data(p.grad()), p.numel());
+    }
+    benchmark::ClobberMemory();
+  }
+  report(state, elements_of(parameters), (2 * (kStates + 1) + 1) * 4);
+}
+void limit_adam(benchmark::State& state) { limit<2>(state); }
+void limit_sgd(benchmark::State& state) { limit<1>(state); }
+BENCHMARK(limit_adam)->Arg(0)->Arg(1);
+BENCHMARK(limit_sgd)->Arg(0)->Arg(1);
+
+/// Nothing to clip: the norm alone.
+void clip_libtorch(benchmark::State& state) {
+  const auto parameters = parameters_of(state);
+  for (auto _ : state) benchmark::DoNotOptimize(torch::nn::utils::clip_grad_norm_(parameters, 1e9));
+  report(state, elements_of(parameters), 4);
+}
+void clip_ddpkit(benchmark::State& state) {
+  const auto parameters = parameters_of(state);
+  for (auto _ : state) benchmark::DoNotOptimize(ddpkit::optim::clip_grad_norm_(parameters, 1e9));
+  report(state, elements_of(parameters), 4);
+}
+BENCHMARK(clip_libtorch)->Arg(0)->Arg(1);
+BENCHMARK(clip_ddpkit)->Arg(0)->Arg(1);
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+}

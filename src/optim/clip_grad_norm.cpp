@@ -1,0 +1,163 @@
+#include <ddpkit/optim/clip_grad_norm.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/stack.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "blocks.h"
+#include "float_type.h"
+#include "kernels.h"
+
+namespace ddpkit::optim {
+namespace {
+
+/// The numbers that make up a gradient.
+at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.layout() == at::kSparse ? gradient._values() : gradient;
+}
+
+/// Whether the kernels can go over it as one run of numbers.
+bool suits_kernels(const at::Tensor& values) {
+  return values.device().is_cpu() && values.layout() == at::kStrided && float_type(values.scalar_type()) &&
+         values.is_non_overlapping_and_dense();
+}
+
+std::optional<NormKind> kind_of(double norm_type) {
+  if (norm_type == 2) return NormKind::kSquares;
+  if (norm_type == 1) return NormKind::kAbsolutes;
+  if (norm_type == std::numeric_limits<double>::infinity()) return NormKind::kLargest;
+  return std::nullopt;
+}
+
+/// Norms of parts make the norm of the whole.
+class NormOfParts {
+ public:
+  explicit NormOfParts(double norm_type) : norm_type_(norm_type) {}
+  /// A sum of powers of this order, or the largest absolute.
+  void add_raw(double value) {
+    if (std::isinf(norm_type_))
+      total_ = value > total_ || std::isnan(value) ? value : total_;
+    else
+      total_ += value;
+  }
+  void add_norm(double norm) { add_raw(std::isinf(norm_type_) ? norm : std::pow(norm, norm_type_)); }
+  double norm() const {
+    if (std::isinf(norm_type_) || norm_type_ == 1) return total_;
+    return norm_type_ == 2 ? std::sqrt(total_) : std::pow(total_, 1 / norm_type_);
+  }
+
+ private:
+  double norm_type_;
+  double total_ = 0;
+};
+
+std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, NormKind kind) {
+  std::vector<std::size_t> numels, first_block;
+  std::size_t blocks = 0;
+  for (const at::Tensor& tensor : tensors) {
+    numels.push_back(static_cast<std::size_t>(tensor.numel()));
+    first_block.push_back(blocks);
+    blocks += blocks_of(numels.back());
+  }
+  // A number for each block, added in order afterwards, so that the result does not depend on who did which.
+  std::vector<double> results(blocks);
+  for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
+    const FloatType dtype = *float_type(tensors[task].scalar_type());
+    for (std::size_t done = 0; done < count; done += kBlockElements) {
+      NormArguments arguments{.dtype = dtype,
+                              .kind = kind,
+                              .numel = std::min(kBlockElements, count - done),
+                              .values = advance(tensors[task].const_data_ptr(), begin + done, size_of(dtype))};
+      norm(arguments);
+      results[first_block[task] + (begin + done) / kBlockElements] = arguments.result;
+    }
+  });
+  return results;
+}
+
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    // A sparse gradient may hold an element several times.
+    gradients.push_back(values_of(gradient.layout() == at::kSparse ? gradient.coalesce() : gradient).detach());
+  }
+  return gradients;
+}
+
+}  // namespace
+
+double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
+  if (!(norm_type > 0))
+    throw InvalidArgument(fmt::format("the order of a norm must be positive, but norm_type is {}", norm_type));
+  const at::NoGradGuard no_grad;
+  const auto kind = kind_of(norm_type);
+  std::vector<at::Tensor> simple;
+  std::map<std::string, std::vector<at::Tensor>> others;  // by device and type
+  for (const at::Tensor& gradient : gradients_of(parameters)) {
+    if (gradient.numel() == 0) continue;
+    if (kind && suits_kernels(gradient))
+      simple.push_back(gradient);
+    else
+      others[gradient.device().str() + c10::toString(gradient.scalar_type())].push_back(gradient);
+  }
+  NormOfParts parts(norm_type);
+  if (kind) {
+    for (const double value : raw_norms(simple, *kind)) parts.add_raw(value);
+  }
+  for (const auto& [key, gradients] : others) {
+    const at::Tensor norms = at::stack(at::_foreach_norm(gradients, norm_type)).to(at::kDouble).cpu();
+    for (std::int64_t i = 0; i < norms.numel(); ++i) parts.add_norm(norms.const_data_ptr<double>()[i]);
+  }
+  return parts.norm();
+}
+
+double clip_factor(double norm, double max_norm, double norm_type, bool error_if_nonfinite) {
+  if (error_if_nonfinite && !std::isfinite(norm))
+    throw InvalidArgument(
+        fmt::format("the gradients' norm of order {} is {}, so they can't be clipped: look for the batch or the layer "
+                    "that made it so, or pass error_if_nonfinite = false to scale them all the same",
+                    norm_type, norm));
+  const double factor = max_norm / (norm + 1e-6);
+  return factor > 1 ? 1 : factor;  // NaN stays NaN.
+}
+
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
+                       bool error_if_nonfinite) {
+  const double total = grad_norm(parameters, norm_type);
+  const double factor = clip_factor(total, max_norm, norm_type, error_if_nonfinite);
+  if (factor == 1) return total;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> simple;
+  std::vector<std::size_t> numels;
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.grad().defined()) continue;
+    const at::Tensor values = values_of(parameter.grad()).detach();
+    if (suits_kernels(values)) {
+      simple.push_back(values);
+      numels.push_back(static_cast<std::size_t>(values.numel()));
+    } else {
+      values.mul_(factor);
+    }
+  }
+  for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
+    const FloatType dtype = *float_type(simple[task].scalar_type());
+    scale({.dtype = dtype,
+           .numel = count,
+           .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
+           .factor = factor});
+  });
+  return total;
+}
+
+}  // namespace ddpkit::optim

@@ -1,0 +1,191 @@
+#include <ddpkit/optim/fused_adam.h>
+
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "blocks.h"
+#include "float_type.h"
+#include "kernels.h"
+
+namespace ddpkit::optim {
+namespace {
+
+/// Options of both, which LibTorch gives two types with the same members.
+template <class Options>
+const Options& checked(const torch::optim::OptimizerOptions& any) {
+  const auto* options = dynamic_cast<const Options*>(&any);
+  if (!options)
+    throw InvalidArgument(
+        "a parameter group has the options of another optimizer: FusedAdamW takes AdamWOptions, "
+        "FusedAdam takes AdamOptions");
+  const auto [beta1, beta2] = options->betas();
+  const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
+  if (!(options->lr() >= 0) || !(options->eps() >= 0) || !(options->weight_decay() >= 0) || !in_range(beta1) ||
+      !in_range(beta2))
+    throw InvalidArgument(
+        fmt::format("lr, eps and weight_decay must not be negative, and betas be from 0 up to, but not, 1; they are "
+                    "lr {}, eps {}, weight_decay {}, betas {} and {}",
+                    options->lr(), options->eps(), options->weight_decay(), beta1, beta2));
+  return *options;
+}
+
+template <class Options>
+const Options& checked_groups(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Options& defaults) {
+  for (const auto& group : groups) {
+    if (group.has_options()) checked<Options>(group.options());
+  }
+  return checked<Options>(defaults);
+}
+
+template <class Options>
+AdamConstants constants_of(const Options& options, bool decoupled, std::int64_t step, double gradient_factor) {
+  const auto [beta1, beta2] = options.betas();
+  const auto count = static_cast<double>(step);
+  return {.beta1 = beta1,
+          .beta2 = beta2,
+          .eps = options.eps(),
+          .decay = decoupled ? 1 - options.lr() * options.weight_decay() : 1,
+          .weight_decay = decoupled ? 0 : options.weight_decay(),
+          .step_size = options.lr() / (1 - std::pow(beta1, count)),
+          .inverse_root = 1 / std::sqrt(1 - std::pow(beta2, count)),
+          .gradient_factor = gradient_factor};
+}
+
+template <class Options, class State, class Update>
+void update_on_cpu(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
+  std::vector<AdamArguments> tasks;
+  std::vector<std::size_t> numels;
+  tasks.reserve(updates.size());
+  numels.reserve(updates.size());
+  std::int64_t last_step = 0;
+  AdamConstants constants;
+  for (const Update& update : updates) {
+    const std::int64_t step = static_cast<const State&>(*update.state).step();
+    if (step != last_step) constants = constants_of(options, decoupled, last_step = step, factor);
+    numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
+    tasks.push_back({.dtype = *float_type(update.parameter.scalar_type()),
+                     .parameter = update.parameter.data_ptr(),
+                     .gradient = update.gradient.const_data_ptr(),
+                     .exp_avg = update.tensors[0].data_ptr(),
+                     .exp_avg_sq = update.tensors[1].data_ptr(),
+                     .max_exp_avg_sq = options.amsgrad() ? update.tensors[2].data_ptr() : nullptr,
+                     .constants = constants});
+  }
+  for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
+    AdamArguments part = tasks[task];
+    const std::size_t bytes = size_of(part.dtype);
+    part.numel = count;
+    part.parameter = advance(part.parameter, begin, bytes);
+    part.gradient = advance(part.gradient, begin, bytes);
+    part.exp_avg = advance(part.exp_avg, begin, bytes);
+    part.exp_avg_sq = advance(part.exp_avg_sq, begin, bytes);
+    part.max_exp_avg_sq = advance(part.max_exp_avg_sq, begin, bytes);
+    adam(part);
+  });
+}
+
+template <class Options, class State, class Update>
+void update_on_device(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
+  std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs;
+  std::vector<float> steps;
+  for (const Update& update : updates) {
+    parameters.push_back(update.parameter);
+    gradients.push_back(update.gradient);
+    exp_avgs.push_back(update.tensors[0]);
+    exp_avg_sqs.push_back(update.tensors[1]);
+    if (options.amsgrad()) max_exp_avg_sqs.push_back(update.tensors[2]);
+    steps.push_back(static_cast<float>(static_cast<const State&>(*update.state).step()));
+  }
+  const auto on_device = at::device(parameters[0].device()).dtype(at::kFloat);
+  const std::vector<at::Tensor> state_steps = at::tensor(steps).to(on_device.device()).unbind();
+  // The kernels divide gradients by the scale.
+  std::optional<at::Tensor> scale;
+  if (std::abs(factor) != 1) scale = at::full({}, 1 / std::abs(factor), on_device);
+  const double beta1 = std::get<0>(options.betas()), beta2 = std::get<1>(options.betas());
+  const auto fused = [&](const auto& function) {
+    function(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, options.lr(), beta1, beta2,
+             options.weight_decay(), options.eps(), options.amsgrad(), factor < 0, scale, std::nullopt);
+  };
+  if (decoupled)
+    fused([](const auto&... arguments) { at::_fused_adamw_(arguments...); });
+  else
+    fused([](const auto&... arguments) { at::_fused_adam_(arguments...); });
+}
+
+}  // namespace
+
+template <class Options, class State, bool kDecoupled>
+FusedAdamFamily<Options, State, kDecoupled>::FusedAdamFamily(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups, const Options& defaults,
+    const FusedOptions& options)
+    : FusedOptimizer(param_groups, std::make_unique<Options>(checked_groups(param_groups, defaults)), options) {}
+
+template <class Options, class State, bool kDecoupled>
+FusedAdamFamily<Options, State, kDecoupled>::FusedAdamFamily(std::vector<at::Tensor> params, const Options& defaults,
+                                                             const FusedOptions& options)
+    : FusedAdamFamily({torch::optim::OptimizerParamGroup(std::move(params))}, defaults, options) {}
+
+template <class Options, class State, bool kDecoupled>
+std::size_t FusedAdamFamily<Options, State, kDecoupled>::tensor_count(
+    const torch::optim::OptimizerOptions& options) const {
+  return checked<Options>(options).amsgrad() ? 3 : 2;
+}
+
+template <class Options, class State, bool kDecoupled>
+std::unique_ptr<torch::optim::OptimizerParamState> FusedAdamFamily<Options, State, kDecoupled>::make_state() const {
+  return std::make_unique<State>();
+}
+
+template <class Options, class State, bool kDecoupled>
+FusedOptimizer::StateTensors FusedAdamFamily<Options, State, kDecoupled>::tensors_of(
+    const torch::optim::OptimizerParamState& any) const {
+  const auto& state = static_cast<const State&>(any);
+  return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()};
+}
+
+template <class Options, class State, bool kDecoupled>
+void FusedAdamFamily<Options, State, kDecoupled>::set_tensors(torch::optim::OptimizerParamState& any,
+                                                              const StateTensors& tensors) const {
+  auto& state = static_cast<State&>(any);
+  state.exp_avg(tensors[0]);
+  state.exp_avg_sq(tensors[1]);
+  state.max_exp_avg_sq(tensors[2]);
+}
+
+template <class Options, class State, bool kDecoupled>
+void FusedAdamFamily<Options, State, kDecoupled>::update(const torch::optim::OptimizerOptions& any,
+                                                         std::vector<Update>& updates, double gradient_factor) {
+  const auto& options = checked<Options>(any);
+  for (const Update& update : updates) {
+    auto& state = static_cast<State&>(*update.state);
+    state.step(state.step() + 1);
+  }
+  if (updates[0].parameter.device().is_cpu())
+    update_on_cpu<Options, State>(options, kDecoupled, updates, gradient_factor);
+  else
+    update_on_device<Options, State>(options, kDecoupled, updates, gradient_factor);
+}
+
+template <class Options, class State, bool kDecoupled>
+void FusedAdamFamily<Options, State, kDecoupled>::write(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<State, Options>(archive, *this);
+}
+
+template <class Options, class State, bool kDecoupled>
+void FusedAdamFamily<Options, State, kDecoupled>::read(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<State, Options>(archive, *this);
+}
+
+template class FusedAdamFamily<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>;
+template class FusedAdamFamily<torch::optim::AdamOptions, torch::optim::AdamParamState, false>;
+
+}  // namespace ddpkit::optim

@@ -1,0 +1,271 @@
+#include <ddpkit/optim/fused_optimizer.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "float_type.h"
+
+namespace ddpkit::optim {
+namespace {
+
+/// State of each parameter starts on a cache line of its own.
+constexpr std::int64_t kAlignment = 64;
+
+[[noreturn]] void refuse(const at::Tensor& parameter, std::size_t group, std::size_t index, const std::string& why) {
+  throw InvalidArgument(fmt::format("parameter {} of group {}, a {} [{}] on {}, {}", index, group,
+                                    c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "),
+                                    parameter.device().str(), why));
+}
+
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return (a.is_contiguous() && b.is_contiguous()) || a.strides() == b.strides();
+}
+
+}  // namespace
+
+/// Where the state of each parameter lies.
+struct FusedOptimizer::Layout {
+  struct Slot {
+    at::Tensor parameter;
+    std::vector<std::int64_t> strides;  ///< The parameter's when the layout was made.
+    at::ScalarType dtype;
+    at::Device device;
+    std::size_t flat = 0;
+    std::int64_t offset = 0;
+    bool dense = false;         ///< The parameter is one run of numbers, whose order the state follows.
+    StateTensors tensors = {};  ///< Views of the flat state. [kind]
+
+    bool fits(const at::Tensor& other) const {
+      return parameter.is_same(other) && other.scalar_type() == dtype && other.device() == device &&
+             other.strides() == at::IntArrayRef(strides);
+    }
+  };
+  std::vector<std::vector<Slot>> slots;  ///< [group][param]
+  std::vector<std::size_t> counts;       ///< Tensors of a parameter's state. [group]
+  std::vector<FlatState> flats;
+  std::vector<std::int64_t> lengths;  ///< In elements. [flat]
+  std::vector<Update> updates;        ///< Kept for its memory.
+
+  void add(std::size_t group, std::size_t index, const at::Tensor& parameter);
+  /// The slot's part of the flat state, which is allocated, all zero, when first asked for.
+  StateTensors& tensors_of(Slot& slot);
+};
+
+void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter) {
+  if (!float_type(parameter.scalar_type()))
+    refuse(parameter, group, index,
+           "has a type that the fused optimizers do not update (they take float32, float64, bfloat16 and float16): "
+           "give it to an optimizer of torch::optim");
+  std::size_t flat = 0;
+  while (flat < flats.size() && !(flats[flat].group == group && flats[flat].dtype == parameter.scalar_type() &&
+                                  flats[flat].device == parameter.device()))
+    ++flat;
+  if (flat == flats.size()) {
+    FlatState& added = flats.emplace_back();
+    added.group = group;
+    added.dtype = parameter.scalar_type();
+    added.device = parameter.device();
+    lengths.push_back(0);
+  }
+  const auto step = kAlignment / static_cast<std::int64_t>(c10::elementSize(parameter.scalar_type()));
+  slots[group].push_back({.parameter = parameter,
+                          .strides = parameter.strides().vec(),
+                          .dtype = parameter.scalar_type(),
+                          .device = parameter.device(),
+                          .flat = flat,
+                          .offset = lengths[flat],
+                          .dense = parameter.is_non_overlapping_and_dense()});
+  flats[flat].parameters.push_back(parameter);
+  flats[flat].offsets.push_back(lengths[flat]);
+  lengths[flat] += (parameter.numel() + step - 1) / step * step;
+}
+
+FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
+  FlatState& flat = flats[slot.flat];
+  const std::size_t count = counts[flat.group];
+  while (flat.tensors.size() < count)
+    flat.tensors.push_back(at::zeros({lengths[slot.flat]}, at::dtype(flat.dtype).device(flat.device)));
+  for (std::size_t k = 0; k < count && !slot.tensors[k].defined(); ++k) {
+    const at::Tensor part = flat.tensors[k].narrow(0, slot.offset, slot.parameter.numel());
+    slot.tensors[k] = slot.dense ? part.as_strided(slot.parameter.sizes(), slot.strides, part.storage_offset())
+                                 : part.view(slot.parameter.sizes());
+  }
+  return slot.tensors;
+}
+
+FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                               std::unique_ptr<torch::optim::OptimizerOptions> defaults, const FusedOptions& options)
+    : torch::optim::Optimizer(groups, std::move(defaults)), fused_options_(options) {}
+
+FusedOptimizer::~FusedOptimizer() = default;
+
+FusedOptimizer::Layout& FusedOptimizer::layout() {
+  const auto fits = [this] {
+    if (!layout_ || layout_->slots.size() != param_groups_.size()) return false;
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      const auto& parameters = std::as_const(param_groups_[g]).params();
+      const auto& slots = layout_->slots[g];
+      if (slots.size() != parameters.size() || layout_->counts[g] != tensor_count(param_groups_[g].options()))
+        return false;
+      for (std::size_t i = 0; i < slots.size(); ++i) {
+        if (!slots[i].fits(parameters[i])) return false;
+      }
+    }
+    return true;
+  };
+  if (fits()) return *layout_;
+  auto fresh = std::make_unique<Layout>();
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    fresh->slots.emplace_back();
+    fresh->counts.push_back(tensor_count(param_groups_[g].options()));
+    const auto& parameters = std::as_const(param_groups_[g]).params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) fresh->add(g, i, parameters[i]);
+  }
+  adopt(*fresh);
+  layout_ = std::move(fresh);
+  return *layout_;
+}
+
+/// Moves the state that there is into the flat one.
+void FusedOptimizer::adopt(Layout& layout) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t g = 0; g < layout.slots.size(); ++g) {
+    for (Layout::Slot& slot : layout.slots[g]) {
+      const auto found = state_.find(slot.parameter.unsafeGetTensorImpl());
+      if (found == state_.end() || layout.counts[g] == 0) continue;
+      StateTensors before = tensors_of(*found->second);
+      StateTensors& tensors = layout.tensors_of(slot);
+      bool any = false;
+      for (std::size_t k = 0; k < layout.counts[g]; ++k) {
+        if (!before[k].defined()) continue;
+        if (before[k].sizes() != slot.parameter.sizes())
+          throw InvalidArgument(fmt::format(
+              "the optimizer's state is of another model: a tensor of it is [{}] where the parameter is [{}]",
+              fmt::join(before[k].sizes(), ", "), fmt::join(slot.parameter.sizes(), ", ")));
+        if (!before[k].is_same(tensors[k])) tensors[k].copy_(before[k]);
+        any = true;
+      }
+      // Momentum that has not begun must stay undefined, to begin with the next gradient.
+      if (any) set_tensors(*found->second, tensors);
+    }
+  }
+}
+
+at::Tensor FusedOptimizer::step(LossClosure closure) {
+  if (closure)
+    throw InvalidArgument(
+        "the fused optimizers take no closure: call loss.backward() first and step() after it, or use "
+        "torch::optim::LBFGS, which needs one");
+  const at::NoGradGuard no_grad;
+  Layout& layout = this->layout();
+  const double factor = std::exchange(gradient_factor_, 1.0) * (fused_options_.maximize ? -1 : 1);
+  for (std::size_t f = 0; f < layout.flats.size(); ++f) {
+    const std::size_t g = layout.flats[f].group;
+    layout.updates.clear();
+    std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // a parameter that is no one run of numbers, and its copy
+    for (std::size_t i = 0; i < layout.slots[g].size(); ++i) {
+      Layout::Slot& slot = layout.slots[g][i];
+      if (slot.flat != f) continue;
+      const at::Tensor& parameter = slot.parameter;
+      const at::Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      if (gradient.layout() != at::kStrided)
+        refuse(parameter, g, i, "has a sparse gradient: give it to torch::optim::SGD, or make its layer not sparse");
+      Update& update = layout.updates.emplace_back();
+      update.parameter = parameter;
+      if (!slot.dense) {
+        update.parameter = parameter.contiguous();
+        staged.emplace_back(parameter, update.parameter);
+      }
+      update.gradient = gradient;
+      if (gradient.scalar_type() != slot.dtype || !same_layout(update.parameter, gradient))
+        update.gradient =
+            at::empty_strided(parameter.sizes(), update.parameter.strides(), parameter.options().requires_grad(false))
+                .copy_(gradient);
+      if (layout.counts[g] == 0) continue;
+      auto& state = state_[parameter.unsafeGetTensorImpl()];
+      if (!state) state = make_state();
+      update.state = state.get();
+      StateTensors& tensors = layout.tensors_of(slot);
+      const StateTensors before = tensors_of(*state);
+      update.fresh = !before[0].defined();
+      bool same = true;
+      for (std::size_t k = 0; k < layout.counts[g]; ++k) {
+        if (before[k].is_same(tensors[k])) continue;
+        // Somebody gave the state tensors of their own.
+        same = false;
+        before[k].defined() ? tensors[k].copy_(before[k]) : tensors[k].zero_();
+      }
+      if (!same) set_tensors(*state, tensors);
+      update.tensors = tensors;
+    }
+    if (!layout.updates.empty()) update(param_groups_[g].options(), layout.updates, factor);
+    for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
+  }
+  layout.updates.clear();
+  return {};
+}
+
+double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : param_groups_)
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  const double norm = grad_norm(parameters, norm_type) * std::abs(gradient_factor_);
+  scale_gradients(clip_factor(norm, max_norm, norm_type, error_if_nonfinite));
+  return norm;
+}
+
+const std::vector<FlatState>& FusedOptimizer::flat_state() { return layout().flats; }
+
+void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  // A view would be written with all the storage that it is a view of.
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<torch::optim::OptimizerParamState*, StateTensors>> views;
+  const auto restore = [&] {
+    for (const auto& [state, tensors] : views) set_tensors(*state, tensors);
+  };
+  try {
+    for (const auto& [key, state] : state_) {
+      StateTensors tensors = tensors_of(*state);
+      views.emplace_back(state.get(), tensors);
+      for (at::Tensor& tensor : tensors) {
+        if (tensor.defined()) tensor = tensor.clone();
+      }
+      set_tensors(*state, tensors);
+    }
+    write(archive);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
+void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
+  // All of it or nothing.
+  auto state = std::exchange(state_, {});
+  auto layout_before = std::move(layout_);
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  for (const auto& group : param_groups_) options.push_back(group.options().clone());
+  try {
+    read(archive);
+    layout();
+  } catch (...) {
+    state_ = std::move(state);
+    layout_ = std::move(layout_before);
+    for (std::size_t g = 0; g < options.size(); ++g) param_groups_[g].set_options(std::move(options[g]));
+    throw;
+  }
+}
+
+}  // namespace ddpkit::optim

@@ -1,0 +1,92 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ddpkit::optim {
+
+/// Types that the kernels update. Half types are computed in float32.
+enum class FloatType : std::uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+constexpr std::size_t size_of(FloatType dtype) {
+  return dtype == FloatType::kFloat64 ? 8 : dtype == FloatType::kFloat32 ? 4 : 2;
+}
+
+/// What is the same for all elements of a parameter in one step.
+struct AdamConstants {
+  double beta1 = 0, beta2 = 0, eps = 0;
+  double decay = 1;            ///< Parameters are multiplied by it: AdamW's 1 - lr * weight_decay.
+  double weight_decay = 0;     ///< Times the parameter, is added to the gradient: Adam's.
+  double step_size = 0;        ///< lr / (1 - beta1^step).
+  double inverse_root = 0;     ///< 1 / sqrt(1 - beta2^step).
+  double gradient_factor = 1;  ///< Gradients are multiplied by it first.
+};
+
+/// One step of Adam (Kingma and Ba, arXiv 1412.6980) or AdamW (Loshchilov and Hutter, arXiv 1711.05101) on `numel`
+/// elements. Pointers need no alignment beyond their element's.
+struct AdamArguments {
+  FloatType dtype = FloatType::kFloat32;
+  std::size_t numel = 0;
+  void* parameter = nullptr;
+  const void* gradient = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;  ///< Null without amsgrad.
+  AdamConstants constants = {};
+};
+
+struct SgdConstants {
+  double lr = 0, momentum = 0, dampening = 0, weight_decay = 0;
+  bool nesterov = false;
+  bool first = false;  ///< The momentum buffer holds nothing yet: it becomes the gradient.
+  double gradient_factor = 1;
+};
+
+/// One step of stochastic gradient descent on `numel` elements.
+struct SgdArguments {
+  FloatType dtype = FloatType::kFloat32;
+  std::size_t numel = 0;
+  void* parameter = nullptr;
+  const void* gradient = nullptr;
+  void* momentum_buffer = nullptr;  ///< Null where momentum is 0.
+  SgdConstants constants = {};
+};
+
+enum class NormKind : std::uint8_t { kSquares, kAbsolutes, kLargest };
+
+/// The sum of squares, the sum of absolutes, or the largest absolute of some elements, in double; NaN where one is.
+struct NormArguments {
+  FloatType dtype = FloatType::kFloat32;
+  NormKind kind = NormKind::kSquares;
+  std::size_t numel = 0;
+  const void* values = nullptr;
+  double result = 0;
+};
+
+/// values[i] *= factor.
+struct ScaleArguments {
+  FloatType dtype = FloatType::kFloat32;
+  std::size_t numel = 0;
+  void* values = nullptr;
+  double factor = 1;
+};
+
+/// Each does the same on any processor, to the bit, by the best instructions that it has.
+void adam(const AdamArguments& arguments);
+void sgd(const SgdArguments& arguments);
+void norm(NormArguments& arguments);
+void scale(const ScaleArguments& arguments);
+
+#define DDPKIT_DECLARE_OPTIM_KERNELS(variant)          \
+  void adam_##variant(const AdamArguments& arguments); \
+  void sgd_##variant(const SgdArguments& arguments);   \
+  void norm_##variant(NormArguments& arguments);       \
+  void scale_##variant(const ScaleArguments& arguments)
+DDPKIT_DECLARE_OPTIM_KERNELS(baseline);
+#if defined(__x86_64__)
+DDPKIT_DECLARE_OPTIM_KERNELS(avx2);
+DDPKIT_DECLARE_OPTIM_KERNELS(avx512);
+#endif
+
+}  // namespace ddpkit::optim

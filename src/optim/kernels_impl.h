@@ -1,0 +1,179 @@
+// Included once by each kernels_<variant>.cpp, which its own compiler flags vectorise. Everything lies in an unnamed
+// namespace and calls no inline function of other headers (see simd/element.h).
+//
+// Each element depends on the elements of the same number alone, in one pass over memory; the order of the operations
+// is torch::optim's.
+#include <cstddef>
+
+#include "kernels.h"
+#include "simd/element.h"
+
+namespace ddpkit::optim {
+namespace {
+
+using simd::BFloat16;
+using simd::Element;
+
+inline float square_root(float value) { return __builtin_sqrtf(value); }
+inline double square_root(double value) { return __builtin_sqrt(value); }
+inline float absolute(float value) { return __builtin_fabsf(value); }
+inline double absolute(double value) { return __builtin_fabs(value); }
+
+template <class T, bool kWeightDecay, bool kAmsgrad>
+void adam_typed(const AdamArguments& a) {
+  using A = typename Element<T>::Accumulator;
+  using S = typename Element<T>::Storage;
+  S* const parameter = static_cast<S*>(a.parameter);
+  const S* const gradient = static_cast<const S*>(a.gradient);
+  S* const exp_avg = static_cast<S*>(a.exp_avg);
+  S* const exp_avg_sq = static_cast<S*>(a.exp_avg_sq);
+  S* const max_exp_avg_sq = static_cast<S*>(a.max_exp_avg_sq);
+  const AdamConstants& c = a.constants;
+  const A beta1 = static_cast<A>(c.beta1), rest1 = static_cast<A>(1 - c.beta1);
+  const A beta2 = static_cast<A>(c.beta2), rest2 = static_cast<A>(1 - c.beta2);
+  const A decay = static_cast<A>(c.decay), weight_decay = static_cast<A>(c.weight_decay);
+  const A eps = static_cast<A>(c.eps), step_size = static_cast<A>(c.step_size);
+  const A inverse_root = static_cast<A>(c.inverse_root), factor = static_cast<A>(c.gradient_factor);
+  const std::size_t numel = a.numel;
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < numel; ++i) {
+    A value = Element<T>::load(parameter[i]);
+    A g = Element<T>::load(gradient[i]) * factor;
+    if constexpr (kWeightDecay)
+      g = g + weight_decay * value;
+    else
+      value = value * decay;
+    const A m = Element<T>::load(exp_avg[i]) * beta1 + rest1 * g;
+    const A v = Element<T>::load(exp_avg_sq[i]) * beta2 + rest2 * g * g;
+    A largest = v;
+    if constexpr (kAmsgrad) {
+      const A before = Element<T>::load(max_exp_avg_sq[i]);
+      largest = (v > before || v != v) ? v : before;
+      max_exp_avg_sq[i] = Element<T>::store(largest);
+    }
+    value = value - step_size * m / (square_root(largest) * inverse_root + eps);
+    exp_avg[i] = Element<T>::store(m);
+    exp_avg_sq[i] = Element<T>::store(v);
+    parameter[i] = Element<T>::store(value);
+  }
+}
+
+template <class T>
+void adam_of(const AdamArguments& a) {
+  if (a.constants.weight_decay != 0)
+    return a.max_exp_avg_sq ? adam_typed<T, true, true>(a) : adam_typed<T, true, false>(a);
+  return a.max_exp_avg_sq ? adam_typed<T, false, true>(a) : adam_typed<T, false, false>(a);
+}
+
+enum class Momentum { kNone, kFirst, kKept };
+
+template <class T, Momentum kMomentum, bool kNesterov>
+void sgd_typed(const SgdArguments& a) {
+  using A = typename Element<T>::Accumulator;
+  using S = typename Element<T>::Storage;
+  S* const parameter = static_cast<S*>(a.parameter);
+  const S* const gradient = static_cast<const S*>(a.gradient);
+  S* const buffer = static_cast<S*>(a.momentum_buffer);
+  const SgdConstants& c = a.constants;
+  const A lr = static_cast<A>(c.lr), momentum = static_cast<A>(c.momentum), rest = static_cast<A>(1 - c.dampening);
+  const A weight_decay = static_cast<A>(c.weight_decay), factor = static_cast<A>(c.gradient_factor);
+  const std::size_t numel = a.numel;
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < numel; ++i) {
+    const A value = Element<T>::load(parameter[i]);
+    A g = Element<T>::load(gradient[i]) * factor;
+    g = g + weight_decay * value;
+    if constexpr (kMomentum != Momentum::kNone) {
+      A kept = g;
+      if constexpr (kMomentum == Momentum::kKept) kept = Element<T>::load(buffer[i]) * momentum + rest * g;
+      buffer[i] = Element<T>::store(kept);
+      g = kNesterov ? g + momentum * kept : kept;
+    }
+    parameter[i] = Element<T>::store(value - lr * g);
+  }
+}
+
+template <class T>
+void sgd_of(const SgdArguments& a) {
+  if (!a.momentum_buffer) return sgd_typed<T, Momentum::kNone, false>(a);
+  if (a.constants.first)
+    return a.constants.nesterov ? sgd_typed<T, Momentum::kFirst, true>(a) : sgd_typed<T, Momentum::kFirst, false>(a);
+  return a.constants.nesterov ? sgd_typed<T, Momentum::kKept, true>(a) : sgd_typed<T, Momentum::kKept, false>(a);
+}
+
+/// Sums run in this many lanes, whatever the vectors' width, so that all variants add in one order.
+constexpr std::size_t kLanes = 32;
+
+template <class T, NormKind kKind>
+double norm_typed(const typename Element<T>::Storage* values, std::size_t numel) {
+  const auto join = [](double total, double value) {
+    if constexpr (kKind == NormKind::kLargest) return (value > total || value != value) ? value : total;
+    if constexpr (kKind == NormKind::kSquares) return total + value * value;
+    return total + value;
+  };
+  double lanes[kLanes] = {};
+  std::size_t i = 0;
+  for (; i + kLanes <= numel; i += kLanes) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane)
+      lanes[lane] = join(lanes[lane], absolute(static_cast<double>(Element<T>::load(values[i + lane]))));
+  }
+  for (; i < numel; ++i) lanes[0] = join(lanes[0], absolute(static_cast<double>(Element<T>::load(values[i]))));
+  double total = 0;
+  for (const double lane : lanes) {
+    if constexpr (kKind == NormKind::kLargest)
+      total = (lane > total || lane != lane) ? lane : total;
+    else
+      total += lane;
+  }
+  return total;
+}
+
+template <class T>
+void norm_of(NormArguments& a) {
+  const auto* values = static_cast<const typename Element<T>::Storage*>(a.values);
+  switch (a.kind) {
+    case NormKind::kSquares:
+      a.result = norm_typed<T, NormKind::kSquares>(values, a.numel);
+      return;
+    case NormKind::kAbsolutes:
+      a.result = norm_typed<T, NormKind::kAbsolutes>(values, a.numel);
+      return;
+    case NormKind::kLargest:
+      a.result = norm_typed<T, NormKind::kLargest>(values, a.numel);
+      return;
+  }
+}
+
+template <class T>
+void scale_of(const ScaleArguments& a) {
+  using A = typename Element<T>::Accumulator;
+  auto* const values = static_cast<typename Element<T>::Storage*>(a.values);
+  const A factor = static_cast<A>(a.factor);
+  for (std::size_t i = 0; i < a.numel; ++i) values[i] = Element<T>::store(Element<T>::load(values[i]) * factor);
+}
+
+#define DDPKIT_FOR_TYPE(function)                             \
+  void function##_any(function##_arguments_type& arguments) { \
+    switch (arguments.dtype) {                                \
+      case FloatType::kFloat32:                               \
+        return function##_of<float>(arguments);               \
+      case FloatType::kFloat64:                               \
+        return function##_of<double>(arguments);              \
+      case FloatType::kBFloat16:                              \
+        return function##_of<BFloat16>(arguments);            \
+      case FloatType::kFloat16:                               \
+        return function##_of<_Float16>(arguments);            \
+    }                                                         \
+  }
+using adam_arguments_type = const AdamArguments;
+using sgd_arguments_type = const SgdArguments;
+using norm_arguments_type = NormArguments;
+using scale_arguments_type = const ScaleArguments;
+DDPKIT_FOR_TYPE(adam)
+DDPKIT_FOR_TYPE(sgd)
+DDPKIT_FOR_TYPE(norm)
+DDPKIT_FOR_TYPE(scale)
+#undef DDPKIT_FOR_TYPE
+
+}  // namespace
+}  // namespace ddpkit::optim

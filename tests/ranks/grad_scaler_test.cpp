@@ -1,0 +1,134 @@
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/grad_scaler.h>
+
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::optim::FusedSGD;
+using ddpkit::optim::GradScaler;
+using torch::optim::SGDOptions;
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(bool fused, const torch::Tensor& weight) {
+  if (fused) return std::make_unique<FusedSGD>(std::vector<torch::Tensor>{weight}, SGDOptions(1.0));
+  return std::make_unique<torch::optim::SGD>(std::vector<torch::Tensor>{weight}, SGDOptions(1.0));
+}
+
+}  // namespace
+
+RANK_TEST("an overflow on one rank skips the step on all", "[grad_scaler]", 1, 2, 3) {
+  const int last = group.world_size() - 1;
+  for (const bool fused : {false, true}) {
+    for (const bool unscale_first : {false, true}) {
+      for (const float bad : {kInfinity, -kInfinity, NAN}) {
+        INFO("fused " << fused << ", unscale_ first " << unscale_first << ", " << bad);
+        auto weight = torch::zeros({70000}).requires_grad_(true);
+        const auto optimizer = make_optimizer(fused, weight);
+        GradScaler scaler(group, {.init_scale = 8});
+        // Not averaged, so that only the last rank sees it.
+        auto gradient = torch::full({70000}, 4.0f);
+        weight.mutable_grad() = gradient;
+        if (group.rank() == last) gradient[69999] = bad;
+        if (unscale_first) scaler.unscale_(*optimizer);
+        CHECK_FALSE(scaler.step(*optimizer));
+        scaler.update();
+        CHECK(torch::equal(weight.detach(), torch::zeros({70000})));
+        CHECK(scaler.get_scale() == 4);
+        // The next one is sound.
+        weight.mutable_grad() = torch::full({70000}, 4.0f);
+        if (unscale_first) {
+          scaler.unscale_(*optimizer);
+          CHECK(weight.grad()[0].item<float>() == 1);
+        }
+        CHECK(scaler.step(*optimizer));
+        scaler.update();
+        CHECK(torch::equal(weight.detach(), torch::full({70000}, -1.0f)));
+        CHECK(scaler.get_scale() == 4);
+        CHECK(scaler.get_growth_tracker() == 1);
+      }
+    }
+  }
+}
+
+TEST_CASE("the scale grows and shrinks by Python's rule", "[grad_scaler]") {
+  // torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3), 2.11: the scale after each update, where the
+  // iterations with an overflow are those below.
+  const std::vector<bool> overflow{false, false, false, false, true, false, false, true, false, false, false, false};
+  const std::vector<double> expected{8, 8, 16, 16, 8, 8, 8, 4, 4, 4, 8, 8};
+  auto weight = torch::zeros({2}).requires_grad_(true);
+  torch::optim::SGD optimizer(std::vector<torch::Tensor>{weight}, SGDOptions(1.0));
+  GradScaler scaler({}, {.init_scale = 8, .growth_interval = 3});
+  for (std::size_t i = 0; i < overflow.size(); ++i) {
+    optimizer.zero_grad();
+    scaler.scale((weight * (overflow[i] ? kInfinity : 1.0f)).sum()).backward();
+    CHECK(scaler.step(optimizer) != overflow[i]);
+    scaler.update();
+    CHECK(scaler.get_scale() == expected[i]);
+  }
+  // Never beyond float32.
+  GradScaler large({}, {.init_scale = 1e38, .growth_factor = 10, .growth_interval = 1});
+  weight.mutable_grad() = torch::ones({2});
+  large.step(optimizer);
+  large.update();
+  CHECK(large.get_scale() == 1e38);
+  large.update(2.0);
+  CHECK(large.get_scale() == 2);
+}
+
+TEST_CASE("the scaler's state is saved, and one that is off does nothing", "[grad_scaler]") {
+  auto weight = torch::ones({2}).requires_grad_(true);
+  FusedSGD optimizer({weight}, SGDOptions(1.0));
+  GradScaler scaler({}, {.init_scale = 8, .growth_interval = 3});
+  weight.mutable_grad() = torch::full({2}, 8.0f);
+  scaler.step(optimizer);
+  scaler.update();
+  std::stringstream stream;
+  torch::serialize::OutputArchive output;
+  scaler.save(output);
+  output.save_to(stream);
+  torch::serialize::InputArchive input;
+  input.load_from(stream);
+  GradScaler loaded;
+  loaded.load(input);
+  CHECK(loaded.get_scale() == 8);
+  CHECK(loaded.get_growth_tracker() == 1);
+  for (int i = 0; i < 2; ++i) {
+    loaded.step(optimizer);
+    loaded.update();
+  }
+  CHECK(loaded.get_scale() == 16);
+
+  GradScaler off({}, {.enabled = false});
+  CHECK(off.scale(weight).is_same(weight));
+  weight.mutable_grad() = torch::full({2}, kInfinity);
+  CHECK(off.step(optimizer));
+  off.update();
+  CHECK(off.get_scale() == 1);
+}
+
+TEST_CASE("the scaler refuses calls out of order", "[grad_scaler]") {
+  auto weight = torch::ones({2}).requires_grad_(true);
+  FusedSGD optimizer({weight}, SGDOptions(1.0));
+  GradScaler scaler;
+  CHECK_THROWS_WITH(scaler.update(), ContainsSubstring("before any step()"));
+  weight.mutable_grad() = torch::ones({2});
+  scaler.unscale_(optimizer);
+  CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("already been called"));
+  scaler.step(optimizer);
+  CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("already been called"));
+  CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("after step()"));
+  scaler.update();
+  auto half = torch::ones({2}, torch::kHalf).requires_grad_(true);
+  FusedSGD of_half({half}, SGDOptions(1.0));
+  half.mutable_grad() = torch::ones({2}, torch::kHalf);
+  CHECK_THROWS_WITH(scaler.step(of_half), ContainsSubstring("float16 gradients"));
+  CHECK_THROWS_AS(GradScaler({}, {.growth_factor = 1}), ddpkit::InvalidArgument);
+}

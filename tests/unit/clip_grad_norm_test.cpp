@@ -1,0 +1,97 @@
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/clip_grad_norm.h>
+#include <torch/torch.h>
+
+#include "support/catch.h"
+
+using ddpkit::optim::clip_grad_norm_;
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+std::vector<torch::Tensor> with_gradients(torch::ScalarType dtype) {
+  torch::manual_seed(4);
+  std::vector<torch::Tensor> parameters;
+  for (const std::vector<std::int64_t>& sizes :
+       {std::vector<std::int64_t>{70001}, {3, 5}, {}, {0}, {40, 500}, {4, 6}}) {
+    auto parameter = torch::zeros(sizes, dtype).requires_grad_(true);
+    parameter.mutable_grad() = torch::randn(sizes, torch::kDouble).to(dtype);
+    parameters.push_back(parameter);
+  }
+  // Transposed, and with holes.
+  parameters[4].mutable_grad() = torch::randn({500, 40}, torch::kDouble).to(dtype).t();
+  parameters[5].mutable_grad() = torch::randn({4, 12}, torch::kDouble).to(dtype).slice(1, 0, 12, 2);
+  parameters.push_back(torch::zeros({3}, dtype).requires_grad_(true));  // Has none.
+  return parameters;
+}
+
+std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> gradients;
+  for (const auto& parameter : parameters) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad().clone().to(torch::kDouble));
+  }
+  return gradients;
+}
+
+}  // namespace
+
+TEST_CASE("clip_grad_norm_ equals LibTorch's", "[optim]") {
+  for (const auto dtype : {torch::kDouble, torch::kFloat}) {
+    for (const double order : {2.0, 1.0, kInfinity, 3.0, 0.5}) {
+      for (const double max_norm : {0.1, 1e12}) {
+        INFO("order " << order << ", max_norm " << max_norm);
+        const auto ours = with_gradients(dtype), theirs = with_gradients(dtype);
+        // LibTorch's has no largest element of an empty gradient.
+        if (order == kInfinity) theirs[3].mutable_grad() = torch::zeros({1}, dtype);
+        const double expected = torch::nn::utils::clip_grad_norm_(theirs, max_norm, order);
+        const double tolerance = dtype == torch::kDouble ? 1e-12 : 1e-5;
+        CHECK(clip_grad_norm_(ours, max_norm, order) == Approx(expected).epsilon(tolerance));
+        const auto a = gradients_of(ours), b = gradients_of(theirs);
+        for (std::size_t i = 0; i < a.size(); ++i) {
+          if (a[i].numel() > 0) CHECK(torch::allclose(a[i], b[i], tolerance, 0));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("half types, complex and sparse gradients are clipped too", "[optim]") {
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+    const auto parameters = with_gradients(dtype);
+    double squares = 0;
+    for (const auto& gradient : gradients_of(parameters)) squares += gradient.square().sum().item<double>();
+    CHECK(clip_grad_norm_(parameters, 1.0) == Approx(std::sqrt(squares)).epsilon(1e-6));
+    CHECK(ddpkit::optim::grad_norm(parameters) == Approx(1.0).epsilon(1e-2));
+  }
+  auto complex = torch::zeros({2}, torch::kComplexDouble).requires_grad_(true);
+  complex.mutable_grad() =
+      torch::complex(torch::tensor({3.0, 0.0}), torch::tensor({4.0, 12.0})).to(torch::kComplexDouble);
+  CHECK(clip_grad_norm_({complex}, 6.5) == Approx(13));
+  CHECK(torch::allclose(torch::abs(complex.grad()), torch::tensor({2.5, 6.0}, torch::kDouble)));
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 1).sparse(true));
+  embedding(torch::tensor({1, 1, 2})).sum().backward();  // 2 and 1.
+  CHECK(clip_grad_norm_(embedding->parameters(), 1.0) == Approx(std::sqrt(5.0)));
+  CHECK(embedding->weight.grad().to_dense()[1].item<float>() == Approx(2 / std::sqrt(5.0)));
+}
+
+TEST_CASE("norms that are not finite", "[optim]") {
+  for (const float bad : {std::numeric_limits<float>::infinity(), NAN}) {
+    for (const double order : {2.0, 1.0, kInfinity}) {
+      auto parameters = with_gradients(torch::kFloat);
+      parameters[0].mutable_grad()[50000] = bad;
+      CHECK_THROWS_WITH(clip_grad_norm_(parameters, 1.0, order, true), ContainsSubstring("can't be clipped"));
+      CHECK(parameters[1].grad().isfinite().all().item<bool>());
+      const double norm = clip_grad_norm_(parameters, 1.0, order);
+      if (std::isnan(bad))
+        CHECK(std::isnan(norm));
+      else
+        CHECK(std::isinf(norm));
+      // As in Python: everything is scaled by max_norm / norm.
+      if (std::isinf(bad)) CHECK(parameters[1].grad().abs().max().item<float>() == 0);
+      CHECK(std::isnan(parameters[0].grad()[50000].item<float>()));
+    }
+  }
+  CHECK_THROWS_AS(clip_grad_norm_({}, 1.0, 0.0), ddpkit::InvalidArgument);
+  CHECK(clip_grad_norm_({}, 1.0) == 0);
+}

@@ -1,0 +1,125 @@
+// All instruction sets give the same bits; what they compute is checked against LibTorch in fused_optimizer_test.cpp.
+#include <torch/torch.h>
+
+#include "optim/kernels.h"
+#include "simd/parallel.h"
+#include "simd/variant.h"
+#include "support/catch.h"
+
+using namespace ddpkit::optim;
+
+namespace {
+
+struct Variant {
+  const char* name;
+  decltype(&adam_baseline) adam;
+  decltype(&sgd_baseline) sgd;
+  decltype(&norm_baseline) norm;
+  decltype(&scale_baseline) scale;
+};
+
+/// Those that this processor can run beside the baseline.
+std::vector<Variant> others() {
+  std::vector<Variant> variants;
+#if defined(__x86_64__)
+  using ddpkit::simd::variant;
+  if (variant() >= ddpkit::simd::Variant::kAvx2)
+    variants.push_back({"avx2", adam_avx2, sgd_avx2, norm_avx2, scale_avx2});
+  if (variant() >= ddpkit::simd::Variant::kAvx512)
+    variants.push_back({"avx512", adam_avx512, sgd_avx512, norm_avx512, scale_avx512});
+#endif
+  return variants;
+}
+
+constexpr Variant kBaseline{"baseline", adam_baseline, sgd_baseline, norm_baseline, scale_baseline};
+constexpr std::int64_t kNumel = 1003;
+
+/// Everything that the kernels write, one after the other.
+torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarType dtype) {
+  torch::manual_seed(1);
+  const auto numbers = [&] { return torch::randn({kNumel}).to(dtype); };
+  const auto gradient = numbers();
+  auto parameter = numbers(), exp_avg = numbers();
+  auto exp_avg_sq = numbers().square(), max_exp_avg_sq = numbers().square(), buffer = numbers();
+  std::vector<torch::Tensor> results;
+  const auto keep = [&](const torch::Tensor& tensor) { results.push_back(tensor.to(torch::kDouble)); };
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const bool amsgrad : {false, true}) {
+      variant.adam({.dtype = type,
+                    .numel = kNumel,
+                    .parameter = parameter.data_ptr(),
+                    .gradient = gradient.data_ptr(),
+                    .exp_avg = exp_avg.data_ptr(),
+                    .exp_avg_sq = exp_avg_sq.data_ptr(),
+                    .max_exp_avg_sq = amsgrad ? max_exp_avg_sq.data_ptr() : nullptr,
+                    .constants = {.beta1 = 0.9,
+                                  .beta2 = 0.99,
+                                  .eps = 1e-8,
+                                  .decay = 0.99,
+                                  .weight_decay = weight_decay,
+                                  .step_size = 0.02,
+                                  .inverse_root = 3.1,
+                                  .gradient_factor = 0.7}});
+      for (const auto& tensor : {parameter, exp_avg, exp_avg_sq, max_exp_avg_sq}) keep(tensor);
+    }
+  }
+  for (const bool nesterov : {false, true}) {
+    for (const bool first : {false, true}) {
+      variant.sgd({.dtype = type,
+                   .numel = kNumel,
+                   .parameter = parameter.data_ptr(),
+                   .gradient = gradient.data_ptr(),
+                   .momentum_buffer = buffer.data_ptr(),
+                   .constants = {.lr = 0.1,
+                                 .momentum = 0.9,
+                                 .dampening = 0.1,
+                                 .weight_decay = 0.01,
+                                 .nesterov = nesterov,
+                                 .first = first,
+                                 .gradient_factor = 0.7}});
+      for (const auto& tensor : {parameter, buffer}) keep(tensor);
+    }
+  }
+  variant.scale({.dtype = type, .numel = kNumel, .values = parameter.data_ptr(), .factor = 0.3});
+  keep(parameter);
+  for (const NormKind kind : {NormKind::kSquares, NormKind::kAbsolutes, NormKind::kLargest}) {
+    NormArguments arguments{.dtype = type, .kind = kind, .numel = kNumel, .values = gradient.data_ptr()};
+    variant.norm(arguments);
+    results.push_back(torch::full({1}, arguments.result, torch::kDouble));
+  }
+  return torch::cat(results);
+}
+
+}  // namespace
+
+TEST_CASE("update kernels give the same bits with every instruction set", "[kernels][optim]") {
+  for (const auto& [type, dtype] :
+       {std::pair{FloatType::kFloat32, torch::kFloat}, std::pair{FloatType::kFloat64, torch::kDouble},
+        std::pair{FloatType::kBFloat16, torch::kBFloat16}, std::pair{FloatType::kFloat16, torch::kHalf}}) {
+    const auto expected = results_of(kBaseline, type, dtype);
+    CHECK(expected.isfinite().all().item<bool>());
+    for (const Variant& variant : others()) {
+      INFO(variant.name << " " << c10::toString(dtype));
+      CHECK(torch::equal(results_of(variant, type, dtype), expected));
+    }
+  }
+}
+
+TEST_CASE("parallel_for does each number once", "[kernels]") {
+  const int before = at::get_num_threads();
+  for (const int threads : {1, 4}) {
+    at::set_num_threads(threads);
+    for (const std::int64_t count : {0, 1, 7, 1000}) {
+      std::vector<std::atomic<int>> seen(static_cast<std::size_t>(count));
+      std::atomic<int> calls{0};
+      ddpkit::simd::parallel_for(count, 10, [&](std::int64_t begin, std::int64_t end) {
+        ++calls;
+        for (std::int64_t i = begin; i < end; ++i) ++seen[static_cast<std::size_t>(i)];
+      });
+      CHECK(std::all_of(seen.begin(), seen.end(), [](const auto& n) { return n == 1; }));
+      // All of LibTorch's threads take part where there is enough to do.
+      if (count == 1000) CHECK(calls == threads);
+    }
+  }
+  at::set_num_threads(before);
+}
