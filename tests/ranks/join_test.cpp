@@ -96,9 +96,8 @@ RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[d
   for (const bool divide_by_all : {true, false}) {
     const auto reference = train_alone(group.world_size(), divide_by_all);
     for (const DistributedDataParallelOptions& options :
-         {DistributedDataParallelOptions{}, DistributedDataParallelOptions{.bucket_cap_mb = 0.005,
-                                                                           .first_bucket_cap_mb = 0.005,
-                                                                           .arena = false},
+         {DistributedDataParallelOptions{},
+          DistributedDataParallelOptions{.bucket_cap_mb = 0.005, .first_bucket_cap_mb = 0.005, .arena = false},
           DistributedDataParallelOptions{.find_unused_parameters = true},
           DistributedDataParallelOptions{.static_graph = true, .gradient_as_bucket_view = true}}) {
       auto model = with_sync_batch_norm(group);
@@ -153,15 +152,14 @@ RANK_TEST("join: an error in one rank's loop reaches the others", "[ddp][join]",
 }
 
 TEST_CASE("join through gloo", "[ranks][ddp][join][gloo]") {
-  ddpkit::testing::on_ranks(
-      "join through gloo", {2},
-      [](ProcessGroup& group) {
-        const auto reference = train_alone(group.world_size(), true);
-        auto model = with_sync_batch_norm(group);
-        train_joined(model, group, {}, {});
-        for (std::size_t i = 0; i < model->parameters().size(); ++i)
-          CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
-        check_same_everywhere(*model, group);
-      },
-      {.backend = "gloo"});
+  ddpkit::testing::on_ranks("join through gloo", {2},
+                            [](ProcessGroup& group) {
+                              const auto reference = train_alone(group.world_size(), true);
+                              auto model = with_sync_batch_norm(group);
+                              train_joined(model, group, {}, {});
+                              for (std::size_t i = 0; i < model->parameters().size(); ++i)
+                                CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
+                              check_same_everywhere(*model, group);
+                            },
+                            {.backend = "gloo"});
 }
