@@ -13,6 +13,7 @@
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/reducer.h>

@@ -37,6 +37,11 @@ class OwnBackend {
   /// the same on all ranks; where they lie may differ.
   virtual c10::intrusive_ptr<c10d::Work> all_reduce_in_place(const std::vector<at::Tensor>& tensors,
                                                              const c10d::ReduceOp& op) = 0;
+  /// The same, but rank r gets only the r-th slice (shard_of) of each sum, in `slices`: dense, one for each tensor.
+  /// When the work is done, no rank reads `tensors` any more; their contents are as they were.
+  virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_in_place(const std::vector<at::Tensor>& tensors,
+                                                                 const std::vector<at::Tensor>& slices,
+                                                                 const c10d::ReduceOp& op) = 0;
   /// Collective: from now on this process's large CPU tensors come from memory that all ranks map. Shared with who has
   /// asked before. Null on all ranks when one of them cannot: its process has an arena of another group.
   virtual std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) = 0;

@@ -63,6 +63,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   bool is_symmetric(const void* data, std::size_t bytes) override { return engine_->is_symmetric(data, bytes); }
   WorkPtr all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) override;
+  WorkPtr reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;
   std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
   void abort_group(const std::string& reason) noexcept override { engine_->abort(reason); }
   void abort() override { engine_->abort("the program called abort()"); }
@@ -73,6 +74,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
   WorkPtr start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results, c10d::OpType type,
                            std::chrono::milliseconds timeout);
+  WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
   Tensors rows(const at::Tensor& stacked, const at::Tensor& row, const char* call) const;
   void check_peer(int peer, int tag, const char* call) const;

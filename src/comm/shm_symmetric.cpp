@@ -42,26 +42,41 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
 }
 
 ShmBackend::WorkPtr ShmBackend::all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) {
+  return reduce_pieces(tensors, nullptr, op);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices,
+                                                        const c10d::ReduceOp& op) {
+  return reduce_pieces(tensors, &slices, op);
+}
+
+/// All-reduce, or reduce-scatter where there are slices.
+ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op) {
+  const char* call = slices ? "reduce_scatter_in_place" : "all_reduce_in_place";
   std::vector<PendingHandle> pending;
   for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
     const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
-    Request request{.kind = CollectiveKind::kAllReduceCoalesced,
+    Request request{.kind = slices ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
                     .dtype = data_type(tensors[begin]),
-                    .op = reduction(op, tensors[begin], "all_reduce")};
+                    .op = reduction(op, tensors[begin], call)};
     for (std::size_t i = begin; i < end; ++i) {
       const at::Tensor& tensor = tensors[i];
-      check_tensor(tensor, "all_reduce");
+      check_tensor(tensor, call);
       if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != tensors[0].scalar_type())
-        throw InvalidArgument("all_reduce_in_place: the tensors must be dense and of one type");
+        throw InvalidArgument(fmt::format("{}: the tensors must be dense and of one type", call));
       const std::size_t numel = element_count(tensor);
-      request.pieces.push_back({.data = tensor.data_ptr(), .numel = numel});
+      request.pieces.push_back(
+          {.data = tensor.data_ptr(), .numel = numel, .slice = slices ? (*slices)[i].data_ptr() : nullptr});
       request.numel += numel;
     }
-    request.keep_alive = std::make_shared<Tensors>(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
-                                                   tensors.begin() + static_cast<std::ptrdiff_t>(end));
+    const auto part = [&](const Tensors& all) {
+      return Tensors(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(end));
+    };
+    request.keep_alive =
+        std::make_shared<std::pair<Tensors, Tensors>>(part(tensors), slices ? part(*slices) : Tensors());
     pending.push_back(engine_->post(std::move(request)));
   }
-  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
+  return work(std::move(pending), slices ? OpType::REDUCE_SCATTER : OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {

@@ -17,7 +17,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/fused_optimizer.h>
+#include <ddpkit/optim/gradient_scaling.h>
 
 namespace ddpkit::optim {
 namespace {
@@ -77,8 +77,17 @@ bool GradScaler::on_any_rank(bool found_inf, const at::Device& device) const {
   return flag.item<float>() != 0;
 }
 
+void GradScaler::check_group(const torch::optim::Optimizer& optimizer) const {
+  const auto* scaling = dynamic_cast<const GradientScaling*>(&optimizer);
+  if (!group_ && scaling && scaling->has_sharded_gradients())
+    throw InvalidArgument(
+        "each rank of a ShardedOptimizer sees only its part of the gradients: give GradScaler the process group, so "
+        "that all skip the same steps");
+}
+
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) return;
+  check_group(optimizer);
   PerOptimizer& state = optimizers_[&optimizer];
   if (state.stage != Stage::kReady)
     throw InvalidArgument(
@@ -94,10 +103,11 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   PerOptimizer& state = optimizers_[&optimizer];
   if (state.stage == Stage::kStepped)
     throw InvalidArgument("step() has already been called for this optimizer since the last update()");
-  if (auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer); fused && state.stage == Stage::kReady) {
+  if (auto* scaling = dynamic_cast<GradientScaling*>(&optimizer); scaling && state.stage == Stage::kReady) {
+    check_group(optimizer);
     const double largest = grad_norm(parameters_of(optimizer), std::numeric_limits<double>::infinity());
     state.found_inf = on_any_rank(!std::isfinite(largest), group_ ? group_->device() : at::kCPU);
-    if (!state.found_inf) fused->scale_gradients(1 / scale_);
+    if (!state.found_inf) scaling->scale_gradients(1 / scale_);
   } else if (state.stage == Stage::kReady) {
     unscale_(optimizer);
   }

@@ -179,6 +179,7 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
 }
 
 void DistributedDataParallelBase::before_forward() {
+  reducer_->follow_parameters();
   if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return;
   // While gradients only accumulate, ranks may run different numbers of forwards.
   if (!reducer_->synchronize()) return;

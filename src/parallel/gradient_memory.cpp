@@ -11,6 +11,7 @@
 #include "comm/arena.h"
 #include "comm/backends.h"
 #include "comm/shm/arena.h"
+#include "parallel/shard.h"
 
 namespace ddpkit {
 namespace {
@@ -52,7 +53,7 @@ GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, Pr
   flat_ = options.flat || !own_;
   std::size_t bytes = 0;
   for (const NamedParameter& parameter : parameters) {
-    entries_.push_back({.parameter = parameter.tensor, .home = {}, .piece = {}});
+    entries_.emplace_back().parameter = parameter.tensor;
     bytes += parameter.tensor.nbytes() + 2 * kAlignment;
   }
   if (flat_ || !options.arena || group_.world_size() == 1) return;
@@ -73,7 +74,13 @@ std::optional<ArenaStats> GradientMemory::arena() const {
 void GradientMemory::lay_out(const std::vector<std::vector<std::size_t>>& plan) {
   const bool first = plan_.empty();
   plan_ = plan;
-  if (flat_) {
+  bucket_of_.assign(entries_.size(), 0);
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    for (const std::size_t index : plan[b]) bucket_of_[index] = b;
+  }
+  if (flat_ && sharded_) {
+    lay_out_sections();
+  } else if (flat_) {
     lay_out_flat();
   } else if (first && group_.world_size() > 1) {
     lay_out_homes();  // They stay where they are, whatever bucket they are reduced with.
@@ -96,6 +103,51 @@ void GradientMemory::lay_out_flat() {
       entry.home = alias(buffer, static_cast<std::int64_t>(offset / element), entry.parameter);
       offset += aligned(entry.parameter.nbytes());
     }
+  }
+}
+
+void GradientMemory::set_sharded(bool sharded) {
+  sharded_ = sharded;
+  if (!flat_) return;
+  for (Entry& entry : entries_) entry.home.reset();
+  buffers_.clear();
+}
+
+/// Every rank's section of the buffer holds its slice of each gradient, so that one reduce-scatter does a bucket.
+void GradientMemory::lay_out_sections() {
+  buffers_.clear();
+  const int ranks = group_.world_size();
+  for (const auto& members : plan_) {
+    const at::Tensor& any = entries_[members[0]].parameter;
+    std::int64_t section = 0;
+    for (const std::size_t index : members) {
+      Entry& entry = entries_[index];
+      entry.offset = section;
+      section += shard_of(entry.parameter.numel(), any.element_size(), 0, ranks).count;
+    }
+    buffers_.push_back(at::zeros({ranks, section}, any.options().requires_grad(false)));
+  }
+}
+
+/// Undefined: zero.
+void GradientMemory::put_into_sections(std::size_t index, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  const Entry& entry = entries_[index];
+  const at::Tensor& parameter = entry.parameter;
+  at::Tensor in_order;
+  if (gradient.defined()) {
+    const bool alike = gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense();
+    at::Tensor laid_out = gradient;
+    if (!alike) {
+      laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
+      laid_out.copy_(gradient);
+    }
+    in_order = laid_out.as_strided({parameter.numel()}, {1});
+  }
+  for (int r = 0; r < group_.world_size(); ++r) {
+    const Shard shard = shard_of(parameter.numel(), parameter.element_size(), r, group_.world_size());
+    const at::Tensor place = buffers_[bucket_of_[index]][r].narrow(0, entry.offset, shard.count);
+    in_order.defined() ? place.copy_(in_order.narrow(0, shard.begin, shard.count)) : place.zero_();
   }
 }
 
@@ -138,6 +190,7 @@ void GradientMemory::take(std::size_t index) {
   Entry& entry = entries_[index];
   const at::Tensor& gradient = entry.parameter.grad();
   if (!gradient.defined()) return take_unused(index);
+  if (flat_ && sharded_) return put_into_sections(index, gradient);
   const bool at_home = entry.home.defined() && gradient.const_data_ptr() == entry.home.const_data_ptr() &&
                        gradient.strides() == entry.home.strides();
   if (at_home || reducible(gradient, entry.parameter)) {
@@ -151,6 +204,7 @@ void GradientMemory::take(std::size_t index) {
 void GradientMemory::take_unused(std::size_t index) {
   Entry& entry = entries_[index];
   const at::Tensor& gradient = entry.parameter.grad();
+  if (flat_ && sharded_) return put_into_sections(index, gradient);
   const at::Tensor home = home_for(entry);
   if (!gradient.defined()) {
     const at::NoGradGuard no_grad;
@@ -162,6 +216,7 @@ void GradientMemory::take_unused(std::size_t index) {
 }
 
 Work GradientMemory::start(std::size_t bucket) {
+  if (sharded_) return start_sharded(bucket);
   if (flat_) return group_.all_reduce_async(buffers_[bucket], ReduceOp::kAvg);
   if (group_.world_size() == 1) return {};
   std::vector<at::Tensor> pieces;
@@ -170,6 +225,43 @@ Work GradientMemory::start(std::size_t bucket) {
   }
   if (pieces.empty()) return {};
   return Work(own_->all_reduce_in_place(pieces, c10d::ReduceOp::AVG));
+}
+
+Work GradientMemory::start_sharded(std::size_t bucket) {
+  const int ranks = group_.world_size();
+  if (flat_) {
+    const at::Tensor& buffer = buffers_[bucket];
+    const at::Tensor section = at::empty({buffer.size(1)}, buffer.options());
+    for (const std::size_t index : plan_[bucket]) {
+      const at::Tensor& parameter = entries_[index].parameter;
+      const Shard shard = shard_of(parameter.numel(), parameter.element_size(), group_.rank(), ranks);
+      entries_[index].slice = section.narrow(0, entries_[index].offset, shard.count);
+    }
+    return group_.reduce_scatter_async(section, buffer, ReduceOp::kAvg);
+  }
+  std::vector<at::Tensor> pieces;
+  std::vector<at::Tensor> slices;
+  for (const std::size_t index : plan_[bucket]) {
+    Entry& entry = entries_[index];
+    if (ranks == 1) {
+      entry.slice = entry.piece.detach().as_strided({entry.piece.numel()}, {1});
+      continue;
+    }
+    const Shard shard = shard_of(entry.piece.numel(), entry.piece.element_size(), group_.rank(), ranks);
+    entry.slice = at::empty({shard.count}, entry.piece.options().requires_grad(false));
+    if (entry.piece.numel() == 0) continue;
+    pieces.push_back(entry.piece);
+    slices.push_back(entry.slice);
+  }
+  if (pieces.empty()) return {};
+  return Work(own_->reduce_scatter_in_place(pieces, slices, c10d::ReduceOp::AVG));
+}
+
+at::Tensor GradientMemory::take_slice(std::size_t index) {
+  Entry& entry = entries_[index];
+  entry.parameter.mutable_grad().reset();
+  entry.piece.reset();
+  return std::exchange(entry.slice, {});
 }
 
 void GradientMemory::give(std::size_t index) {

@@ -40,6 +40,9 @@ class GradientMemory {
   /// Collective: makes room for buckets of these parameters. [bucket][position] -> index
   void lay_out(const std::vector<std::vector<std::size_t>>& plan);
   bool flat() const noexcept { return flat_; }
+  /// From now on each rank gets only its slice of each averaged gradient: take_slice() instead of give(). Call
+  /// lay_out() next.
+  void set_sharded(bool sharded);
 
   /// The gradient of parameter `index`, which autograd has just made or added to.
   void take(std::size_t index);
@@ -49,8 +52,13 @@ class GradientMemory {
   Work start(std::size_t bucket);
   /// Puts the reduced gradient into the parameter.
   void give(std::size_t index);
+  /// This rank's slice of the reduced gradient, one-dimensional; the parameter loses its gradient.
+  at::Tensor take_slice(std::size_t index);
   /// Leaves the parameter's gradient as it was before take_unused().
-  void keep(std::size_t index) { entries_[index].piece.reset(); }
+  void keep(std::size_t index) {
+    entries_[index].piece.reset();
+    entries_[index].slice.reset();
+  }
 
   /// The flat buffer, and a gradient's part of it.
   const at::Tensor& buffer(std::size_t bucket) const { return buffers_[bucket]; }
@@ -63,21 +71,28 @@ class GradientMemory {
     at::Tensor parameter;
     at::Tensor home;   ///< This gradient's place in memory of ours; undefined where one is made when it is needed.
     at::Tensor piece;  ///< What is being reduced: the parameter's own gradient, or a copy at home.
+    at::Tensor slice;  ///< Sharded: what comes of it for this rank.
+    std::int64_t offset = 0;  ///< Sharded and flat: where its slices begin in each rank's section, in elements.
   };
 
   at::Tensor home_for(Entry& entry);
   bool reducible(const at::Tensor& gradient, const at::Tensor& parameter) const;
   void lay_out_flat();
+  void lay_out_sections();
+  void put_into_sections(std::size_t index, const at::Tensor& gradient);
+  Work start_sharded(std::size_t bucket);
   void lay_out_homes();
 
   ProcessGroup group_;
   OwnBackend* own_ = nullptr;
   Options options_;
   bool flat_ = false;
+  bool sharded_ = false;
   std::shared_ptr<ArenaLease> arena_;
   std::vector<Entry> entries_;                  ///< [param]
   std::vector<std::vector<std::size_t>> plan_;  ///< [bucket][position]
-  std::vector<at::Tensor> buffers_;             ///< Flat: [bucket]
+  std::vector<at::Tensor> buffers_;             ///< Flat: [bucket]; sharded: a section for each rank.
+  std::vector<std::size_t> bucket_of_;          ///< [param]
 };
 
 }  // namespace ddpkit

@@ -40,10 +40,13 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options);
 
   void install_hooks();
+  void follow_parameters();
   void remove_hooks() noexcept;
   void set_comm_hook(CommHook hook);
   bool wants_outputs() const { return options_.find_unused_parameters && !graph_is_known() && synchronize; }
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+  void set_gradient_sink(GradientSink* sink);
+  std::vector<NamedParameter> parameters() const;
   void set_join(JoinSession* session, int index);
   void shadow_bucket();
   void shadow_end_of_backward();
@@ -56,6 +59,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   int rebuilds = 0;
 
  private:
+  void install_hook(std::size_t index);
+
   /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
   struct Slot {
     NamedParameter parameter;
@@ -88,8 +93,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void end_backward();
   void finish_backward();
   void finish_dense();
+  void finish_bucket(std::size_t bucket);
+  void hand_over(std::size_t bucket, const std::uint8_t* used);
   void rebuild();
   void announce(int event);
+  double join_factor() const;
   void divide_by_active_ranks();
   void begin_shadow();
   void note_arrival(std::size_t index);
@@ -105,6 +113,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<Bucket> buckets_;  ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
   std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
+  GradientSink* sink_ = nullptr;
+  std::size_t finished_ = 0;     ///< Buckets whose result has been taken, in this backward.
   std::size_t next_bucket_ = 0;  ///< Buckets are reduced in this order on every rank, whatever order they fill in.
   bool in_backward_ = false;
   bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
@@ -194,6 +204,8 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
 void Reducer::Impl::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   if (in_backward_) throw InvalidArgument("a communication hook cannot be set while backward runs");
+  if (hook && sink_)
+    throw InvalidArgument("gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
   const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
   comm_hook_ = std::move(hook);
   if (same_memory) return;
@@ -202,16 +214,53 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   rebuilds = 0;
 }
 
+void Reducer::Impl::set_gradient_sink(GradientSink* sink) {
+  const std::lock_guard lock(mutex_);
+  if (in_backward_) throw InvalidArgument("the gradients' sink cannot be set while backward runs");
+  if (sink && comm_hook_)
+    throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
+  if (sink && dense_ < slots_.size())
+    throw InvalidArgument(
+        fmt::format("the gradient of {} is sparse: it cannot be sharded", slots_[dense_].parameter.name));
+  for (const Slot& slot : slots_) {
+    if (sink && !slot.parameter.tensor.is_non_overlapping_and_dense())
+      throw InvalidArgument(fmt::format(
+          "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
+  }
+  sink_ = sink;
+  memory_->set_sharded(sink != nullptr);
+  memory_->lay_out(plan);
+}
+
+std::vector<NamedParameter> Reducer::Impl::parameters() const {
+  std::vector<NamedParameter> parameters;
+  for (const Slot& slot : slots_) parameters.push_back(slot.parameter);
+  return parameters;
+}
+
 void Reducer::Impl::install_hooks() {
+  for (std::size_t index = 0; index < slots_.size(); ++index) install_hook(index);
+}
+
+void Reducer::Impl::install_hook(std::size_t index) {
+  Slot& slot = slots_[index];
+  slot_of_.erase(slot.accumulator.get());
+  slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
+  if (!slot.accumulator)
+    throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
+  slot_of_[slot.accumulator.get()] = index;
+  slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
+    if (const auto self = weak.lock()) self->on_gradient(index);
+  }));
+}
+
+void Reducer::Impl::follow_parameters() {
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
-    slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-    if (!slot.accumulator)
-      throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
-    slot_of_[slot.accumulator.get()] = index;
-    slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
-      if (const auto self = weak.lock()) self->on_gradient(index);
-    }));
+    if (torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor) == slot.accumulator) continue;
+    const std::lock_guard lock(mutex_);
+    slot.accumulator->del_post_hook(slot.hook);
+    install_hook(index);
   }
 }
 
@@ -234,6 +283,7 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
 void Reducer::Impl::begin_backward() {
   in_backward_ = true;
   next_bucket_ = 0;
+  finished_ = 0;
   for (Bucket& bucket : buckets_) bucket.pending = 0;
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
@@ -301,6 +351,10 @@ void Reducer::Impl::launch_complete_buckets() {
   // Which parameters a static graph uses is known only when its first backward ends.
   if (options_.static_graph && !graph_is_known()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
+  // A sink lets go of gradients that backward still adds to otherwise: the sooner, the less memory.
+  if (!sink_ || (allows_unused() && !graph_is_known())) return;
+  while (finished_ < next_bucket_ && (!buckets_[finished_].work.valid() || buckets_[finished_].work.is_completed()))
+    finish_bucket(finished_++);
 }
 
 void Reducer::Impl::launch(std::size_t b) {
@@ -310,6 +364,7 @@ void Reducer::Impl::launch(std::size_t b) {
   }
   bucket.timing.started = Clock::now();
   announce(kJoinBucket);
+  if (sink_ && b == 0) sink_->begin();
   if (!comm_hook_) {
     bucket.work = memory_->start(b);
     return;
@@ -380,26 +435,45 @@ void Reducer::Impl::finish_backward() {
 }
 
 void Reducer::Impl::finish_dense() {
+  while (finished_ < buckets_.size()) finish_bucket(finished_++);
+}
+
+void Reducer::Impl::finish_bucket(std::size_t b) {
   const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
-  for (std::size_t b = 0; b < buckets_.size(); ++b) {
-    Bucket& bucket = buckets_[b];
-    if (bucket.work.valid()) bucket.work.wait();
-    bucket.work = {};
-    if (bucket.finish) {
-      const at::NoGradGuard no_grad;
-      const at::Tensor reduced = bucket.finish();
-      if (reduced.defined() && !reduced.is_same(memory_->buffer(b))) memory_->buffer(b).copy_(reduced);
-      bucket.finish = nullptr;
-    }
-    bucket.timing.finished = Clock::now();
-    for (const std::size_t index : plan[b]) {
-      if (used && used[index] == 0) {
-        memory_->keep(index);
-      } else {
-        memory_->give(index);
-      }
+  Bucket& bucket = buckets_[b];
+  if (bucket.work.valid()) bucket.work.wait();
+  bucket.work = {};
+  if (bucket.finish) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor reduced = bucket.finish();
+    if (reduced.defined() && !reduced.is_same(memory_->buffer(b))) memory_->buffer(b).copy_(reduced);
+    bucket.finish = nullptr;
+  }
+  bucket.timing.finished = Clock::now();
+  if (sink_) return hand_over(b, used);
+  for (const std::size_t index : plan[b]) {
+    if (used && used[index] == 0) {
+      memory_->keep(index);
+    } else {
+      memory_->give(index);
     }
   }
+}
+
+void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::size_t> parameters;
+  std::vector<at::Tensor> slices;
+  for (const std::size_t index : plan[b]) {
+    if (used && used[index] == 0) {
+      memory_->keep(index);
+      continue;
+    }
+    parameters.push_back(index);
+    slices.push_back(memory_->take_slice(index));
+    if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
+  }
+  sink_->receive(parameters, std::move(slices));
 }
 
 void Reducer::Impl::set_join(JoinSession* session, int index) {
@@ -413,14 +487,19 @@ void Reducer::Impl::announce(int event) {
   if (join_ && !shadows_) join_->announce(join_index_, event);
 }
 
+/// What an average over all ranks is multiplied by to be one over those that still have inputs.
+double Reducer::Impl::join_factor() const {
+  if (!join_ || join_->options().divide_by_initial_world_size) return 1;
+  return static_cast<double>(group_.world_size()) / join_->active();
+}
+
 void Reducer::Impl::divide_by_active_ranks() {
-  if (!join_ || join_->options().divide_by_initial_world_size) return;
-  const int active = join_->active();
-  if (active == group_.world_size()) return;
+  const double factor = join_factor();
+  if (factor == 1 || sink_) return;
   const at::NoGradGuard no_grad;
   for (Slot& slot : slots_) {
     at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
-    if (gradient.defined()) gradient.mul_(static_cast<double>(group_.world_size()) / active);
+    if (gradient.defined()) gradient.mul_(factor);
   }
 }
 
@@ -466,6 +545,7 @@ void Reducer::Impl::begin_shadow() {
   if (in_backward_) return;
   in_backward_ = true;
   next_bucket_ = 0;
+  finished_ = 0;
   for (Slot& slot : slots_) {
     slot.parameter.tensor.mutable_grad().reset();
     slot.fired = slot.used = slot.expected = false;
@@ -510,11 +590,17 @@ Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, con
 
 Reducer::~Reducer() { impl_->remove_hooks(); }
 
+void Reducer::follow_parameters() { impl_->follow_parameters(); }
+
 void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
 
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
 
 void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
+
+void Reducer::set_gradient_sink(GradientSink* sink) { impl_->set_gradient_sink(sink); }
+
+std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
 
 bool Reducer::wants_outputs() const noexcept { return impl_->wants_outputs(); }
 

@@ -6,6 +6,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "support/catch.h"
+#include "support/folder.h"
 #include "support/ranks.h"
 
 using ddpkit::DistributedDataParallel;
@@ -404,4 +405,24 @@ TEST_CASE("DistributedDataParallel through gloo", "[ranks][gloo]") {
                               CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
                             },
                             {.backend = "gloo"});
+}
+
+RANK_TEST("weights loaded after wrapping are trained together", "[ddp]", 2) {
+  const ddpkit::testing::Folder folder;
+  const auto make = [] {
+    torch::manual_seed(5);
+    return torch::nn::Sequential(torch::nn::Linear(6, 5), torch::nn::Tanh(), torch::nn::Linear(5, 2));
+  };
+  auto model = make();
+  ddpkit::DistributedDataParallel ddp(model, group);
+  const std::string path = (folder.path() / "weights.pt").string();
+  torch::save(model, path);
+  torch::load(model, path);  // Gives every parameter a new gradient accumulator, without our hook.
+  torch::manual_seed(static_cast<std::uint64_t>(10 + group.rank()));
+  const auto input = torch::randn({4, 6});
+  ddp(input).pow(2).mean().backward();
+  auto alone = make();
+  alone->forward(group.all_gather(input).flatten(0, 1)).pow(2).mean().backward();
+  for (std::size_t i = 0; i < model->parameters().size(); ++i)
+    CHECK(torch::allclose(model->parameters()[i].grad(), alone->parameters()[i].grad(), 1e-5, 1e-6));
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/gradient_scaling.h>
 
 namespace ddpkit::optim {
 
@@ -38,16 +39,15 @@ struct FlatState {
 /// torch::optim. On the CPU vector kernels do the update on LibTorch's threads, with the same bits whatever their
 /// number and the processor; on CUDA at::_fused_* does. A parameter without a gradient is left as it is. Not
 /// thread-safe.
-class FusedOptimizer : public torch::optim::Optimizer {
+class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
  public:
   /// Updates all parameters by their gradients. Throws InvalidArgument when given a closure, which would have to be
   /// called several times: call loss.backward() yourself; and for a sparse gradient or an unsuitable parameter.
   /// Returns an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) final;
 
-  /// Multiplies all gradients by `factor` as the next step() reads them; the gradients themselves stay as they are (on
-  /// CUDA they are multiplied too). Factors of several calls multiply, and hold for one step.
-  void scale_gradients(double factor) { gradient_factor_ *= factor; }
+  /// The gradients themselves stay as they are (on CUDA they are multiplied too).
+  void scale_gradients(double factor) override { gradient_factor_ *= factor; }
 
   /// clip_grad_norm_() without its second pass over memory: reads the gradients of all parameters, as scaled by
   /// scale_gradients(), returns their norm, and has the next step() scale them down to `max_norm`. Same arguments.
@@ -62,6 +62,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) final;
 
   ~FusedOptimizer() override;
+  FusedOptimizer(const FusedOptimizer&) = delete;
+  FusedOptimizer& operator=(const FusedOptimizer&) = delete;
 
  protected:
   using StateTensors = std::array<at::Tensor, 3>;  ///< [kind]
@@ -91,6 +93,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   const FusedOptions& fused_options() const noexcept { return fused_options_; }
 
  private:
+  friend class ShardedOptimizerBase;
   struct Layout;
 
   Layout& layout();

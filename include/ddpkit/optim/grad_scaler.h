@@ -78,6 +78,7 @@ class GradScaler {
     bool found_inf = false;
   };
 
+  void check_group(const torch::optim::Optimizer& optimizer) const;
   bool on_any_rank(bool found_inf, const at::Device& device) const;
 
   std::optional<ProcessGroup> group_;

@@ -52,6 +52,18 @@ struct BackwardTrace {
   std::chrono::steady_clock::time_point end;  ///< All gradients were reduced.
 };
 
+/// Takes averaged gradients over from a Reducer, slice by slice, instead of leaving them in the parameters.
+class GradientSink {
+ public:
+  virtual ~GradientSink() = default;
+  /// The first bucket of a backward is about to be reduced. Called on all ranks at the same place in the order of
+  /// collectives.
+  virtual void begin() = 0;
+  /// A bucket has been reduced on all ranks. `slices[i]` is this rank's part of the averaged gradient of parameter
+  /// `parameters[i]`: dense, as the parameter lies in memory, of the elements that Reducer::slice_of() says.
+  virtual void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> slices) = 0;
+};
+
 /// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators take each gradient
 /// as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the last.
 ///
@@ -66,6 +78,10 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  /// Before a forward pass: hooks the parameters anew whose autograd objects have been replaced, as torch::load() into
+  /// a module does.
+  void follow_parameters();
+
   /// False: backward leaves gradients local, to accumulate until the next synchronised backward.
   void set_synchronize(bool synchronize) noexcept;
   bool synchronize() const noexcept;
@@ -73,6 +89,14 @@ class Reducer {
   /// Collective, not within backward. From the next backward on `hook` reduces the buckets; sparse gradients it does
   /// not see. An empty hook brings the all-reduce back.
   void set_comm_hook(CommHook hook);
+
+  /// Collective, not within backward. From the next backward on each rank gets only its slice of each averaged gradient
+  /// (a reduce-scatter), which goes to `sink` as soon as it is there; the parameters are left without a gradient. Those
+  /// that no rank has used are not handed over. Null brings the all-reduce back. Throws InvalidArgument where there are
+  /// sparse gradients or a communication hook.
+  void set_gradient_sink(GradientSink* sink);
+  /// All parameters, as a sink counts them. [param]
+  std::vector<NamedParameter> parameters() const;
 
   /// Whether forward's outputs should be shown to expect_gradients_of().
   bool wants_outputs() const noexcept;

@@ -15,7 +15,7 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 /// in, one that reduces and one that copies out busy together.
 inline constexpr std::uint64_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
-/// Tensors of one coalesced all-reduce.
+/// Tensors of one coalesced collective.
 inline constexpr std::size_t kMaxPieces = 64;
 
 enum class CollectiveKind : std::uint8_t {
@@ -28,8 +28,14 @@ enum class CollectiveKind : std::uint8_t {
   kScatter,
   kReduceScatter,
   kAllToAll,
-  kAllReduceCoalesced,  ///< Several tensors in symmetric memory, reduced where they stand.
+  // Of several tensors in symmetric memory, where they stand.
+  kAllReduceCoalesced,
+  kReduceScatterCoalesced,  ///< Rank r gets the r-th slice (slice_of) of each.
 };
+
+inline constexpr bool is_coalesced(CollectiveKind kind) {
+  return kind == CollectiveKind::kAllReduceCoalesced || kind == CollectiveKind::kReduceScatterCoalesced;
+}
 
 /// Where memory lies that all ranks map.
 struct SymmetricAddress {
@@ -45,7 +51,7 @@ struct CollectiveHeader {
   std::uint8_t dtype;      ///< DataType
   std::uint8_t reduce_op;  ///< ReduceOp
   std::int32_t root;
-  std::uint32_t pieces;       ///< Tensors of a coalesced all-reduce, whose addresses are in RankBlock::pieces.
+  std::uint32_t pieces;       ///< Tensors of a coalesced collective, whose addresses are in RankBlock::pieces.
   std::uint64_t piece_sizes;  ///< A hash of their numbers of elements.
   SymmetricAddress address;   ///< Of the tensor of an all-reduce.
 };

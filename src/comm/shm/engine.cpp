@@ -104,6 +104,9 @@ void Engine::run_alone(Operation& operation) {
   const void* input = request.inputs.empty() ? request.input : request.inputs[0];
   void* output = request.outputs.empty() ? request.output : request.outputs[0];
   if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation.bytes());
+  for (const Piece& piece : request.pieces) {
+    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation.element_size());
+  }
   if (request.on_finish) request.on_finish();
   operation.request.keep_alive.reset();
   operation.finished = true;

@@ -32,10 +32,11 @@ struct SymmetricSegment {
   std::vector<Mapping> mappings;  ///< [rank]
 };
 
-/// Part of a coalesced all-reduce: a dense tensor in symmetric memory.
+/// Part of a coalesced collective: a dense tensor in symmetric memory.
 struct Piece {
   void* data = nullptr;
   std::size_t numel = 0;
+  void* slice = nullptr;  ///< Reduce-scatter: where this rank's slice goes.
 };
 
 /// One collective, as asked for. Pointers are to dense memory of `numel` elements each.
@@ -51,7 +52,7 @@ struct Request {
   std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
-  std::vector<Piece> pieces = {};               ///< Coalesced all-reduce: at most kMaxPieces; `numel` is their sum.
+  std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
   std::shared_ptr<void> keep_alive = {};        ///< Whatever owns the pointers.
   std::function<void()> on_finish = {};         ///< Runs once when it has succeeded, before it counts as finished.
 };
@@ -142,6 +143,7 @@ class Engine {
   void copy_others_slices(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
   void reduce_in_place(const Operation& operation);
+  void reduce_pieces_to_slices(const Operation& operation);
   /// Whether the result of a reduction comes to this rank: of a reduce, the root alone.
   bool wants_result(const Request& request) const noexcept {
     return request.kind != CollectiveKind::kReduce || request.root == rank_;

@@ -35,8 +35,17 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  constexpr const char* kNames[] = {"barrier", "all_reduce", "reduce",         "broadcast",  "all_gather",
-                                    "gather",  "scatter",    "reduce_scatter", "all_to_all", "all_reduce_coalesced"};
+  constexpr const char* kNames[] = {"barrier",
+                                    "all_reduce",
+                                    "reduce",
+                                    "broadcast",
+                                    "all_gather",
+                                    "gather",
+                                    "scatter",
+                                    "reduce_scatter",
+                                    "all_to_all",
+                                    "all_reduce_coalesced",
+                                    "reduce_scatter_coalesced"};
   const auto index = static_cast<std::size_t>(kind);
   return index < std::size(kNames) ? kNames[index] : "?";
 }
@@ -52,6 +61,7 @@ std::string describe(const CollectiveHeader& header) {
     case CollectiveKind::kReduceScatter:
       return fmt::format("{}({}) of {}", name, reduction, data);
     case CollectiveKind::kAllReduceCoalesced:
+    case CollectiveKind::kReduceScatterCoalesced:
       return fmt::format("{}({}) of {} in {} tensors (sizes {:x})", name, reduction, data, header.pieces,
                          header.piece_sizes);
     case CollectiveKind::kReduce:

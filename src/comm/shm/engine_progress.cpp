@@ -176,6 +176,7 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   switch (request.kind) {
     case CollectiveKind::kBarrier:
     case CollectiveKind::kAllReduceCoalesced:
+    case CollectiveKind::kReduceScatterCoalesced:
       break;
     case CollectiveKind::kBroadcast:
       if (request.root == rank_) copy_piece(0, request.input, request.numel);
@@ -282,6 +283,7 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::opt
   switch (request.kind) {
     case CollectiveKind::kBarrier:
     case CollectiveKind::kAllReduceCoalesced:
+    case CollectiveKind::kReduceScatterCoalesced:
       break;
     case CollectiveKind::kBroadcast:
       if (request.root != rank_) copy_piece(request.output, request.numel, given(request.root, 0, nullptr));

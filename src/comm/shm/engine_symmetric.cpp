@@ -48,7 +48,7 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 void Engine::locate(Operation& operation) {
   const Request& request = operation.request;
   operation.largest_piece = request.numel;
-  if (request.kind == CollectiveKind::kAllReduceCoalesced) {
+  if (is_coalesced(request.kind)) {
     auto& addresses = block(rank_).pieces[operation.header.sequence % kMaxOutstanding];
     for (std::size_t i = 0; i < request.pieces.size(); ++i) {
       const Piece& piece = request.pieces[i];
@@ -82,7 +82,7 @@ void Engine::agree(Operation& operation) {
   for (int r = 0; r < world_size_; ++r)
     operation.largest_piece =
         std::max(operation.largest_piece, static_cast<std::size_t>(block(r).headers[index].numel));
-  const bool coalesced = request.kind == CollectiveKind::kAllReduceCoalesced;
+  const bool coalesced = is_coalesced(request.kind);
   const std::size_t pieces = coalesced ? request.pieces.size() : 1;
   operation.path = Path::kSymmetric;
   operation.parts.resize(pieces * ranks);
@@ -106,8 +106,8 @@ void Engine::agree(Operation& operation) {
       const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
       if (!fits && coalesced)
         fail(FailureKind::kMismatch,
-             fmt::format("all_reduce_coalesced (number {}): tensor {} of rank {} is not in memory that rank {} maps",
-                         operation.header.sequence, p, r, rank_),
+             fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
+                         name_of(request.kind), operation.header.sequence, p, r, rank_),
              static_cast<int>(r));
       if (!fits) {
         operation.path = Path::kStaged;
@@ -118,8 +118,29 @@ void Engine::agree(Operation& operation) {
   }
 }
 
+void Engine::reduce_pieces_to_slices(const Operation& operation) {
+  const Request& request = operation.request;
+  const std::size_t size = operation.element_size();
+  const auto ranks = static_cast<std::size_t>(world_size_);
+  for (std::size_t p = 0; p < request.pieces.size(); ++p) {
+    const Span slice = slice_of(request.pieces[p].numel, size, rank_, world_size_);
+    if (slice.count == 0) continue;
+    for (std::size_t r = 0; r < ranks; ++r)
+      parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + slice.begin * size;
+    void* const output = request.pieces[p].slice;
+    reduce({.dtype = request.dtype,
+            .op = request.op,
+            .numel = slice.count,
+            .inputs = parts_.data(),
+            .input_count = parts_.size(),
+            .outputs = &output,
+            .output_count = 1});
+  }
+}
+
 void Engine::reduce_in_place(const Operation& operation) {
   const Request& request = operation.request;
+  if (request.kind == CollectiveKind::kReduceScatterCoalesced) return reduce_pieces_to_slices(operation);
   const std::size_t size = operation.element_size();
   const std::size_t line = kCacheLine / size;
   const auto ranks = static_cast<std::size_t>(world_size_);

@@ -1,0 +1,148 @@
+// Tier 2: torch/optim/optimizer.h and ddpkit/parallel/distributed_data_parallel.h.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ddpkit/optim/fused_optimizer.h>
+#include <ddpkit/optim/gradient_scaling.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+namespace ddpkit::optim {
+
+class SharedWeights;
+
+struct ShardedOptions {
+  /// With the `shm` backend: the host keeps one copy of the weights, which all ranks read and each rank updates in
+  /// part, so that nothing is gathered. Empty: where that is possible. True where it is not: InvalidArgument.
+  std::optional<bool> shared_weights = std::nullopt;
+  /// Each bucket's weights are updated within backward, as soon as the bucket is reduced, and its gradients are let go
+  /// of: least memory and least time. step() then only waits for the other ranks. Not with gradient clipping or
+  /// GradScaler, which need all gradients before the first update; every synchronised backward is a step, and there is
+  /// one backward to a graph (no retain_graph).
+  bool update_in_backward = false;
+};
+
+/// ZeRO stage 1 (Rajbhandari and others, arXiv 1910.02054): each rank keeps the optimizer's state of its slice of every
+/// parameter, and updates that slice. Backward reduce-scatters gradients instead of all-reducing them.
+///
+///     ddpkit::DistributedDataParallel ddp(model, group);
+///     ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(1e-3));
+///
+/// The same in a loop as any optimizer: zero_grad(), backward, step(). What differs:
+/// - backward leaves the model's parameters without a gradient. The averaged slices are the gradients of the tensors in
+///   param_groups(), which are one-dimensional, one for each parameter; step() uses them up.
+/// - zero_grad() of this class, not the module's, drops them.
+/// - clip_grad_norm() here, not the free function.
+///
+/// With shared weights the parameters' memory is one for all ranks. Writing to a parameter outside step() (clamping a
+/// weight, loading a checkpoint) works as on memory of its own: the rank sees its own write, and the next step applies
+/// once what all ranks have written alike. Where they have not, it throws InvalidArgument on all ranks, naming the
+/// parameter and a rank. (A page fault makes that possible: see docs/optimizers.md.)
+///
+/// All calls but zero_grad(), param_groups() and scale_gradients() are collective. Not thread-safe.
+class ShardedOptimizerBase : public torch::optim::Optimizer,
+                             public GradientScaling,
+                             public Joinable,
+                             private GradientSink {
+ public:
+  ~ShardedOptimizerBase() override;
+
+  /// Updates all parameters. Throws InvalidArgument for a closure.
+  at::Tensor step(LossClosure closure = nullptr) final;
+  /// Also drops what backward under no_sync() has accumulated in the model's parameters.
+  void zero_grad(bool set_to_none = true);
+
+  /// The norm of all gradients of all ranks; has the next step() scale them down to `max_norm`. As the free function.
+  double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  void scale_gradients(double factor) override;
+  bool has_sharded_gradients() const noexcept override { return true; }
+
+  bool has_shared_weights() const noexcept { return weights_ != nullptr; }
+
+  /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; it is let go
+  /// of with the next step. train::save_checkpoint() calls it.
+  void consolidate_state(int to = 0);
+  /// The archive of the optimizer that is sharded, as a process alone would write it: torch::optim's own reads it.
+  /// Not collective. Throws InvalidArgument on a rank without consolidated state.
+  void save(torch::serialize::OutputArchive& archive) const final;
+  /// Every rank reads the whole archive, of any world size or of torch::optim, and keeps its part. Not collective.
+  void load(torch::serialize::InputArchive& archive) final;
+
+  const ProcessGroup& join_group() const override { return group_; }
+  void join_begin(JoinSession& session, int index) override;
+  void join_shadow(int event) override;
+  void join_end(int source) override;
+
+ protected:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Factory = std::function<std::unique_ptr<FusedOptimizer>(const Groups& groups)>;
+
+  /// Collective. `groups` hold the model's own parameters, all of those that `ddp` averages and no others.
+  ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
+                       std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
+                       const ShardedOptions& options);
+  static std::vector<at::Tensor> parameters_of(const DistributedDataParallelBase& ddp);
+
+ private:
+  struct Slices;
+
+  ShardedOptimizerBase(DistributedDataParallelBase& ddp, std::unique_ptr<Slices> slices, Factory factory,
+                       const ShardedOptions& options);
+  static std::unique_ptr<Slices> cut(DistributedDataParallelBase& ddp, const Groups& groups,
+                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                     const ShardedOptions& options);
+
+  void begin() override;
+  void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> slices) override;
+
+  void step_together();
+  void update();
+  void gather_weights();
+  void follow_parameters();
+  Groups whole_groups() const;
+  torch::optim::OptimizerParamState* state_of(std::size_t index) const;
+
+  ProcessGroup group_;
+  Reducer* reducer_;
+  ShardedOptions options_;
+  Factory factory_;
+  std::unique_ptr<Slices> slices_;
+  std::unique_ptr<SharedWeights> weights_;  ///< Null where every rank has its own.
+  std::unique_ptr<FusedOptimizer> inner_;   ///< Of the slices.
+  double gradient_factor_ = 1;
+  std::unique_ptr<FusedOptimizer> consolidated_;
+  JoinSession* join_ = nullptr;
+  int join_index_ = 0;
+};
+
+/// `Inner`: FusedAdamW, FusedAdam or FusedSGD. See ShardedOptimizerBase.
+template <class Inner>
+class ShardedOptimizer final : public ShardedOptimizerBase {
+ public:
+  /// Collective. All parameters that `ddp` averages; it must outlive the optimizer. Throws InvalidArgument for sparse
+  /// gradients, communication hooks, and what `Inner` refuses.
+  template <class Options>
+  ShardedOptimizer(DistributedDataParallelBase& ddp, const Options& defaults, const ShardedOptions& options = {},
+                   const FusedOptions& fused = {})
+      : ShardedOptimizer(ddp, Groups{torch::optim::OptimizerParamGroup(parameters_of(ddp))}, defaults, options, fused) {
+  }
+
+  /// In groups with options of their own, which together hold the same parameters.
+  template <class Options>
+  ShardedOptimizer(DistributedDataParallelBase& ddp, const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                   const Options& defaults, const ShardedOptions& options = {}, const FusedOptions& fused = {})
+      : ShardedOptimizerBase(
+            ddp, groups, std::make_unique<Options>(defaults),
+            [defaults, fused](const Groups& parts) -> std::unique_ptr<FusedOptimizer> {
+              return std::make_unique<Inner>(parts, defaults, fused);
+            },
+            options) {}
+};
+
+}  // namespace ddpkit::optim

@@ -1,0 +1,201 @@
+#include "shared_weights.h"
+
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/backends.h"
+#include "comm/shm/guarded_view.h"
+#include "comm/shm/mapping.h"
+
+namespace ddpkit::optim {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+/// Of some bytes; FNV-1a by words.
+std::uint64_t hash_of(const std::byte* data, std::size_t bytes) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (std::size_t i = 0; i < bytes; i += sizeof hash) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
+    hash = (hash ^ word) * 0x100000001b3ULL;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+/// Every rank's sentence on what went wrong, empty where nothing did: throws the first on all ranks.
+void throw_first(const ProcessGroup& group, const std::string& error) {
+  const auto errors = group.all_gather_bytes(error);
+  for (std::size_t r = 0; r < errors.size(); ++r) {
+    if (!errors[r].empty())
+      throw Error(fmt::format("rank {}: {}", r, errors[r]), {.rank = static_cast<int>(r), .call = "ShardedOptimizer"});
+  }
+}
+
+}  // namespace
+
+/// Live as long as any tensor on them.
+struct SharedWeights::Pages {
+  shm::Mapping shared;
+  std::unique_ptr<shm::GuardedView> view;
+};
+
+bool SharedWeights::possible(const ProcessGroup& group) {
+  return group.world_size() > 1 && group.device().is_cpu() &&
+         dynamic_cast<OwnBackend*>(group.backend().get()) != nullptr;
+}
+
+SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGroup group)
+    : parameters_(std::move(parameters)),
+      group_(std::move(group)),
+      pages_(std::make_shared<Pages>()),
+      flag_(at::zeros({1}, at::kByte)) {
+  std::size_t bytes = 0;
+  for (const NamedParameter& parameter : parameters_) {
+    offsets_.push_back(bytes);
+    strides_.push_back(parameter.tensor.strides().vec());
+    bytes += (parameter.tensor.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  bytes = std::max(bytes, kAlignment);
+
+  std::string error;
+  const auto attempt = [&](const auto& action) {
+    try {
+      action();
+    } catch (const Error& failed) {
+      error = failed.what();
+    }
+    throw_first(group_, error);
+  };
+  attempt([&] {
+    if (group_.rank() == 0) pages_->shared = shm::Mapping::create("weights", bytes);
+  });
+  const std::string where = group_.all_gather_bytes(fmt::format("{} {}", ::getpid(), pages_->shared.descriptor()))[0];
+  attempt([&] {
+    int pid = 0;
+    int fd = 0;
+    std::istringstream(where) >> pid >> fd;
+    if (group_.rank() != 0) pages_->shared = shm::Mapping::open(pid, fd, bytes);
+    pages_->view = std::make_unique<shm::GuardedView>(pid, fd, bytes);
+  });
+  pages_->shared.close_descriptor();
+
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i].tensor;
+    const Shard shard = shard_of(parameter.numel(), parameter.element_size(), group_.rank(), group_.world_size());
+    slice(i, shard).copy_(parameter.detach().as_strided({parameter.numel()}, {1}).narrow(0, shard.begin, shard.count));
+  }
+  group_.barrier();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(view_of(i));
+}
+
+at::Tensor SharedWeights::view_of(std::size_t index) const {
+  const at::Tensor& parameter = parameters_[index].tensor;
+  return at::from_blob(
+      pages_->view->data() + offsets_[index], parameter.sizes(), strides_[index], [pages = pages_](void*) {},
+      parameter.options().requires_grad(false));
+}
+
+void SharedWeights::take_back(std::size_t index) {
+  at::Tensor& parameter = parameters_[index].tensor;
+  const at::Tensor view = view_of(index);
+  view.copy_(parameter.detach());
+  parameter.set_data(view);
+}
+
+at::Tensor SharedWeights::slice(std::size_t index, const Shard& shard) const {
+  const at::Tensor& parameter = parameters_[index].tensor;
+  std::byte* data = pages_->shared.data() + offsets_[index] +
+                    static_cast<std::size_t>(shard.begin) * static_cast<std::size_t>(parameter.element_size());
+  return at::from_blob(
+      data, {shard.count}, [pages = pages_](void*) {}, parameter.options().requires_grad(false));
+}
+
+bool SharedWeights::is_written() const noexcept { return pages_->view->is_written(); }
+
+void SharedWeights::settle() {
+  flag_.data_ptr<std::uint8_t>()[0] = is_written();
+  group_.all_reduce(flag_, ReduceOp::kMax);
+  if (flag_.const_data_ptr<std::uint8_t>()[0] == 0) return;
+
+  const at::NoGradGuard no_grad;
+  const shm::GuardedView& view = *pages_->view;
+  at::Tensor written = at::empty({static_cast<std::int64_t>(view.granules())}, at::kByte);
+  for (std::size_t g = 0; g < view.granules(); ++g) written.data_ptr<std::uint8_t>()[g] = view.is_written(g);
+  group_.all_reduce(written, ReduceOp::kMax);
+  check_alike(written);
+  absorb(written);
+  group_.barrier();
+  pages_->view->renew();
+}
+
+/// `written`: by any rank. [granule]
+void SharedWeights::check_alike(const at::Tensor& written) const {
+  const shm::GuardedView& view = *pages_->view;
+  at::Tensor hashes = at::zeros({written.numel()}, at::kLong);
+  const auto* is_written = written.const_data_ptr<std::uint8_t>();
+  for (std::size_t g = 0; g < view.granules(); ++g) {
+    const std::size_t begin = g * view.granule_bytes();
+    if (is_written[g])
+      hashes.data_ptr<std::int64_t>()[g] =
+          static_cast<std::int64_t>(hash_of(view.data() + begin, std::min(view.granule_bytes(), view.bytes() - begin)));
+  }
+  const at::Tensor all = group_.all_gather(hashes);
+  for (int r = 1; r < group_.world_size(); ++r) {
+    for (std::size_t g = 0; g < view.granules(); ++g) {
+      const auto* row = all.const_data_ptr<std::int64_t>();
+      if (row[static_cast<std::size_t>(r) * view.granules() + g] == row[g]) continue;
+      throw InvalidArgument(fmt::format(
+          "{} has been written to outside the optimizer, and differs between rank 0 and rank {}: with shared weights, "
+          "as "
+          "with any data parallelism, all ranks must change parameters alike (broadcast what one rank makes)",
+          names_in(g), r));
+    }
+  }
+}
+
+/// This rank's slices of what was written.
+void SharedWeights::absorb(const at::Tensor& written) {
+  const shm::GuardedView& view = *pages_->view;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i].tensor;
+    const auto size = static_cast<std::size_t>(parameter.element_size());
+    const Shard shard = shard_of(parameter.numel(), size, group_.rank(), group_.world_size());
+    const std::size_t end = offsets_[i] + static_cast<std::size_t>(shard.begin + shard.count) * size;
+    std::size_t begin = offsets_[i] + static_cast<std::size_t>(shard.begin) * size;
+    while (begin < end) {
+      const std::size_t granule = begin / view.granule_bytes();
+      const std::size_t stop = std::min(end, (granule + 1) * view.granule_bytes());
+      if (written.const_data_ptr<std::uint8_t>()[granule])
+        std::memcpy(pages_->shared.data() + begin, view.data() + begin, stop - begin);
+      begin = stop;
+    }
+  }
+}
+
+/// "parameter a", or "one of the parameters a, b, c".
+std::string SharedWeights::names_in(std::size_t granule) const {
+  const std::size_t begin = granule * pages_->view->granule_bytes();
+  const std::size_t end = begin + pages_->view->granule_bytes();
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (offsets_[i] < end && offsets_[i] + parameters_[i].tensor.nbytes() > begin) names.push_back(parameters_[i].name);
+  }
+  return names.size() == 1 ? "parameter " + names[0] : fmt::format("one of the parameters {}", fmt::join(names, ", "));
+}
+
+}  // namespace ddpkit::optim
