@@ -14,6 +14,9 @@
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/parallel/bucket_plan.h>
+#include <ddpkit/parallel/comm_hook.h>
+#include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/power_sgd.h>
 #include <ddpkit/parallel/reducer.h>
 #include <ddpkit/parallel/sync_batch_norm.h>

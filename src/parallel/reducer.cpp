@@ -21,6 +21,7 @@
 #include "parallel/debug.h"
 #include "parallel/gradient_memory.h"
 #include "parallel/graph.h"
+#include "parallel/hook_call.h"
 #include "parallel/sparse_gradient.h"
 
 namespace ddpkit {
@@ -312,8 +313,7 @@ void Reducer::Impl::launch(std::size_t b) {
     shown.parameters.push_back(slots_[index].parameter.tensor);
     shown.names.push_back(slots_[index].parameter.name);
   }
-  const at::NoGradGuard no_grad;
-  PendingReduction pending = comm_hook_(shown);
+  PendingReduction pending = call_hook(comm_hook_, std::move(shown), group_);
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
@@ -375,8 +375,7 @@ void Reducer::Impl::finish_dense() {
     bucket.work = {};
     if (bucket.finish) {
       const at::NoGradGuard no_grad;
-      const at::Tensor reduced = bucket.finish();
-      if (reduced.defined() && !reduced.is_same(memory_->buffer(b))) memory_->buffer(b).copy_(reduced);
+      bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
       bucket.finish = nullptr;
     }
     bucket.timing.finished = Clock::now();

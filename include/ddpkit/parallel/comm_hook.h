@@ -24,7 +24,7 @@ struct GradBucket {
 
 /// What a communication hook has begun.
 struct PendingReduction {
-  Work work;  ///< Waited for at the end of backward. May be empty.
+  Work work = {};  ///< Waited for at the end of backward. May be empty.
   /// Called when `work` is over, bucket by bucket, on the thread that called backward(); may communicate. Returns the
   /// bucket's reduced gradients, the buffer's shape and any floating type, or an undefined tensor when they are in the
   /// buffer. May be empty.
