@@ -134,7 +134,7 @@ class ModelBench {
       series.add_turn(turn(system, 0, warmup, steps), system.together);
       return series.us();
     };
-    const auto fill = [](double us) { return std::clamp(static_cast<int>(kTurnSeconds * 1e6 / us), 3, 2000); };
+    const auto fill = [](double us) { return std::clamp(static_cast<int>(kTurnSeconds * 1e6 / us), 2, 2000); };
     system.steps = fill(measured_us(2, 3));
     system.steps = fill(measured_us(1, system.steps));
   }

@@ -98,6 +98,8 @@ at::Tensor ArenaLease::empty(std::int64_t numel, at::ScalarType dtype) {
   return at::from_blob(data, {numel}, &ArenaAllocator::free_any, at::TensorOptions(dtype).device(at::kCPU));
 }
 
+bool ArenaLease::contains(const void* data) const noexcept { return arena_->contains(data); }
+
 ArenaStats ArenaLease::stats() const { return arena_->stats(); }
 
 }  // namespace ddpkit

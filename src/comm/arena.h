@@ -30,6 +30,8 @@ class ArenaLease {
   /// A tensor of `numel` elements in the arena, from the part kept for the purpose if need be. Contents undefined.
   /// Throws Error when it is full.
   at::Tensor empty(std::int64_t numel, at::ScalarType dtype);
+  /// Whether `data` is in the arena.
+  bool contains(const void* data) const noexcept;
   ArenaStats stats() const;
 
  private:

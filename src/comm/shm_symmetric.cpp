@@ -61,7 +61,7 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_in_place(const Tensors& tensors, cons
                                                    tensors.begin() + static_cast<std::ptrdiff_t>(end));
     pending.push_back(engine_->post(std::move(request)));
   }
-  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, tensors, kNoTimeout);
+  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {

@@ -12,6 +12,9 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/join_session.h"
+#include "parallel/reducer_events.h"
+
 namespace ddpkit {
 namespace {
 
@@ -85,8 +88,8 @@ void check_same_on_all_ranks(const Names& parameters, const Names& buffers, cons
   }
 }
 
-/// Gives every rank rank 0's values, many tensors to a message.
-void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group) {
+/// Gives every rank rank `source`'s values, many tensors to a message.
+void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0) {
   if (group.world_size() == 1) return;
   const at::NoGradGuard no_grad;
   constexpr std::size_t kMessageBytes = std::size_t{32} << 20;
@@ -106,9 +109,11 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
         offset += tensors[i].numel();
       }
     };
-    if (group.rank() == 0) for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { part.copy_(tensor); });
-    group.broadcast(flat);
-    if (group.rank() != 0) for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { tensor.copy_(part); });
+    if (group.rank() == source)
+      for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { part.copy_(tensor); });
+    group.broadcast(flat, source);
+    if (group.rank() != source)
+      for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { tensor.copy_(part); });
     begin = end;
   }
 }
@@ -159,11 +164,10 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
                                       fmt::join(unknown, ", ")));
   check_same_on_all_ranks(parameters, buffers, group_);
   auto trainable = trainable_parameters(module, parameters, group_);
-  std::vector<at::Tensor> everything;
-  for (const auto& [name, parameter] : parameters) everything.push_back(parameter);
+  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
-  everything.insert(everything.end(), buffers_.begin(), buffers_.end());
-  broadcast_all(everything, group_);
+  broadcast_all(parameters_, group_);
+  broadcast_all(buffers_, group_);
   ReducerOptions reducer_options{.first_bucket_bytes = bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
                                  .bucket_bytes = bytes_of(options.bucket_cap_mb, "bucket_cap_mb"),
                                  .find_unused_parameters = options.find_unused_parameters,
@@ -178,7 +182,34 @@ void DistributedDataParallelBase::before_forward() {
   if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return;
   // While gradients only accumulate, ranks may run different numbers of forwards.
   if (!reducer_->synchronize()) return;
-  broadcast_all(buffers_, group_);
+  if (!join_) return broadcast_all(buffers_, group_);
+  join_->announce(join_index_, kJoinBuffers);
+  broadcast_all(buffers_, group_, join_->first_active(true));
+}
+
+void DistributedDataParallelBase::join_begin(JoinSession& session, int index) {
+  join_ = &session;
+  join_index_ = index;
+  reducer_->set_join(join_, index);
+}
+
+void DistributedDataParallelBase::join_shadow(int event) {
+  switch (event) {
+    case kJoinBuffers:
+      return broadcast_all(buffers_, group_, join_->first_active(false));
+    case kJoinBucket:
+      return reducer_->shadow_bucket();
+    default:
+      return reducer_->shadow_end_of_backward();
+  }
+}
+
+void DistributedDataParallelBase::join_end(int source) {
+  join_ = nullptr;
+  reducer_->set_join(nullptr, 0);
+  if (source < 0) return;
+  broadcast_all(parameters_, group_, source);
+  broadcast_all(buffers_, group_, source);
 }
 
 }  // namespace ddpkit

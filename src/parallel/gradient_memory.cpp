@@ -130,7 +130,8 @@ bool GradientMemory::reducible(const at::Tensor& gradient, const at::Tensor& par
   if (flat_ || gradient.strides() != parameter.strides() || !gradient.is_non_overlapping_and_dense() ||
       gradient.is_conj() || gradient.is_neg())
     return false;
-  return group_.world_size() == 1 || own_->is_symmetric(gradient.const_data_ptr(), gradient.nbytes());
+  if (group_.world_size() == 1 || (arena_ && arena_->contains(gradient.const_data_ptr()))) return true;
+  return own_->is_symmetric(gradient.const_data_ptr(), gradient.nbytes());
 }
 
 void GradientMemory::take(std::size_t index) {

@@ -22,6 +22,8 @@
 #include "parallel/gradient_memory.h"
 #include "parallel/graph.h"
 #include "parallel/hook_call.h"
+#include "parallel/join_session.h"
+#include "parallel/reducer_events.h"
 #include "parallel/sparse_gradient.h"
 
 namespace ddpkit {
@@ -43,7 +45,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_comm_hook(CommHook hook);
   bool wants_outputs() const { return options_.find_unused_parameters && !graph_is_known() && synchronize; }
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
-  void join_backward();
+  void set_join(JoinSession* session, int index);
+  void shadow_bucket();
+  void shadow_end_of_backward();
   std::optional<ArenaStats> arena() const { return memory_->arena(); }
 
   std::atomic<bool> synchronize{true};
@@ -86,6 +90,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void finish_backward();
   void finish_dense();
   void rebuild();
+  void announce(int event);
+  void divide_by_active_ranks();
+  void begin_shadow();
   void note_arrival(std::size_t index);
   [[noreturn]] void throw_incomplete();
   void forget_backward() noexcept;
@@ -106,6 +113,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
   std::vector<bool> used_here_;        ///< In a static graph's first backward. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
+  JoinSession* join_ = nullptr;
+  int join_index_ = 0;
+  bool shadows_ = false;  ///< This rank has run out of inputs.
   Clock::time_point first_gradient_;
   Clock::time_point last_gradient_;
 };
@@ -300,6 +310,7 @@ void Reducer::Impl::launch(std::size_t b) {
     if (!slots_[index].fired) memory_->take_unused(index);
   }
   bucket.timing.started = Clock::now();
+  announce(kJoinBucket);
   if (!comm_hook_) {
     bucket.work = memory_->start(b);
     return;
@@ -335,7 +346,7 @@ void Reducer::Impl::finish_backward() {
   if (!complete && !allows_unused()) throw_incomplete();
   if (!complete && graph_is_known()) throw_incomplete();
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
-  Work used_work;
+  announce(kJoinEndOfBackward);
   if (allows_unused() && !graph_is_known()) {
     used_anywhere_ = at::empty({static_cast<std::int64_t>(slots_.size())}, at::kByte);
     auto* used = used_anywhere_.data_ptr<std::uint8_t>();
@@ -354,6 +365,7 @@ void Reducer::Impl::finish_backward() {
     if (allows_unused() && used_anywhere_.const_data_ptr<std::uint8_t>()[i] == 0) continue;
     gradient = average_sparse(gradient, slots_[i].parameter.tensor, group_);
   }
+  divide_by_active_ranks();
   for (Slot& slot : slots_) slot.used = false;
   in_backward_ = false;
   has_hint_ = false;
@@ -389,6 +401,28 @@ void Reducer::Impl::finish_dense() {
   }
 }
 
+void Reducer::Impl::set_join(JoinSession* session, int index) {
+  const std::lock_guard lock(mutex_);
+  join_ = session;
+  join_index_ = index;
+  shadows_ = false;
+}
+
+void Reducer::Impl::announce(int event) {
+  if (join_ && !shadows_) join_->announce(join_index_, event);
+}
+
+void Reducer::Impl::divide_by_active_ranks() {
+  if (!join_ || join_->options().divide_by_initial_world_size) return;
+  const int active = join_->active();
+  if (active == group_.world_size()) return;
+  const at::NoGradGuard no_grad;
+  for (Slot& slot : slots_) {
+    at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
+    if (gradient.defined()) gradient.mul_(static_cast<double>(group_.world_size()) / active);
+  }
+}
+
 /// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse
 /// of the order in which the parameters were registered. As in Python not where each backward may use others.
 void Reducer::Impl::rebuild() {
@@ -413,15 +447,29 @@ void Reducer::Impl::rebuild() {
   make_plan(first_comes_last);
 }
 
-void Reducer::Impl::join_backward() {
+void Reducer::Impl::shadow_bucket() {
   const std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) slot.fired = slot.used = false;
-  next_bucket_ = 0;
-  for (std::size_t i = 0; i < dense_; ++i) slots_[i].parameter.tensor.mutable_grad().reset();
-  for (std::size_t i = dense_; i < slots_.size(); ++i) slots_[i].parameter.tensor.mutable_grad().reset();
-  for (Slot& slot : slots_) slot.expected = false;
-  first_gradient_ = last_gradient_ = Clock::now();
+  begin_shadow();
+  launch(next_bucket_++);
+}
+
+void Reducer::Impl::shadow_end_of_backward() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
   finish_backward();
+}
+
+/// A backward without gradients.
+void Reducer::Impl::begin_shadow() {
+  shadows_ = true;
+  if (in_backward_) return;
+  in_backward_ = true;
+  next_bucket_ = 0;
+  for (Slot& slot : slots_) {
+    slot.parameter.tensor.mutable_grad().reset();
+    slot.fired = slot.used = slot.expected = false;
+  }
+  first_gradient_ = last_gradient_ = Clock::now();
 }
 
 void Reducer::Impl::throw_incomplete() {
@@ -471,7 +519,11 @@ bool Reducer::wants_outputs() const noexcept { return impl_->wants_outputs(); }
 
 void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
 
-void Reducer::join_backward() { impl_->join_backward(); }
+void Reducer::set_join(JoinSession* session, int index) { impl_->set_join(session, index); }
+
+void Reducer::shadow_bucket() { impl_->shadow_bucket(); }
+
+void Reducer::shadow_end_of_backward() { impl_->shadow_end_of_backward(); }
 
 const std::vector<std::vector<std::size_t>>& Reducer::buckets() const noexcept { return impl_->plan; }
 

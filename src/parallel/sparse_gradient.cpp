@@ -35,7 +35,7 @@ at::Tensor average_sparse(const at::Tensor& gradient, const at::Tensor& paramete
   }
   // Coalescing adds entries of one row in rank order, so that the bits are the same everywhere.
   return at::sparse_coo_tensor(at::cat(row_parts).unsqueeze(0), at::cat(value_parts).div_(group.world_size()),
-                               parameter.sizes(), value_options)
+                               parameter.sizes(), value_options.layout(at::kSparse))
       .coalesce();
 }
 

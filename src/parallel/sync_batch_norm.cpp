@@ -20,6 +20,8 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/join_session.h"
+
 namespace ddpkit {
 namespace {
 
@@ -51,6 +53,7 @@ JoinedStatistics join_statistics(const at::Tensor& input, const ProcessGroup& gr
     const auto count = static_cast<double>(input.numel() / channels);
     own = at::cat({mean.to(at::kDouble), variance.to(at::kDouble), at::full({1}, count, options)});
   }
+  JoinSession::announce_if_running(group, JoinSession::Plain::kAllGather, own);
   const at::Tensor all = group.all_gather(own);                        // [rank][2 * channel + 1]
   const at::Tensor counts = all.select(1, 2 * channels).unsqueeze(1);  // [rank][1]
   const at::Tensor means = all.narrow(1, 0, channels);
@@ -121,6 +124,7 @@ struct Normalize : torch::autograd::Function<Normalize> {
     if (wants_input) {
       const std::int64_t channels = mean.numel();
       const at::Tensor joined = at::cat({scaled_sum, sum});
+      JoinSession::announce_if_running(group, JoinSession::Plain::kAllReduce, joined);
       group.all_reduce(joined);
       if (input.numel() > 0) {
         at::Tensor factor = (variance + eps).rsqrt().div_(-count);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/reducer.h>
 
@@ -47,7 +48,7 @@ struct DistributedDataParallelOptions {
 };
 
 /// The part of DistributedDataParallel that does not depend on the module's type.
-class DistributedDataParallelBase {
+class DistributedDataParallelBase : public Joinable {
  public:
   /// While it lives, backward leaves gradients local, to accumulate; the first backward after it averages the sums.
   class [[nodiscard]] NoSync {
@@ -69,6 +70,11 @@ class DistributedDataParallelBase {
   /// copied into them.
   void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
 
+  const ProcessGroup& join_group() const override { return group_; }
+  void join_begin(JoinSession& session, int index) override;
+  void join_shadow(int event) override;
+  void join_end(int source) override;
+
   const ProcessGroup& group() const noexcept { return group_; }
   Reducer& reducer() noexcept { return *reducer_; }
   const Reducer& reducer() const noexcept { return *reducer_; }
@@ -89,7 +95,10 @@ class DistributedDataParallelBase {
   ProcessGroup group_;
   torch::nn::Module* module_;
   DistributedDataParallelOptions options_;
+  std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
+  JoinSession* join_ = nullptr;
+  int join_index_ = 0;
   std::unique_ptr<Reducer> reducer_;
 };
 

@@ -17,6 +17,8 @@
 
 namespace ddpkit {
 
+class JoinSession;
+
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
@@ -79,9 +81,10 @@ class Reducer {
   /// parameters are known only when backward ends.
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
 
-  /// The part of a rank that has no more inputs in the backward of the others: gives zero gradients. Collective with
-  /// their backward.
-  void join_backward();
+  /// For DistributedDataParallel within join(): see Joinable. A null session ends it.
+  void set_join(JoinSession* session, int index);
+  void shadow_bucket();
+  void shadow_end_of_backward();
 
   /// Parameter indices by bucket, in the order buckets are reduced. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;

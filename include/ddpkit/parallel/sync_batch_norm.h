@@ -77,9 +77,8 @@ TORCH_MODULE(SyncBatchNorm);
 /// - A SyncBatchNorm, wherever it is, gets `group`. Declare a module's own members as ddpkit::SyncBatchNorm: until it
 ///   has a group it is plain batch norm.
 /// - A BatchNorm1d, 2d or 3d that is a member of a module's type can't be exchanged from outside, as its forward would
-/// go
-///   on calling the old one. InvalidArgument names every such module, and one whose type derives from BatchNorm; then
-///   nothing has been changed. So does a `module` that is itself a batch norm.
+///   go on calling the old one. InvalidArgument names every such module, and one whose type derives from BatchNorm;
+///   then nothing has been changed. So does a `module` that is itself a batch norm.
 ///
 /// Convert before wrapping with DistributedDataParallel, and do the same on every rank. State dicts stay as they were.
 /// Returns the names of all layers that now use `group`, such as "features.1".

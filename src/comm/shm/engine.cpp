@@ -54,7 +54,14 @@ OperationHandle Engine::new_operation() {
   if (spare_.empty()) return std::make_shared<Operation>();
   OperationHandle operation = std::move(spare_.back());
   spare_.pop_back();
+  // A small collective is over sooner than it takes to allocate these anew.
+  auto segments = std::move(operation->segments);
+  auto parts = std::move(operation->parts);
+  segments.clear();
+  parts.clear();
   *operation = Operation();
+  operation->segments = std::move(segments);
+  operation->parts = std::move(parts);
   return operation;
 }
 

@@ -157,6 +157,7 @@ class Engine {
   };
   /// Where in symmetric memory; an empty segment for private memory.
   Located locate(const void* data, std::size_t bytes) const;
+  SymmetricAddress address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const;
   std::shared_ptr<SymmetricSegment> segment(std::uint32_t id) const;
   void run_alone(Operation& operation);
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;

@@ -15,16 +15,20 @@ constexpr std::size_t kStageBelow = 256;
 }  // namespace
 
 Engine::Located Engine::locate(const void* data, std::size_t bytes) const {
-  const auto* begin = static_cast<const std::byte*>(data);
   for (const auto& candidate : segments_) {
     auto segment = candidate.lock();
     if (!segment) continue;
-    const std::byte* base = segment->base[static_cast<std::size_t>(rank_)];
-    if (begin < base || begin + bytes > base + segment->bytes) continue;
-    const SymmetricAddress address{.segment = segment->id, .offset = static_cast<std::uint64_t>(begin - base)};
-    return {address, std::move(segment)};
+    const SymmetricAddress address = address_in(*segment, data, bytes);
+    if (address.segment != 0) return {address, std::move(segment)};
   }
   return {};
+}
+
+SymmetricAddress Engine::address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  const std::byte* base = segment.base[static_cast<std::size_t>(rank_)];
+  if (begin < base || begin + bytes > base + segment.bytes) return {};
+  return {.segment = segment.id, .offset = static_cast<std::uint64_t>(begin - base)};
 }
 
 std::shared_ptr<SymmetricSegment> Engine::segment(std::uint32_t id) const {
@@ -47,9 +51,15 @@ void Engine::locate(Operation& operation) {
   if (request.kind == CollectiveKind::kAllReduceCoalesced) {
     auto& addresses = block(rank_).pieces[operation.header.sequence % kMaxOutstanding];
     for (std::size_t i = 0; i < request.pieces.size(); ++i) {
-      auto located = locate(request.pieces[i].data, request.pieces[i].numel * operation.element_size());
+      const Piece& piece = request.pieces[i];
+      const std::size_t bytes = piece.numel * operation.element_size();
+      addresses[i] = {};
+      for (std::size_t k = 0; k < operation.segments.size() && addresses[i].segment == 0; ++k)
+        addresses[i] = address_in(*operation.segments[k], piece.data, bytes);
+      if (addresses[i].segment != 0) continue;
+      auto located = locate(piece.data, bytes);
       addresses[i] = located.address;
-      operation.segments.push_back(std::move(located.segment));
+      if (located.segment) operation.segments.push_back(std::move(located.segment));
     }
     return;
   }
@@ -83,7 +93,16 @@ void Engine::agree(Operation& operation) {
       const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].address;
       // One tensor: symmetric where it lies in the same segment on all ranks, so that all of them decide alike.
       const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
-      auto holder = known ? segment(address.segment) : nullptr;
+      const SymmetricSegment* holder = nullptr;
+      for (const auto& held : operation.segments) {
+        if (known && held->id == address.segment) holder = held.get();
+      }
+      if (known && !holder) {
+        if (auto found = segment(address.segment)) {
+          holder = found.get();
+          operation.segments.push_back(std::move(found));
+        }
+      }
       const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
       if (!fits && coalesced)
         fail(FailureKind::kMismatch,
@@ -95,8 +114,6 @@ void Engine::agree(Operation& operation) {
         return;
       }
       operation.parts[p * ranks + r] = holder->base[r] + address.offset;
-      if (std::find(operation.segments.begin(), operation.segments.end(), holder) == operation.segments.end())
-        operation.segments.push_back(std::move(holder));
     }
   }
 }

@@ -1,0 +1,178 @@
+#include <ddpkit/parallel/join.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <map>
+#include <mutex>
+
+#include <ddpkit/comm/error.h>
+
+#include "parallel/join_session.h"
+
+namespace ddpkit {
+namespace {
+
+constexpr int kPlain = -1;
+
+/// Sessions by the backend of their group.
+class Sessions {
+ public:
+  static Sessions& all() {
+    static Sessions sessions;
+    return sessions;
+  }
+  void set(const void* backend, JoinSession* session) {
+    const std::lock_guard lock(mutex_);
+    if (session) {
+      sessions_[backend] = session;
+    } else {
+      sessions_.erase(backend);
+    }
+    any_ = !sessions_.empty();
+  }
+  JoinSession* find(const void* backend) {
+    if (!any_) return nullptr;
+    const std::lock_guard lock(mutex_);
+    const auto found = sessions_.find(backend);
+    return found == sessions_.end() ? nullptr : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const void*, JoinSession*> sessions_;
+  std::atomic<bool> any_{false};
+};
+
+}  // namespace
+
+/// All ranks with inputs announce the same, so that the sum over them, divided by their number, is it.
+struct JoinSession::Message {
+  std::int64_t index = 0;
+  std::int64_t event = 0;
+  std::int64_t numel = 0;
+  std::int64_t dtype = 0;
+};
+
+JoinSession::JoinSession(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options)
+    : group_(std::move(group)), joinables_(std::move(joinables)), options_(options) {
+  Sessions::all().set(group_.backend().get(), this);
+  for (std::size_t i = 0; i < joinables_.size(); ++i) joinables_[i]->join_begin(*this, static_cast<int>(i));
+}
+
+JoinSession::~JoinSession() { Sessions::all().set(group_.backend().get(), nullptr); }
+
+JoinSession* JoinSession::running(const ProcessGroup& group) {
+  JoinSession* session = Sessions::all().find(group.backend().get());
+  return session && session->in_loop_ ? session : nullptr;
+}
+
+void JoinSession::announce_if_running(const ProcessGroup& group, Plain collective, const at::Tensor& tensor) {
+  if (JoinSession* session = running(group)) session->announce(collective, tensor);
+}
+
+void JoinSession::announce(int index, int event) { start({.index = index, .event = event}); }
+
+void JoinSession::announce(Plain collective, const at::Tensor& tensor) {
+  start({.index = kPlain,
+         .event = static_cast<std::int64_t>(collective),
+         .numel = tensor.numel(),
+         .dtype = static_cast<std::int64_t>(tensor.scalar_type())});
+}
+
+void JoinSession::start(const Message& message) {
+  if (work_.valid()) work_.wait();
+  const at::NoGradGuard no_grad;
+  last_ = at::tensor({std::int64_t{1}, message.index, message.event, message.numel, message.dtype}, at::kLong)
+              .to(group_.device());
+  work_ = group_.all_reduce_async(last_);
+  if (options_.throw_on_early_termination && active() < group_.world_size())
+    throw Error(fmt::format("{} of {} ranks have run out of inputs (join with throw_on_early_termination)",
+                            group_.world_size() - active(), group_.world_size()),
+                {.rank = group_.rank(), .call = "join"});
+}
+
+int JoinSession::active() {
+  if (work_.valid()) work_.wait();
+  work_ = {};
+  return last_.defined() ? static_cast<int>(last_[0].item<std::int64_t>()) : group_.world_size();
+}
+
+int JoinSession::first_active(bool this_rank_is) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rank =
+      at::full({1}, this_rank_is ? group_.rank() : group_.world_size(), at::TensorOptions(at::kLong))
+          .to(group_.device());
+  group_.all_reduce(rank, ReduceOp::kMin);
+  return static_cast<int>(rank.item<std::int64_t>());
+}
+
+int JoinSession::shadow_the_others() {
+  if (work_.valid()) work_.wait();
+  work_ = {};
+  in_loop_ = false;
+  const at::NoGradGuard no_grad;
+  bool last = true;
+  for (;;) {
+    const at::Tensor sum = at::zeros({5}, at::kLong).to(group_.device());
+    group_.all_reduce(sum);
+    const at::Tensor on_host = sum.cpu();
+    const auto* numbers = on_host.const_data_ptr<std::int64_t>();
+    const std::int64_t active = numbers[0];
+    if (active == 0) break;
+    last = false;
+    if (options_.throw_on_early_termination)
+      throw Error(fmt::format("this rank has run out of inputs, {} of {} have not (join with "
+                              "throw_on_early_termination)",
+                              active, group_.world_size()),
+                  {.rank = group_.rank(), .call = "join"});
+    last_ = on_host;
+    const Message message{numbers[1] / active, numbers[2] / active, numbers[3] / active, numbers[4] / active};
+    if (message.index != kPlain) {
+      joinables_.at(static_cast<std::size_t>(message.index))->join_shadow(static_cast<int>(message.event));
+      continue;
+    }
+    const at::Tensor zeros = at::zeros(
+        {message.numel}, at::TensorOptions(static_cast<at::ScalarType>(message.dtype)).device(group_.device()));
+    if (static_cast<Plain>(message.event) == Plain::kAllGather) {
+      group_.all_gather(zeros);
+    } else {
+      group_.all_reduce(zeros);
+    }
+  }
+  return first_active(last);
+}
+
+void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,
+          const JoinOptions& options) {
+  std::vector<Joinable*> all;
+  for (Joinable& joinable : joinables) all.push_back(&joinable);
+  if (all.empty()) throw InvalidArgument("join needs something to join, such as a DistributedDataParallel");
+  const ProcessGroup group = all[0]->join_group();
+  for (const Joinable* joinable : all) {
+    if (joinable->join_group().backend() != group.backend())
+      throw InvalidArgument("join: all its objects must be on one process group");
+  }
+  if (group.world_size() == 1) return loop();
+  if (JoinSession::running(group)) throw InvalidArgument("join: this group is in a join already");
+  JoinSession session(group, all, options);
+  const auto end = [&](int source) {
+    for (Joinable* joinable : all) joinable->join_end(source);
+  };
+  try {
+    loop();
+    end(session.shadow_the_others());
+  } catch (const std::exception& error) {
+    end(-1);
+    group.abort(fmt::format("its loop within join ended with an error: {}", error.what()));
+    throw;
+  }
+}
+
+void join(Joinable& joinable, const std::function<void()>& loop, const JoinOptions& options) {
+  join({std::ref(joinable)}, loop, options);
+}
+
+}  // namespace ddpkit
