@@ -7,7 +7,7 @@ namespace {
 
 /// Twice is enough (Giraud, Langou and Rozložník, 2005): of a column that all but depends on those before it, the first
 /// round leaves rounding errors, which may lie in any direction.
-constexpr int kRounds = 1;
+constexpr int kRounds = 2;
 
 void gram_schmidt(const at::Tensor& matrices, double epsilon) {
   for (std::int64_t i = 0; i < matrices.size(2); ++i) {

@@ -30,7 +30,13 @@ CommHook power_sgd(const ProcessGroup& group, std::int64_t rank, bool batch) {
   peer_cases()["fp16"] = with(comm_hooks::fp16_compress);
   peer_cases()["bf16"] = with(comm_hooks::bf16_compress);
   peer_cases()["power_sgd"] = with([](const ProcessGroup& group) { return power_sgd(group, 1, false); });
-  peer_cases()["power_sgd_4"] = with([](const ProcessGroup& group) { return power_sgd(group, 2, false); });
+  // In double: what a step compresses away comes back later, and with it, multiplied, how the two round float.
+  peer_cases()["power_sgd_4"] = with([](const ProcessGroup& group) { return power_sgd(group, 4, true); });
+  peer_cases()["power_sgd_4"].make = [](const ProcessGroup&) -> std::shared_ptr<PeerModel> {
+    auto model = std::make_shared<Mlp>();
+    model->to(torch::kDouble);
+    return model;
+  };
   return true;
 }();
 
