@@ -17,10 +17,13 @@ CommHook compress(ProcessGroup group, at::ScalarType dtype) {
     const at::Tensor buffer = as_real(bucket.buffer);
     // Division first, as in Python: the sum must not overflow.
     const at::Tensor compressed = buffer.to(dtype).div_(group.world_size());
-    return {.work = group.all_reduce_async(compressed), .finish = [buffer, compressed] {
-              if (!compressed.is_same(buffer)) buffer.copy_(compressed);
-              return at::Tensor();
-            }};
+    return {.work = group.all_reduce_async(compressed),
+            .finish =
+                [buffer, compressed] {
+                  if (!compressed.is_same(buffer)) buffer.copy_(compressed);
+                  return at::Tensor();
+                },
+            .sent_bytes = compressed.nbytes()};
   };
 }
 
@@ -37,12 +40,14 @@ CommHook compress_wrapper(CommHook hook, at::ScalarType dtype) {
     }
     PendingReduction pending = hook(shown);
     return {.work = std::move(pending.work),
-            .finish = [buffer, half = shown.buffer, finish = std::move(pending.finish)] {
-              at::Tensor reduced = finish ? finish() : at::Tensor();
-              if (!reduced.defined()) reduced = half;
-              if (reduced.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(reduced.view_as(buffer));
-              return at::Tensor();
-            }};
+            .finish =
+                [buffer, half = shown.buffer, finish = std::move(pending.finish)] {
+                  at::Tensor reduced = finish ? finish() : at::Tensor();
+                  if (!reduced.defined()) reduced = half;
+                  if (reduced.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(reduced.view_as(buffer));
+                  return at::Tensor();
+                },
+            .sent_bytes = pending.sent_bytes.value_or(shown.buffer.nbytes())};
   };
 }
 

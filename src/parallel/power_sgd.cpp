@@ -264,10 +264,14 @@ PendingReduction PowerSGD::operator()(GradBucket& bucket) {
   for (Group& group : parts->groups) at::bmm_out(group.p, group.matrices, group.q);
   state.stats.numel_after_compression += static_cast<std::uint64_t>(parts->ps.numel() + parts->qs.numel());
   parts->p_work = state.group.all_reduce_async(parts->ps);
-  return {.work = parts->p_work, .finish = [state = state_, parts] {
-            state->decompress(*parts);
-            return at::Tensor();
-          }};
+  const std::size_t rest_bytes = parts->rest_flat.defined() ? parts->rest_flat.nbytes() : 0;
+  return {.work = parts->p_work,
+          .finish =
+              [state = state_, parts] {
+                state->decompress(*parts);
+                return at::Tensor();
+              },
+          .sent_bytes = parts->ps.nbytes() + parts->qs.nbytes() + rest_bytes};
 }
 
 const PowerSGDOptions& PowerSGD::options() const noexcept { return state_->options; }

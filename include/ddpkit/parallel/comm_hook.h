@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,8 @@ struct PendingReduction {
   /// bucket's reduced gradients, the buffer's shape and any floating type, or an undefined tensor when they are in the
   /// buffer. May be empty.
   std::function<at::Tensor()> finish = {};
+  /// What this rank hands to collectives for the bucket, `finish` included, in bytes: for stats(). Empty: the buffer's.
+  std::optional<std::size_t> sent_bytes = {};
 };
 
 /// Reduces gradients in place of the all-reduce: torch.distributed.algorithms.ddp_comm_hooks of Python, in C++. Called
