@@ -79,13 +79,15 @@ RANK_TEST("stats: one bucket hides nothing", "[ddp][stats]", 2, 3) {
   CHECK(stats.hidden_us == 0);
 }
 
-RANK_TEST("stats: a bucket that is over within backward is seen to be", "[ddp][stats]", 2) {
+RANK_TEST("stats: a bucket that is over within backward is seen to be", "[ddp][stats]", 2, 3) {
   auto model = deep_model();
   DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.3, .first_bucket_cap_mb = 0.3});
   backward(ddp);
-  // Every rank waits within backward until the others have come as far, so that the first bucket must be over.
-  model->ptr(1)->as<torch::nn::Linear>()->weight.register_hook(
-      [&](const at::Tensor&) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); });
+  // Every rank pauses within backward, and passes by again in between, so that the first bucket must be over.
+  for (std::size_t layer = 0; layer < 5; ++layer) {
+    model->ptr(layer)->as<torch::nn::Linear>()->weight.register_hook(
+        [&](const at::Tensor&) { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
+  }
   backward(ddp);
   const auto stats = ddp.stats();
   CHECK(stats.buckets[0].done_us < stats.last_gradient_us);
