@@ -325,7 +325,9 @@ RANK_TEST("bfloat16 gradients are summed in float and rounded once", "[ddp][opti
 RANK_TEST("several forwards before one backward, and several losses", "[ddp][options]", 2, 3) {
   for (const bool unused : {false, true}) {
     Branches model, reference;
-    DistributedDataParallel ddp(model, group, {.find_unused_parameters = unused});
+    // Small buckets: one that only the first forward fills must not go without it.
+    DistributedDataParallel ddp(
+        model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = unused});
     const auto both = [&](auto& net, int r) {
       return net(input(0, r), "lr").pow(2).mean() + net(input(1, r), "r").sin().mean();
     };

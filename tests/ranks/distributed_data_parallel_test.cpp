@@ -138,6 +138,9 @@ RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]
       const torch::Tensor before = flat_parameters(*many_kinds(0));
       DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
       CHECK(torch::equal(flat_parameters(*model), before));
+      std::size_t in_buckets = 0;
+      for (const auto& bucket : ddp.reducer().buckets()) in_buckets += bucket.size();
+      CHECK(in_buckets == unique_parameters(*model).size());  // A tied one once.
       auto optimizer = make_optimizer(name, unique_parameters(*model));
       for (int step = 0; step < 20; ++step) {
         const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
