@@ -326,10 +326,12 @@ RANK_TEST("several forwards before one backward, and several losses", "[ddp][opt
   for (const bool unused : {false, true}) {
     Branches model, reference;
     // Small buckets: one that only the first forward fills must not go without it.
-    DistributedDataParallel ddp(
-        model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = unused});
+    DistributedDataParallel ddp(model, group,
+                                {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = unused});
     const auto both = [&](auto& net, int r) {
-      return net(input(0, r), "lr").pow(2).mean() + net(input(1, r), "r").sin().mean();
+      const torch::Tensor first = net(input(0, r), "lr");
+      const torch::Tensor second = net(input(1, r), "r");
+      return first.pow(2).mean() + second.sin().mean();
     };
     auto expected = expected_gradients(*reference, group.world_size(), [&](int r) { return both(reference, r); });
     both(ddp, group.rank()).backward();
