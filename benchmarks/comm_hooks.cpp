@@ -78,8 +78,8 @@ int main(int argc, char** argv) {
   const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
   const auto power_sgd = [&](std::int64_t rank) {
     // A tenth of the steps in full, as PowerSGDOptions advises.
-    return comm_hooks::PowerSGD(group, {.matrix_approximation_rank = rank,
-                                        .start_powerSGD_iter = static_cast<std::uint64_t>(steps / 10)});
+    return comm_hooks::PowerSGD(
+        group, {.matrix_approximation_rank = rank, .start_powerSGD_iter = static_cast<std::uint64_t>(steps / 10)});
   };
   const std::vector<Row> rows = {{"none", nullptr},
                                  {"all_reduce", comm_hooks::all_reduce(group)},
@@ -90,8 +90,8 @@ int main(int argc, char** argv) {
                                  {"PowerSGD, rank 4", power_sgd(4)}};
   double full = 0;
   if (group.rank() == 0)
-    std::cout << fmt::format("| {:<16} | {:>12} | {:>8} | {:>8} | {:>11} |\n", "hook", "bytes a step", "of none", "loss",
-                             "us a step");
+    std::cout << fmt::format("| {:<16} | {:>12} | {:>8} | {:>8} | {:>11} |\n", "hook", "bytes a step", "of none",
+                             "loss", "us a step");
   for (const Row& row : rows) {
     const Result result = measure(group, row.hook, steps);
     if (full == 0) full = result.bytes_a_step;
