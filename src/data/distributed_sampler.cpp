@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
+#include <cstdio>
 #include <numeric>
 
 #include <ddpkit/comm/error.h>
@@ -19,6 +20,8 @@ struct DistributedSampler::State {
   std::uint64_t epoch = 0;
   std::vector<std::size_t> order;  ///< This rank's indices for the epoch under way. [sample]
   std::size_t position = 0;
+  bool seen = false;    ///< Samples have been taken since set_epoch() or load().
+  bool warned = false;  ///< That set_epoch() was forgotten.
 
   std::size_t num_samples() const {
     // Dropping the tail: the largest multiple of world_size; padding: the smallest. Both divided by world_size.
@@ -67,7 +70,10 @@ DistributedSampler::DistributedSampler(std::size_t size, const ProcessGroup& gro
                                        const DistributedSamplerOptions& options)
     : DistributedSampler(size, group.world_size(), group.rank(), options) {}
 
-void DistributedSampler::set_epoch(std::uint64_t epoch) { state_->epoch = epoch; }
+void DistributedSampler::set_epoch(std::uint64_t epoch) {
+  state_->epoch = epoch;
+  state_->seen = false;
+}
 
 std::uint64_t DistributedSampler::epoch() const noexcept { return state_->epoch; }
 
@@ -80,6 +86,16 @@ void DistributedSampler::reset(std::optional<std::size_t> new_size) {
     state_->size = *new_size;
     state_->check();
   }
+  if (state_->seen && state_->options.shuffle && !state_->warned) {
+    state_->warned = true;
+    if (state_->rank == 0) {
+      const std::string text = fmt::format(
+          "[ddpkit] DistributedSampler: epoch {} begins for the second time, with its samples in the same order; call "
+          "sampler.set_epoch(epoch) before each epoch\n",
+          state_->epoch);
+      std::fwrite(text.data(), 1, text.size(), stderr);
+    }
+  }
   state_->order = state_->draw();
   state_->position = 0;
 }
@@ -89,6 +105,7 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   if (left == 0) return std::nullopt;
   const auto begin = state_->order.begin() + static_cast<std::ptrdiff_t>(state_->position);
   const std::size_t count = std::min(left, batch_size);
+  state_->seen = true;
   state_->position += count;
   return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
 }
@@ -104,6 +121,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   archive.read("epoch", epoch, /*is_buffer=*/true);
   archive.read("position", position, /*is_buffer=*/true);
   state_->epoch = static_cast<std::uint64_t>(epoch.item<std::int64_t>());
+  state_->seen = false;
   state_->order = state_->draw();
   const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
   if (saved > state_->order.size())

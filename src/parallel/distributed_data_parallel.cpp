@@ -12,8 +12,11 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/debug.h"
 #include "parallel/join_session.h"
 #include "parallel/reducer_events.h"
+#include "parallel/timeline_environment.h"
+#include "parallel/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {
@@ -139,6 +142,19 @@ std::vector<NamedParameter> trainable_parameters(torch::nn::Module& module, cons
   return parameters;
 }
 
+/// For DDPKIT_DEBUG.
+std::string text_of(const DistributedDataParallelOptions& options, const ProcessGroup& group) {
+  return fmt::format(
+      "DistributedDataParallel on {} ranks, backend {}: bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers "
+      "{}, "
+      "find_unused_parameters {}, static_graph {}, gradient_as_bucket_view {}, parameters_to_ignore [{}], arena {}, "
+      "arena_mb {}",
+      group.world_size(), group.backend_name(), options.bucket_cap_mb, options.first_bucket_cap_mb,
+      options.broadcast_buffers, options.find_unused_parameters, options.static_graph, options.gradient_as_bucket_view,
+      fmt::join(options.parameters_to_ignore, ", "), options.arena,
+      options.arena_mb ? std::to_string(*options.arena_mb) : "automatic");
+}
+
 std::size_t bytes_of(double mebibytes, const char* name) {
   if (!(mebibytes > 0) || !std::isfinite(mebibytes))
     throw InvalidArgument(fmt::format("{} is {}, but must be positive", name, mebibytes));
@@ -175,17 +191,48 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
                                  .gradient_as_bucket_view = options.gradient_as_bucket_view,
                                  .arena = options.arena};
   if (options.arena_mb) reducer_options.arena_bytes = bytes_of(*options.arena_mb, "arena_mb");
+  if (debug_level() >= DebugLevel::kInfo && group_.rank() == 0) debug_line(group_, text_of(options_, group_));
   reducer_ = std::make_unique<Reducer>(std::move(trainable), group_, reducer_options);
+  if (const auto request = take_timeline_request()) {
+    timeline_.emplace(group_, request->path);
+    reducer_->set_timeline(timeline_, request->steps);
+  }
 }
 
 void DistributedDataParallelBase::before_forward() {
   reducer_->follow_parameters();
-  if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return;
+  const auto now = [this] {
+    return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();
+  };
+  const auto before = now();
+  const bool broadcasts = broadcast_buffers();
+  if (!timeline_) return;
+  forward_began_ = now();
+  if (broadcasts) timeline_->recorder()->add("broadcast buffers", TimelineRecorder::kCompute, before, forward_began_);
+}
+
+/// Whether there was something to broadcast.
+bool DistributedDataParallelBase::broadcast_buffers() {
+  if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return false;
   // While gradients only accumulate, ranks may run different numbers of forwards.
-  if (!reducer_->synchronize()) return;
-  if (!join_) return broadcast_all(buffers_, group_);
-  join_->announce(join_index_, kJoinBuffers);
-  broadcast_all(buffers_, group_, join_->first_active(true));
+  if (!reducer_->synchronize()) return false;
+  int source = 0;
+  if (join_) {
+    join_->announce(join_index_, kJoinBuffers);
+    source = join_->first_active(true);
+  }
+  broadcast_all(buffers_, group_, source);
+  return true;
+}
+
+void DistributedDataParallelBase::record_forward(const std::vector<at::Tensor>& outputs) {
+  timeline_->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
+  reducer_->note_outputs(outputs);
+}
+
+void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
+  timeline_ = timeline;
+  reducer_->set_timeline(std::move(timeline));
 }
 
 void DistributedDataParallelBase::join_begin(JoinSession& session, int index) {

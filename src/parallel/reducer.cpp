@@ -21,9 +21,11 @@
 #include "parallel/debug.h"
 #include "parallel/gradient_memory.h"
 #include "parallel/graph.h"
+#include "parallel/hook_call.h"
 #include "parallel/join_session.h"
 #include "parallel/reducer_events.h"
 #include "parallel/sparse_gradient.h"
+#include "parallel/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {
@@ -31,6 +33,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
+
+double microseconds(Clock::duration time) { return std::chrono::duration<double, std::micro>(time).count(); }
 
 }  // namespace
 
@@ -47,6 +51,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
   void set_gradient_sink(GradientSink* sink);
   std::vector<NamedParameter> parameters() const;
+  void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
+  void note_outputs(const std::vector<at::Tensor>& outputs);
+  DistributedDataParallelStats stats() const;
   void set_join(JoinSession* session, int index);
   void shadow_bucket();
   void shadow_end_of_backward();
@@ -84,6 +91,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
+  void tell_plan(const std::string& what) const;
   void lay_out();
 
   void on_gradient(std::size_t index);
@@ -95,6 +103,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void finish_dense();
   void finish_bucket(std::size_t bucket);
   void hand_over(std::size_t bucket, const std::uint8_t* used);
+  void note_finished();
+  void note_step();
+  void record_step();
+  void note_reached();
   void rebuild();
   void announce(int event);
   double join_factor() const;
@@ -103,19 +115,21 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void note_arrival(std::size_t index);
   [[noreturn]] void throw_incomplete();
   void forget_backward() noexcept;
+  void give_up(const std::string& where) noexcept;
 
   ProcessGroup group_;
   ReducerOptions options_;
   CommHook comm_hook_;
-  std::mutex mutex_;             ///< Gradients on several devices come from several threads.
+  mutable std::mutex mutex_;     ///< Gradients on several devices come from several threads.
   std::vector<Slot> slots_;      ///< [param]
   std::size_t dense_ = 0;        ///< Slots of dense parameters.
   std::vector<Bucket> buckets_;  ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
   std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
   GradientSink* sink_ = nullptr;
-  std::size_t finished_ = 0;     ///< Buckets whose result has been taken, in this backward.
-  std::size_t next_bucket_ = 0;  ///< Buckets are reduced in this order on every rank, whatever order they fill in.
+  std::size_t next_bucket_ = 0;    ///< Buckets are reduced in this order on every rank, whatever order they fill in.
+  std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
+  std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
   bool in_backward_ = false;
   bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
   std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
@@ -127,6 +141,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool shadows_ = false;  ///< This rank has run out of inputs.
   Clock::time_point first_gradient_;
   Clock::time_point last_gradient_;
+  std::uint64_t bytes_ = 0, sent_bytes_ = 0;  ///< Over all synchronised backwards, as the next two.
+  Clock::duration communication_{}, hidden_{};
+  std::optional<Timeline> timeline_;
+  std::uint64_t write_timeline_after_ = 0;  ///< Backwards that are left to be recorded; 0: the caller writes it.
+  Clock::time_point reached_output_;        ///< When backward came to an output of forward; only with a timeline.
 };
 
 namespace {
@@ -179,6 +198,20 @@ void Reducer::Impl::lay_out() {
   std::vector<std::size_t> order;
   for (std::size_t i = 0; i < dense_; ++i) order.push_back(i);
   make_plan(order);
+  tell_plan("buckets");
+}
+
+/// For DDPKIT_DEBUG. The plan is the same on all ranks.
+void Reducer::Impl::tell_plan(const std::string& what) const {
+  if (debug_level() < DebugLevel::kInfo || group_.rank() != 0) return;
+  debug_line(group_, fmt::format("{}: {} for {} dense parameters, {} sparse ones beside", what, plan.size(), dense_,
+                                 slots_.size() - dense_));
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    std::vector<std::string> names;
+    for (const std::size_t index : plan[b]) names.push_back(slots_[index].parameter.name);
+    debug_line(group_, fmt::format("  bucket {}: {} bytes, {} parameters: {}", b, buckets_[b].bytes, names.size(),
+                                   fmt::join(names, ", ")));
+  }
 }
 
 /// `order`: all dense parameters; the last one's gradient comes first.
@@ -282,9 +315,11 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
 
 void Reducer::Impl::begin_backward() {
   in_backward_ = true;
-  next_bucket_ = 0;
-  finished_ = 0;
-  for (Bucket& bucket : buckets_) bucket.pending = 0;
+  next_bucket_ = next_finished_ = next_taken_ = 0;
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = 0;
+    bucket.timing.ready = {};
+  }
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
     slot.fired = false;
@@ -336,9 +371,10 @@ void Reducer::Impl::on_gradient(std::size_t index) {
     Bucket& bucket = buckets_[slot.bucket];
     bucket.timing.ready = last_gradient_;
     if (slot.expected) --bucket.pending;
+    note_finished();
     launch_complete_buckets();
   } catch (...) {
-    forget_backward();
+    give_up("at the gradient of " + slot.parameter.name);
     throw;
   }
 }
@@ -353,8 +389,8 @@ void Reducer::Impl::launch_complete_buckets() {
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
   // A sink lets go of gradients that backward still adds to otherwise: the sooner, the less memory.
   if (!sink_ || (allows_unused() && !graph_is_known())) return;
-  while (finished_ < next_bucket_ && (!buckets_[finished_].work.valid() || buckets_[finished_].work.is_completed()))
-    finish_bucket(finished_++);
+  note_finished();
+  while (next_taken_ < next_finished_) finish_bucket(next_taken_++);
 }
 
 void Reducer::Impl::launch(std::size_t b) {
@@ -363,7 +399,9 @@ void Reducer::Impl::launch(std::size_t b) {
     if (!slots_[index].fired) memory_->take_unused(index);
   }
   bucket.timing.started = Clock::now();
+  if (bucket.timing.ready == Clock::time_point{}) bucket.timing.ready = bucket.timing.started;  // None was used.
   announce(kJoinBucket);
+  bucket.timing.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
   if (sink_ && b == 0) sink_->begin();
   if (!comm_hook_) {
     bucket.work = memory_->start(b);
@@ -378,8 +416,8 @@ void Reducer::Impl::launch(std::size_t b) {
     shown.parameters.push_back(slots_[index].parameter.tensor);
     shown.names.push_back(slots_[index].parameter.name);
   }
-  const at::NoGradGuard no_grad;
-  PendingReduction pending = comm_hook_(shown);
+  PendingReduction pending = call_hook(comm_hook_, std::move(shown), group_);
+  if (group_.world_size() > 1) bucket.timing.sent_bytes = pending.sent_bytes.value_or(memory_->buffer(b).nbytes());
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
@@ -390,7 +428,7 @@ void Reducer::Impl::end_backward() {
   try {
     finish_backward();
   } catch (...) {
-    forget_backward();
+    give_up("at its end");
     throw;
   }
 }
@@ -431,25 +469,116 @@ void Reducer::Impl::finish_backward() {
   trace->end = Clock::now();
   trace->buckets.clear();
   for (const Bucket& bucket : buckets_) trace->buckets.push_back(bucket.timing);
+  note_step();
+  if (timeline_) record_step();
   rebuild();
 }
 
+/// Buckets end in the order in which they were launched. Asking also moves them on.
+void Reducer::Impl::note_finished() {
+  for (; next_finished_ < next_bucket_; ++next_finished_) {
+    Bucket& bucket = buckets_[next_finished_];
+    if (bucket.finish || !bucket.work.is_completed()) return;
+    bucket.timing.finished = Clock::now();
+  }
+}
+
+/// Adds the last backward to what stats() tells.
+void Reducer::Impl::note_step() {
+  Clock::time_point covered = trace->first_gradient;
+  for (const BucketTiming& bucket : trace->buckets) {
+    bytes_ += bucket.bytes;
+    sent_bytes_ += bucket.sent_bytes;
+    const Clock::time_point begin = std::max(bucket.started, covered);
+    if (bucket.sent_bytes == 0 || bucket.finished <= begin) continue;
+    communication_ += bucket.finished - begin;
+    hidden_ += std::max(Clock::duration{}, std::min(bucket.finished, trace->last_gradient) - begin);
+    covered = bucket.finished;
+  }
+}
+
+void Reducer::Impl::record_step() {
+  TimelineRecorder& to = *timeline_->recorder();
+  const bool reached = reached_output_ != Clock::time_point{} && reached_output_ <= trace->first_gradient;
+  to.add("backward", TimelineRecorder::kCompute, reached ? reached_output_ : trace->first_gradient, trace->end,
+         {.step = backwards - 1});
+  reached_output_ = {};
+  for (std::size_t b = 0; b < trace->buckets.size(); ++b) {
+    const BucketTiming& timing = trace->buckets[b];
+    const int track = TimelineRecorder::bucket_track(b);
+    to.add(fmt::format("bucket {}", b), track, timing.ready, timing.finished,
+           {.step = backwards - 1, .bytes = timing.bytes, .parameters = timing.parameters});
+    to.add("reduction", track, timing.started, timing.finished, {.bytes = timing.sent_bytes});
+  }
+  if (write_timeline_after_ == 0 || --write_timeline_after_ > 0) return;
+  timeline_->write();
+  timeline_.reset();
+}
+
+DistributedDataParallelStats Reducer::Impl::stats() const {
+  const std::lock_guard lock(mutex_);
+  DistributedDataParallelStats stats{.steps = backwards,
+                                     .rebuilds = rebuilds,
+                                     .bytes = bytes_,
+                                     .sent_bytes = sent_bytes_,
+                                     .communication_us = microseconds(communication_),
+                                     .hidden_us = microseconds(hidden_)};
+  if (!trace) return stats;
+  const auto since = [&](Clock::time_point time) { return microseconds(time - trace->first_gradient); };
+  for (const BucketTiming& timing : trace->buckets) {
+    stats.buckets.push_back({.parameters = timing.parameters,
+                             .bytes = timing.bytes,
+                             .sent_bytes = timing.sent_bytes,
+                             .ready_us = since(timing.ready),
+                             .started_us = since(timing.started),
+                             .done_us = since(timing.finished)});
+  }
+  stats.last_gradient_us = since(trace->last_gradient);
+  stats.end_us = since(trace->end);
+  return stats;
+}
+
+void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
+  const std::lock_guard lock(mutex_);
+  timeline_ = std::move(timeline);
+  write_timeline_after_ = write_after;
+}
+
+void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+      if (const auto self = weak.lock()) self->note_reached();
+    });
+  }
+}
+
+void Reducer::Impl::note_reached() {
+  const std::lock_guard lock(mutex_);
+  if (synchronize && reached_output_ == Clock::time_point{}) reached_output_ = Clock::now();
+}
+
 void Reducer::Impl::finish_dense() {
-  while (finished_ < buckets_.size()) finish_bucket(finished_++);
+  while (next_taken_ < buckets_.size()) finish_bucket(next_taken_++);
 }
 
 void Reducer::Impl::finish_bucket(std::size_t b) {
   const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
   Bucket& bucket = buckets_[b];
+  const Clock::time_point before = timeline_ ? Clock::now() : Clock::time_point{};
   if (bucket.work.valid()) bucket.work.wait();
   bucket.work = {};
   if (bucket.finish) {
     const at::NoGradGuard no_grad;
-    const at::Tensor reduced = bucket.finish();
-    if (reduced.defined() && !reduced.is_same(memory_->buffer(b))) memory_->buffer(b).copy_(reduced);
+    bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
     bucket.finish = nullptr;
   }
-  bucket.timing.finished = Clock::now();
+  if (b >= next_finished_) {
+    bucket.timing.finished = Clock::now();
+    if (timeline_)
+      timeline_->recorder()->add(fmt::format("wait for bucket {}", b), TimelineRecorder::kCompute, before,
+                                 bucket.timing.finished);
+  }
   if (sink_) return hand_over(b, used);
   for (const std::size_t index : plan[b]) {
     if (used && used[index] == 0) {
@@ -525,6 +654,7 @@ void Reducer::Impl::rebuild() {
   for (std::int64_t i = on_host.numel(); i-- > 0;)
     first_comes_last.push_back(static_cast<std::size_t>(on_host.const_data_ptr<std::int64_t>()[i]));
   make_plan(first_comes_last);
+  tell_plan("buckets rebuilt in the order in which gradients came");
 }
 
 void Reducer::Impl::shadow_bucket() {
@@ -544,8 +674,8 @@ void Reducer::Impl::begin_shadow() {
   shadows_ = true;
   if (in_backward_) return;
   in_backward_ = true;
-  next_bucket_ = 0;
-  finished_ = 0;
+  next_bucket_ = next_finished_ = next_taken_ = 0;
+  for (Bucket& bucket : buckets_) bucket.timing.ready = {};
   for (Slot& slot : slots_) {
     slot.parameter.tensor.mutable_grad().reset();
     slot.fired = slot.used = slot.expected = false;
@@ -574,9 +704,25 @@ void Reducer::Impl::throw_incomplete() {
   throw Error(text, {.rank = group_.rank(), .call = "backward", .bucket = next_bucket_});
 }
 
+/// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the
+/// error came from them, the group has ended already, and nothing changes.
+void Reducer::Impl::give_up(const std::string& where) noexcept {
+  forget_backward();
+  try {
+    try {
+      throw;
+    } catch (const std::exception& error) {
+      group_.abort(fmt::format("backward on rank {} failed {}: {}", group_.rank(), where, error.what()));
+    }
+  } catch (...) {
+    group_.abort("backward failed");
+  }
+}
+
 void Reducer::Impl::forget_backward() noexcept {
   in_backward_ = false;
   has_hint_ = false;
+  reached_output_ = {};
   for (Bucket& bucket : buckets_) {
     bucket.work = {};
     bucket.finish = nullptr;
@@ -605,6 +751,14 @@ std::vector<NamedParameter> Reducer::parameters() const { return impl_->paramete
 bool Reducer::wants_outputs() const noexcept { return impl_->wants_outputs(); }
 
 void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
+
+void Reducer::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
+  impl_->set_timeline(std::move(timeline), write_after);
+}
+
+void Reducer::note_outputs(const std::vector<at::Tensor>& outputs) { impl_->note_outputs(outputs); }
+
+DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
 
 void Reducer::set_join(JoinSession* session, int index) { impl_->set_join(session, index); }
 

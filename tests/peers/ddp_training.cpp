@@ -67,6 +67,7 @@ void train(const std::string& name, const std::string& folder, double learning_r
   load(*model, read(folder + "/weights.pt"));
   const Tensors data = read(folder + "/data.pt");
   DistributedDataParallel ddp(model, group, peer_case.options);
+  if (peer_case.hook) ddp.register_comm_hook(peer_case.hook(group));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(learning_rate).momentum(momentum));
   // [step, sample, ...], of which each rank has its part.
   const torch::Tensor x = data.at("x").chunk(group.world_size(), 1).at(static_cast<std::size_t>(group.rank()));

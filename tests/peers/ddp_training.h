@@ -23,6 +23,7 @@ class PeerModel : public torch::nn::Module {
 struct PeerCase {
   std::function<std::shared_ptr<PeerModel>(const ProcessGroup& group)> make;
   DistributedDataParallelOptions options = {};
+  std::function<CommHook(const ProcessGroup& group)> hook = nullptr;
 };
 
 /// All cases by name; sources add theirs before main().

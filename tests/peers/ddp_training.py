@@ -10,6 +10,7 @@ import tempfile
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 RANKS, STEPS, BATCH, LEARNING_RATE, TOLERANCE = 2, 50, 8, 0.05, 1e-5
 ddpkit, program, case, momentum = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
@@ -24,6 +25,17 @@ class Mlp(Model):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class DeepMlp(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -101,11 +113,38 @@ CASES = {
 }
 
 
+def power_sgd(rank, batch):
+    def register(ddp):
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=5, min_compression_rate=1,
+            batch_tensors_with_same_shape=batch,
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return register
+
+
+# Communication hooks, by case.
+HOOKS = {
+    "fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "bf16": lambda ddp: ddp.register_comm_hook(None, default_hooks.bf16_compress_hook),
+    "power_sgd": power_sgd(1, False),
+    "power_sgd_4": power_sgd(4, True),
+}
+CASES.update({name: (DeepMlp, lambda: classified(20), {}) for name in HOOKS})
+
+
+# With higher ranks PowerSGD multiplies rounding errors: in float32 equal implementations drift apart.
+IN_DOUBLE = {"power_sgd_4"}
+
+
 def train(weights, data, part, rank, options):
     """The state after all steps on a part of the samples; with a DistributedDataParallel unless options is None."""
-    model = CASES[case][0]()
+    model = CASES[case][0]().to(torch.double if case in IN_DOUBLE else torch.float)
     model.load_state_dict(weights)
     forward = model if options is None else nn.parallel.DistributedDataParallel(model, **options)
+    if options is not None and case in HOOKS:
+        HOOKS[case](forward)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
     for step, (x, y) in enumerate(zip(data["x"][:, part], data["y"][:, part])):
         model.begin_step(step, rank)
@@ -145,6 +184,9 @@ torch.manual_seed(7)
 make_model, make_data, options = CASES[case]
 weights = {name: tensor.detach().clone() for name, tensor in make_model().state_dict().items()}
 data = dict(zip("xy", make_data()))
+if case in IN_DOUBLE:
+    weights = {name: tensor.double() for name, tensor in weights.items()}
+    data["x"] = data["x"].double()
 with tempfile.TemporaryDirectory() as folder:
     torch.save(weights, f"{folder}/weights.pt")
     torch.save(data, f"{folder}/data.pt")

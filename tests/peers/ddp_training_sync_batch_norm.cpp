@@ -23,7 +23,7 @@ struct Cnn : PeerModel {
 };
 
 [[maybe_unused]] const bool added = [] {
-  peer_cases()["sync_batch_norm"] = {[](const ProcessGroup& group) -> std::shared_ptr<PeerModel> {
+  peer_cases()["sync_batch_norm"] = {.make = [](const ProcessGroup& group) -> std::shared_ptr<PeerModel> {
     auto model = std::make_shared<Cnn>();
     convert_sync_batchnorm(*model, group);
     return model;

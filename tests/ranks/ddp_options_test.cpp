@@ -85,6 +85,22 @@ const std::vector<DistributedDataParallelOptions> kMemories = {
 
 }  // namespace
 
+RANK_TEST("bucket_cap_mb and first_bucket_cap_mb: what is in which bucket", "[ddp][options]", 2, 3) {
+  const auto sizes = [&](const DistributedDataParallelOptions& options) {
+    Branches model;
+    DistributedDataParallel ddp(model, group, options);
+    std::vector<std::size_t> parameters;
+    for (const auto& bucket : ddp.reducer().buckets()) parameters.push_back(bucket.size());
+    return parameters;
+  };
+  using Sizes = std::vector<std::size_t>;
+  // Three layers of a weight of 12,800 and a bias of 320 bytes, of which the last bias comes first.
+  CHECK(sizes({}) == Sizes{6});
+  CHECK(sizes({.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01}) == Sizes{2, 2, 2});
+  CHECK(sizes({.bucket_cap_mb = 25, .first_bucket_cap_mb = 0.01}) == Sizes{2, 4});
+  CHECK(sizes({.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.02}) == Sizes{4, 2});
+}
+
 RANK_TEST("find_unused_parameters: ranks use different parameters in each step", "[ddp][options]", 2, 3) {
   for (DistributedDataParallelOptions options : kMemories) {
     options.find_unused_parameters = true;
@@ -117,7 +133,7 @@ RANK_TEST("a gradient that no rank has used stays as it was", "[ddp][options]", 
   }
 }
 
-RANK_TEST("unused parameters hold up no bucket when forward's outputs tell", "[ddp][options]", 2) {
+RANK_TEST("unused parameters hold up no bucket when forward's outputs tell", "[ddp][options]", 2, 3) {
   Branches model;
   DistributedDataParallel ddp(model, group,
                               {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
@@ -309,9 +325,13 @@ RANK_TEST("bfloat16 gradients are summed in float and rounded once", "[ddp][opti
 RANK_TEST("several forwards before one backward, and several losses", "[ddp][options]", 2, 3) {
   for (const bool unused : {false, true}) {
     Branches model, reference;
-    DistributedDataParallel ddp(model, group, {.find_unused_parameters = unused});
+    // Small buckets: one that only the first forward fills must not go without it.
+    DistributedDataParallel ddp(model, group,
+                                {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = unused});
     const auto both = [&](auto& net, int r) {
-      return net(input(0, r), "lr").pow(2).mean() + net(input(1, r), "r").sin().mean();
+      const torch::Tensor first = net(input(0, r), "lr");
+      const torch::Tensor second = net(input(1, r), "r");
+      return first.pow(2).mean() + second.sin().mean();
     };
     auto expected = expected_gradients(*reference, group.world_size(), [&](int r) { return both(reference, r); });
     both(ddp, group.rank()).backward();

@@ -139,6 +139,9 @@ RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]
       const torch::Tensor before = flat_parameters(*many_kinds(0));
       DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
       CHECK(torch::equal(flat_parameters(*model), before));
+      std::size_t in_buckets = 0;
+      for (const auto& bucket : ddp.reducer().buckets()) in_buckets += bucket.size();
+      CHECK(in_buckets == unique_parameters(*model).size());  // A tied one once.
       auto optimizer = make_optimizer(name, unique_parameters(*model));
       for (int step = 0; step < 20; ++step) {
         const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
@@ -264,7 +267,7 @@ RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
   CHECK(torch::equal(flat_parameters(*loaded), flat_parameters(*many_kinds(0))));
 }
 
-RANK_TEST("parameters that want no gradient stay out of it", "[ddp]", 2) {
+RANK_TEST("parameters that want no gradient stay out of it", "[ddp]", 2, 3) {
   auto model = many_kinds(0);
   for (auto& parameter : model->lstm->parameters()) parameter.requires_grad_(false);
   DistributedDataParallel ddp(model, group);
@@ -297,25 +300,34 @@ RANK_TEST("several types in one model", "[ddp]", 2, 3) {
     CHECK(torch::real(parameter.grad()).to(torch::kDouble).sub(mean).abs().max().item<double>() < 1e-2);
 }
 
-RANK_TEST("batch norm's statistics follow rank 0 while training", "[ddp]", 2) {
-  torch::nn::BatchNorm1d norm(4);
-  DistributedDataParallel ddp(norm, group);
-  for (int step = 0; step < 3; ++step) {
-    torch::manual_seed(static_cast<std::uint64_t>(step * 10 + group.rank()));
-    ddp(torch::randn({8, 4})).sum().backward();
+RANK_TEST("broadcast_buffers: a training forward starts from rank 0's buffers, or else from the rank's own", "[ddp]", 2,
+          3) {
+  for (const bool broadcasts : {true, false}) {
+    torch::nn::BatchNorm1d norm(4), reference(4);
+    DistributedDataParallel ddp(norm, group, {.broadcast_buffers = broadcasts});
+    const auto batch = [](int step, int rank) {
+      torch::manual_seed(static_cast<std::uint64_t>(step * 10 + rank));
+      return torch::randn({8, 4});
+    };
+    for (int step = 0; step < 3; ++step) {
+      ddp(batch(step, group.rank())).sum().backward();
+      // Forward updates them after the broadcast: the last update is the rank's own.
+      reference(batch(step, broadcasts && step < 2 ? 0 : group.rank()));
+    }
+    CHECK(torch::equal(norm->running_mean, reference->running_mean));
+    CHECK(torch::equal(norm->running_var, reference->running_var));
+    CHECK(norm->num_batches_tracked.item<std::int64_t>() == 3);
+    // Neither while gradients only accumulate, nor in evaluation.
+    const torch::Tensor own = norm->running_mean.clone();
+    norm->eval();
+    ddp(batch(3, group.rank()));
+    CHECK(torch::equal(norm->running_mean, own));
+    norm->train();
+    const auto guard = ddp.no_sync();
+    ddp(batch(4, group.rank()));
+    reference(batch(4, group.rank()));
+    CHECK(torch::equal(norm->running_mean, reference->running_mean));
   }
-  ddp(torch::randn({8, 4}));
-  // Forward updates them after the broadcast, so that they differ now; the next forward makes them equal first.
-  torch::nn::BatchNorm1d reference(4);
-  for (int step = 0; step < 3; ++step) {
-    torch::manual_seed(static_cast<std::uint64_t>(step * 10));
-    reference(torch::randn({8, 4}));
-  }
-  if (group.rank() == 0) reference(torch::randn({8, 4}));
-  if (group.rank() == 0) CHECK(torch::equal(norm->running_mean, reference->running_mean));
-  const auto seen = group.all_gather(norm->num_batches_tracked);
-  CHECK(seen[0].item<std::int64_t>() == 4);
-  CHECK(seen[1].item<std::int64_t>() == 4);
 }
 
 RANK_TEST("a parameter without a gradient is named, on the rank and to the others", "[ddp]", 2, 3) {

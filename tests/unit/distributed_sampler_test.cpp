@@ -1,10 +1,12 @@
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <set>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/data/distributed_sampler.h>
 
+#include "support/captured_stderr.h"
 #include "support/catch.h"
 
 using ddpkit::DistributedSampler;
@@ -92,4 +94,29 @@ TEST_CASE("impossible samplers are refused", "[sampler]") {
   CHECK_THROWS_AS(DistributedSampler(0, 2, 0), ddpkit::InvalidArgument);
   CHECK_THROWS_AS(DistributedSampler(3, 4, 0, {.drop_last = true}), ddpkit::InvalidArgument);
   CHECK_THROWS_AS(DistributedSampler(3, 2, 2), ddpkit::InvalidArgument);
+}
+
+TEST_CASE("A forgotten set_epoch is warned of, once, on rank 0", "[sampler]") {
+  const auto epoch = [](DistributedSampler& sampler) {
+    sampler.reset();  // As a data loader's begin() does.
+    while (sampler.next(4)) {
+    }
+  };
+  for (const bool shuffle : {true, false}) {
+    for (const int rank : {0, 1}) {
+      for (const bool forgets : {true, false}) {
+        DistributedSampler sampler(20, 2, rank, {.shuffle = shuffle});
+        const std::string text = ddpkit::testing::stderr_of([&] {
+          for (std::uint64_t e = 0; e < 3; ++e) {
+            if (!forgets) sampler.set_epoch(e);
+            epoch(sampler);
+          }
+        });
+        CAPTURE(shuffle, rank, forgets, text);
+        const bool warns = shuffle && rank == 0 && forgets;
+        CHECK((text.find("sampler.set_epoch(epoch)") != std::string::npos) == warns);
+        CHECK(std::count(text.begin(), text.end(), '\n') == (warns ? 1 : 0));
+      }
+    }
+  }
 }

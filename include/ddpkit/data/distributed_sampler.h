@@ -30,7 +30,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   DistributedSampler(std::size_t size, const ProcessGroup& group, const DistributedSamplerOptions& options = {});
   DistributedSampler(std::size_t size, int world_size, int rank, const DistributedSamplerOptions& options = {});
 
-  /// Call before each epoch, or every epoch sees the same order. Takes effect at the next reset().
+  /// Call before each epoch, or every epoch sees the same order, of which rank 0 warns once. Takes effect at the next
+  /// reset().
   void set_epoch(std::uint64_t epoch);
   std::uint64_t epoch() const noexcept;
 

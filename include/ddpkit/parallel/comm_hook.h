@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,11 +25,13 @@ struct GradBucket {
 
 /// What a communication hook has begun.
 struct PendingReduction {
-  Work work;  ///< Waited for at the end of backward. May be empty.
+  Work work = {};  ///< Waited for at the end of backward. May be empty.
   /// Called when `work` is over, bucket by bucket, on the thread that called backward(); may communicate. Returns the
   /// bucket's reduced gradients, the buffer's shape and any floating type, or an undefined tensor when they are in the
   /// buffer. May be empty.
   std::function<at::Tensor()> finish = {};
+  /// What this rank hands to collectives for the bucket, `finish` included, in bytes: for stats(). Empty: the buffer's.
+  std::optional<std::size_t> sent_bytes = {};
 };
 
 /// Reduces gradients in place of the all-reduce: torch.distributed.algorithms.ddp_comm_hooks of Python, in C++. Called

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,8 @@
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/stats.h>
+#include <ddpkit/parallel/timeline.h>
 
 namespace ddpkit {
 
@@ -70,6 +73,13 @@ class DistributedDataParallelBase : public Joinable {
   /// copied into them.
   void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
 
+  /// What has happened so far on this rank: buckets, bytes, how much of the communication backward has hidden.
+  DistributedDataParallelStats stats() const { return reducer_->stats(); }
+
+  /// From now on forward passes and synchronised backwards are recorded. Nothing ends that. On all ranks, or
+  /// Timeline::write() lacks the others.
+  void set_timeline(std::optional<Timeline> timeline);
+
   const ProcessGroup& join_group() const override { return group_; }
   void join_begin(JoinSession& session, int index) override;
   void join_shadow(int event) override;
@@ -86,12 +96,19 @@ class DistributedDataParallelBase : public Joinable {
   void before_forward();
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
-    if (!reducer_->wants_outputs() || !c10::GradMode::is_enabled()) return;
+    const bool wanted = reducer_->wants_outputs() && c10::GradMode::is_enabled();
+    if (!wanted && !timeline_) return;
     std::vector<at::Tensor> tensors;
-    if (collect_tensors(outputs, tensors)) reducer_->expect_gradients_of(tensors);
+    const bool known = collect_tensors(outputs, tensors);
+    if (wanted && known) reducer_->expect_gradients_of(tensors);
+    if (timeline_) record_forward(tensors);
   }
+  void record_forward(const std::vector<at::Tensor>& outputs);
+  bool has_timeline() const noexcept { return timeline_.has_value(); }
 
  private:
+  bool broadcast_buffers();
+
   ProcessGroup group_;
   torch::nn::Module* module_;
   DistributedDataParallelOptions options_;
@@ -99,6 +116,8 @@ class DistributedDataParallelBase : public Joinable {
   std::vector<at::Tensor> buffers_;
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
+  std::optional<Timeline> timeline_;
+  std::chrono::steady_clock::time_point forward_began_;  ///< Only with a timeline.
   std::unique_ptr<Reducer> reducer_;
 };
 
@@ -134,6 +153,7 @@ class DistributedDataParallel : public DistributedDataParallelBase {
     before_forward();
     if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
       module_->forward(std::forward<Args>(args)...);
+      if (has_timeline()) record_forward({});
     } else {
       decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
       after_forward(outputs);

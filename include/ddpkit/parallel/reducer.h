@@ -14,6 +14,8 @@
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/comm_hook.h>
+#include <ddpkit/parallel/stats.h>
+#include <ddpkit/parallel/timeline.h>
 
 namespace ddpkit {
 
@@ -39,9 +41,10 @@ struct ReducerOptions {
 struct BucketTiming {
   std::size_t bytes = 0;
   std::size_t parameters = 0;
+  std::size_t sent_bytes = 0;                      ///< Handed to collectives: see PendingReduction.
   std::chrono::steady_clock::time_point ready;     ///< Its last gradient was there.
   std::chrono::steady_clock::time_point started;   ///< Its all-reduce was handed to the backend.
-  std::chrono::steady_clock::time_point finished;  ///< Its result was waited for.
+  std::chrono::steady_clock::time_point finished;  ///< It was seen to be over: at a later gradient or in the end.
 };
 
 /// What happened in the last synchronised backward.
@@ -105,6 +108,12 @@ class Reducer {
   /// parameters are known only when backward ends.
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
 
+  /// From now on each synchronised backward is recorded: itself, its buckets, its waits. An empty one ends that.
+  /// `write_after`: after so many backwards it is written and set no more, on all ranks alike; 0: the caller writes it.
+  void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after = 0);
+  /// While a timeline is set: backward is recorded from when it reaches one of `outputs`, not from its first gradient.
+  void note_outputs(const std::vector<at::Tensor>& outputs);
+
   /// For DistributedDataParallel within join(): see Joinable. A null session ends it.
   void set_join(JoinSession* session, int index);
   void shadow_bucket();
@@ -117,6 +126,7 @@ class Reducer {
   /// Synchronised backwards so far, and how often the buckets have been laid out anew.
   std::uint64_t backwards() const noexcept;
   int rebuilds() const noexcept;
+  DistributedDataParallelStats stats() const;
   /// Empty without an arena.
   std::optional<ArenaStats> arena() const;
 

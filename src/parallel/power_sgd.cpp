@@ -1,0 +1,327 @@
+#include <ddpkit/parallel/power_sgd.h>
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "parallel/orthogonalize.h"
+
+namespace ddpkit::comm_hooks {
+namespace {
+
+/// The gradient's own memory as a matrix, its outermost dimension by the rest: for contiguous memory the first one.
+at::Tensor as_matrix(const at::Tensor& gradient) {
+  std::vector<std::int64_t> dims(static_cast<std::size_t>(gradient.dim()));
+  std::iota(dims.begin(), dims.end(), 0);
+  std::stable_sort(dims.begin(), dims.end(),
+                   [&](std::int64_t a, std::int64_t b) { return gradient.stride(a) > gradient.stride(b); });
+  const at::Tensor ordered = gradient.is_contiguous() ? gradient : gradient.permute(dims);
+  return ordered.view({ordered.size(0), -1});
+}
+
+/// What is kept of a parameter from step to step.
+struct Kept {
+  at::Tensor error;  ///< Of this rank, as a matrix.
+  at::Tensor q;      ///< The same on all ranks. [column of the matrix][rank]
+};
+
+/// Gradients that are multiplied together: of one shape, or a single one.
+struct Group {
+  at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory where it is alone.
+  at::Tensor p, q;                  ///< [position][row or column][rank], parts of one tensor for the bucket.
+  std::vector<at::Tensor> members;  ///< [position]
+  std::vector<Kept*> kept;          ///< [position]
+
+  std::int64_t rank(std::int64_t wanted) const { return std::min({wanted, members[0].size(0), members[0].size(1)}); }
+  bool has_q() const {
+    return std::all_of(kept.begin(), kept.end(), [](const Kept* k) { return k->q.defined(); });
+  }
+};
+
+/// A bucket on its way.
+struct Compressed {
+  std::vector<Group> groups;
+  at::Tensor ps, qs;             ///< All of the groups', flat.
+  std::vector<at::Tensor> rest;  ///< Gradients sent in full.
+  at::Tensor rest_flat;
+  Work p_work, rest_work;
+};
+
+at::Tensor flat(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : tensors) parts.push_back(tensor.reshape({-1}));
+  return at::cat(parts);
+}
+
+}  // namespace
+
+double PowerSGDStats::compress_rate() const {
+  if (numel_after_compression == 0) return 0;
+  return static_cast<double>(numel_before_compression) / static_cast<double>(numel_after_compression);
+}
+
+struct PowerSGD::State : std::enable_shared_from_this<State> {
+  State(ProcessGroup group, const PowerSGDOptions& options)
+      : group(std::move(group)), options(options), random(options.random_seed) {}
+
+  bool pays(const at::Tensor& gradient) const;
+  Kept& kept_of(const std::string& name, const at::Tensor& matrix);
+  std::shared_ptr<Compressed> divide(const GradBucket& bucket);
+  void lay_out(Compressed& bucket) const;
+  void choose_qs(Compressed& bucket);
+  const at::Tensor& spare(const at::Tensor& q);
+  void decompress(Compressed& bucket);
+  /// What numpy.random.RandomState(random_seed).randint(1_000_000_000) yields, from which Python seeds each Q.
+  std::uint64_t draw_seed();
+
+  ProcessGroup group;
+  PowerSGDOptions options;
+  std::mt19937 random;
+  std::uint64_t iterations = 0;
+  PowerSGDStats stats;
+  std::map<std::string, Kept> kept;  ///< By parameter.
+  /// For columns of a kept Q that have become zero, as those of a parameter that was not used do: they would stay so.
+  std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType>, at::Tensor> spares;
+};
+
+bool PowerSGD::State::pays(const at::Tensor& gradient) const {
+  if (!at::isFloatingType(gradient.scalar_type()) || gradient.dim() < 2 || gradient.numel() == 0 ||
+      !gradient.is_non_overlapping_and_dense())
+    return false;
+  const at::Tensor matrix = as_matrix(gradient);
+  const std::int64_t n = matrix.size(0), m = matrix.size(1);
+  const std::int64_t sent = (n + m) * std::min({n, m, options.matrix_approximation_rank});
+  return static_cast<double>(sent) * options.min_compression_rate < static_cast<double>(n * m);
+}
+
+Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& matrix) {
+  Kept& found = kept[name];
+  const bool fits = !found.error.defined() ||
+                    (found.error.sizes() == matrix.sizes() && found.error.scalar_type() == matrix.scalar_type());
+  const bool q_fits = !found.q.defined() || found.q.size(0) == matrix.size(1);
+  if (!fits || !q_fits)
+    throw InvalidArgument(fmt::format(
+        "PowerSGD: parameter {} has a gradient of [{}] {}, but the state kept for it is of another shape or type: it "
+        "belongs to another model",
+        name, fmt::join(matrix.sizes(), ", "), c10::toString(matrix.scalar_type())));
+  return found;
+}
+
+/// Adds the errors to the gradients on the way. Until decompress(), a parameter's error is all that it has not sent.
+std::shared_ptr<Compressed> PowerSGD::State::divide(const GradBucket& bucket) {
+  auto result = std::make_shared<Compressed>();
+  std::vector<std::pair<at::Tensor, Kept*>> matrices;
+  for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const at::Tensor& gradient = bucket.gradients[i];
+    stats.numel_before_compression += static_cast<std::uint64_t>(gradient.numel());
+    if (!pays(gradient)) {
+      result->rest.push_back(gradient);
+      stats.numel_after_compression += static_cast<std::uint64_t>(gradient.numel());
+      continue;
+    }
+    const at::Tensor matrix = as_matrix(gradient);
+    Kept& of_parameter = kept_of(bucket.names[i], matrix);
+    if (options.use_error_feedback) {
+      if (of_parameter.error.defined()) {
+        matrix.add_(of_parameter.error);
+        of_parameter.error.copy_(matrix);
+      } else {
+        of_parameter.error = matrix.clone();
+      }
+    }
+    matrices.emplace_back(matrix, &of_parameter);
+  }
+  // By shape, in the order in which shapes first appear, whether they are batched or not: Python's order.
+  while (!matrices.empty()) {
+    const auto shape = matrices[0].first.sizes().vec();
+    const auto others = std::stable_partition(matrices.begin(), matrices.end(),
+                                              [&](const auto& entry) { return entry.first.sizes() == shape; });
+    for (auto entry = matrices.begin(); entry != others; ++entry) {
+      if (entry == matrices.begin() || !options.batch_tensors_with_same_shape) result->groups.emplace_back();
+      result->groups.back().members.push_back(entry->first);
+      result->groups.back().kept.push_back(entry->second);
+    }
+    matrices.erase(matrices.begin(), others);
+  }
+  return result;
+}
+
+void PowerSGD::State::lay_out(Compressed& bucket) const {
+  std::int64_t p_numel = 0, q_numel = 0;
+  for (Group& group : bucket.groups) {
+    group.matrices = group.members.size() == 1 ? group.members[0].unsqueeze(0) : at::stack(group.members);
+    const std::int64_t factors = group.matrices.size(0) * group.rank(options.matrix_approximation_rank);
+    p_numel += group.matrices.size(1) * factors;
+    q_numel += group.matrices.size(2) * factors;
+  }
+  bucket.ps = at::empty({p_numel}, bucket.groups[0].matrices.options());
+  bucket.qs = at::empty({q_numel}, bucket.ps.options());
+  std::int64_t p_offset = 0, q_offset = 0;
+  for (Group& group : bucket.groups) {
+    const std::int64_t count = group.matrices.size(0), n = group.matrices.size(1), m = group.matrices.size(2);
+    const std::int64_t rank = group.rank(options.matrix_approximation_rank);
+    group.p = bucket.ps.narrow(0, p_offset, count * n * rank).view({count, n, rank});
+    group.q = bucket.qs.narrow(0, q_offset, count * m * rank).view({count, m, rank});
+    p_offset += group.p.numel();
+    q_offset += group.q.numel();
+  }
+}
+
+std::uint64_t PowerSGD::State::draw_seed() {
+  for (;;) {
+    const std::uint64_t value = random() & 0x3fffffffu;
+    if (value < 1'000'000'000) return value;
+  }
+}
+
+void PowerSGD::State::choose_qs(Compressed& bucket) {
+  const auto is_kept = [](const Group& group) { return group.has_q(); };
+  at::Generator generator;
+  if (!std::all_of(bucket.groups.begin(), bucket.groups.end(), is_kept))
+    generator = at::make_generator<at::CPUGeneratorImpl>(draw_seed());
+  for (const Group& group : bucket.groups) {
+    if (group.has_q()) {
+      for (std::size_t i = 0; i < group.kept.size(); ++i)
+        group.q.select(0, static_cast<std::int64_t>(i)).copy_(group.kept[i]->q);
+    } else {
+      // On the CPU whatever the device, so that it is the same everywhere.
+      group.q.copy_(at::randn(group.q.sizes(), generator, group.q.options().device(at::kCPU)));
+    }
+    orthogonalize(group.q, options.orthogonalization_epsilon, spare(group.q));
+  }
+}
+
+const at::Tensor& PowerSGD::State::spare(const at::Tensor& q) {
+  at::Tensor& found = spares[{q.size(1), q.size(2), q.scalar_type()}];
+  if (!found.defined()) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.random_seed);
+    found = at::randn({q.size(1), q.size(2)}, generator, q.options().device(at::kCPU)).to(q.device());
+  }
+  return found;
+}
+
+void PowerSGD::State::decompress(Compressed& bucket) {
+  bucket.rest_work.wait();
+  std::int64_t offset = 0;
+  for (const at::Tensor& gradient : bucket.rest) {
+    gradient.copy_(bucket.rest_flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+    offset += gradient.numel();
+  }
+  bucket.p_work.wait();
+  for (Group& group : bucket.groups) {
+    orthogonalize(group.p, options.orthogonalization_epsilon);  // Which makes it the same whether sum or mean.
+    at::bmm_out(group.q, group.matrices.transpose(1, 2), group.p);
+  }
+  group.all_reduce(bucket.qs);
+  bucket.qs.div_(group.world_size());
+  for (Group& group : bucket.groups) {
+    at::bmm_out(group.matrices, group.p, group.q.transpose(1, 2));
+    for (std::size_t i = 0; i < group.members.size(); ++i) {
+      const auto position = static_cast<std::int64_t>(i);
+      if (group.members.size() > 1) group.members[i].copy_(group.matrices[position]);
+      if (options.use_error_feedback) group.kept[i]->error.sub_(group.members[i]);
+      if (options.warm_start) group.kept[i]->q = group.q[position];
+    }
+  }
+}
+
+PowerSGD::PowerSGD(ProcessGroup group, const PowerSGDOptions& options)
+    : state_(std::make_shared<State>(std::move(group), options)) {
+  if (options.matrix_approximation_rank < 1 || !(options.min_compression_rate >= 0) ||
+      !(options.orthogonalization_epsilon >= 0))
+    throw InvalidArgument(fmt::format(
+        "PowerSGD needs a matrix_approximation_rank of at least 1, and no negative min_compression_rate or "
+        "orthogonalization_epsilon, but got {}, {} and {}",
+        options.matrix_approximation_rank, options.min_compression_rate, options.orthogonalization_epsilon));
+}
+
+PendingReduction PowerSGD::operator()(GradBucket& bucket) {
+  State& state = *state_;
+  const bool compresses = state.iterations >= state.options.start_powerSGD_iter;
+  if (bucket.is_last) ++state.iterations;
+  if (!compresses) return {.work = state.group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
+  const auto parts = state.divide(bucket);
+  if (parts->groups.empty()) return {.work = state.group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
+  if (!parts->rest.empty()) {
+    parts->rest_flat = flat(parts->rest);
+    parts->rest_work = state.group.all_reduce_async(parts->rest_flat, ReduceOp::kAvg);
+  }
+  state.lay_out(*parts);
+  state.choose_qs(*parts);
+  for (Group& group : parts->groups) at::bmm_out(group.p, group.matrices, group.q);
+  state.stats.numel_after_compression += static_cast<std::uint64_t>(parts->ps.numel() + parts->qs.numel());
+  parts->p_work = state.group.all_reduce_async(parts->ps);
+  const std::size_t rest_bytes = parts->rest_flat.defined() ? parts->rest_flat.nbytes() : 0;
+  return {.work = parts->p_work,
+          .finish =
+              [state = state_, parts] {
+                state->decompress(*parts);
+                return at::Tensor();
+              },
+          .sent_bytes = parts->ps.nbytes() + parts->qs.nbytes() + rest_bytes};
+}
+
+const PowerSGDOptions& PowerSGD::options() const noexcept { return state_->options; }
+std::uint64_t PowerSGD::iterations() const noexcept { return state_->iterations; }
+PowerSGDStats PowerSGD::stats() const noexcept { return state_->stats; }
+
+void PowerSGD::save(torch::serialize::OutputArchive& archive) const {
+  const State& state = *state_;
+  std::ostringstream random;
+  random << state.random;
+  archive.write("rank", static_cast<std::int64_t>(state.group.rank()));
+  archive.write("world_size", static_cast<std::int64_t>(state.group.world_size()));
+  archive.write("iterations", static_cast<std::int64_t>(state.iterations));
+  archive.write("random", random.str());
+  c10::List<std::string> names;
+  for (const auto& [name, kept] : state.kept) {
+    // Numbered, since a key cannot have the dots of a parameter's name.
+    const std::size_t number = names.size();
+    names.push_back(name);
+    if (kept.error.defined()) archive.write(fmt::format("error_{}", number), kept.error, /*is_buffer=*/true);
+    if (kept.q.defined()) archive.write(fmt::format("q_{}", number), kept.q.clone(), /*is_buffer=*/true);
+  }
+  archive.write("names", names);
+}
+
+void PowerSGD::load(torch::serialize::InputArchive& archive) {
+  State& state = *state_;
+  const auto read = [&](const char* key) {
+    c10::IValue value;
+    archive.read(key, value);
+    return value;
+  };
+  const std::int64_t rank = read("rank").toInt(), world_size = read("world_size").toInt();
+  if (rank != state.group.rank() || world_size != state.group.world_size())
+    throw InvalidArgument(
+        fmt::format("PowerSGD: this is the state of rank {} of {}, but here is rank {} of {}: errors belong to a rank; "
+                    "start without "
+                    "a state when their number has changed",
+                    rank, world_size, state.group.rank(), state.group.world_size()));
+  std::istringstream(read("random").toStringRef()) >> state.random;
+  state.iterations = static_cast<std::uint64_t>(read("iterations").toInt());
+  state.kept.clear();
+  const auto names = read("names").toListRef();
+  for (std::size_t number = 0; number < names.size(); ++number) {
+    Kept& kept = state.kept[names[number].toStringRef()];
+    for (const auto& [key, tensor] : {std::pair("error", &kept.error), std::pair("q", &kept.q)}) {
+      if (archive.try_read(fmt::format("{}_{}", key, number), *tensor, /*is_buffer=*/true))
+        *tensor = tensor->to(state.group.device());
+    }
+  }
+}
+
+}  // namespace ddpkit::comm_hooks

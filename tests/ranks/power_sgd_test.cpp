@@ -1,0 +1,288 @@
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/comm_hooks.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/power_sgd.h>
+
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::CommHook;
+using ddpkit::DistributedDataParallel;
+using ddpkit::ProcessGroup;
+using ddpkit::comm_hooks::PowerSGD;
+using ddpkit::comm_hooks::PowerSGDOptions;
+
+namespace {
+
+/// A task to learn: the sign of products of the inputs, as a teacher network gives them.
+struct StudentImpl : torch::nn::Module {
+  StudentImpl() {
+    torch::manual_seed(1);
+    convolution = register_module("convolution", torch::nn::Conv1d(4, 16, 3));
+    // As CNNs keep them: the weight's memory is dense, but not in the order of its dimensions.
+    convolution->weight.set_data(convolution->weight.transpose(1, 2).contiguous().transpose(1, 2));
+    first = register_module("first", torch::nn::Linear(16 * 6, 48));
+    second = register_module("second", torch::nn::Linear(48, 48));
+    third = register_module("third", torch::nn::Linear(48, 48));
+    head = register_module("head", torch::nn::Linear(48, 4));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    torch::Tensor y = torch::relu(convolution(x)).flatten(1);
+    for (auto& layer : {first, second, third}) y = torch::relu(layer.ptr()->forward(y));
+    return head(y);
+  }
+  torch::nn::Conv1d convolution{nullptr};
+  torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr}, head{nullptr};
+};
+TORCH_MODULE(Student);
+
+torch::Tensor batch_of(const ProcessGroup& group, int step) {
+  torch::manual_seed(static_cast<std::uint64_t>(1000 * step + group.rank()));
+  return torch::randn({16, 4, 8});
+}
+
+torch::Tensor targets_of(const torch::Tensor& x) {
+  return (x.select(1, 0).sum(1) > 0).to(torch::kLong) * 2 + (x.select(1, 1).sum(1) > 0).to(torch::kLong);
+}
+
+torch::Tensor flat(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> parts;
+  for (const auto& tensor : tensors) parts.push_back(tensor.detach().reshape({-1}));
+  return torch::cat(parts);
+}
+
+torch::Tensor flat_gradients(const torch::nn::Module& module) {
+  std::vector<torch::Tensor> gradients;
+  for (const auto& parameter : module.parameters()) gradients.push_back(parameter.grad());
+  return flat(gradients);
+}
+
+struct Training {
+  Training(const ProcessGroup& group, const CommHook& hook, double bucket_mb = 25, double momentum = 0)
+      : group(group),
+        optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(momentum)),
+        ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb}) {
+    if (hook) ddp.register_comm_hook(hook);
+  }
+
+  /// The loss over all ranks' batches.
+  double step(int number) {
+    optimizer.zero_grad();
+    const torch::Tensor x = batch_of(group, number);
+    const torch::Tensor loss = torch::cross_entropy_loss(ddp(x), targets_of(x));
+    loss.backward();
+    gradients.push_back(flat_gradients(*model));
+    optimizer.step();
+    const torch::Tensor mean = loss.detach().reshape({1}).clone();
+    group.all_reduce(mean, ddpkit::ReduceOp::kAvg);
+    return mean.item<double>();
+  }
+  double steps(int begin, int end) {
+    double loss = 0;
+    for (int number = begin; number < end; ++number) loss = step(number);
+    return loss;
+  }
+
+  ProcessGroup group;
+  Student model;
+  torch::optim::SGD optimizer;
+  DistributedDataParallel<StudentImpl> ddp;
+  std::vector<torch::Tensor> gradients;  ///< After each backward. [step]
+};
+
+void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::Tensor& tensor) {
+  const auto all = group.all_gather(tensor);
+  for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
+}
+
+}  // namespace
+
+RANK_TEST("PowerSGD of full rank is the all-reduce, to rounding", "[power_sgd]", 2, 3) {
+  for (const bool batch : {false, true}) {
+    for (const double bucket_mb : {25.0, 0.005}) {
+      Training without(group, nullptr, bucket_mb);
+      // A rate of 0 compresses even where nothing is saved.
+      PowerSGD power_sgd(group, {.matrix_approximation_rank = 1000,
+                                 .start_powerSGD_iter = 1,
+                                 .min_compression_rate = 0,
+                                 .batch_tensors_with_same_shape = batch});
+      Training with(group, power_sgd, bucket_mb);
+      without.steps(0, 6);
+      with.steps(0, 6);
+      CHECK(torch::equal(with.gradients[0], without.gradients[0]));  // Before it starts.
+      for (std::size_t step = 1; step < 6; ++step) {
+        CHECK_FALSE(torch::equal(with.gradients[step], without.gradients[step]));
+        CHECK(torch::allclose(with.gradients[step], without.gradients[step], 1e-3, 1e-5));
+      }
+      CHECK(power_sgd.iterations() == 6);
+    }
+  }
+}
+
+RANK_TEST("PowerSGD of rank 1 sends little, deterministically, the same bits to all", "[power_sgd]", 2, 3) {
+  for (const bool batch : {false, true}) {
+    const auto run = [&](double bucket_mb) {
+      PowerSGD power_sgd(group, {.start_powerSGD_iter = 2, .batch_tensors_with_same_shape = batch});
+      Training training(group, power_sgd, bucket_mb);
+      training.steps(0, 10);
+      const auto stats = power_sgd.stats();
+      CHECK(stats.numel_before_compression == static_cast<std::uint64_t>(8 * training.gradients[0].numel()));
+      CHECK(stats.compress_rate() > 8);
+      check_same_bits_on_all_ranks(group, torch::stack(training.gradients));
+      return torch::stack(training.gradients);
+    };
+    const torch::Tensor first = run(25);
+    CHECK(torch::equal(run(25), first));
+    CHECK_FALSE(torch::equal(run(0.005)[9], first[9]));  // Other random factors for each bucket.
+  }
+}
+
+RANK_TEST("PowerSGD: what compression leaves out comes with the next gradients", "[power_sgd]", 2, 3) {
+  // The gradient of sum(weight * x) is x, whatever the weight: the same each step, other on each rank, and of full
+  // rank.
+  struct Product : torch::nn::Module {
+    Product() { weight = register_parameter("weight", torch::zeros({24, 24})); }
+    torch::Tensor forward(const torch::Tensor& x) { return (weight * x).sum(); }
+    torch::Tensor weight;
+  };
+  torch::manual_seed(static_cast<std::uint64_t>(5 + group.rank()));
+  const torch::Tensor own = torch::randn({24, 24});
+  const torch::Tensor mean = group.all_gather(own).mean(0);
+  const auto off_by = [&](bool use_error_feedback, int steps) {
+    const auto model = std::make_shared<Product>();
+    DistributedDataParallel ddp(model, group);
+    ddp.register_comm_hook(
+        PowerSGD(group, {.start_powerSGD_iter = 0, .use_error_feedback = use_error_feedback, .warm_start = true}));
+    torch::Tensor sum = torch::zeros({24, 24});
+    for (int step = 0; step < steps; ++step) {
+      model->zero_grad();
+      ddp(own).backward();
+      sum += model->weight.grad();
+    }
+    return ((sum / steps - mean).norm() / mean.norm()).item<double>();
+  };
+  CHECK(off_by(false, 400) > 0.5);
+  CHECK(off_by(true, 400) < 0.1);
+  CHECK(off_by(true, 800) < 0.6 * off_by(true, 400));  // What is owed stays bounded, so that it counts ever less.
+}
+
+RANK_TEST("training with PowerSGD converges", "[power_sgd]", 2, 3) {
+  const auto losses = [&](const CommHook& hook) {
+    Training training(group, hook, 25, 0.9);
+    const double before = training.step(0);
+    training.steps(1, 390);
+    double after = 0;
+    for (int step = 390; step < 400; ++step) after += training.step(step) / 10;
+    return std::pair(before, after);
+  };
+  const auto [before, after] = losses(nullptr);
+  CHECK(after < 0.5 * before);
+  for (const std::int64_t rank : {1, 2, 4}) {
+    INFO("rank " << rank);
+    const auto [start, end] = losses(PowerSGD(group, {.matrix_approximation_rank = rank, .start_powerSGD_iter = 10}));
+    CHECK(start == before);
+    CHECK(end < 0.6 * start);
+  }
+  const auto [start, end] = losses(ddpkit::comm_hooks::fp16_compress_wrapper(
+      PowerSGD(group, {.matrix_approximation_rank = 2, .start_powerSGD_iter = 10, .warm_start = false})));
+  CHECK(end < 0.6 * start);
+}
+
+RANK_TEST("PowerSGD resumes where it was saved", "[power_sgd]", 2, 3) {
+  const PowerSGDOptions options{.matrix_approximation_rank = 2, .start_powerSGD_iter = 2};
+  PowerSGD power_sgd(group, options);
+  Training training(group, power_sgd);
+  training.steps(0, 5);
+  torch::serialize::OutputArchive out;
+  power_sgd.save(out);
+  std::stringstream stream;
+  out.save_to(stream);
+  std::vector<torch::Tensor> weights;
+  for (const auto& parameter : training.model->parameters()) weights.push_back(parameter.detach().clone());
+  training.steps(5, 9);
+
+  PowerSGD resumed(group, options);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  resumed.load(in);
+  CHECK(resumed.iterations() == 5);
+  Training other(group, resumed);
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < weights.size(); ++i) other.model->parameters()[i].copy_(weights[i]);
+  }
+  other.steps(5, 9);
+  for (std::size_t step = 0; step < 4; ++step) CHECK(torch::equal(other.gradients[step], training.gradients[step + 5]));
+
+  // Without what it has learned it gives something else.
+  Training fresh(group, PowerSGD(group, {.matrix_approximation_rank = 2, .start_powerSGD_iter = 0}));
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < weights.size(); ++i) fresh.model->parameters()[i].copy_(weights[i]);
+  }
+  fresh.steps(5, 9);
+  CHECK_FALSE(torch::equal(fresh.gradients[0], training.gradients[5]));
+}
+
+RANK_TEST("PowerSGD: a state of another rank or model is refused", "[power_sgd]", 2) {
+  PowerSGD power_sgd(group);
+  torch::serialize::OutputArchive out;
+  power_sgd.save(out);
+  std::stringstream stream;
+  out.save_to(stream);
+  const std::string bytes = group.all_gather_bytes(stream.str())[static_cast<std::size_t>(1 - group.rank())];
+  std::stringstream others(bytes);
+  torch::serialize::InputArchive in;
+  in.load_from(others);
+  CHECK_THROWS_WITH(power_sgd.load(in), ContainsSubstring("the state of rank " + std::to_string(1 - group.rank())));
+  CHECK_THROWS_AS(PowerSGD(group, {.matrix_approximation_rank = 0}), ddpkit::InvalidArgument);
+
+  const ProcessGroup own = ddpkit::testing::another_group(group, "other-model");
+  PowerSGD shared(own, {.start_powerSGD_iter = 0});
+  torch::nn::Linear first(40, 40), second(50, 40);
+  DistributedDataParallel a(first, own), b(second, own);
+  a.register_comm_hook(shared);
+  b.register_comm_hook(shared);
+  a(torch::ones({1, 40})).sum().backward();
+  CHECK_THROWS_WITH(b(torch::ones({1, 50})).sum().backward(),
+                    ContainsSubstring("weight") && ContainsSubstring("belongs to another model"));
+  group.barrier();
+}
+
+RANK_TEST("PowerSGD: gradients of zero, and parameters used now and then", "[power_sgd]", 2, 3) {
+  struct Gated : torch::nn::Module {
+    Gated() {
+      torch::manual_seed(2);
+      always = register_module("always", torch::nn::Linear(20, 20));
+      sometimes = register_module("sometimes", torch::nn::Linear(20, 20));
+      never = register_module("never", torch::nn::Linear(20, 20));
+    }
+    torch::Tensor forward(const torch::Tensor& x, bool gate) {
+      const torch::Tensor y = always->forward(x);
+      return gate ? y + sometimes->forward(x) : y;
+    }
+    torch::nn::Linear always{nullptr}, sometimes{nullptr}, never{nullptr};
+  };
+  for (const std::int64_t rank : {1, 2, 3}) {
+    const auto model = std::make_shared<Gated>();
+    DistributedDataParallel ddp(model, group, {.find_unused_parameters = true});
+    ddp.register_comm_hook(PowerSGD(group, {.matrix_approximation_rank = rank, .start_powerSGD_iter = 0}));
+    for (int step = 0; step < 8; ++step) {
+      model->zero_grad();
+      const bool gate = step >= 4 && group.rank() == step % group.world_size();
+      ddp(batch_of(group, step).flatten(1).narrow(1, 0, 20), gate).pow(2).sum().backward();
+      INFO("rank " << rank << ", step " << step);
+      CHECK(torch::isfinite(model->always->weight.grad()).all().item<bool>());
+      CHECK_FALSE(model->never->weight.grad().defined());
+      REQUIRE(model->sometimes->weight.grad().defined() == (step >= 4));
+      if (step < 4) continue;
+      CHECK(torch::isfinite(model->sometimes->weight.grad()).all().item<bool>());
+      CHECK(model->sometimes->weight.grad().abs().max().item<double>() > 0);
+      check_same_bits_on_all_ranks(group, model->sometimes->weight.grad());
+    }
+  }
+}
