@@ -81,7 +81,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void make_plan(const std::vector<std::size_t>& order);
   void lay_out();
 
-  void on_gradient(std::size_t index);
+  void on_gradient(std::size_t index, const at::Tensor& added);
   void begin_backward();
   void launch_complete_buckets();
   void launch(std::size_t bucket);
@@ -123,15 +123,15 @@ namespace {
 
 class GradientHook : public torch::autograd::FunctionPostHook {
  public:
-  explicit GradientHook(std::function<void()> call) : call_(std::move(call)) {}
+  explicit GradientHook(std::function<void(const at::Tensor&)> call) : call_(std::move(call)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    call_();
+                                            const torch::autograd::variable_list& inputs) override {
+    call_(inputs.empty() ? at::Tensor() : inputs[0]);
     return outputs;
   }
 
  private:
-  std::function<void()> call_;
+  std::function<void(const at::Tensor&)> call_;
 };
 
 }  // namespace
@@ -209,9 +209,10 @@ void Reducer::Impl::install_hooks() {
     if (!slot.accumulator)
       throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
     slot_of_[slot.accumulator.get()] = index;
-    slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
-      if (const auto self = weak.lock()) self->on_gradient(index);
-    }));
+    slot.hook = slot.accumulator->add_post_hook(
+        std::make_unique<GradientHook>([weak = weak_from_this(), index](const at::Tensor& added) {
+          if (const auto self = weak.lock()) self->on_gradient(index, added);
+        }));
   }
 }
 
@@ -251,7 +252,7 @@ void Reducer::Impl::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
-void Reducer::Impl::on_gradient(std::size_t index) {
+void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
   slot.used = true;
@@ -282,7 +283,7 @@ void Reducer::Impl::on_gradient(std::size_t index) {
           fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
                       "with sparse(true), by which DistributedDataParallel knows beforehand",
                       slot.parameter.name));
-    memory_->take(index);
+    memory_->take(index, added);
     Bucket& bucket = buckets_[slot.bucket];
     bucket.timing.ready = last_gradient_;
     if (slot.expected) --bucket.pending;

@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <functional>
+#include <memory>
 #include <sstream>
 
 #include <ddpkit/comm/error.h>
@@ -251,6 +253,97 @@ RANK_TEST("no_sync accumulates, and the next backward averages the sum", "[ddp]"
   backward(2);
   CHECK(largest_difference(flat_gradients(*model), flat_gradients(*reference)) < 1e-12);
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
+}
+
+/// The same tensor becomes the gradient of `offset` and goes on to where the gradient of `weight` is made of it.
+struct HandsOnImpl : torch::nn::Module {
+  HandsOnImpl() {
+    weight = register_parameter("weight", torch::linspace(0.1, 1, 1024, torch::kDouble));
+    offset = register_parameter("offset", torch::linspace(1, 2, 1024, torch::kDouble));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const torch::Tensor product = weight.view({1, -1}) * x;
+    if (between) product.register_hook([this](const torch::Tensor&) { between(); });
+    return product + offset.view({1, -1});
+  }
+  torch::Tensor weight, offset;
+  std::function<void()> between;
+};
+
+RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2, 3) {
+  for (const bool arena : {true, false}) {
+    for (const bool as_view : {true, false}) {
+      const auto model = std::make_shared<HandsOnImpl>();
+      // Each parameter has a bucket of its own, that of `offset` being first.
+      DistributedDataParallel ddp(
+          model, group,
+          {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .gradient_as_bucket_view = as_view, .arena = arena});
+      model->between = [&group] { group.barrier(); };  // By the end of it the first bucket has been reduced.
+      const auto x = [](int rank) { return torch::full({1, 1024}, 1.0 + rank, torch::kDouble); };
+      torch::Tensor of_weight = torch::zeros(1024, torch::kDouble), of_offset = of_weight.clone();
+      for (int r = 0; r < group.world_size(); ++r) {
+        const torch::NoGradGuard no_grad;
+        const torch::Tensor twice = 2 * (model->weight * x(r)[0] + model->offset);
+        of_offset += twice / group.world_size();
+        of_weight += twice * x(r)[0] / group.world_size();
+      }
+      for (int step = 0; step < 2; ++step) {
+        model->zero_grad();
+        ddp(x(group.rank())).square().sum().backward();
+        INFO("arena " << arena << ", gradient_as_bucket_view " << as_view << ", step " << step);
+        CHECK(largest_difference(model->offset.grad(), of_offset) < 1e-10);
+        CHECK(largest_difference(model->weight.grad(), of_weight) < 1e-10);
+      }
+    }
+  }
+}
+
+/// Weights under two names, or used in two places: the products' gradients are added up before they come to it.
+struct TwiceImpl : torch::nn::Module {
+  TwiceImpl() {
+    weight = register_parameter("weight", torch::randn({64, 64}) / 8);
+    register_parameter("again", weight);
+    into = register_module("into", torch::nn::Linear(64, 64));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return into(torch::tanh(into(x).matmul(weight))).matmul(weight.t()); }
+  torch::Tensor weight;
+  torch::nn::Linear into{nullptr};
+};
+
+/// Blocks that a backward takes of the arena beyond those that it takes without reducing anything.
+template <class M>
+std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGroup& group, const torch::Tensor& x,
+                                bool accumulates) {
+  DistributedDataParallel ddp(model, group);
+  const auto blocks_taken = [&](bool synchronize) {
+    if (!accumulates) model->zero_grad();
+    const torch::Tensor loss = ddp(x).square().sum();
+    const auto before = ddp.reducer().arena().value().allocations;
+    if (synchronize) {
+      loss.backward();
+    } else {
+      const auto local = ddp.no_sync();
+      loss.backward();
+    }
+    return ddp.reducer().arena().value().allocations - before;
+  };
+  blocks_taken(true);  // The first one makes a new plan of buckets.
+  const auto with = blocks_taken(true);
+  return with - blocks_taken(false);
+}
+
+RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 2) {
+  for (const bool accumulates : {false, true}) {
+    CAPTURE(accumulates);
+    const auto mlp = std::make_shared<torch::nn::SequentialImpl>(
+        torch::nn::Linear(64, 2048), torch::nn::ReLU(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({2048})),
+        torch::nn::Linear(2048, 1024));
+    CHECK(blocks_for_copies(mlp, group, torch::randn({8, 64}), accumulates) == 0);
+    const auto convolutions = std::make_shared<torch::nn::SequentialImpl>(
+        torch::nn::Conv2d(3, 64, 5), torch::nn::BatchNorm2d(64), torch::nn::Conv2d(64, 32, 3));
+    CHECK(blocks_for_copies(convolutions, group, torch::randn({2, 3, 12, 12}), accumulates) == 0);
+    CHECK(blocks_for_copies(std::make_shared<TwiceImpl>(), group, torch::randn({8, 64}), accumulates) == 0);
+  }
 }
 
 RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
