@@ -143,8 +143,8 @@ bool GradientMemory::reducible(const at::Tensor& gradient, const at::Tensor& par
       gradient.is_conj() || gradient.is_neg())
     return false;
   if (group_.world_size() == 1) return true;
-  return is_alone(gradient, added) && ((arena_ && arena_->contains(gradient.const_data_ptr())) ||
-                                       own_->is_symmetric(gradient.const_data_ptr(), gradient.nbytes()));
+  // Of other symmetric memory nobody knows whether all ranks still map it.
+  return arena_ && arena_->contains(gradient.const_data_ptr()) && is_alone(gradient, added);
 }
 
 void GradientMemory::take(std::size_t index, const at::Tensor& added) {

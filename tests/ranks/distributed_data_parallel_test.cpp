@@ -135,7 +135,8 @@ RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]
       auto reference = many_kinds(0);
       train_alone(*reference, name, 20);
 
-      // Other weights on every rank but the first: construction must give them rank 0's.
+      // Other weights on every rank but the first: construction must give them
+      // rank 0's.
       auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
       const torch::Tensor before = flat_parameters(*many_kinds(0));
       DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
@@ -173,7 +174,10 @@ RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
   CHECK(torch::equal(run(), first));
 }
 
-RANK_TEST("gradient_as_bucket_view: gradients alias memory that is kept from step to step", "[ddp]", 2, 3) {
+RANK_TEST(
+    "gradient_as_bucket_view: gradients alias memory that is kept from "
+    "step to step",
+    "[ddp]", 2, 3) {
   auto model = many_kinds(0);
   DistributedDataParallel ddp(model, group, {.gradient_as_bucket_view = true, .arena = false});
   const auto backward = [&](int step) {
@@ -255,7 +259,8 @@ RANK_TEST("no_sync accumulates, and the next backward averages the sum", "[ddp]"
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
 }
 
-/// The same tensor becomes the gradient of `offset` and goes on to where the gradient of `weight` is made of it.
+/// The same tensor becomes the gradient of `offset` and goes on to where the
+/// gradient of `weight` is made of it.
 struct HandsOnImpl : torch::nn::Module {
   HandsOnImpl() {
     weight = register_parameter("weight", torch::linspace(0.1, 1, 1024, torch::kDouble));
@@ -298,7 +303,8 @@ RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2,
   }
 }
 
-/// Weights under two names, or used in two places: the products' gradients are added up before they come to it.
+/// Weights under two names, or used in two places: the products' gradients are
+/// added up before they come to it.
 struct TwiceImpl : torch::nn::Module {
   TwiceImpl() {
     weight = register_parameter("weight", torch::randn({64, 64}) / 8);
@@ -310,7 +316,8 @@ struct TwiceImpl : torch::nn::Module {
   torch::nn::Linear into{nullptr};
 };
 
-/// Blocks that a backward takes of the arena beyond those that it takes without reducing anything.
+/// Blocks that a backward takes of the arena beyond those that it takes without
+/// reducing anything.
 template <class M>
 std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGroup& group, const torch::Tensor& x,
                                 bool accumulates) {
@@ -344,6 +351,52 @@ RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 2) {
     CHECK(blocks_for_copies(convolutions, group, torch::randn({2, 3, 12, 12}), accumulates) == 0);
     CHECK(blocks_for_copies(std::make_shared<TwiceImpl>(), group, torch::randn({8, 64}), accumulates) == 0);
   }
+}
+
+namespace {
+
+/// A model whose gradient for inputs of `x` is x in every row.
+std::shared_ptr<torch::nn::LinearImpl> rows_of_inputs() {
+  return std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1024, 8).bias(false));
+}
+
+void check_average_of_inputs(DistributedDataParallel<torch::nn::LinearImpl>& ddp, const ProcessGroup& group) {
+  const double rank = group.rank(), ranks = group.world_size();
+  ddp(torch::full({1, 1024}, 1.0 + rank)).sum().backward();
+  CHECK(largest_difference(ddp.module().weight.grad(), torch::full({8, 1024}, (ranks + 1) / 2)) < 1e-6);
+}
+
+}  // namespace
+
+RANK_TEST("ranks let go of a wrapped model at different times", "[ddp]", 2, 3) {
+  const auto first_model = rows_of_inputs(), second_model = rows_of_inputs();
+  using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
+  auto first = std::make_unique<Wrapped>(first_model, group);
+  check_average_of_inputs(*first, group);
+  if (group.rank() == 1) first.reset();
+  auto second = std::make_unique<Wrapped>(second_model, group);
+  check_average_of_inputs(*second, group);
+  first.reset();
+  second_model->zero_grad();
+  check_average_of_inputs(*second, group);
+  second.reset();
+  second_model->zero_grad();
+  // All have let go of both: there may be an arena again.
+  Wrapped third(second_model, group);
+  CHECK(third.reducer().arena());
+  check_average_of_inputs(third, group);
+}
+
+RANK_TEST("a gradient from an arena that another rank no longer maps", "[ddp]", 2) {
+  const auto model = rows_of_inputs();
+  using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
+  auto first = std::make_unique<Wrapped>(model, group);
+  check_average_of_inputs(*first, group);
+  first.reset();
+  if (group.rank() == 1) model->zero_grad();  // Rank 0's stays in the first arena, and is added to.
+  Wrapped second(model, group, {.arena = false});
+  second(torch::full({1, 1024}, 1.0f)).sum().backward();
+  CHECK(largest_difference(model->weight.grad(), torch::full({8, 1024}, 1.0 + 1.5 / 2)) < 1e-6);
 }
 
 RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
@@ -397,7 +450,8 @@ RANK_TEST("batch norm's statistics follow rank 0 while training", "[ddp]", 2) {
     ddp(torch::randn({8, 4})).sum().backward();
   }
   ddp(torch::randn({8, 4}));
-  // Forward updates them after the broadcast, so that they differ now; the next forward makes them equal first.
+  // Forward updates them after the broadcast, so that they differ now; the next
+  // forward makes them equal first.
   torch::nn::BatchNorm1d reference(4);
   for (int step = 0; step < 3; ++step) {
     torch::manual_seed(static_cast<std::uint64_t>(step * 10));
@@ -450,7 +504,10 @@ RANK_TEST("a backward that throws half-way leaves the next one sound", "[ddp]", 
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
 }
 
-RANK_TEST("a model that differs between ranks is refused everywhere, with the parameter's name", "[ddp]", 2, 3) {
+RANK_TEST(
+    "a model that differs between ranks is refused everywhere, with the "
+    "parameter's name",
+    "[ddp]", 2, 3) {
   const auto message = [&](const std::shared_ptr<torch::nn::Module>& module) -> std::string {
     try {
       DistributedDataParallel ddp(module, group);
