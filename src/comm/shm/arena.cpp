@@ -98,6 +98,14 @@ void Arena::free(void* data) noexcept {
   release_if_over();
 }
 
+void Arena::keep_place() const noexcept {
+  std::byte* const begin = begin_;
+  const std::byte* const end = end_;
+  if (!begin || !end) return;
+  ::mmap(begin, static_cast<std::size_t>(end - begin), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
 void Arena::close() noexcept {
   const std::lock_guard lock(mutex_);
   closed_ = true;
