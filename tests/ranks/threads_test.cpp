@@ -2,14 +2,19 @@
 // ends of every exchange, which it cannot where ranks are processes. The data is written and checked in loops of this
 // file: what LibTorch's own operators do would be hidden from it.
 #include <ATen/ops/empty.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <array>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <future>
+#include <memory>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -245,6 +250,10 @@ TEST_CASE("ranks that are threads: mixed calls on 4 ranks", "[shm][threads]") {
   on_threads(4, [](ProcessGroup& group) { MixedCalls(group, 3).run(400); });
 }
 
+TEST_CASE("ranks that are threads: mixed calls on 8 ranks", "[shm][threads]") {
+  on_threads(8, [](ProcessGroup& group) { MixedCalls(group, 4).run(100); });
+}
+
 TEST_CASE("ranks that are threads: many small all-reduces", "[shm][threads]") {
   // Slots, tickets and headers are used again and again with nothing else in between.
   on_threads(3, [](ProcessGroup& group) {
@@ -377,6 +386,29 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
   CHECK_FALSE(ddpkit::ArenaLease::taken());
 }
 
+TEST_CASE("ranks that are threads: a child process of one with an arena", "[shm][threads]") {
+  on_threads(2, [](ProcessGroup& group) {
+    const auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+    group.barrier();
+    if (group.rank() == 0) {
+      constexpr std::int64_t kNumel = 10000;
+      at::Tensor inherited = at::empty({kNumel}, at::kInt);
+      const pid_t child = ::fork();
+      if (child == 0) {
+        inherited.reset();
+        const at::Tensor own = tensor_of(kNumel, [](std::int64_t i) { return static_cast<std::int32_t>(i); });
+        ::_exit(own.const_data_ptr<std::int32_t>()[kNumel - 1] == kNumel - 1 ? 0 : 1);
+      }
+      int status = -1;
+      require(::waitpid(child, &status, 0) == child, "the child's end");
+      require(WIFEXITED(status) && WEXITSTATUS(status) == 0,
+              "the child uses tensors; its status is " + std::to_string(status));
+      fill(inherited, [](std::int64_t) { return 1; });
+    }
+    group.barrier();
+  });
+}
+
 TEST_CASE("ranks that are threads: private memory of many chunks", "[shm][threads]") {
   // From the fifth chunk of 64 KiB on, each is copied in while an earlier one is reduced, but for the last.
   on_threads(2, [](ProcessGroup& group) {
@@ -422,6 +454,77 @@ TEST_CASE("ranks that are threads: groups come and go", "[shm][threads]") {
       const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
       const ProcessGroup passing(ddpkit::create_shm_backend(own, group.rank(), 2, kPatience), own, at::kCPU);
       passing.barrier();
+    }
+  });
+}
+
+TEST_CASE("ranks that are threads: two threads of a rank call alike", "[shm][threads]") {
+  // In whatever order they come, the calls match; there are more of them than may be under way.
+  on_threads(3, [](ProcessGroup& group) {
+    std::array<std::exception_ptr, 2> failures;
+    std::vector<std::thread> threads;
+    for (std::exception_ptr& failure : failures) {
+      threads.emplace_back([&group, &failure] {
+        try {
+          std::vector<std::pair<Work, at::Tensor>> pending;
+          for (int number = 0; number < 300; ++number) {
+            const at::Tensor tensor = tensor_of(3, [&](std::int64_t i) { return value(0, group.rank(), i); });
+            pending.emplace_back(group.all_reduce_async(tensor), tensor);
+            if (group.rank() == 1 && number % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          }
+          for (auto& [work, tensor] : pending) {
+            work.wait();
+            check(
+                tensor, [](std::int64_t i) { return value(0, 0, i) + value(0, 1, i) + value(0, 2, i); }, "all_reduce");
+          }
+        } catch (const std::exception& error) {
+          failure = std::current_exception();
+          group.abort(error.what());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  });
+}
+
+TEST_CASE("ranks that are threads: a future's callback is the last to hold the group", "[shm][threads]") {
+  struct Last {
+    std::optional<ProcessGroup> group;
+    std::promise<void> let_go;
+    std::promise<void> over;
+    ~Last() {
+      let_go.get_future().wait();
+      group.reset();
+      over.set_value();
+    }
+  };
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  on_threads(2, [&store](ProcessGroup& group) {
+    for (int round = 0; round < 10; ++round) {
+      const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
+      ProcessGroup passing(ddpkit::create_shm_backend(own, group.rank(), 2, kPatience), own, at::kCPU);
+      const at::Tensor tensor = tensor_of(10, [](std::int64_t) { return 1; });
+      if (group.rank() == 1) {
+        group.barrier();
+        passing.all_reduce(tensor);
+        continue;
+      }
+      auto last = std::make_shared<Last>();
+      std::future<void> over = last->over.get_future();
+      std::promise<void>& let_go = last->let_go;
+      {
+        // It is complete when the other rank has come, so that the callback runs on the group's thread.
+        Work work = passing.all_reduce_async(tensor);
+        work.c10d_work()->getFuture()->addCallback([last](c10::ivalue::Future&) {});
+      }
+      last->group.emplace(std::move(passing));
+      last.reset();
+      group.barrier();
+      let_go.set_value();
+      over.wait();
     }
   });
 }
