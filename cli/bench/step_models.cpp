@@ -5,6 +5,9 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/sharded_optimizer.h>
 
 #include "step_plan.h"
 
@@ -100,6 +103,9 @@ class Transformer : public StepModel {
   at::Tensor mask_;
 };
 
+const torch::optim::SGDOptions kSgd(1e-3);
+const torch::optim::AdamWOptions kAdamW(1e-4);
+
 template <class Optimizer>
 StepOptimizer as_step_optimizer(std::shared_ptr<Optimizer> optimizer) {
   return {[optimizer] { optimizer->zero_grad(); }, [optimizer] { optimizer->step(); }};
@@ -137,14 +143,25 @@ StepTask make_step_task(const std::string& model, std::int64_t batch, int rank) 
   return task;
 }
 
-StepOptimizer make_step_optimizer(const std::string& name, std::vector<at::Tensor> parameters) {
-  if (name == "sgd")
-    return as_step_optimizer(
-        std::make_shared<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(1e-3)));
-  if (name == "adamw")
-    return as_step_optimizer(
-        std::make_shared<torch::optim::AdamW>(std::move(parameters), torch::optim::AdamWOptions(1e-4)));
+StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
+                                  std::vector<at::Tensor> parameters) {
+  const bool fused = update != kTorchUpdate;
+  if (name == "sgd") {
+    if (fused) return as_step_optimizer(std::make_shared<optim::FusedSGD>(std::move(parameters), kSgd));
+    return as_step_optimizer(std::make_shared<torch::optim::SGD>(std::move(parameters), kSgd));
+  }
+  if (name == "adamw") {
+    if (fused) return as_step_optimizer(std::make_shared<optim::FusedAdamW>(std::move(parameters), kAdamW));
+    return as_step_optimizer(std::make_shared<torch::optim::AdamW>(std::move(parameters), kAdamW));
+  }
   throw InvalidArgument(fmt::format("there is no optimizer \"{}\"; there are sgd, adamw", name));
+}
+
+StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp) {
+  const optim::ShardedOptions options{.update_in_backward = in_backward};
+  if (name == "sgd")
+    return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedSGD>>(ddp, kSgd, options));
+  return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedAdamW>>(ddp, kAdamW, options));
 }
 
 }  // namespace ddpkit::bench

@@ -10,6 +10,10 @@
 #include <string>
 #include <vector>
 
+namespace ddpkit {
+class DistributedDataParallelBase;
+}
+
 namespace ddpkit::bench {
 
 /// A model that classifies: from a batch to one row of logits each prediction.
@@ -34,7 +38,10 @@ struct StepOptimizer {
   std::function<void()> step;
 };
 
-/// `name`: "sgd" or "adamw". Throws InvalidArgument.
-StepOptimizer make_step_optimizer(const std::string& name, std::vector<at::Tensor> parameters);
+/// `name`: "sgd" or "adamw"; `update`: torch's or ddpkit's fused one. Throws InvalidArgument.
+StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
+                                  std::vector<at::Tensor> parameters);
+/// ddpkit's fused one, sharded over the ranks of `ddp`.
+StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp);
 
 }  // namespace ddpkit::bench

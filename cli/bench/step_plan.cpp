@@ -73,11 +73,21 @@ void add_step_options(CLI::App& command, StepPlan& plan) {
   command.add_option("--optimizer", plan.optimizer, "sgd or adamw (default: sgd)")
       ->check(CLI::IsMember({"sgd", "adamw"}))
       ->type_name("NAME");
+  list("--update", plan.updates,
+       "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
+       "in-backward (sharded, each bucket as soon as it is reduced) (default: torch; with adamw all)")
+      ->check(CLI::IsMember({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate}));
   list("--bucket-cap-mb", plan.bucket_caps_mb,
        "Bucket caps in MiB to try one beside the other; \"default\", \"one\": a single bucket (default: default)")
       ->type_name("MIB,...");
   command.add_flag("--no-pin", plan.no_pin,
                    "Let the scheduler move the ranks (default: a core each where there are enough)");
+}
+
+std::vector<std::string> updates_of(const StepPlan& plan) {
+  if (!plan.updates.empty()) return plan.updates;
+  if (plan.optimizer == "sgd") return {kTorchUpdate};
+  return {kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate};
 }
 
 std::vector<std::string> to_arguments(const StepPlan& plan, const std::string& model) {

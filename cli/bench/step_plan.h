@@ -16,6 +16,7 @@ struct StepPlan {
   std::vector<std::string> models = {"mlp-10k", "mlp-106k", "mlp-1m", "mlp-7.6m", "mlp-50m"};
   std::int64_t batch = 32;  ///< Samples a rank.
   std::string optimizer = "sgd";
+  std::vector<std::string> updates = {};  ///< Of `kUpdates`; empty: updates_of() the optimizer.
   std::vector<std::string> bucket_caps_mb = {"default"};
   int ranks = 2;
   int steps = 0;        ///< Timed steps of each system, over all rounds; 0: as many as `kTurnSeconds` hold, each round.
@@ -26,6 +27,16 @@ struct StepPlan {
 inline constexpr int kRounds = 10;
 /// How long one system's turn lasts, about.
 inline constexpr double kTurnSeconds = 0.15;
+
+/// How the weights are updated: by torch::optim; by ddpkit's fused optimizer; by that, sharded over the ranks; the
+/// same, within backward.
+inline constexpr const char* kTorchUpdate = "torch";
+inline constexpr const char* kFusedUpdate = "fused";
+inline constexpr const char* kShardedUpdate = "sharded";
+inline constexpr const char* kInBackwardUpdate = "in-backward";
+
+/// What the plan measures: what it says, else all of them for adamw, and torch's alone for sgd.
+std::vector<std::string> updates_of(const StepPlan& plan);
 
 /// An MLP's hidden layers: 561 inputs, `layers` times `hidden` with ReLU, 6 classes.
 struct MlpShape {

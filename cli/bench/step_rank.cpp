@@ -37,6 +37,16 @@ std::uint64_t peak_bytes() {
   return 0;
 }
 
+/// Memory of this process, of what it shares with others its part.
+std::uint64_t proportional_bytes() {
+  std::ifstream rollup("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(rollup, line);) {
+    unsigned long long kilobytes = 0;
+    if (std::sscanf(line.c_str(), "Pss: %llu kB", &kilobytes) == 1) return kilobytes * 1024;
+  }
+  return 0;
+}
+
 DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
   DistributedDataParallelOptions options;
   if (caps.bucket_cap_mb) options.bucket_cap_mb = *caps.bucket_cap_mb;
@@ -48,9 +58,14 @@ DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
 class Training {
  public:
   Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, int rank)
-      : task_(make_step_task(plan.models.at(0), plan.batch, rank)), group_(group) {
+      : bytes_before_(proportional_bytes()), task_(make_step_task(plan.models.at(0), plan.batch, rank)), group_(group) {
     if (group_) ddp_.emplace(task_.model, *group_, ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
-    optimizer_ = make_step_optimizer(plan.optimizer, task_.model->parameters());
+    const std::string update = updates_of(plan).at(0);
+    if (update == kShardedUpdate || update == kInBackwardUpdate) {
+      optimizer_ = make_sharded_step_optimizer(plan.optimizer, update == kInBackwardUpdate, *ddp_);
+    } else {
+      optimizer_ = make_step_optimizer(plan.optimizer, update, task_.model->parameters());
+    }
   }
 
   StepTurn turn(int warmup, int steps) {
@@ -70,7 +85,8 @@ class Training {
   }
 
   StepEnd end() const {
-    StepEnd end{.peak_bytes = peak_bytes()};
+    const std::uint64_t bytes = proportional_bytes();
+    StepEnd end{.peak_bytes = peak_bytes(), .memory_bytes = bytes > bytes_before_ ? bytes - bytes_before_ : 0};
     const std::vector<at::Tensor> weights = task_.model->parameters();
     for (const at::Tensor& weight : weights) end.params += static_cast<std::uint64_t>(weight.numel());
     if (!ddp_) return end;
@@ -97,6 +113,7 @@ class Training {
     return microseconds(finished - trace->last_gradient);
   }
 
+  std::uint64_t bytes_before_;
   StepTask task_;
   std::optional<ProcessGroup> group_;
   std::optional<DistributedDataParallel<StepModel>> ddp_;

@@ -12,7 +12,7 @@ namespace ddpkit::bench {
 namespace {
 
 constexpr std::string_view kTableFormat =
-    "{:<15} {:<12} {:>9} {:>5} {:>5} {:<9} {:<7} {:>7} {:>10} {:>7} {:>10} {:>9} {:>8} {:>6}";
+    "{:<22} {:<12} {:>9} {:>5} {:>5} {:<9} {:<7} {:>7} {:>10} {:>7} {:>10} {:>9} {:>8} {:>8} {:>6}";
 
 std::vector<std::string_view> split(std::string_view text, char at) {
   std::vector<std::string_view> parts;
@@ -63,8 +63,8 @@ std::string to_report(const StepTurn& turn) {
 }
 
 std::string to_report(const StepEnd& end) {
-  return fmt::format("{}end {} {} {} {} {}", kStepReport, end.params, end.buckets, end.reduced_bytes, end.peak_bytes,
-                     end.wrong);
+  return fmt::format("{}end {} {} {} {} {} {}", kStepReport, end.params, end.buckets, end.reduced_bytes, end.peak_bytes,
+                     end.wrong, end.memory_bytes);
 }
 
 std::optional<StepTurn> parse_step_turn(std::string_view text) {
@@ -81,8 +81,10 @@ std::optional<StepEnd> parse_step_end(std::string_view text) {
   if (!text.starts_with(kStepReport)) return std::nullopt;
   const auto fields = split(text.substr(kStepReport.size()), ' ');
   StepEnd end;
-  if (fields.size() != 6 || fields[0] != "end" || !parse(fields[1], end.params) || !parse(fields[2], end.buckets) ||
-      !parse(fields[3], end.reduced_bytes) || !parse(fields[4], end.peak_bytes) || !parse(fields[5], end.wrong))
+  // Python's ranks do not say the last.
+  if ((fields.size() != 6 && fields.size() != 7) || fields[0] != "end" || !parse(fields[1], end.params) ||
+      !parse(fields[2], end.buckets) || !parse(fields[3], end.reduced_bytes) || !parse(fields[4], end.peak_bytes) ||
+      !parse(fields[5], end.wrong) || (fields.size() == 7 && !parse(fields[6], end.memory_bytes)))
     return std::nullopt;
   return end;
 }
@@ -119,32 +121,35 @@ StepEnd over_ranks(const std::vector<StepEnd>& ends) {
     all.buckets = std::max(all.buckets, end.buckets);
     all.reduced_bytes = std::max(all.reduced_bytes, end.reduced_bytes);
     all.peak_bytes = std::max(all.peak_bytes, end.peak_bytes);
+    all.memory_bytes = std::max(all.memory_bytes, end.memory_bytes);
     all.wrong += end.wrong;
   }
   return all;
 }
 
 std::string to_csv(const StepRow& row) {
-  return fmt::format("{},{},{},{},{:.3f},{:.4f},{},{},{},{},{},{},{},{}", row.system, row.end.params, row.batch,
+  return fmt::format("{},{},{},{},{:.3f},{:.4f},{},{},{},{},{},{},{},{},{}", row.system, row.end.params, row.batch,
                      row.ranks, row.us, row.ratio_to_alone, row.model, row.optimizer, row.bucket_cap_mb,
                      row.end.buckets, row.exposed_us ? fmt::format("{:.3f}", *row.exposed_us) : "",
-                     row.end.reduced_bytes, row.end.peak_bytes, row.end.wrong);
+                     row.end.reduced_bytes, row.end.peak_bytes, row.end.wrong, row.end.memory_bytes);
 }
 
 std::string step_table_header() {
   return fmt::format(kTableFormat, "# system", "model", "params", "batch", "ranks", "optimizer", "cap", "buckets",
-                     "time", "ratio", "exposed", "reduced", "peak", "#wrong") +
-         '\n' + fmt::format(kTableFormat, "#", "", "", "", "", "", "MiB", "", "ms", "", "ms", "MB", "MB", "");
+                     "time", "ratio", "exposed", "reduced", "peak", "memory", "#wrong") +
+         '\n' + fmt::format(kTableFormat, "#", "", "", "", "", "", "MiB", "", "ms", "", "ms", "MB", "MB", "MB", "");
 }
 
 std::string table_row(const StepRow& row) {
-  return fmt::format(kTableFormat, row.system, row.model, row.end.params, row.batch, row.ranks, row.optimizer,
-                     row.bucket_cap_mb.empty() ? "-" : row.bucket_cap_mb,
-                     row.end.buckets > 0 ? std::to_string(row.end.buckets) : "-", fmt::format("{:.3f}", row.us / 1e3),
-                     fmt::format("{:.3f}", row.ratio_to_alone),
-                     row.exposed_us ? fmt::format("{:.3f}", *row.exposed_us / 1e3) : "-",
-                     row.end.reduced_bytes > 0 ? megabytes(row.end.reduced_bytes) : "-",
-                     fmt::format("{:.0f}", static_cast<double>(row.end.peak_bytes) / 1e6), row.end.wrong);
+  return fmt::format(
+      kTableFormat, row.system, row.model, row.end.params, row.batch, row.ranks, row.optimizer,
+      row.bucket_cap_mb.empty() ? "-" : row.bucket_cap_mb, row.end.buckets > 0 ? std::to_string(row.end.buckets) : "-",
+      fmt::format("{:.3f}", row.us / 1e3), fmt::format("{:.3f}", row.ratio_to_alone),
+      row.exposed_us ? fmt::format("{:.3f}", *row.exposed_us / 1e3) : "-",
+      row.end.reduced_bytes > 0 ? megabytes(row.end.reduced_bytes) : "-",
+      fmt::format("{:.0f}", static_cast<double>(row.end.peak_bytes) / 1e6),
+      row.end.memory_bytes > 0 ? fmt::format("{:.1f}", static_cast<double>(row.end.memory_bytes) / 1e6) : "-",
+      row.end.wrong);
 }
 
 }  // namespace ddpkit::bench

@@ -24,6 +24,7 @@ struct StepEnd {
   std::uint64_t buckets = 0;        ///< Buckets a step; 0 where unknown.
   std::uint64_t reduced_bytes = 0;  ///< Bytes of gradient that a step reduces.
   std::uint64_t peak_bytes = 0;     ///< Largest resident memory of the process.
+  std::uint64_t memory_bytes = 0;   ///< What training has taken: of memory shared by processes, each one's part.
   std::uint64_t wrong = 0;          ///< Weights that differ from rank 0's in any bit, or are not finite.
 };
 
@@ -57,7 +58,9 @@ class StepSeries {
 
 /// One measurement.
 struct StepRow {
-  std::string system;  ///< "alone", "alone-x2", "ddpkit-shm", "ddpkit-gloo", "python-ddp-gloo", "python-alone".
+  /// "alone", "alone-x2", "ddpkit-shm", "ddpkit-gloo", "python-ddp-gloo", "python-alone"; of an update that is not
+  /// torch's with its name behind: "ddpkit-shm-sharded".
+  std::string system;
   std::string model;
   std::string optimizer;
   std::int64_t batch = 0;
@@ -75,7 +78,7 @@ StepEnd over_ranks(const std::vector<StepEnd>& ends);
 /// The first line of a CSV file.
 inline constexpr std::string_view kStepCsvHeader =
     "system,params,batch,ranks,us,ratio_to_alone,model,optimizer,bucket_cap_mb,buckets,exposed_us,reduced_bytes,"
-    "peak_bytes,wrong";
+    "peak_bytes,wrong,memory_bytes";
 
 /// A row of a CSV file, without the end of line.
 std::string to_csv(const StepRow& row);

@@ -62,27 +62,46 @@ class ModelBench {
   bool start() {
     std::cerr << fmt::format("{}: starting the ranks\n", model_);
     const int ranks = options_.plan.ranks;
-    const auto alone = start_workers("alone", kAlone, "default");
+    const std::vector<std::string> updates = updates_of(options_.plan);
+    const auto has = [&](const char* update) {
+      return std::find(updates.begin(), updates.end(), update) != updates.end();
+    };
+    const auto alone = start_workers("alone", kAlone, kTorchUpdate, "default");
     systems_.push_back({.name = "alone", .bucket_cap_mb = "", .workers = alone, .together = false, .roams = true});
     systems_.push_back({.name = fmt::format("alone-x{}", ranks),
                         .bucket_cap_mb = "",
                         .workers = alone,
                         .together = false,
                         .ranks = ranks});
+    if (has(kFusedUpdate))
+      systems_.push_back({.name = "alone-fused",
+                          .bucket_cap_mb = "",
+                          .workers = start_workers("alone-fused", kAlone, kFusedUpdate, "default"),
+                          .together = false,
+                          .roams = true});
     for (const std::string& backend : options_.backends) {
-      for (const std::string& cap : options_.plan.bucket_caps_mb) {
-        const std::string name = "ddpkit-" + backend;
-        try {
-          systems_.push_back(
-              {.name = name, .bucket_cap_mb = cap, .workers = start_workers(name, backend, cap), .ranks = ranks});
-        } catch (const NoBackend& error) {
-          std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, error.what());
-          if (options_.backends_asked_for) return false;
-          break;
-        }
+      for (const std::string& update : updates) {
+        if (!start_ranks(backend, update)) return false;
       }
     }
     if (options_.peers) start_python();
+    return true;
+  }
+
+  /// False: a backend that was asked for is not here.
+  bool start_ranks(const std::string& backend, const std::string& update) {
+    const std::string name = "ddpkit-" + backend + (update == kTorchUpdate ? "" : "-" + update);
+    for (const std::string& cap : options_.plan.bucket_caps_mb) {
+      try {
+        systems_.push_back({.name = name,
+                            .bucket_cap_mb = cap,
+                            .workers = start_workers(name, backend, update, cap),
+                            .ranks = options_.plan.ranks});
+      } catch (const NoBackend& error) {
+        std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, error.what());
+        return !options_.backends_asked_for;
+      }
+    }
     return true;
   }
 
@@ -100,7 +119,7 @@ class ModelBench {
         {.name = name, .bucket_cap_mb = "", .workers = start_workers(name, command), .together = false, .roams = true});
   }
 
-  std::shared_ptr<Workers> start_workers(const std::string& name, const std::string& backend,
+  std::shared_ptr<Workers> start_workers(const std::string& name, const std::string& backend, const std::string& update,
                                          const std::string& cap) const {
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(),
                                         "bench",
@@ -108,7 +127,9 @@ class ModelBench {
                                         "--as-rank",
                                         backend,
                                         "--bucket-cap-mb",
-                                        cap};
+                                        cap,
+                                        "--update",
+                                        update};
     const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
     command.insert(command.end(), arguments.begin(), arguments.end());
     return start_workers(name, command);

@@ -3,10 +3,11 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <fmt/format.h>
+#include <pthread.h>
 
 #include <atomic>
-#include <mutex>
-#include <vector>
+#include <memory>
+#include <utility>
 
 #include <ddpkit/comm/error.h>
 
@@ -24,6 +25,7 @@ class ArenaAllocator final : public c10::Allocator {
     static auto* allocator = [] {
       auto* made = new ArenaAllocator(c10::GetAllocator(c10::kCPU));
       c10::SetAllocator(c10::kCPU, made);
+      ::pthread_atfork(nullptr, nullptr, [] { get().leave_to_parent(); });
       return made;
     }();
     return *allocator;
@@ -32,8 +34,10 @@ class ArenaAllocator final : public c10::Allocator {
   std::atomic<Arena*> current{nullptr};
 
   Arena* add(std::unique_ptr<Arena> arena) {
-    const std::lock_guard lock(mutex_);
-    return arenas_.emplace_back(std::move(arena)).get();
+    auto* link = new Link{.arena = std::move(arena), .older = newest_.load()};
+    while (!newest_.compare_exchange_weak(link->older, link)) {
+    }
+    return link->arena.get();
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -49,25 +53,38 @@ class ArenaAllocator final : public c10::Allocator {
 
   static void free_any(void* data) {
     ArenaAllocator& self = get();
-    if (Arena* arena = self.arena_of(data)) return arena->free(data);
-    self.base_->raw_deleter()(data);
+    const Link* link = self.link_of(data);
+    if (!link) return self.base_->raw_deleter()(data);
+    if (!link->inherited) link->arena->free(data);
   }
 
  private:
   explicit ArenaAllocator(c10::Allocator* base) : base_(base) {}
 
-  Arena* arena_of(const void* data) {
-    if (Arena* arena = current.load(std::memory_order_acquire); arena && arena->contains(data)) return arena;
-    const std::lock_guard lock(mutex_);
-    for (const auto& arena : arenas_) {
-      if (arena->contains(data)) return arena.get();
+  /// All that there have been. Never shorter, so that no tensor's end needs a lock, not even in a child process.
+  struct Link {
+    std::unique_ptr<Arena> arena;
+    Link* older;
+    bool inherited = false;  ///< From the process that this one was forked from.
+  };
+
+  const Link* link_of(const void* data) const {
+    const Link* link = newest_.load(std::memory_order_acquire);
+    while (link && !link->arena->contains(data)) link = link->older;
+    return link;
+  }
+
+  /// In a child process, which has none of the arenas' pages: it takes no blocks of theirs and gives none back.
+  void leave_to_parent() {
+    current = nullptr;
+    for (Link* link = newest_; link; link = link->older) {
+      link->inherited = true;
+      link->arena->keep_place();
     }
-    return nullptr;
   }
 
   c10::Allocator* const base_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Arena>> arenas_;
+  std::atomic<Link*> newest_{nullptr};
 };
 
 }  // namespace

@@ -31,8 +31,6 @@ class OwnBackend {
   /// All-reduce to the end, without the objects that c10d needs to wait for it later: half the time of a small one.
   virtual void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
-  /// Whether every rank maps these bytes of this rank.
-  virtual bool is_symmetric(const void* data, std::size_t bytes) = 0;
   /// Reduces dense tensors in symmetric memory where they stand, as one collective. Their number, sizes and types are
   /// the same on all ranks; where they lie may differ.
   virtual c10::intrusive_ptr<c10d::Work> all_reduce_in_place(const std::vector<at::Tensor>& tensors,
@@ -43,7 +41,8 @@ class OwnBackend {
                                                                  const std::vector<at::Tensor>& slices,
                                                                  const c10d::ReduceOp& op) = 0;
   /// Collective: from now on this process's large CPU tensors come from memory that all ranks map. Shared with who has
-  /// asked before. Null on all ranks when one of them cannot: its process has an arena of another group.
+  /// asked before. Null on all ranks when one of them cannot: its process has an arena of another group, or an older
+  /// one of this group that others have let go of.
   virtual std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) = 0;
   virtual void abort_group(const std::string& reason) noexcept = 0;
 };

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <iterator>
+#include <string_view>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -47,13 +50,37 @@ namespace {
 
 c10d::ReduceOp c10d_op(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
 
-c10::intrusive_ptr<c10d::Backend> create_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
-                                                 const LaunchEnvironment& environment, at::Device device,
-                                                 std::chrono::milliseconds timeout) {
-  if (name == "shm") return create_shm_backend(store, environment.rank, environment.world_size, timeout);
-  if (name == "gloo") return create_gloo_backend(store, environment, timeout);
-  if (name == "nccl") return create_nccl_backend(store, environment, device, timeout);
-  throw InvalidArgument(fmt::format("the backend \"{}\" is not one of shm, gloo, nccl", name));
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+struct BackendKind {
+  std::string_view name;
+  BackendPtr (*create)(const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+                       std::chrono::milliseconds timeout);
+};
+
+constexpr BackendKind kBackends[] = {
+    {"shm",
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device, std::chrono::milliseconds timeout) {
+       return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+     }},
+    {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
+                std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
+    {"nccl", create_nccl_backend},
+};
+
+/// Null for a name that is no backend's.
+const BackendKind* find_backend(std::string_view name) {
+  const auto* found = std::ranges::find(kBackends, name, &BackendKind::name);
+  return found == std::end(kBackends) ? nullptr : found;
+}
+
+/// `source` is where the name comes from, for the message.
+const BackendKind& backend_named(std::string_view name, const char* source) {
+  if (const BackendKind* kind = find_backend(name)) return *kind;
+  std::vector<std::string_view> names;
+  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
+  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", source, name, fmt::join(names, ", ")));
 }
 
 }  // namespace
@@ -68,8 +95,7 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
   if (!state_->backend) throw InvalidArgument("a process group needs a backend");
   state_->backend_name = state_->backend->getBackendName();
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
-  if (state_->backend_name == "shm" || state_->backend_name == "gloo" || state_->backend_name == "nccl")
-    state_->timeout = state_->backend->getBackendOptions()->timeout;
+  if (find_backend(state_->backend_name)) state_->timeout = state_->backend->getBackendOptions()->timeout;
   state_->environment.rank = state_->backend->getRank();
   state_->environment.world_size = state_->backend->getSize();
 }
@@ -226,8 +252,9 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
     environment.local_world_size = environment.world_size;
     environment.local_rank = environment.rank;
   }
-  return ProcessGroup(create_backend(backend_name(), store, environment, device(), state_->timeout), store, device(),
-                      environment);
+  return ProcessGroup(
+      backend_named(backend_name(), "the backend").create(store, environment, device(), state_->timeout), store,
+      device(), environment);
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
@@ -266,23 +293,20 @@ void ProcessGroup::abort(const std::string& reason) const noexcept {
 
 namespace {
 
-std::string choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
+const BackendKind& choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
   std::string backend = options.backend;
   const char* from_environment = std::getenv("DDPKIT_BACKEND");
   const bool named_here = !backend.empty();
   if (!named_here && from_environment) backend = from_environment;
   if (backend.empty()) {
     const bool gpu = options.device ? options.device->is_cuda() : cuda_device_count() > 0;
-    if (gpu) return "nccl";
-    return environment.local_world_size == environment.world_size ? "shm" : "gloo";
+    const bool one_host = environment.local_world_size == environment.world_size;
+    backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
   }
-  if (backend != "shm" && backend != "gloo" && backend != "nccl")
-    throw InvalidArgument(
-        fmt::format("{} \"{}\" is not one of shm, gloo, nccl", named_here ? "the backend" : "DDPKIT_BACKEND", backend));
-  return backend;
+  return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
 }
 
-at::Device choose_device(const InitOptions& options, const std::string& backend, const LaunchEnvironment& environment) {
+at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
   if (options.device) return *options.device;
   if (backend != "nccl") return at::kCPU;
   const int devices = cuda_device_count();
@@ -298,11 +322,11 @@ at::Device choose_device(const InitOptions& options, const std::string& backend,
 
 ProcessGroup init_process_group(const InitOptions& options) {
   const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
-  const std::string backend_name = choose_backend(options, environment);
-  const at::Device device = choose_device(options, backend_name, environment);
+  const BackendKind& backend_kind = choose_backend(options, environment);
+  const at::Device device = choose_device(options, backend_kind.name, environment);
   if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
   auto store = connect_store(environment, options.timeout);
-  auto backend = create_backend(backend_name, store, environment, device, options.timeout);
+  auto backend = backend_kind.create(store, environment, device, options.timeout);
   return ProcessGroup(std::move(backend), std::move(store), device, environment);
 }
 

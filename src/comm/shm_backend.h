@@ -61,7 +61,6 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
 
   void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
-  bool is_symmetric(const void* data, std::size_t bytes) override { return engine_->is_symmetric(data, bytes); }
   WorkPtr all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) override;
   WorkPtr reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;
   std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;

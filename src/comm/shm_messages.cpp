@@ -11,6 +11,21 @@ namespace ddpkit {
 using c10d::OpType;
 using shm::Message;
 
+namespace {
+
+std::shared_ptr<Message> message_of(Message::Kind kind, int peer, int tag, const at::Tensor& dense) {
+  auto message = std::make_shared<Message>();
+  message->kind = kind;
+  message->peer = peer;
+  message->tag = tag;
+  message->dtype = data_type(dense);
+  message->numel = element_count(dense);
+  message->data = static_cast<std::byte*>(dense.data_ptr());
+  return message;
+}
+
+}  // namespace
+
 void ShmBackend::check_peer(int peer, int tag, const char* call) const {
   check_root(peer, size_, call);
   if (peer == rank_) throw InvalidArgument(fmt::format("{}: rank {} cannot exchange messages with itself", call, peer));
@@ -21,13 +36,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag)
   const at::Tensor tensor = only(tensors, "send");
   check_peer(destination, tag, "send");
   const at::Tensor dense = tensor.contiguous();
-  auto message = std::make_shared<Message>();
-  message->kind = Message::Kind::kSend;
-  message->peer = destination;
-  message->tag = tag;
-  message->dtype = data_type(tensor);
-  message->numel = element_count(tensor);
-  message->data = static_cast<std::byte*>(dense.data_ptr());
+  auto message = message_of(Message::Kind::kSend, destination, tag, dense);
   message->keep_alive = std::make_shared<at::Tensor>(dense);
   return work(engine_->post(std::move(message)), OpType::SEND, {tensor}, c10d::kUnsetTimeout);
 }
@@ -35,13 +44,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag)
 ShmBackend::WorkPtr ShmBackend::receive(Tensors& tensors, int source, int tag, OpType type) {
   const at::Tensor tensor = only(tensors, "recv");
   Outputs outputs;
-  auto message = std::make_shared<Message>();
-  message->kind = Message::Kind::kReceive;
-  message->peer = source;
-  message->tag = tag;
-  message->dtype = data_type(tensor);
-  message->numel = element_count(tensor);
-  message->data = static_cast<std::byte*>(outputs.add(tensor).data_ptr());
+  auto message = message_of(Message::Kind::kReceive, source, tag, outputs.add(tensor));
   outputs.attach_to(*message);
   return work(engine_->post(std::move(message)), type, {tensor}, c10d::kUnsetTimeout);
 }

@@ -80,17 +80,18 @@ ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tens
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
-  // All ranks call this in the same order, so that a lease in force here is in force on all of them.
-  if (auto lease = arena_.lock()) return lease;
-  std::int64_t agreed[] = {ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
+  // Nothing makes ranks let go of a lease together: one may be in force here that is over elsewhere.
+  auto in_force = arena_.lock();
+  std::int64_t agreed[] = {in_force ? 1 : 0, ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
   engine_->run({.kind = CollectiveKind::kAllReduce,
                 .dtype = shm::DataType::kInt64,
                 .op = shm::Reduction::kMin,
                 .input = agreed,
                 .output = agreed,
                 .numel = std::size(agreed)});
-  if (agreed[0] == 0 || size_ == 1) return nullptr;
-  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[1]), shm::Mapping::Fill::kOnTouch);
+  if (agreed[0] == 1) return in_force;
+  if (agreed[1] == 0 || size_ == 1) return nullptr;
+  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Fill::kOnTouch);
   auto lease = std::make_shared<ArenaLease>(std::move(segment), rank_, reserve);
   arena_ = lease;
   return lease;

@@ -1,5 +1,6 @@
 #include "shared_weights.h"
 
+#include <malloc.h>
 #include <unistd.h>
 
 #include <ATen/ATen.h>
@@ -101,6 +102,9 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   }
   group_.barrier();
   for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(view_of(i));
+#if defined(__GLIBC__)
+  ::malloc_trim(0);  // The memory that the weights have left would otherwise stay with the process.
+#endif
 }
 
 at::Tensor SharedWeights::view_of(std::size_t index) const {

@@ -91,19 +91,28 @@ void check_same_on_all_ranks(const Names& parameters, const Names& buffers, cons
   }
 }
 
-/// Gives every rank rank `source`'s values, many tensors to a message.
-void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0) {
+/// Gives every rank rank `source`'s values, many tensors to a message. The messages are kept in `messages` for the next
+/// time, where there is one.
+void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0,
+                   std::vector<at::Tensor>* messages = nullptr) {
   if (group.world_size() == 1) return;
   const at::NoGradGuard no_grad;
   constexpr std::size_t kMessageBytes = std::size_t{32} << 20;
-  for (std::size_t begin = 0; begin < tensors.size();) {
+  std::vector<at::Tensor> passing;
+  if (!messages) messages = &passing;
+  for (std::size_t begin = 0, message = 0; begin < tensors.size(); ++message) {
     const at::ScalarType dtype = tensors[begin].scalar_type();
     std::size_t end = begin;
     std::int64_t numel = 0;
     while (end < tensors.size() && tensors[end].scalar_type() == dtype &&
            (end == begin || static_cast<std::size_t>(numel) * c10::elementSize(dtype) < kMessageBytes))
       numel += tensors[end++].numel();
-    const at::Tensor flat = at::empty({numel}, tensors[begin].options().requires_grad(false));
+    if (message == messages->size()) messages->emplace_back();
+    at::Tensor& flat = (*messages)[message];
+    // Between two forwards the module may have been moved or cast.
+    if (!flat.defined() || flat.numel() != numel || flat.scalar_type() != dtype ||
+        flat.device() != tensors[begin].device())
+      flat = at::empty({numel}, tensors[begin].options().requires_grad(false));
     const auto for_each_part = [&](const auto& action) {
       std::int64_t offset = 0;
       for (std::size_t i = begin; i < end; ++i) {
@@ -221,7 +230,7 @@ bool DistributedDataParallelBase::broadcast_buffers() {
     join_->announce(join_index_, kJoinBuffers);
     source = join_->first_active(true);
   }
-  broadcast_all(buffers_, group_, source);
+  broadcast_all(buffers_, group_, source, &buffer_messages_);
   return true;
 }
 

@@ -45,6 +45,18 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
+/// Whether nobody else holds the gradient's memory. Autograd hands a gradient on without a copy: what it is a view of
+/// may be another parameter's gradient too, or still be read on the way to one. May say no where the answer is yes.
+bool is_alone(const at::Tensor& gradient, const at::Tensor& added) {
+  std::size_t known = 1;
+  if (added.defined() && added.has_storage() && added.is_alias_of(gradient)) {
+    ++known;  // It has become the gradient, and backward lets go of it after this hook.
+    // A view keeps the tensor that it is of, which here is mostly a product that was transposed.
+    if (added.is_view() && added._base().use_count() == 1) ++known;
+  }
+  return gradient.storage().use_count() == known;
+}
+
 }  // namespace
 
 GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, ProcessGroup group,
@@ -178,22 +190,23 @@ at::Tensor GradientMemory::home_for(Entry& entry) {
   return alias(arena_->empty(parameter.numel(), parameter.scalar_type()), 0, parameter);
 }
 
-bool GradientMemory::reducible(const at::Tensor& gradient, const at::Tensor& parameter) const {
+bool GradientMemory::reducible(const at::Tensor& gradient, const at::Tensor& parameter, const at::Tensor& added) const {
   if (flat_ || gradient.strides() != parameter.strides() || !gradient.is_non_overlapping_and_dense() ||
       gradient.is_conj() || gradient.is_neg())
     return false;
-  if (group_.world_size() == 1 || (arena_ && arena_->contains(gradient.const_data_ptr()))) return true;
-  return own_->is_symmetric(gradient.const_data_ptr(), gradient.nbytes());
+  if (group_.world_size() == 1) return true;
+  // Of other symmetric memory nobody knows whether all ranks still map it.
+  return arena_ && arena_->contains(gradient.const_data_ptr()) && is_alone(gradient, added);
 }
 
-void GradientMemory::take(std::size_t index) {
+void GradientMemory::take(std::size_t index, const at::Tensor& added) {
   Entry& entry = entries_[index];
   const at::Tensor& gradient = entry.parameter.grad();
   if (!gradient.defined()) return take_unused(index);
   if (flat_ && sharded_) return put_into_sections(index, gradient);
   const bool at_home = entry.home.defined() && gradient.const_data_ptr() == entry.home.const_data_ptr() &&
                        gradient.strides() == entry.home.strides();
-  if (at_home || reducible(gradient, entry.parameter)) {
+  if (at_home || reducible(gradient, entry.parameter, added)) {
     entry.piece = gradient;
     return;
   }

@@ -18,8 +18,8 @@ class ArenaLease;
 class OwnBackend;
 
 /// One of two ways, the same on all ranks:
-///   in place  the backend reduces gradients where they stand, if that is symmetric memory. Those that autograd made
-///             elsewhere are copied into a place of their own there.
+///   in place  the backend reduces gradients where they stand, if that is the arena. Those that autograd made
+///             elsewhere, or shares with somebody, are copied into a place of their own there.
 ///   flat      each bucket has one buffer, into which all of its gradients are copied.
 ///
 /// Gradients are handed over with take() or take_unused() as backward makes them, and handed back with give() when
@@ -44,8 +44,8 @@ class GradientMemory {
   /// lay_out() next.
   void set_sharded(bool sharded);
 
-  /// The gradient of parameter `index`, which autograd has just made or added to.
-  void take(std::size_t index);
+  /// The gradient of parameter `index`, which autograd has just made of `added`, or added it to.
+  void take(std::size_t index, const at::Tensor& added);
   /// This rank's gradient of a parameter that took no part in backward: what it had before, or zero.
   void take_unused(std::size_t index);
   /// Averages a bucket, all of whose gradients have been taken, over the ranks.
@@ -76,7 +76,7 @@ class GradientMemory {
   };
 
   at::Tensor home_for(Entry& entry);
-  bool reducible(const at::Tensor& gradient, const at::Tensor& parameter) const;
+  bool reducible(const at::Tensor& gradient, const at::Tensor& parameter, const at::Tensor& added) const;
   void lay_out_flat();
   void lay_out_sections();
   void put_into_sections(std::size_t index, const at::Tensor& gradient);

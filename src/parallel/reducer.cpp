@@ -32,6 +32,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// With a sink, buckets that are reduced in place are no larger than they must be (a collective costs a few
+/// microseconds), and backward goes on only while no more than this is under way: so the memory of gradients is bounded
+/// however far one rank runs ahead of another.
+constexpr std::size_t kSinkBucketBytes = std::size_t{1} << 20;
+constexpr std::size_t kSinkBytesUnderWay = std::size_t{2} << 20;
+
 constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
 
 double microseconds(Clock::duration time) { return std::chrono::duration<double, std::micro>(time).count(); }
@@ -94,9 +100,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void tell_plan(const std::string& what) const;
   void lay_out();
 
-  void on_gradient(std::size_t index);
+  void on_gradient(std::size_t index, const at::Tensor& added);
   void begin_backward();
   void launch_complete_buckets();
+  void feed_sink();
   void launch(std::size_t bucket);
   void end_backward();
   void finish_backward();
@@ -152,15 +159,15 @@ namespace {
 
 class GradientHook : public torch::autograd::FunctionPostHook {
  public:
-  explicit GradientHook(std::function<void()> call) : call_(std::move(call)) {}
+  explicit GradientHook(std::function<void(const at::Tensor&)> call) : call_(std::move(call)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    call_();
+                                            const torch::autograd::variable_list& inputs) override {
+    call_(inputs.empty() ? at::Tensor() : inputs[0]);
     return outputs;
   }
 
  private:
-  std::function<void()> call_;
+  std::function<void(const at::Tensor&)> call_;
 };
 
 }  // namespace
@@ -219,7 +226,9 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
   const auto all = infos();
   std::vector<ParameterInfo> ordered;
   for (const std::size_t index : order) ordered.push_back(all[index]);
-  plan = plan_buckets(ordered, options_.first_bucket_bytes, options_.bucket_bytes);
+  const bool small = sink_ && !memory_->flat();
+  const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kSinkBucketBytes) : bytes; };
+  plan = plan_buckets(ordered, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
   buckets_.clear();
   for (auto& members : plan) {
     Bucket& bucket = buckets_.emplace_back();
@@ -262,7 +271,10 @@ void Reducer::Impl::set_gradient_sink(GradientSink* sink) {
   }
   sink_ = sink;
   memory_->set_sharded(sink != nullptr);
-  memory_->lay_out(plan);
+  std::vector<std::size_t> order;  // As it is.
+  for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
+  std::reverse(order.begin(), order.end());
+  make_plan(order);
 }
 
 std::vector<NamedParameter> Reducer::Impl::parameters() const {
@@ -282,9 +294,10 @@ void Reducer::Impl::install_hook(std::size_t index) {
   if (!slot.accumulator)
     throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
   slot_of_[slot.accumulator.get()] = index;
-  slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>([weak = weak_from_this(), index] {
-    if (const auto self = weak.lock()) self->on_gradient(index);
-  }));
+  slot.hook = slot.accumulator->add_post_hook(
+      std::make_unique<GradientHook>([weak = weak_from_this(), index](const at::Tensor& added) {
+        if (const auto self = weak.lock()) self->on_gradient(index, added);
+      }));
 }
 
 void Reducer::Impl::follow_parameters() {
@@ -336,7 +349,7 @@ void Reducer::Impl::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
-void Reducer::Impl::on_gradient(std::size_t index) {
+void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
   slot.used = true;
@@ -367,7 +380,7 @@ void Reducer::Impl::on_gradient(std::size_t index) {
           fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
                       "with sparse(true), by which DistributedDataParallel knows beforehand",
                       slot.parameter.name));
-    memory_->take(index);
+    memory_->take(index, added);
     Bucket& bucket = buckets_[slot.bucket];
     bucket.timing.ready = last_gradient_;
     if (slot.expected) --bucket.pending;
@@ -387,10 +400,21 @@ void Reducer::Impl::launch_complete_buckets() {
   // Which parameters a static graph uses is known only when its first backward ends.
   if (options_.static_graph && !graph_is_known()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  // A sink lets go of gradients that backward still adds to otherwise: the sooner, the less memory.
-  if (!sink_ || (allows_unused() && !graph_is_known())) return;
+  if (sink_ && !(allows_unused() && !graph_is_known())) feed_sink();
+}
+
+/// Hands over what is there, and waits for what is too much to be under way. No rank waits for one that needs
+/// something of it first: buckets are reduced in one order on all.
+void Reducer::Impl::feed_sink() {
   note_finished();
   while (next_taken_ < next_finished_) finish_bucket(next_taken_++);
+  if (memory_->flat()) return;
+  std::size_t under_way = 0;
+  for (std::size_t b = next_taken_; b < next_bucket_; ++b) under_way += buckets_[b].bytes;
+  while (under_way > kSinkBytesUnderWay) {
+    under_way -= buckets_[next_taken_].bytes;
+    finish_bucket(next_taken_++);
+  }
 }
 
 void Reducer::Impl::launch(std::size_t b) {

@@ -364,6 +364,7 @@ RANK_TEST("backward(create_graph=true) is refused with the way to do it", "[ddp]
   DistributedDataParallel ddp(model, group);
   const torch::Tensor loss = ddp(input(0, group.rank()), "lr").sum();
   CHECK_THROWS_WITH(loss.backward({}, c10::nullopt, /*create_graph=*/true), ContainsSubstring("torch::autograd::grad"));
+  model->zero_grad();  // Else the gradients that were made before it threw hold their graph, and it holds them.
 }
 
 namespace mine {

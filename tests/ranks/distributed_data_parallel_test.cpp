@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <functional>
+#include <memory>
 #include <sstream>
 
 #include <ddpkit/comm/error.h>
@@ -134,7 +136,8 @@ RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]
       auto reference = many_kinds(0);
       train_alone(*reference, name, 20);
 
-      // Other weights on every rank but the first: construction must give them rank 0's.
+      // Other weights on every rank but the first: construction must give them
+      // rank 0's.
       auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
       const torch::Tensor before = flat_parameters(*many_kinds(0));
       DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
@@ -175,7 +178,10 @@ RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
   CHECK(torch::equal(run(), first));
 }
 
-RANK_TEST("gradient_as_bucket_view: gradients alias memory that is kept from step to step", "[ddp]", 2, 3) {
+RANK_TEST(
+    "gradient_as_bucket_view: gradients alias memory that is kept from "
+    "step to step",
+    "[ddp]", 2, 3) {
   auto model = many_kinds(0);
   DistributedDataParallel ddp(model, group, {.gradient_as_bucket_view = true, .arena = false});
   const auto backward = [&](int step) {
@@ -255,6 +261,146 @@ RANK_TEST("no_sync accumulates, and the next backward averages the sum", "[ddp]"
   backward(2);
   CHECK(largest_difference(flat_gradients(*model), flat_gradients(*reference)) < 1e-12);
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
+}
+
+/// The same tensor becomes the gradient of `offset` and goes on to where the
+/// gradient of `weight` is made of it.
+struct HandsOnImpl : torch::nn::Module {
+  HandsOnImpl() {
+    weight = register_parameter("weight", torch::linspace(0.1, 1, 1024, torch::kDouble));
+    offset = register_parameter("offset", torch::linspace(1, 2, 1024, torch::kDouble));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const torch::Tensor product = weight.view({1, -1}) * x;
+    if (between) product.register_hook([this](const torch::Tensor&) { between(); });
+    return product + offset.view({1, -1});
+  }
+  torch::Tensor weight, offset;
+  std::function<void()> between;
+};
+
+RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2, 3) {
+  for (const bool arena : {true, false}) {
+    for (const bool as_view : {true, false}) {
+      const auto model = std::make_shared<HandsOnImpl>();
+      // Each parameter has a bucket of its own, that of `offset` being first.
+      DistributedDataParallel ddp(
+          model, group,
+          {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .gradient_as_bucket_view = as_view, .arena = arena});
+      model->between = [&group] { group.barrier(); };  // By the end of it the first bucket has been reduced.
+      const auto x = [](int rank) { return torch::full({1, 1024}, 1.0 + rank, torch::kDouble); };
+      torch::Tensor of_weight = torch::zeros(1024, torch::kDouble), of_offset = of_weight.clone();
+      for (int r = 0; r < group.world_size(); ++r) {
+        const torch::NoGradGuard no_grad;
+        const torch::Tensor twice = 2 * (model->weight * x(r)[0] + model->offset);
+        of_offset += twice / group.world_size();
+        of_weight += twice * x(r)[0] / group.world_size();
+      }
+      for (int step = 0; step < 2; ++step) {
+        model->zero_grad();
+        ddp(x(group.rank())).square().sum().backward();
+        INFO("arena " << arena << ", gradient_as_bucket_view " << as_view << ", step " << step);
+        CHECK(largest_difference(model->offset.grad(), of_offset) < 1e-10);
+        CHECK(largest_difference(model->weight.grad(), of_weight) < 1e-10);
+      }
+    }
+  }
+}
+
+/// Weights under two names, or used in two places: the products' gradients are
+/// added up before they come to it.
+struct TwiceImpl : torch::nn::Module {
+  TwiceImpl() {
+    weight = register_parameter("weight", torch::randn({64, 64}) / 8);
+    register_parameter("again", weight);
+    into = register_module("into", torch::nn::Linear(64, 64));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return into(torch::tanh(into(x).matmul(weight))).matmul(weight.t()); }
+  torch::Tensor weight;
+  torch::nn::Linear into{nullptr};
+};
+
+/// Blocks that a backward takes of the arena beyond those that it takes without
+/// reducing anything.
+template <class M>
+std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGroup& group, const torch::Tensor& x,
+                                bool accumulates) {
+  DistributedDataParallel ddp(model, group);
+  const auto blocks_taken = [&](bool synchronize) {
+    if (!accumulates) model->zero_grad();
+    const torch::Tensor loss = ddp(x).square().sum();
+    const auto before = ddp.reducer().arena().value().allocations;
+    if (synchronize) {
+      loss.backward();
+    } else {
+      const auto local = ddp.no_sync();
+      loss.backward();
+    }
+    return ddp.reducer().arena().value().allocations - before;
+  };
+  blocks_taken(true);  // The first one makes a new plan of buckets.
+  const auto with = blocks_taken(true);
+  return with - blocks_taken(false);
+}
+
+RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 2) {
+  for (const bool accumulates : {false, true}) {
+    CAPTURE(accumulates);
+    const auto mlp = std::make_shared<torch::nn::SequentialImpl>(
+        torch::nn::Linear(64, 2048), torch::nn::ReLU(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({2048})),
+        torch::nn::Linear(2048, 1024));
+    CHECK(blocks_for_copies(mlp, group, torch::randn({8, 64}), accumulates) == 0);
+    const auto convolutions = std::make_shared<torch::nn::SequentialImpl>(
+        torch::nn::Conv2d(3, 64, 5), torch::nn::BatchNorm2d(64), torch::nn::Conv2d(64, 32, 3));
+    CHECK(blocks_for_copies(convolutions, group, torch::randn({2, 3, 12, 12}), accumulates) == 0);
+    CHECK(blocks_for_copies(std::make_shared<TwiceImpl>(), group, torch::randn({8, 64}), accumulates) == 0);
+  }
+}
+
+namespace {
+
+/// A model whose gradient for inputs of `x` is x in every row.
+std::shared_ptr<torch::nn::LinearImpl> rows_of_inputs() {
+  return std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1024, 8).bias(false));
+}
+
+void check_average_of_inputs(DistributedDataParallel<torch::nn::LinearImpl>& ddp, const ProcessGroup& group) {
+  const double rank = group.rank(), ranks = group.world_size();
+  ddp(torch::full({1, 1024}, 1.0 + rank)).sum().backward();
+  CHECK(largest_difference(ddp.module().weight.grad(), torch::full({8, 1024}, (ranks + 1) / 2)) < 1e-6);
+}
+
+}  // namespace
+
+RANK_TEST("ranks let go of a wrapped model at different times", "[ddp]", 2, 3) {
+  const auto first_model = rows_of_inputs(), second_model = rows_of_inputs();
+  using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
+  auto first = std::make_unique<Wrapped>(first_model, group);
+  check_average_of_inputs(*first, group);
+  if (group.rank() == 1) first.reset();
+  auto second = std::make_unique<Wrapped>(second_model, group);
+  check_average_of_inputs(*second, group);
+  first.reset();
+  second_model->zero_grad();
+  check_average_of_inputs(*second, group);
+  second.reset();
+  second_model->zero_grad();
+  // All have let go of both: there may be an arena again.
+  Wrapped third(second_model, group);
+  CHECK(third.reducer().arena());
+  check_average_of_inputs(third, group);
+}
+
+RANK_TEST("a gradient from an arena that another rank no longer maps", "[ddp]", 2) {
+  const auto model = rows_of_inputs();
+  using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
+  auto first = std::make_unique<Wrapped>(model, group);
+  check_average_of_inputs(*first, group);
+  first.reset();
+  if (group.rank() == 1) model->zero_grad();  // Rank 0's stays in the first arena, and is added to.
+  Wrapped second(model, group, {.arena = false});
+  second(torch::full({1, 1024}, 1.0f)).sum().backward();
+  CHECK(largest_difference(model->weight.grad(), torch::full({8, 1024}, 1.0 + 1.5 / 2)) < 1e-6);
 }
 
 RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
@@ -370,7 +516,10 @@ RANK_TEST("a backward that throws half-way leaves the next one sound", "[ddp]", 
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
 }
 
-RANK_TEST("a model that differs between ranks is refused everywhere, with the parameter's name", "[ddp]", 2, 3) {
+RANK_TEST(
+    "a model that differs between ranks is refused everywhere, with the "
+    "parameter's name",
+    "[ddp]", 2, 3) {
   const auto message = [&](const std::shared_ptr<torch::nn::Module>& module) -> std::string {
     try {
       DistributedDataParallel ddp(module, group);

@@ -2,14 +2,19 @@
 // ends of every exchange, which it cannot where ranks are processes. The data is written and checked in loops of this
 // file: what LibTorch's own operators do would be hidden from it.
 #include <ATen/ops/empty.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <array>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <future>
+#include <memory>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -22,6 +27,8 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
 
+#include "comm/arena.h"
+#include "comm/backends.h"
 #include "support/catch.h"
 
 using ddpkit::ProcessGroup;
@@ -87,6 +94,12 @@ at::Tensor tensor_of(std::int64_t numel, const Values& values) {
   return tensor;
 }
 
+ddpkit::OwnBackend& own_backend(const ProcessGroup& group) {
+  auto* own = dynamic_cast<ddpkit::OwnBackend*>(group.backend().get());
+  require(own != nullptr, "the shm backend is ddpkit's own");
+  return *own;
+}
+
 /// Calls of random kinds and sizes on one group, each rank waiting at times of its own.
 class MixedCalls {
  public:
@@ -105,6 +118,8 @@ class MixedCalls {
       if (own_() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own_() % 2000));
     }
     finish_all();
+    group_.barrier();
+    inputs_.clear();
   }
 
  private:
@@ -157,13 +172,13 @@ class MixedCalls {
       case 4:
         tensor = at::empty({ranks_ * numel}, at::kInt);
         expect(
-            group_.all_gather_into_async(tensor, tensor_of(numel, mine)),
+            group_.all_gather_into_async(tensor, input_of(numel, mine)),
             [=](std::int64_t i) { return value(number, static_cast<int>(i / numel), i % numel); }, "all_gather");
         break;
       case 5:
         tensor = at::empty({numel}, at::kInt);
         expect(
-            group_.reduce_scatter_async(tensor, tensor_of(ranks_ * numel, mine)),
+            group_.reduce_scatter_async(tensor, input_of(ranks_ * numel, mine)),
             [=, this](std::int64_t i) { return sum(me_ * numel + i); }, "reduce_scatter");
         break;
       case 6:
@@ -177,7 +192,7 @@ class MixedCalls {
       case 7: {
         // A ring of messages. Nobody waits for the send: it finishes in the background.
         tensor = at::empty({numel}, at::kInt);
-        (void)group_.send_async(tensor_of(numel, mine), next, number % 3);
+        (void)group_.send_async(input_of(numel, mine), next, number % 3);
         if (odd_one_out && ranks_ == 2) {
           require(group_.recv_any(tensor, number % 3) == before, "a message from another rank");
           expect(
@@ -201,6 +216,12 @@ class MixedCalls {
     }
   }
 
+  /// Lives until no thread reads it any more: ThreadSanitizer does not see the reference counts inside LibTorch by
+  /// which the last one to let go of it would know that the others have.
+  at::Tensor input_of(std::int64_t numel, const Values& values) {
+    return inputs_.emplace_back(tensor_of(numel, values));
+  }
+
   void finish_one() {
     Expected& oldest = pending_.front();
     if (own_() % 4 == 0 && oldest.work.valid()) {
@@ -221,6 +242,7 @@ class MixedCalls {
   std::mt19937 shared_, own_;
   at::Tensor symmetric_;
   std::deque<Expected> pending_;
+  std::vector<at::Tensor> inputs_;
 };
 
 }  // namespace
@@ -237,6 +259,10 @@ TEST_CASE("ranks that are threads: mixed calls on 4 ranks", "[shm][threads]") {
   on_threads(4, [](ProcessGroup& group) { MixedCalls(group, 3).run(400); });
 }
 
+TEST_CASE("ranks that are threads: mixed calls on 8 ranks", "[shm][threads]") {
+  on_threads(8, [](ProcessGroup& group) { MixedCalls(group, 4).run(100); });
+}
+
 TEST_CASE("ranks that are threads: many small all-reduces", "[shm][threads]") {
   // Slots, tickets and headers are used again and again with nothing else in between.
   on_threads(3, [](ProcessGroup& group) {
@@ -248,6 +274,175 @@ TEST_CASE("ranks that are threads: many small all-reduces", "[shm][threads]") {
           tensor, [&](std::int64_t i) { return value(number, 0, i) + value(number, 1, i) + value(number, 2, i); },
           "all_reduce " + std::to_string(number));
     }
+  });
+}
+
+namespace {
+
+/// Tensors that all ranks reduce where they stand: of one size everywhere, but each rank's at places of its own.
+std::vector<at::Tensor> scattered(const at::Tensor& memory, const std::vector<std::int64_t>& sizes, int rank,
+                                  std::mt19937& own) {
+  std::vector<at::Tensor> tensors;
+  std::int64_t offset = rank;
+  for (const std::int64_t size : sizes) {
+    offset += static_cast<std::int64_t>(own() % 40);
+    tensors.push_back(memory.narrow(0, offset, size));
+    offset += size;
+  }
+  return tensors;
+}
+
+void reduce_in_place(ProcessGroup& group) {
+  const int ranks = group.world_size(), me = group.rank();
+  ddpkit::OwnBackend& backend = own_backend(group);
+  std::mt19937 shared(5), own(static_cast<unsigned>(me));
+  constexpr std::int64_t kNumel = 80000;
+  const at::Tensor memory[] = {group.allocate({kNumel}, at::kInt), group.allocate({kNumel}, at::kInt),
+                               group.allocate({kNumel}, at::kInt)};
+  const auto sum = [=](int number) -> Values {
+    return [=](std::int64_t i) {
+      std::int32_t total = 0;
+      for (int r = 0; r < ranks; ++r) total += value(number, r, i);
+      return total;
+    };
+  };
+  struct Reduction {
+    Work work;
+    std::vector<at::Tensor> tensors;
+    int number;
+  };
+  std::deque<Reduction> pending;
+  const auto finish_one = [&] {
+    Reduction& oldest = pending.front();
+    oldest.work.wait();
+    for (std::size_t i = 0; i < oldest.tensors.size(); ++i)
+      check(oldest.tensors[i], sum(oldest.number + static_cast<int>(i)),
+            "tensor " + std::to_string(i) + " of reduction " + std::to_string(oldest.number));
+    pending.pop_front();
+  };
+  for (int number = 0; number < 120; ++number) {
+    // A tensor of private memory, which is staged, comes between.
+    const bool staged = shared() % 4 == 0;
+    constexpr std::int64_t kSizes[] = {1, 16, 17, 1000, 1024, 20000};
+    std::vector<std::int64_t> sizes(shared() % 10 == 0 ? 70 : 1 + shared() % 5);  // At most 64 go into one collective.
+    for (std::int64_t& size : sizes) size = kSizes[shared() % (sizes.size() > 5 ? 3 : 5)];
+    if (shared() % 3 == 0) sizes[0] = kSizes[5];
+    // With at most two under way a third of the memory is free; which third differs between the ranks.
+    while (pending.size() > 2 || (!pending.empty() && own() % 2 == 0)) finish_one();
+    std::vector<at::Tensor> tensors;
+    if (staged) {
+      tensors.push_back(at::empty({sizes[0]}, at::kInt));
+    } else {
+      tensors = scattered(memory[(number + me) % 3], sizes, me, own);
+    }
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      fill(tensors[i], [&](std::int64_t k) { return value(number + static_cast<int>(i), me, k); });
+    Work work = staged ? group.all_reduce_async(tensors[0])
+                       : Work(backend.all_reduce_in_place(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
+    pending.push_back({std::move(work), std::move(tensors), number});
+  }
+  while (!pending.empty()) finish_one();
+}
+
+}  // namespace
+
+TEST_CASE("ranks that are threads: tensors reduced where they stand", "[shm][threads]") {
+  for (const int ranks : {2, 3, 4}) on_threads(ranks, reduce_in_place);
+}
+
+TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
+  REQUIRE_FALSE(ddpkit::ArenaLease::taken());
+  on_threads(2, [](ProcessGroup& group) {
+    const int me = group.rank();
+    std::mt19937 own(static_cast<unsigned>(me));
+    constexpr std::int64_t kNumel = 5000;
+    std::vector<at::Tensor> outlives;
+    for (int round = 0; round < 5; ++round) {
+      // Each rank has one of its own, and LibTorch's tensors come from the one that was opened last.
+      auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+      require(lease != nullptr, "an arena");
+      require(lease == own_backend(group).open_arena(1, 0), "the arena there is");
+      for (int number = 0; number < 40; ++number) {
+        std::vector<at::Tensor> tensors, others;
+        for (int i = 0; i < 3; ++i) {
+          others.push_back(at::empty({kNumel + static_cast<std::int64_t>(own() % 100)}, at::kInt));
+          tensors.push_back(lease->empty(kNumel + i, at::kInt));
+          fill(tensors.back(), [&](std::int64_t k) { return value(number + i, me, k); });
+          fill(others.back(), [&](std::int64_t) { return me; });
+        }
+        Work work(own_backend(group).all_reduce_in_place(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
+        if (own() % 2 == 0) outlives.push_back(at::empty({kNumel}, at::kInt));
+        while (outlives.size() > 10) outlives.erase(outlives.begin());
+        work.wait();
+        for (int i = 0; i < 3; ++i) {
+          const auto index = static_cast<std::size_t>(i);
+          check(
+              tensors[index], [&](std::int64_t k) { return value(number + i, 0, k) + value(number + i, 1, k); },
+              "a tensor of the arena");
+          check(
+              others[index], [&](std::int64_t) { return me; }, "a tensor beside");
+        }
+      }
+      outlives.push_back(lease->empty(kNumel, at::kInt));
+      fill(outlives.back(), [&](std::int64_t) { return round; });
+      group.barrier();  // Else one of them might find the other's arena in force when it opens the next.
+      lease.reset();
+      group.barrier();
+      check(
+          outlives.back(), [&](std::int64_t) { return round; }, "a tensor that outlives its arena");
+    }
+  });
+  CHECK_FALSE(ddpkit::ArenaLease::taken());
+}
+
+TEST_CASE("ranks that are threads: a child process of one with an arena", "[shm][threads]") {
+  on_threads(2, [](ProcessGroup& group) {
+    const auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+    group.barrier();
+    if (group.rank() == 0) {
+      constexpr std::int64_t kNumel = 10000;
+      at::Tensor inherited = at::empty({kNumel}, at::kInt);
+      const pid_t child = ::fork();
+      if (child == 0) {
+        inherited.reset();
+        const at::Tensor own = tensor_of(kNumel, [](std::int64_t i) { return static_cast<std::int32_t>(i); });
+        ::_exit(own.const_data_ptr<std::int32_t>()[kNumel - 1] == kNumel - 1 ? 0 : 1);
+      }
+      int status = -1;
+      require(::waitpid(child, &status, 0) == child, "the child's end");
+      require(WIFEXITED(status) && WEXITSTATUS(status) == 0,
+              "the child uses tensors; its status is " + std::to_string(status));
+      fill(inherited, [](std::int64_t) { return 1; });
+    }
+    group.barrier();
+  });
+}
+
+TEST_CASE("ranks that are threads: private memory of many chunks", "[shm][threads]") {
+  // From the fifth chunk of 64 KiB on, each is copied in while an earlier one is reduced, but for the last.
+  on_threads(2, [](ProcessGroup& group) {
+    const int me = group.rank();
+    std::mt19937 shared(3), own(static_cast<unsigned>(me));
+    constexpr std::int64_t kChunk = 65536 / sizeof(std::int32_t);
+    std::deque<std::pair<Work, at::Tensor>> pending;
+    int first = 0;
+    const auto finish_one = [&] {
+      pending.front().first.wait();
+      const int number = first++;
+      check(
+          pending.front().second, [&](std::int64_t i) { return value(number, 0, i) + value(number, 1, i); },
+          "all_reduce " + std::to_string(number));
+      pending.pop_front();
+    };
+    for (int number = 0; number < 60; ++number) {
+      const auto chunks = static_cast<std::int64_t>(1 + shared() % 13);
+      const std::int64_t last[] = {0, 1, 17, kChunk - 1};
+      const at::Tensor tensor = at::empty({chunks * kChunk + last[shared() % 4]}, at::kInt);
+      fill(tensor, [&](std::int64_t i) { return value(number, me, i); });
+      pending.emplace_back(group.all_reduce_async(tensor), tensor);
+      while (pending.size() > 3 || (!pending.empty() && own() % 2 == 0)) finish_one();
+    }
+    while (!pending.empty()) finish_one();
   });
 }
 
@@ -268,6 +463,77 @@ TEST_CASE("ranks that are threads: groups come and go", "[shm][threads]") {
       const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
       const ProcessGroup passing(ddpkit::create_shm_backend(own, group.rank(), 2, kPatience), own, at::kCPU);
       passing.barrier();
+    }
+  });
+}
+
+TEST_CASE("ranks that are threads: two threads of a rank call alike", "[shm][threads]") {
+  // In whatever order they come, the calls match; there are more of them than may be under way.
+  on_threads(3, [](ProcessGroup& group) {
+    std::array<std::exception_ptr, 2> failures;
+    std::vector<std::thread> threads;
+    for (std::exception_ptr& failure : failures) {
+      threads.emplace_back([&group, &failure] {
+        try {
+          std::vector<std::pair<Work, at::Tensor>> pending;
+          for (int number = 0; number < 300; ++number) {
+            const at::Tensor tensor = tensor_of(3, [&](std::int64_t i) { return value(0, group.rank(), i); });
+            pending.emplace_back(group.all_reduce_async(tensor), tensor);
+            if (group.rank() == 1 && number % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          }
+          for (auto& [work, tensor] : pending) {
+            work.wait();
+            check(
+                tensor, [](std::int64_t i) { return value(0, 0, i) + value(0, 1, i) + value(0, 2, i); }, "all_reduce");
+          }
+        } catch (const std::exception& error) {
+          failure = std::current_exception();
+          group.abort(error.what());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  });
+}
+
+TEST_CASE("ranks that are threads: a future's callback is the last to hold the group", "[shm][threads]") {
+  struct Last {
+    std::optional<ProcessGroup> group;
+    std::promise<void> let_go;
+    std::promise<void> over;
+    ~Last() {
+      let_go.get_future().wait();
+      group.reset();
+      over.set_value();
+    }
+  };
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  on_threads(2, [&store](ProcessGroup& group) {
+    for (int round = 0; round < 10; ++round) {
+      const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(round), store);
+      ProcessGroup passing(ddpkit::create_shm_backend(own, group.rank(), 2, kPatience), own, at::kCPU);
+      const at::Tensor tensor = tensor_of(10, [](std::int64_t) { return 1; });
+      if (group.rank() == 1) {
+        group.barrier();
+        passing.all_reduce(tensor);
+        continue;
+      }
+      auto last = std::make_shared<Last>();
+      std::future<void> over = last->over.get_future();
+      std::promise<void>& let_go = last->let_go;
+      {
+        // It is complete when the other rank has come, so that the callback runs on the group's thread.
+        Work work = passing.all_reduce_async(tensor);
+        work.c10d_work()->getFuture()->addCallback([last](c10::ivalue::Future&) {});
+      }
+      last->group.emplace(std::move(passing));
+      last.reset();
+      group.barrier();
+      let_go.set_value();
+      over.wait();
     }
   });
 }

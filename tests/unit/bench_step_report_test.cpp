@@ -17,16 +17,17 @@ TEST_CASE("A rank's reports of steps are read as they were written", "[bench]") 
   const auto alone = parse_step_turn(to_report(StepTurn{.start_us = 1, .us = {7}, .exposed_us = {}}));
   REQUIRE(alone);
   CHECK(alone->exposed_us.empty());
-  const auto end = parse_step_end(
-      to_report(StepEnd{.params = 1, .buckets = 2, .reduced_bytes = 3, .peak_bytes = 1ull << 40, .wrong = 5}));
+  const auto end = parse_step_end(to_report(
+      StepEnd{.params = 1, .buckets = 2, .reduced_bytes = 3, .peak_bytes = 1ull << 40, .memory_bytes = 6, .wrong = 5}));
   REQUIRE(end);
+  CHECK(end->memory_bytes == 6);
   CHECK(end->params == 1);
   CHECK(end->buckets == 2);
   CHECK(end->reduced_bytes == 3);
   CHECK(end->peak_bytes == 1ull << 40);
   CHECK(end->wrong == 5);
   for (const char* text : {"", "ready", "turn", "turn 1", "turn 1 2", "turn 1  ", "turn x 1 ", "turn 1 1,x ",
-                           "end 1 2 3 4", "end 1 2 3 4 x"}) {
+                           "end 1 2 3 4", "end 1 2 3 4 x", "end 1 2 3 4 5 x"}) {
     CAPTURE(text);
     CHECK_FALSE(parse_step_turn(std::string(kStepReport) + text));
     CHECK_FALSE(parse_step_end(std::string(kStepReport) + text));
@@ -75,7 +76,7 @@ TEST_CASE("A row's end is the largest of its ranks', and the sum of their wrong 
                     .ratio_to_alone = 1.05,
                     .exposed_us = 12.5,
                     .end = end};
-  CHECK(to_csv(row) == "ddpkit-shm,5,32,2,1234.568,1.0500,mlp-10k,sgd,0.5,2,12.500,20,9,7");
+  CHECK(to_csv(row) == "ddpkit-shm,5,32,2,1234.568,1.0500,mlp-10k,sgd,0.5,2,12.500,20,9,7,0");
   CHECK(table_row(row).ends_with(" 7"));
 }
 

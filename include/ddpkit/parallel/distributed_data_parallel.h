@@ -114,6 +114,7 @@ class DistributedDataParallelBase : public Joinable {
   DistributedDataParallelOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> buffer_messages_;  ///< What each forward's broadcast of the buffers puts them into.
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
   std::optional<Timeline> timeline_;

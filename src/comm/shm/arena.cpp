@@ -11,7 +11,7 @@ namespace ddpkit::shm {
 namespace {
 
 /// Pages are asked for in steps of this size.
-constexpr std::size_t kStep = std::size_t{8} << 20;
+constexpr std::size_t kStep = std::size_t{2} << 20;
 constexpr std::size_t kPage = 4096;
 /// A request may take a free block of up to this many classes above its own: twice its size.
 constexpr std::size_t kClassesAbove = 4;
@@ -47,9 +47,13 @@ std::size_t Arena::class_bytes(std::size_t size_class) noexcept {
 }
 
 void* Arena::allocate(std::size_t bytes, bool urgent) noexcept {
-  const std::size_t size_class = class_of(std::max(bytes, kSmallest) + sizeof(Block));
   const std::lock_guard lock(mutex_);
   if (closed_) return nullptr;
+  if (bytes > stats_.capacity) {  // Of the largest numbers there is no size class.
+    ++stats_.refused;
+    return nullptr;
+  }
+  const std::size_t size_class = class_of(std::max(bytes, kSmallest) + sizeof(Block));
   Block* block = nullptr;
   for (std::size_t c = size_class; c <= size_class + kClassesAbove && c < kClasses && !block; ++c) {
     if (!free_[c]) continue;
@@ -94,6 +98,14 @@ void Arena::free(void* data) noexcept {
   release_if_over();
 }
 
+void Arena::keep_place() const noexcept {
+  std::byte* const begin = begin_;
+  const std::byte* const end = end_;
+  if (!begin || !end) return;
+  ::mmap(begin, static_cast<std::size_t>(end - begin), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
 void Arena::close() noexcept {
   const std::lock_guard lock(mutex_);
   closed_ = true;
@@ -102,9 +114,11 @@ void Arena::close() noexcept {
 
 void Arena::release_if_over() noexcept {
   if (!closed_ || stats_.in_use != 0) return;
-  segment_.reset();
-  begin_ = nullptr;
+  // In this order: contains() must not take for the arena's what the system puts where its pages were, nor, finding one
+  // of these null and not the other, everything below the end.
   end_ = nullptr;
+  begin_ = nullptr;
+  segment_.reset();
 }
 
 ArenaStats Arena::stats() const {

@@ -39,6 +39,8 @@ class Arena {
   void free(void* data) noexcept;
   /// Whether `data` lies in the arena's pages; any pointer may be asked about.
   bool contains(const void* data) const noexcept { return data >= begin_.load() && data < end_.load(); }
+  /// In a child process: nothing else comes to lie where its pages are in the parent.
+  void keep_place() const noexcept;
   /// No more blocks are handed out.
   void close() noexcept;
 

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 
 namespace ddpkit::shm {
 
@@ -56,6 +58,30 @@ struct CollectiveHeader {
   SymmetricAddress address;   ///< Of the tensor of an all-reduce.
 };
 
+/// A header in shared memory. Its owner writes the next one over it without asking who still reads it: a reader may get
+/// parts of both, and must find out from the counts.
+class SharedHeader {
+ public:
+  void store(const CollectiveHeader& header) noexcept {
+    std::uint64_t words[kWords];
+    std::memcpy(words, &header, sizeof header);
+    // Who reads a word of this header sees the counts that its owner raised before.
+    for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+  }
+  CollectiveHeader load() const noexcept {
+    std::uint64_t words[kWords];
+    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    CollectiveHeader header;
+    std::memcpy(&header, words, sizeof header);
+    return header;
+  }
+
+ private:
+  static constexpr std::size_t kWords = sizeof(CollectiveHeader) / sizeof(std::uint64_t);
+  static_assert(sizeof(CollectiveHeader) % sizeof(std::uint64_t) == 0);
+  std::array<std::atomic<std::uint64_t>, kWords> words_{};
+};
+
 /// How a rank's group ended before its time.
 enum class FailureKind : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };
 
@@ -89,10 +115,21 @@ struct alignas(kCacheLine) RankBlock {
   std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
   std::array<char, 476> failure_text{};
 
-  std::array<CollectiveHeader, kMaxOutstanding> headers{};
+  std::array<SharedHeader, kMaxOutstanding> headers{};  ///< [sequence % kMaxOutstanding]
   /// [sequence % kMaxOutstanding][piece]
   std::array<std::array<SymmetricAddress, kMaxPieces>, kMaxOutstanding> pieces{};
 };
+
+/// What a rank has called last; empty before its first call. The rank may go on meanwhile.
+inline std::optional<CollectiveHeader> last_header(const RankBlock& block) noexcept {
+  for (;;) {
+    const std::uint64_t posted = block.progress.posted.load();
+    if (posted == 0) return std::nullopt;
+    const CollectiveHeader header = block.headers[(posted - 1) % kMaxOutstanding].load();
+    // The next header in this place is written when kMaxOutstanding - 1 more have been posted.
+    if (block.progress.posted.load() - posted < kMaxOutstanding - 1) return header;
+  }
+}
 
 /// Bytes of messages from one rank to another that the receiver has not yet taken.
 inline constexpr std::size_t kChannelBytes = std::size_t{256} << 10;
@@ -112,7 +149,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000003ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000004ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

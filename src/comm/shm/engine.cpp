@@ -26,7 +26,13 @@ Engine::~Engine() {
   }
   background_wanted_.notify_all();
   ring(rank_);
-  if (background_thread_.joinable()) background_thread_.join();
+  if (background_thread_.get_id() == std::this_thread::get_id()) {
+    // A callback was the last to hold the engine: the thread ends when it comes back from there.
+    *ended_by_callback_ = true;
+    background_thread_.detach();
+  } else if (background_thread_.joinable()) {
+    background_thread_.join();
+  }
   block(rank_).left.store(1);
   ring_sleepers();
 }
@@ -40,11 +46,11 @@ PendingHandle Engine::post(Request request) {
   return operation;
 }
 
-void Engine::run(const Request& request) {
+void Engine::run(Request request) {
   std::unique_lock lock(mutex_);
   throw_if_failed();
   OperationHandle operation = new_operation();
-  operation->request = request;
+  operation->request = std::move(request);
   enqueue(lock, operation);
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
   if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
@@ -67,6 +73,12 @@ OperationHandle Engine::new_operation() {
 
 void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation) {
   const Request& request = operation->request;
+  // The header of the collective kMaxOutstanding before is overwritten: everybody must have read it. While this thread
+  // waits for that, another may post: the number is this one's only once there is nothing left to wait for.
+  const auto header_is_free = [&] {
+    return next_sequence_ < kMaxOutstanding || all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
+  };
+  if (world_size_ > 1 && !header_is_free()) wait_until(lock, timeout_, nullptr, header_is_free);
   const std::uint64_t sequence = next_sequence_;
   operation->header = {.sequence = sequence,
                        .numel = request.numel,
@@ -85,14 +97,8 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
     ++next_sequence_;
     return;
   }
-  // The header of collective s - kMaxOutstanding is overwritten: everybody must have read it.
-  if (sequence >= kMaxOutstanding) {
-    const std::uint64_t needed = sequence - kMaxOutstanding + 1;
-    if (!all_reached(&Progress::matched, needed))
-      wait_until(lock, timeout_, nullptr, [&] { return all_reached(&Progress::matched, needed); });
-  }
   locate(*operation);
-  block(rank_).headers[sequence % kMaxOutstanding] = operation->header;
+  block(rank_).headers[sequence % kMaxOutstanding].store(operation->header);
   operations_.push_back(operation);
   ++next_sequence_;
   raise(mine().posted, next_sequence_);

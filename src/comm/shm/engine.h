@@ -93,7 +93,7 @@ class Engine {
   /// Starts a collective. Throws what ended the group, if it has ended.
   PendingHandle post(Request request);
   /// Runs a collective to its end: post() and wait() in one, for pointers that outlive the call.
-  void run(const Request& request);
+  void run(Request request);
   /// Starts a send or a receive. Messages between two ranks with one tag arrive in the order they were sent; they are
   /// independent of collectives. A send is finished when its bytes are on their way, not when they are received.
   MessageHandle post(MessageHandle message);
@@ -108,9 +108,6 @@ class Engine {
   /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
   /// With Fill::kOnTouch each page takes memory only once it is used.
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Fill fill = Mapping::Fill::kNow);
-
-  /// Whether all ranks map these bytes.
-  bool is_symmetric(const void* data, std::size_t bytes) const;
 
   /// Ends the group from this rank; the others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
@@ -226,6 +223,8 @@ class Engine {
   std::condition_variable background_wanted_;
   bool stopping_ = false;
   std::thread background_thread_;
+  /// Shared with the background thread, one of whose callbacks may be the last to hold the engine.
+  std::shared_ptr<bool> ended_by_callback_ = std::make_shared<bool>(false);
 };
 
 }  // namespace ddpkit::shm

@@ -88,10 +88,11 @@ void Engine::compare_headers(const Operation& operation) {
   };
   bool agree = true;
   for (int r = 0; r < world_size_; ++r)
-    agree = agree && same(block(r).headers[sequence % kMaxOutstanding], operation.header);
+    agree = agree && same(block(r).headers[sequence % kMaxOutstanding].load(), operation.header);
   if (agree) return;
   std::map<std::string, std::vector<int>> callers;
-  for (int r = 0; r < world_size_; ++r) callers[describe(block(r).headers[sequence % kMaxOutstanding])].push_back(r);
+  for (int r = 0; r < world_size_; ++r)
+    callers[describe(block(r).headers[sequence % kMaxOutstanding].load())].push_back(r);
   std::vector<std::string> parts;
   const std::vector<int>* fewest = nullptr;
   for (const auto& [call, ranks] : callers) {
@@ -141,10 +142,9 @@ std::vector<int> Engine::missing_ranks(const Message* message) const {
 }
 
 std::string Engine::last_call(int rank) const {
-  const std::uint64_t posted = block(rank).progress.posted.load();
-  if (posted == 0) return "has made no call yet";
-  return fmt::format("last called {} (number {})", describe(block(rank).headers[(posted - 1) % kMaxOutstanding]),
-                     posted - 1);
+  const std::optional<CollectiveHeader> header = last_header(block(rank));
+  if (!header) return "has made no call yet";
+  return fmt::format("last called {} (number {})", describe(*header), header->sequence);
 }
 
 std::string Engine::current_call(const Message* message) const {

@@ -38,11 +38,6 @@ std::shared_ptr<SymmetricSegment> Engine::segment(std::uint32_t id) const {
   return nullptr;
 }
 
-bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
-  const std::lock_guard lock(mutex_);
-  return locate(data, bytes).segment != nullptr;
-}
-
 /// Says where in symmetric memory a collective's tensors lie, and what is known of its path before the others have
 /// come.
 void Engine::locate(Operation& operation) {
@@ -81,7 +76,7 @@ void Engine::agree(Operation& operation) {
   const std::uint64_t index = operation.header.sequence % kMaxOutstanding;
   for (int r = 0; r < world_size_; ++r)
     operation.largest_piece =
-        std::max(operation.largest_piece, static_cast<std::size_t>(block(r).headers[index].numel));
+        std::max(operation.largest_piece, static_cast<std::size_t>(block(r).headers[index].load().numel));
   const bool coalesced = is_coalesced(request.kind);
   const std::size_t pieces = coalesced ? request.pieces.size() : 1;
   operation.path = Path::kSymmetric;
@@ -90,7 +85,7 @@ void Engine::agree(Operation& operation) {
     const std::size_t bytes = (coalesced ? request.pieces[p].numel : request.numel) * operation.element_size();
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = block(static_cast<int>(r));
-      const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].address;
+      const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
       // One tensor: symmetric where it lies in the same segment on all ranks, so that all of them decide alike.
       const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
       const SymmetricSegment* holder = nullptr;

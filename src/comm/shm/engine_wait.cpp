@@ -84,6 +84,7 @@ void Engine::finish_in_background(PendingHandle pending, std::function<void(std:
 }
 
 void Engine::run_background() {
+  const auto ended = ended_by_callback_;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     if (background_.empty()) {
@@ -91,6 +92,7 @@ void Engine::run_background() {
       continue;
     }
     std::list<Background> over;
+    std::exception_ptr failure;
     try {
       throw_if_failed();
       progress();
@@ -104,15 +106,16 @@ void Engine::run_background() {
         sleep(lock, false);
       }
     } catch (const std::exception&) {
+      failure = std::current_exception();
       over.splice(over.end(), background_);
     }
     if (over.empty()) continue;
-    const std::exception_ptr failure = failure_;
     lock.unlock();
     for (const Background& entry : over) {
       if (entry.then) entry.then(entry.pending->finished ? nullptr : failure);
     }
     over.clear();
+    if (*ended) return;
     lock.lock();
   }
 }
