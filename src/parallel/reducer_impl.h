@@ -1,0 +1,137 @@
+// Tier 2: torch/csrc/autograd/function.h. The reducer's state, and what its sources are:
+//   reducer.cpp           parameters, their hooks, settings
+//   reducer_plan.cpp      which gradient is in which bucket
+//   reducer_backward.cpp  one backward: gradients come, buckets are reduced and handed on
+//   reducer_join.cpp      a backward of a rank without inputs
+//   reducer_stats.cpp     what happened
+#pragma once
+
+#include <ddpkit/parallel/reducer.h>
+
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <unordered_map>
+
+#include <ddpkit/parallel/bucket_plan.h>
+
+#include "parallel/gradient_memory.h"
+
+namespace ddpkit {
+
+/// Shared with the hooks, which may outlive the reducer inside a graph.
+class Reducer::Impl : public std::enable_shared_from_this<Impl> {
+ public:
+  Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options);
+
+  void install_hooks();
+  void follow_parameters();
+  void remove_hooks() noexcept;
+  void set_comm_hook(CommHook hook);
+  bool wants_outputs() const { return options_.find_unused_parameters && !graph_is_known() && synchronize; }
+  void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+  void set_gradient_sink(GradientSink* sink);
+  std::vector<NamedParameter> parameters() const;
+  void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
+  void note_outputs(const std::vector<at::Tensor>& outputs);
+  DistributedDataParallelStats stats() const;
+  void set_join(JoinSession* session, int index);
+  void shadow_bucket();
+  void shadow_end_of_backward();
+  std::optional<ArenaStats> arena() const { return memory_->arena(); }
+
+  std::atomic<bool> synchronize{true};
+  std::vector<std::vector<std::size_t>> plan;  ///< [bucket][position]
+  std::optional<BackwardTrace> trace;
+  std::uint64_t backwards = 0;
+  int rebuilds = 0;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
+  void install_hook(std::size_t index);
+
+  /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
+  struct Slot {
+    NamedParameter parameter;
+    std::shared_ptr<torch::autograd::Node> accumulator = {};  ///< Autograd keeps only a weak reference.
+    std::uintptr_t hook = 0;
+    std::size_t bucket = kNoBucket;  ///< None for a sparse one.
+    bool fired = false;              ///< In this backward.
+    bool used = false;               ///< In any backward since the last synchronised one, this one included.
+    bool expected = true;            ///< Its bucket waits for it.
+  };
+  struct Bucket {
+    std::size_t bytes = 0;
+    std::size_t pending = 0;  ///< Expected gradients that are not there yet.
+    Work work;
+    std::function<at::Tensor()> finish;
+    BucketTiming timing;
+  };
+
+  /// A static graph's used parameters are known from its first backward on.
+  bool graph_is_known() const { return options_.static_graph && used_anywhere_.defined(); }
+  bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
+  std::vector<ParameterInfo> infos() const;
+  void make_plan(const std::vector<std::size_t>& order);
+  void tell_plan(const std::string& what) const;
+  void lay_out();
+
+  void on_gradient(std::size_t index, const at::Tensor& added);
+  void begin_backward();
+  void launch_complete_buckets();
+  void feed_sink();
+  void launch(std::size_t bucket);
+  void end_backward();
+  void finish_backward();
+  void finish_dense();
+  void finish_bucket(std::size_t bucket);
+  void hand_over(std::size_t bucket, const std::uint8_t* used);
+  void note_finished();
+  void note_step();
+  void record_step();
+  void note_reached();
+  void rebuild();
+  void announce(int event);
+  double join_factor() const;
+  void divide_by_active_ranks();
+  void begin_shadow();
+  void note_arrival(std::size_t index);
+  [[noreturn]] void throw_incomplete();
+  void forget_backward() noexcept;
+  void give_up(const std::string& where) noexcept;
+
+  ProcessGroup group_;
+  ReducerOptions options_;
+  CommHook comm_hook_;
+  mutable std::mutex mutex_;     ///< Gradients on several devices come from several threads.
+  std::vector<Slot> slots_;      ///< [param]
+  std::size_t dense_ = 0;        ///< Slots of dense parameters.
+  std::vector<Bucket> buckets_;  ///< [bucket]
+  std::unique_ptr<GradientMemory> memory_;
+  std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
+  GradientSink* sink_ = nullptr;
+  std::size_t next_bucket_ = 0;    ///< Buckets are reduced in this order on every rank, whatever order they fill in.
+  std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
+  std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
+  bool in_backward_ = false;
+  bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
+  std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
+  at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
+  std::vector<bool> used_here_;        ///< In a static graph's first backward. [param]
+  std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
+  JoinSession* join_ = nullptr;
+  int join_index_ = 0;
+  bool shadows_ = false;  ///< This rank has run out of inputs.
+  Clock::time_point first_gradient_;
+  Clock::time_point last_gradient_;
+  std::uint64_t bytes_ = 0, sent_bytes_ = 0;  ///< Over all synchronised backwards, as the next two.
+  Clock::duration communication_{}, hidden_{};
+  std::optional<Timeline> timeline_;
+  std::uint64_t write_timeline_after_ = 0;  ///< Backwards that are left to be recorded; 0: the caller writes it.
+  Clock::time_point reached_output_;        ///< When backward came to an output of forward; only with a timeline.
+};
+
+}  // namespace ddpkit

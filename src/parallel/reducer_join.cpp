@@ -1,0 +1,61 @@
+#include "parallel/reducer_impl.h"
+
+#include "parallel/join_session.h"
+#include "parallel/reducer_events.h"
+
+namespace ddpkit {
+
+void Reducer::Impl::set_join(JoinSession* session, int index) {
+  const std::lock_guard lock(mutex_);
+  join_ = session;
+  join_index_ = index;
+  shadows_ = false;
+}
+
+void Reducer::Impl::announce(int event) {
+  if (join_ && !shadows_) join_->announce(join_index_, event);
+}
+
+/// What an average over all ranks is multiplied by to be one over those that still have inputs.
+double Reducer::Impl::join_factor() const {
+  if (!join_ || join_->options().divide_by_initial_world_size) return 1;
+  return static_cast<double>(group_.world_size()) / join_->active();
+}
+
+void Reducer::Impl::divide_by_active_ranks() {
+  const double factor = join_factor();
+  if (factor == 1 || sink_) return;
+  const at::NoGradGuard no_grad;
+  for (Slot& slot : slots_) {
+    at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
+    if (gradient.defined()) gradient.mul_(factor);
+  }
+}
+
+void Reducer::Impl::shadow_bucket() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  launch(next_bucket_++);
+}
+
+void Reducer::Impl::shadow_end_of_backward() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  finish_backward();
+}
+
+/// A backward without gradients.
+void Reducer::Impl::begin_shadow() {
+  shadows_ = true;
+  if (in_backward_) return;
+  in_backward_ = true;
+  next_bucket_ = next_finished_ = next_taken_ = 0;
+  for (Bucket& bucket : buckets_) bucket.timing.ready = {};
+  for (Slot& slot : slots_) {
+    slot.parameter.tensor.mutable_grad().reset();
+    slot.fired = slot.used = slot.expected = false;
+  }
+  first_gradient_ = last_gradient_ = Clock::now();
+}
+
+}  // namespace ddpkit
