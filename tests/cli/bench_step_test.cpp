@@ -78,8 +78,8 @@ TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bu
 TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optimizer", "[bench]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
-  const Run run = run_bench(folder, {"step", "--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--optimizer",
-                                     "adamw", "--steps", "2", "--csv", csv});
+  const Run run = run_bench(folder, {"step", "--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--update",
+                                     "torch", "--optimizer", "adamw", "--steps", "2", "--csv", csv});
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   auto rows = rows_of(csv);
@@ -146,11 +146,33 @@ RANK_TEST("bench step counts weights that differ between ranks in any bit", "[be
   CHECK(count_wrong_weights(weights, group) == 1);
 }
 
+TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
+  const Folder folder;
+  const std::string csv = folder / "rows.csv";
+  const Run run = run_bench(
+      folder, {"step", "--model", "mlp-1m", "--backend", "shm", "--steps", "4", "--optimizer", "adamw", "--csv", csv});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  std::map<std::string, std::map<std::string, std::string>> rows;
+  for (const auto& row : rows_of(csv)) rows[row.at("system")] = row;
+  CHECK(rows.size() == 7);
+  for (const std::string system :
+       {"alone", "alone-fused", "ddpkit-shm", "ddpkit-shm-fused", "ddpkit-shm-sharded", "ddpkit-shm-in-backward"}) {
+    CAPTURE(system);
+    REQUIRE(rows.contains(system));
+    CHECK(rows[system]["wrong"] == "0");
+  }
+  // Weights and state are there once, not on each rank.
+  CHECK(std::stoull(rows["ddpkit-shm-in-backward"]["memory_bytes"]) <
+        std::stoull(rows["ddpkit-shm-fused"]["memory_bytes"]));
+}
+
 TEST_CASE("A step's models train", "[bench]") {
   for (const std::string name : {"mlp-16x2", "cnn", "lstm", "transformer"}) {
     CAPTURE(name);
     const StepTask task = make_step_task(name, 4, 0);
-    const auto optimizer = make_step_optimizer("adamw", task.model->parameters());
+    const auto optimizer =
+        make_step_optimizer("adamw", name == "cnn" ? kFusedUpdate : kTorchUpdate, task.model->parameters());
     const auto loss = [&] { return torch::cross_entropy_loss(task.model->forward(task.input), task.target); };
     const auto first = loss().item<double>();
     for (int step = 0; step < 20; ++step) {
