@@ -22,7 +22,7 @@ std::string type_of(const torch::nn::Module& module) { return module.name(); }
 std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module) {
   // clone() initialises weights before it overwrites them: the caller's random numbers shall not depend on how many
   // replicas there are.
-  const at::Generator generator = at::detail::getDefaultCPUGenerator();
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
   const auto state = [&] {
     const std::lock_guard lock(generator.mutex());
     return generator.get_state();
@@ -38,7 +38,7 @@ std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module) {
   }
   {
     const std::lock_guard lock(generator.mutex());
-    at::Generator(generator).set_state(state);
+    generator.set_state(state);
   }
   return clone;
 }
