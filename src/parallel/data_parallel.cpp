@@ -66,8 +66,8 @@ void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
 /// What one forward has left for its backward.
 struct Call {
   std::shared_ptr<ReplicaSet> set;
-  std::vector<Tensors> inputs;   ///< Leaves. [replica][tensor]
-  std::vector<Tensors> outputs;  ///< With their graphs. [replica][tensor]
+  std::vector<Tensors> inputs;             ///< Leaves. [replica][tensor]
+  std::vector<Tensors> outputs;            ///< With their graphs. [replica][tensor]
   std::vector<std::size_t> wanted_inputs;  ///< Those that want a gradient.
   std::vector<std::size_t> outputs_of;     ///< The output behind each gradient that the node gets.
 };
@@ -117,8 +117,7 @@ class ReplicasBackward : public torch::autograd::Node {
   }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     const std::lock_guard lock(mutex_);
-    if (!call_)
-      throw Error("a second backward through DataParallel's outputs: give the first one retain_graph=true");
+    if (!call_) throw Error("a second backward through DataParallel's outputs: give the first one retain_graph=true");
     if (c10::GradMode::is_enabled())
       throw Error(
           "backward(create_graph=true) through DataParallel's outputs is not possible: take second derivatives within "
@@ -236,10 +235,10 @@ Tensors DataParallelBase::Impl::run_backward(const Call& call, const Tensors& gr
       any = any || inputs[i].grad().defined();
       parts.push_back(inputs[i].grad().defined() ? inputs[i].grad() : at::zeros_like(inputs[i]));
     }
-    results.push_back(!any                    ? at::Tensor()
-                      : parts.size() == 1     ? parts[0]
-                      : parts[0].dim() == 0   ? at::stack(parts).sum(0)
-                                              : at::cat(parts));
+    results.push_back(!any                  ? at::Tensor()
+                      : parts.size() == 1   ? parts[0]
+                      : parts[0].dim() == 0 ? at::stack(parts).sum(0)
+                                            : at::cat(parts));
   }
   for (std::size_t p = 0; p < call.set->parameters().size(); ++p) results.push_back(sums.sum(p));
   clean();
@@ -275,8 +274,9 @@ at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
         const auto index = static_cast<std::size_t>(r);
         const at::Tensor mine = loss(r, parts[index]);
         if (!mine.defined() || mine.numel() != 1 || !mine.requires_grad())
-          throw InvalidArgument("train_step()'s loss function must return one number that depends on the replica's "
-                                "parameters: the mean loss over its part of the batch");
+          throw InvalidArgument(
+              "train_step()'s loss function must return one number that depends on the replica's "
+              "parameters: the mean loss over its part of the batch");
         losses[index] = mine.detach().reshape({}) * weight(index);
         sums.start_backward(r);
         torch::autograd::backward({mine}, {at::full_like(mine, weight(index))});
@@ -311,8 +311,8 @@ torch::nn::Module& DataParallelBase::replica(int index) const {
   return impl_->set->module(static_cast<std::size_t>(index));
 }
 
-DataParallelBase::Tensors DataParallelBase::run_forward(
-    const Tensors& inputs, const std::function<Tensors(int, const Tensors&)>& forward) {
+DataParallelBase::Tensors DataParallelBase::run_forward(const Tensors& inputs,
+                                                        const std::function<Tensors(int, const Tensors&)>& forward) {
   return impl_->run_forward(inputs, forward);
 }
 

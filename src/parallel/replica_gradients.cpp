@@ -153,7 +153,8 @@ void ReplicaGradients::make_ready(std::size_t bucket) {
     const auto elements = static_cast<std::int64_t>(element_count(slot.sum));
     const auto element = static_cast<std::int64_t>(slot.sum.nbytes()) / std::max<std::int64_t>(elements, 1);
     for (std::int64_t begin = 0; begin < elements;) {
-      const std::int64_t count = std::min(elements - begin, std::max<std::int64_t>(1, (kChunkBytes - chunk_bytes) / element));
+      const std::int64_t count =
+          std::min(elements - begin, std::max<std::int64_t>(1, (kChunkBytes - chunk_bytes) / element));
       chunk.push_back({.param = param, .begin = begin, .count = count});
       begin += count;
       chunk_bytes += count * element;

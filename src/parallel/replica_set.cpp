@@ -69,9 +69,10 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, std::size_t co
     replicas_.push_back(clone_of(*module_));
     copies_[r] = replicas_[r]->modules();
     if (copies_[r].size() != parts_.size())
-      throw InvalidArgument(fmt::format("DataParallel: the clone of {} has {} modules in it, the original {}: register "
-                                        "submodules in reset(), not in the constructor",
-                                        type_of(*module_), copies_[r].size(), parts_.size()));
+      throw InvalidArgument(
+          fmt::format("DataParallel: the clone of {} has {} modules in it, the original {}: register "
+                      "submodules in reset(), not in the constructor",
+                      type_of(*module_), copies_[r].size(), parts_.size()));
   }
   all_parameters_ = rows(module_->named_parameters(), true);
   buffers_ = rows(module_->named_buffers(), false);

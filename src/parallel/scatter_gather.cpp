@@ -33,7 +33,8 @@ std::int64_t batch_size(const std::vector<at::Tensor>& tensors) {
 Cuts cut(std::int64_t samples, int parts) {
   const std::int64_t count = std::clamp<std::int64_t>(samples, 1, parts);
   Cuts cuts = {0};
-  for (std::int64_t i = 0; i < count; ++i) cuts.push_back(cuts.back() + samples / count + (i < samples % count ? 1 : 0));
+  for (std::int64_t i = 0; i < count; ++i)
+    cuts.push_back(cuts.back() + samples / count + (i < samples % count ? 1 : 0));
   return cuts;
 }
 
@@ -67,9 +68,10 @@ std::vector<at::Tensor> joined(const std::vector<std::vector<at::Tensor>>& outpu
     for (std::size_t r = 0; r < outputs.size(); ++r) {
       const at::Tensor& part = outputs[r][i];
       if (part.defined() != outputs[0][i].defined() || (part.defined() && part.dim() != outputs[0][i].dim()))
-        throw Error(fmt::format("DataParallel: output tensor {} has not as many dimensions from replica {} as from "
-                                "replica 0, or is undefined in one of them: it cannot be joined",
-                                i, r));
+        throw Error(
+            fmt::format("DataParallel: output tensor {} has not as many dimensions from replica {} as from "
+                        "replica 0, or is undefined in one of them: it cannot be joined",
+                        i, r));
       if (part.defined()) parts.push_back(part.detach());
     }
     if (parts.empty()) {

@@ -70,8 +70,7 @@ void check_same_gradients(const Module& module, const Module& reference) {
   for (const auto& item : wanted) {
     INFO(item.key());
     REQUIRE(mine[item.key()].grad().defined() == item.value().grad().defined());
-    if (item.value().grad().defined())
-      CHECK(at::allclose(mine[item.key()].grad(), item.value().grad(), 0, kTolerance));
+    if (item.value().grad().defined()) CHECK(at::allclose(mine[item.key()].grad(), item.value().grad(), 0, kTolerance));
   }
 }
 
@@ -528,8 +527,7 @@ TEST_CASE("DataParallel with tied weights, sparse gradients and unused parameter
         INFO(item.key());
         const Tensor grad = net->named_parameters()[item.key()].grad();
         REQUIRE(grad.defined() == item.value().grad().defined());
-        if (grad.defined())
-          CHECK(at::allclose(grad.to_dense(), item.value().grad().to_dense(), 0, kTolerance));
+        if (grad.defined()) CHECK(at::allclose(grad.to_dense(), item.value().grad().to_dense(), 0, kTolerance));
       }
     }
   }

@@ -79,10 +79,10 @@ class DataParallelBase {
 /// The module stays the caller's own, as with DistributedDataParallel. It and its children need clone():
 /// torch::nn::Cloneable or torch::nn::Sequential. One call at a time. Not copyable while a call runs.
 ///
-/// Batches and arguments are cut along dim 0 into parts whose sizes differ by at most one, wherever with_tensors() finds
-/// tensors; those of no dimensions, and what is not a tensor, go to every replica. Throws InvalidArgument when tensors
-/// differ in size(0). An exception in a replica comes out as an Error that names the replica and its device, with the
-/// original nested in it; what the replicas have done in that call is dropped.
+/// Batches and arguments are cut along dim 0 into parts whose sizes differ by at most one, wherever with_tensors()
+/// finds tensors; those of no dimensions, and what is not a tensor, go to every replica. Throws InvalidArgument when
+/// tensors differ in size(0). An exception in a replica comes out as an Error that names the replica and its device,
+/// with the original nested in it; what the replicas have done in that call is dropped.
 template <class M>
 class DataParallel : public DataParallelBase {
  public:
@@ -92,8 +92,8 @@ class DataParallel : public DataParallelBase {
 
   /// A module made with TORCH_MODULE.
   template <class Holder>
-  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> explicit DataParallel(
-      const Holder& holder, const DataParallelOptions& options = {})
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
+  explicit DataParallel(const Holder& holder, const DataParallelOptions& options = {})
       : DataParallel(holder.ptr(), options) {}
 
   /// The module's forward on the joined batch: outputs are joined along dim 0 on the first device, in the order of the
@@ -146,10 +146,10 @@ class DataParallel : public DataParallelBase {
 
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DataParallel(const Holder&)
-    ->DataParallel<typename Holder::ContainedType>;
+->DataParallel<typename Holder::ContainedType>;
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DataParallel(const Holder&,
                                                                                       DataParallelOptions)
-    ->DataParallel<typename Holder::ContainedType>;
+->DataParallel<typename Holder::ContainedType>;
 
 }  // namespace ddpkit

@@ -82,7 +82,8 @@ T rebuilt(const T& value, const TensorMap& map) {
 /// To make a type of your own known, put a function beside it, in its namespace:
 ///
 ///     struct Detection { at::Tensor boxes, scores; };
-///     Detection map_tensors(const Detection& d, const ddpkit::TensorMap& map) { return {map(d.boxes), map(d.scores)}; }
+///     Detection map_tensors(const Detection& d, const ddpkit::TensorMap& map) { return {map(d.boxes), map(d.scores)};
+///     }
 template <class T>
 T with_tensors(const T& value, const TensorMap& map) {
   return detail::rebuilt(value, map);
