@@ -4,9 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +17,7 @@
 
 #include "parallel/replica_set.h"
 #include "parallel/replica_threads.h"
+#include "parallel/replicas_backward.h"
 #include "parallel/scatter_gather.h"
 
 namespace ddpkit {
@@ -63,15 +62,6 @@ void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
   }
 }
 
-/// What one forward has left for its backward.
-struct Call {
-  std::shared_ptr<ReplicaSet> set;
-  std::vector<Tensors> inputs;             ///< Leaves. [replica][tensor]
-  std::vector<Tensors> outputs;            ///< With their graphs. [replica][tensor]
-  std::vector<std::size_t> wanted_inputs;  ///< Those that want a gradient.
-  std::vector<std::size_t> outputs_of;     ///< The output behind each gradient that the node gets.
-};
-
 }  // namespace
 
 class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
@@ -82,7 +72,7 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   Tensors run_forward(const Tensors& inputs, const std::function<Tensors(int, const Tensors&)>& forward);
   at::Tensor run_step(const Tensors& batch, const std::function<at::Tensor(int, const Tensors&)>& loss);
   /// Gradients of the call's wanted inputs, then of its parameters.
-  Tensors run_backward(const Call& call, const Tensors& gradients, bool keep_graph);
+  Tensors run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph);
 
   std::vector<c10::Device> devices;
   int threads_each;
@@ -92,7 +82,7 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   void follow() {
     if (!set->follow(broadcast_buffers_)) replicate();
   }
-  Tensors with_graph(Tensors outputs, const Tensors& inputs, Call call);
+  Tensors with_graph(Tensors outputs, const Tensors& inputs, ReplicasCall call);
 
   std::shared_ptr<torch::nn::Module> module_;
   std::size_t first_bucket_bytes_;
@@ -101,36 +91,6 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   std::mutex mutex_;  ///< One call at a time, also where backwards run in several threads.
   ReplicaThreads threads_;
 };
-
-namespace {
-
-/// Stands in the caller's graph for all that the replicas have done.
-class ReplicasBackward : public torch::autograd::Node {
- public:
-  using Run = std::function<Tensors(const Call&, const Tensors&, bool)>;
-  ReplicasBackward(Call call, Run run) : call_(std::move(call)), run_(std::move(run)) {}
-
-  std::string name() const override { return "DataParallelBackward"; }
-  void release_variables() override {
-    const std::lock_guard lock(mutex_);
-    call_.reset();
-  }
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    const std::lock_guard lock(mutex_);
-    if (!call_) throw Error("a second backward through DataParallel's outputs: give the first one retain_graph=true");
-    if (c10::GradMode::is_enabled())
-      throw Error(
-          "backward(create_graph=true) through DataParallel's outputs is not possible: take second derivatives within "
-          "train_step()'s loss function, or of the module itself");
-    return run_(*call_, gradients, torch::autograd::get_current_graph_task_keep_graph());
-  }
-
- private:
-  std::optional<Call> call_;
-  Run run_;
-};
-
-}  // namespace
 
 DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options)
     : devices(resolved_devices(options)),
@@ -159,7 +119,8 @@ Tensors DataParallelBase::Impl::run_forward(const Tensors& inputs,
   const bool gradients = c10::GradMode::is_enabled();
   const Cuts cuts = cut(std::max<std::int64_t>(batch_size(inputs), 0), static_cast<int>(devices.size()));
   const std::size_t active = cuts.size() - 1;
-  Call call{.set = set, .inputs = {}, .outputs = std::vector<Tensors>(active), .wanted_inputs = {}, .outputs_of = {}};
+  ReplicasCall call{
+      .set = set, .inputs = {}, .outputs = std::vector<Tensors>(active), .wanted_inputs = {}, .outputs_of = {}};
   for (std::size_t r = 0; r < active; ++r) call.inputs.push_back(part_of(inputs, cuts, r, gradients));
   threads_.run(static_cast<int>(active), [&](int r) {
     const auto index = static_cast<std::size_t>(r);
@@ -170,7 +131,7 @@ Tensors DataParallelBase::Impl::run_forward(const Tensors& inputs,
 }
 
 /// Hangs the outputs on a node of their own, from which edges lead to the inputs and parameters.
-Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& inputs, Call call) {
+Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& inputs, ReplicasCall call) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const bool wanted = std::any_of(call.outputs.begin(), call.outputs.end(), [i](const Tensors& of_replica) {
       return of_replica[i].defined() && of_replica[i].requires_grad();
@@ -188,7 +149,8 @@ Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& input
     edges.push_back(torch::autograd::impl::gradient_edge(parameter));
   const std::vector<std::size_t> wanted = call.outputs_of;
   const auto node = std::make_shared<ReplicasBackward>(
-      std::move(call), [self = shared_from_this()](const Call& made, const Tensors& gradients, bool keep_graph) {
+      std::move(call),
+      [self = shared_from_this()](const ReplicasCall& made, const Tensors& gradients, bool keep_graph) {
         return self->run_backward(made, gradients, keep_graph);
       });
   node->set_next_edges(std::move(edges));
@@ -196,7 +158,7 @@ Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& input
   return outputs;
 }
 
-Tensors DataParallelBase::Impl::run_backward(const Call& call, const Tensors& gradients, bool keep_graph) {
+Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph) {
   threads_.refuse_nested();
   const std::lock_guard lock(mutex_);
   const int active = static_cast<int>(call.outputs.size());
