@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <tuple>
