@@ -18,8 +18,10 @@
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/comm_hook.h>
 #include <ddpkit/parallel/comm_hooks.h>
+#include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/join.h>
+#include <ddpkit/parallel/map_tensors.h>
 #include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/power_sgd.h>
 #include <ddpkit/parallel/reducer.h>

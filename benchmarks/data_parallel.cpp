@@ -1,0 +1,105 @@
+// DataParallel beside DistributedDataParallel and one device, on the same data in one run:
+//
+//     ddpkit run -n 2 -- bench_data_parallel [BATCH [ROUNDS]]
+//
+// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row shows what
+// DataParallel would gain from memory that is kept, as the arena of DistributedDataParallel keeps it.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/data_parallel.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+namespace {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+nn::Sequential make_model() {
+  torch::manual_seed(1);
+  return nn::Sequential(nn::Conv1d(nn::Conv1dOptions(9, 64, 5).padding(2)), nn::ReLU(),
+                        nn::Conv1d(nn::Conv1dOptions(64, 64, 5).padding(2)), nn::ReLU(), nn::AdaptiveAvgPool1d(1),
+                        nn::Flatten(), nn::Linear(64, 6));
+}
+
+using Times = std::map<std::string, std::vector<double>>;  // [way] -> seconds a step
+
+void measure(std::vector<double>& times, torch::optim::Optimizer& optimizer, const std::function<void()>& gradients) {
+  constexpr int kWarm = 3, kSteps = 10;
+  for (int i = 0; i < kWarm + kSteps; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    optimizer.zero_grad();
+    gradients();
+    optimizer.step();
+    if (i >= kWarm) times.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+}
+
+void measure_data_parallel(Times& times, const std::string& name, int replicas, const Tensor& x, const Tensor& y) {
+  auto model = make_model();
+  torch::optim::SGD optimizer(model->parameters(), 0.01);
+  ddpkit::DataParallel dp(model, {.replicas = replicas, .threads_per_replica = 1});
+  measure(times[name], optimizer, [&] {
+    dp.train_step(std::make_tuple(x, y), [](nn::SequentialImpl& replica, auto& part) {
+      return torch::cross_entropy_loss(replica.forward(std::get<0>(part)), std::get<1>(part));
+    });
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::int64_t batch = argc > 1 ? std::atoll(argv[1]) : 256;
+  const int rounds = argc > 2 ? std::atoi(argv[2]) : 3;
+  auto group = ddpkit::init_process_group();
+  at::set_num_threads(1);
+  const int ranks = group.world_size();
+  torch::manual_seed(2);
+  // `batch` samples a device.
+  const Tensor x = torch::randn({batch * ranks, 9, 128});
+  const Tensor y = torch::randint(6, {batch * ranks}, torch::kLong);
+  const Tensor my_x = x.narrow(0, batch * group.rank(), batch);
+  const Tensor my_y = y.narrow(0, batch * group.rank(), batch);
+  Times times;
+  for (int round = 0; round < rounds; ++round) {
+    if (group.rank() == 0) {
+      auto model = make_model();
+      torch::optim::SGD optimizer(model->parameters(), 0.01);
+      measure(times["1 device"], optimizer, [&] { torch::cross_entropy_loss(model->forward(my_x), my_y).backward(); });
+      measure_data_parallel(times, "DataParallel", ranks, x, y);
+    }
+    group.barrier();
+    auto model = make_model();
+    torch::optim::SGD optimizer(model->parameters(), 0.01);
+    ddpkit::DistributedDataParallel ddp(model, group);
+    measure(times["DistributedDataParallel"], optimizer,
+            [&] { torch::cross_entropy_loss(ddp(my_x), my_y).backward(); });
+    group.barrier();
+    if (group.rank() == 0) measure_data_parallel(times, "DataParallel, arena", ranks, x, y);
+    group.barrier();
+  }
+  if (group.rank() != 0) return 0;
+  fmt::print("{:<26} {:>10} {:>12} {:>8}\n", fmt::format("batch {} a device, {} devices", batch, ranks), "ms",
+             "samples/s", "x 1");
+  double alone = 0;
+  for (const char* way : {"1 device", "DataParallel", "DistributedDataParallel", "DataParallel, arena"}) {
+    std::vector<double>& steps = times[way];
+    std::sort(steps.begin(), steps.end());
+    const double median = steps[steps.size() / 2];
+    const bool is_alone = alone == 0;
+    const double rate = static_cast<double>(is_alone ? batch : batch * ranks) / median;
+    if (is_alone) alone = rate;
+    fmt::print("{:<30} {:>10.2f} {:>12.0f} {:>8.2f}\n", way, median * 1e3, rate, rate / alone);
+  }
+}

@@ -1,0 +1,99 @@
+// Tier 1: ATen/core/Tensor.h. The sum of the replicas' gradients, formed while their backwards run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace ddpkit {
+
+/// Hooks on the replicas' gradient accumulators count each bucket's gradients. When all replicas have made those of a
+/// bucket it is cut into chunks, which any replica's thread sums, one at each later hook and all that are left after
+/// its backward: so that the replica that comes last is not left alone with the work. Element by element in the order
+/// of the replicas, whoever sums: the bits are always the same.
+///
+/// begin(), then take_part() in each replica's thread, then sum() of each parameter and drop().
+class ReplicaGradients {
+ public:
+  /// `leaves`: the parameters that want a gradient, of each replica. [replica][param]
+  ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, std::size_t first_bucket_bytes,
+                   std::size_t bucket_bytes);
+  ~ReplicaGradients();
+  ReplicaGradients(const ReplicaGradients&) = delete;
+  ReplicaGradients& operator=(const ReplicaGradients&) = delete;
+
+  const std::vector<std::vector<std::size_t>>& buckets() const noexcept { return plan_; }
+
+  /// The first `active` replicas take part. None may have a gradient.
+  void begin(int active);
+  /// `work` calls start_backward() just before backward. Returns when there is nothing left to sum; when a replica
+  /// has failed, without having summed.
+  void take_part(int replica, const std::function<void()>& work);
+  void start_backward(int replica) { counting_[static_cast<std::size_t>(replica)].on = active_ > 1; }
+
+  /// The sum; undefined where no replica has a gradient.
+  const at::Tensor& sum(std::size_t param) const { return slots_[param].sum; }
+  /// Leaves no gradient anywhere.
+  void drop() noexcept;
+
+ private:
+  struct Slot {
+    std::size_t bucket = 0;
+    std::vector<at::Tensor> gradients;  ///< Those there are, in the order of replicas.
+    at::Tensor sum;                     ///< The first of them, when the bucket is ready: there the sum is formed.
+  };
+  struct Bucket {
+    std::atomic<std::size_t> pending{0};
+    bool ready = false;
+  };
+  struct Piece {
+    std::size_t param = 0;
+    std::int64_t begin = 0;
+    std::int64_t count = 0;  ///< Elements; 0: whole, by LibTorch's own addition.
+  };
+  using Chunk = std::vector<Piece>;
+  struct alignas(64) Counting {
+    bool on = false;
+    std::vector<bool> fired;  ///< [param]
+  };
+
+  void install_hooks();
+  void on_gradient(std::size_t replica, std::size_t param);
+  void make_ready(std::size_t bucket);
+  void finish(bool failed);
+  void sum_one_chunk();
+  void sum_piece(const Piece& piece);
+
+  std::vector<std::vector<at::Tensor>> leaves_;  ///< [replica][param]
+  std::vector<std::vector<std::size_t>> plan_;   ///< [bucket][position]
+  std::vector<Slot> slots_;                      ///< [param]
+  std::vector<Bucket> buckets_;                  ///< [bucket]
+  std::vector<Counting> counting_;               ///< Each touched by its own thread alone. [replica]
+  struct Hook {
+    std::shared_ptr<torch::autograd::Node> accumulator;  ///< Autograd keeps only a weak reference.
+    std::uintptr_t key = 0;
+  };
+  std::vector<Hook> hooks_;
+  int active_ = 0;
+
+  std::mutex mutex_;  ///< Of what follows, buckets' `ready` and slots.
+  std::condition_variable changed_;
+  std::deque<Chunk> chunks_;
+  std::atomic<std::size_t> chunk_count_{0};
+  int finished_ = 0;
+  bool failed_ = false;
+};
+
+}  // namespace ddpkit

@@ -1,0 +1,51 @@
+// Tier 2: torch/nn/module.h. A module's replicas on the CPU.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <vector>
+
+#include "parallel/replica_gradients.h"
+
+namespace ddpkit {
+
+/// Clones whose parameters are leaf tensors of their own, each with a gradient of its own, on the module's memory: an
+/// update of the module is one of all. Replica 0 has the module's buffers too, the others copies.
+class ReplicaSet {
+ public:
+  /// Throws InvalidArgument for a module that cannot be cloned or whose clone is not like it.
+  ReplicaSet(std::shared_ptr<torch::nn::Module> module, std::size_t count, std::size_t first_bucket_bytes,
+             std::size_t bucket_bytes);
+
+  torch::nn::Module& module(std::size_t replica) const { return *replicas_[replica]; }
+  /// The module's parameters that want a gradient. [param]
+  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  ReplicaGradients& gradients() const noexcept { return *gradients_; }
+
+  /// Takes over what has changed in the module: memory, training mode, buffers' values if `buffers`. False: replicas
+  /// cannot be made to follow (another type, shape or requires_grad), and a new set is needed.
+  bool follow(bool buffers);
+
+ private:
+  /// A tensor of the module and what the replicas have in its place.
+  struct Row {
+    at::Tensor source;
+    std::vector<at::Tensor> copies;  ///< [replica]
+  };
+
+  std::vector<Row> rows(const torch::OrderedDict<std::string, at::Tensor>& sources, bool parameters) const;
+  void share_memory(const at::Tensor& copy, const at::Tensor& source) const;
+  void follow_training_mode();
+
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<std::shared_ptr<torch::nn::Module>> replicas_;             ///< [replica]
+  std::vector<torch::nn::Module*> parts_;                                ///< The module and its descendants. [part]
+  std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of those. [replica][part]
+  std::vector<Row> all_parameters_;
+  std::vector<Row> buffers_;
+  std::vector<at::Tensor> parameters_;
+  std::unique_ptr<ReplicaGradients> gradients_;
+};
+
+}  // namespace ddpkit

@@ -1,0 +1,117 @@
+// What each replica of DataParallel holds under train_step(), counted by an allocator around LibTorch's own.
+#include <c10/core/CPUAllocator.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include <ddpkit/parallel/data_parallel.h>
+
+#include "support/catch.h"
+
+namespace {
+
+constexpr std::size_t kReplicas = 4;
+
+/// The replica whose thread this is; kReplicas: none.
+thread_local std::size_t this_replica = kReplicas;
+
+/// Counts each replica's bytes, whoever frees them.
+class CountingAllocator : public c10::Allocator {
+ public:
+  struct Count {
+    std::atomic<std::int64_t> bytes{0};
+    std::atomic<std::int64_t> peak{0};
+  };
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* const memory = std::aligned_alloc(kHeader, kHeader + (bytes + kHeader - 1) / kHeader * kHeader);
+    if (!memory) throw std::bad_alloc();
+    Count& count = counts_[this_replica];
+    const std::int64_t now = count.bytes += static_cast<std::int64_t>(bytes);
+    std::int64_t peak = count.peak;
+    while (now > peak && !count.peak.compare_exchange_weak(peak, now)) {
+    }
+    new (memory) Header{bytes, &count};
+    // raw_allocate() wants the block itself as the context.
+    void* const data = static_cast<char*>(memory) + kHeader;
+    return {data, data, &free_block, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  Count& operator[](std::size_t replica) { return counts_[replica]; }
+
+ private:
+  /// Before each block.
+  struct Header {
+    std::size_t bytes;
+    Count* count;
+  };
+  static constexpr std::size_t kHeader = 64;
+
+  static void free_block(void* data) {
+    if (!data) return;
+    char* const memory = static_cast<char*>(data) - kHeader;
+    const auto* const header = reinterpret_cast<const Header*>(memory);
+    header->count->bytes -= static_cast<std::int64_t>(header->bytes);
+    std::free(memory);
+  }
+
+  std::array<Count, kReplicas + 1> counts_;
+};
+
+/// LibTorch's CPU allocator for as long as it lives.
+struct Counting {
+  Counting() { c10::SetAllocator(c10::kCPU, &counter, /*priority=*/255); }
+  ~Counting() { c10::SetAllocator(c10::kCPU, before, /*priority=*/255); }
+  c10::Allocator* before = c10::GetAllocator(c10::kCPU);
+  CountingAllocator& counter = *new CountingAllocator;  // Never deleted: blocks refer to it.
+};
+
+torch::nn::Sequential make_net() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(torch::nn::Conv1d(torch::nn::Conv1dOptions(9, 64, 5).padding(2)), torch::nn::ReLU(),
+                               torch::nn::Conv1d(torch::nn::Conv1dOptions(64, 64, 5).padding(2)), torch::nn::ReLU(),
+                               torch::nn::Flatten(), torch::nn::Linear(64 * 64, 128), torch::nn::ReLU(),
+                               torch::nn::Linear(128, 6));
+}
+
+}  // namespace
+
+TEST_CASE("DataParallel's replicas hold as much memory as each other under train_step", "[dp]") {
+  const Counting counting;
+  CountingAllocator& allocator = counting.counter;
+  auto net = make_net();
+  ddpkit::DataParallel dp(net, {.replicas = kReplicas});
+  torch::optim::SGD optimizer(net->parameters(), 0.01);
+  std::atomic<std::size_t> threads = 0;
+  const auto x = torch::randn({256, 9, 64});
+  const auto y = torch::randint(6, {256}, torch::kLong);
+  for (int step = 0; step < 6; ++step) {
+    optimizer.zero_grad();
+    dp.train_step(std::make_tuple(x, y), [&](torch::nn::SequentialImpl& replica, const auto& part) {
+      if (this_replica == kReplicas) this_replica = threads++;
+      return torch::cross_entropy_loss(replica.forward(std::get<0>(part)), std::get<1>(part));
+    });
+    optimizer.step();
+  }
+  CHECK(threads == kReplicas);
+  std::int64_t smallest = allocator[0].peak, largest = 0;
+  for (std::size_t r = 0; r < kReplicas; ++r) {
+    smallest = std::min<std::int64_t>(smallest, allocator[r].peak);
+    largest = std::max<std::int64_t>(largest, allocator[r].peak);
+  }
+  INFO("the smallest peak is " << smallest << " bytes, the largest " << largest);
+  CHECK(smallest > std::int64_t{4} << 20);
+  CHECK(static_cast<double>(largest) <= 1.15 * static_cast<double>(smallest));
+  // Between steps nothing but one set of gradients is left.
+  std::int64_t parameters = 0, left = 0;
+  for (const auto& parameter : net->parameters()) parameters += static_cast<std::int64_t>(parameter.nbytes());
+  for (std::size_t r = 0; r < kReplicas; ++r) left += allocator[r].bytes;
+  CHECK(left >= parameters);
+  CHECK(left < parameters + (64 << 10));
+}
