@@ -288,7 +288,7 @@ torch::optim::OptimizerParamState* ShardedOptimizerBase::state_of(std::size_t in
   return found == inner_->state().end() ? nullptr : found->second.get();
 }
 
-void ShardedOptimizerBase::consolidate_state(int to) {
+void ShardedOptimizerBase::consolidate_state(int to) const {
   if (to < 0 || to >= group_.world_size())
     throw InvalidArgument(fmt::format("consolidate_state to rank {} of {}", to, group_.world_size()));
   const at::NoGradGuard no_grad;

@@ -20,6 +20,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/together.h>
 
@@ -33,7 +34,12 @@ constexpr std::string_view kFormat = "ddpkit checkpoint 1";
 constexpr std::string_view kZipStart = "PK\x03\x04";
 constexpr std::string_view kZipEnd = "PK\x05\x06";
 
-std::string kind_of(const torch::optim::Optimizer& optimizer) { return c10::demangle(typeid(optimizer).name()); }
+/// A sharded optimizer writes and reads what the one inside does on a process alone.
+std::string kind_of(const torch::optim::Optimizer& optimizer) {
+  if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer))
+    return kind_of(sharded->inner());
+  return c10::demangle(typeid(optimizer).name());
+}
 
 std::string read_bytes(const std::filesystem::path& path) {
   std::error_code error;
@@ -199,6 +205,7 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
 
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group) {
+  if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer)) sharded->consolidate_state();
   run_together(group, [&] {
     if (group.rank() == 0) write_checkpoint(path, module, optimizer, info);
   });

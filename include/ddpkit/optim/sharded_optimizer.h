@@ -45,7 +45,7 @@ struct ShardedOptions {
 /// once what all ranks have written alike. Where they have not, it throws InvalidArgument on all ranks, naming the
 /// parameter and a rank. (A page fault makes that possible: see docs/optimizers.md.)
 ///
-/// All calls but zero_grad(), param_groups() and scale_gradients() are collective. Not thread-safe.
+/// Construction, step(), clip_grad_norm() and consolidate_state() are collective. Not thread-safe.
 class ShardedOptimizerBase : public torch::optim::Optimizer,
                              public GradientScaling,
                              public Joinable,
@@ -63,11 +63,13 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   void scale_gradients(double factor) override;
   bool has_sharded_gradients() const noexcept override { return true; }
 
+  /// The optimizer of this rank's slices.
+  const FusedOptimizer& inner() const noexcept { return *inner_; }
   bool has_shared_weights() const noexcept { return weights_ != nullptr; }
 
   /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; it is let go
   /// of with the next step. train::save_checkpoint() calls it.
-  void consolidate_state(int to = 0);
+  void consolidate_state(int to = 0) const;
   /// The archive of the optimizer that is sharded, as a process alone would write it: torch::optim's own reads it.
   /// Not collective. Throws InvalidArgument on a rank without consolidated state.
   void save(torch::serialize::OutputArchive& archive) const final;
@@ -116,7 +118,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   std::unique_ptr<SharedWeights> weights_;  ///< Null where every rank has its own.
   std::unique_ptr<FusedOptimizer> inner_;   ///< Of the slices.
   double gradient_factor_ = 1;
-  std::unique_ptr<FusedOptimizer> consolidated_;
+  mutable std::unique_ptr<FusedOptimizer> consolidated_;
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
 };
