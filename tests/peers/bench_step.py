@@ -8,7 +8,7 @@ import tempfile
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "rows.csv")
     command = [sys.argv[1], "bench", "step", "--model", "mlp-10k,cnn,lstm,transformer", "--batch", "8", "--steps", "4",
-               "--optimizer", "adamw", "--backend", "shm", "--peers", "--csv", path]
+               "--optimizer", "adamw", "--update", "torch,sharded", "--backend", "shm", "--peers", "--csv", path]
     result = subprocess.run(command, env=dict(os.environ, DDPKIT_PEER_PYTHON=sys.executable), capture_output=True,
                             text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -16,15 +16,18 @@ with tempfile.TemporaryDirectory() as folder:
         rows = list(csv.DictReader(file))
 
 models = ("mlp-10k", "cnn", "lstm", "transformer")
-systems = ("alone", "alone-x2", "ddpkit-shm", "python-ddp-gloo", "python-alone")
-assert [(row["model"], row["system"]) for row in rows] == [(m, s) for m in models for s in systems], rows
+systems = {"alone": "1", "alone-x2": "2", "ddpkit-shm": "2", "ddpkit-shm-sharded": "2", "python-ddp-gloo": "2",
+           "python-alone": "1"}
+found = [(row["model"], row["system"]) for row in rows]
+assert found == [(model, system) for model in models for system in systems], found
 for model in models:
-    of_model = [row for row in rows if row["model"] == model]
-    assert len({row["params"] for row in of_model}) == 1, of_model
-    assert all(row["wrong"] == "0" and float(row["us"]) > 0 for row in of_model), of_model
-    assert [row["ranks"] for row in of_model] == ["1", "2", "2", "2", "1"], of_model
+    of_model = {row["system"]: row for row in rows if row["model"] == model}
+    assert len({row["params"] for row in of_model.values()}) == 1, of_model
+    assert all(row["wrong"] == "0" and float(row["us"]) > 0 for row in of_model.values()), of_model
+    assert {system: row["ranks"] for system, row in of_model.items()} == systems, of_model
     # The same bytes, up to the padding of our buckets.
-    ours, python = (int(of_model[i]["reduced_bytes"]) for i in (2, 3))
-    assert 0 <= ours - python <= 64 * 200, (ours, python)
+    for ours in ("ddpkit-shm", "ddpkit-shm-sharded"):
+        more = int(of_model[ours]["reduced_bytes"]) - int(of_model["python-ddp-gloo"]["reduced_bytes"])
+        assert 0 <= more <= 64 * 200, (model, ours, more)
 assert "times as fast" in result.stderr, result.stderr
 print(f"{len(rows)} rows; Python's models have our parameters")
