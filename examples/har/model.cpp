@@ -16,75 +16,55 @@ void add_block(nn::Sequential& layers, std::int64_t in, std::int64_t out, std::i
 // Rounding the pooled length up keeps even a window of one step.
 nn::MaxPool1d halve() { return nn::MaxPool1d(nn::MaxPool1dOptions(2).ceil_mode(true)); }
 
-class Cnn : public Classifier {
- public:
-  explicit Cnn(const ModelOptions& options) {
-    layers_ = register_module("layers", nn::Sequential());
-    add_block(layers_, options.channels, 64, 7);
-    layers_->push_back(halve());
-    add_block(layers_, 64, 128, 5);
-    layers_->push_back(halve());
-    add_block(layers_, 128, 128, 3);
-    dropout_ = register_module("dropout", nn::Dropout(options.dropout));
-    head_ = register_module("head", nn::Linear(128, options.classes));
-  }
+nn::Sequential convolutions(std::int64_t channels) {
+  nn::Sequential layers;
+  add_block(layers, channels, 64, 7);
+  layers->push_back(halve());
+  add_block(layers, 64, 128, 5);
+  layers->push_back(halve());
+  add_block(layers, 128, 128, 3);
+  return layers;
+}
 
-  at::Tensor forward(at::Tensor windows) override { return head_(dropout_(layers_->forward(windows).mean(2))); }
-
- private:
-  nn::Sequential layers_{nullptr};
-  nn::Dropout dropout_{nullptr};
-  nn::Linear head_{nullptr};
-};
-
-class Lstm : public Classifier {
- public:
-  explicit Lstm(const ModelOptions& options) {
-    constexpr std::int64_t kHidden = 64;
-    lstm_ = register_module("lstm",
-                            nn::LSTM(nn::LSTMOptions(options.channels, kHidden).batch_first(true).bidirectional(true)));
-    dropout_ = register_module("dropout", nn::Dropout(options.dropout));
-    head_ = register_module("head", nn::Linear(2 * kHidden, options.classes));
-  }
-
-  at::Tensor forward(at::Tensor windows) override {
-    const at::Tensor outputs = std::get<0>(lstm_(windows.transpose(1, 2).contiguous()));
-    return head_(dropout_(outputs.mean(1)));
-  }
-
- private:
-  nn::LSTM lstm_{nullptr};
-  nn::Dropout dropout_{nullptr};
-  nn::Linear head_{nullptr};
-};
-
-class Flatten : public Classifier {
- public:
-  explicit Flatten(const ModelOptions& options) {
-    layers_ = register_module(
-        "layers", nn::Sequential(nn::Flatten(), nn::Linear(options.channels * options.steps, 256), nn::ReLU(),
-                                 nn::Dropout(options.dropout), nn::Linear(256, 128), nn::ReLU(),
-                                 nn::Dropout(options.dropout), nn::Linear(128, options.classes)));
-  }
-
-  at::Tensor forward(at::Tensor windows) override { return layers_->forward(windows); }
-
- private:
-  nn::Sequential layers_{nullptr};
-};
+nn::Sequential perceptron(std::int64_t inputs, double dropout) {
+  return nn::Sequential(nn::Flatten(), nn::Linear(inputs, 256), nn::ReLU(), nn::Dropout(dropout), nn::Linear(256, 128),
+                        nn::ReLU());
+}
 
 }  // namespace
 
-std::shared_ptr<Classifier> make_model(const ModelOptions& options) {
-  switch (options.mode) {
-    case Mode::kLstm:
-      return std::make_shared<Lstm>(options);
-    case Mode::kFlatten:
-      return std::make_shared<Flatten>(options);
+Classifier::Classifier(const ModelOptions& options) : options_(options) { reset(); }
+
+void Classifier::reset() {
+  constexpr std::int64_t kHidden = 64;
+  if (options_.mode == Mode::kLstm) {
+    lstm_ = register_module(
+        "lstm", nn::LSTM(nn::LSTMOptions(options_.channels, kHidden).batch_first(true).bidirectional(true)));
+  } else {
+    layers_ = register_module("layers", options_.mode == Mode::kCnn
+                                            ? convolutions(options_.channels)
+                                            : perceptron(options_.channels * options_.steps, options_.dropout));
+  }
+  dropout_ = register_module("dropout", nn::Dropout(options_.dropout));
+  head_ = register_module("head", nn::Linear(options_.mode == Mode::kLstm ? 2 * kHidden : 128, options_.classes));
+}
+
+at::Tensor Classifier::forward(const at::Tensor& windows) {
+  at::Tensor features;
+  switch (options_.mode) {
     case Mode::kCnn:
+      features = layers_->forward(windows).mean(2);
+      break;
+    case Mode::kLstm:
+      features = std::get<0>(lstm_(windows.transpose(1, 2).contiguous())).mean(1);
+      break;
+    case Mode::kFlatten:
+      features = layers_->forward(windows);
       break;
   }
-  return std::make_shared<Cnn>(options);
+  return head_(dropout_(features));
 }
+
+std::shared_ptr<Classifier> make_model(const ModelOptions& options) { return std::make_shared<Classifier>(options); }
 
 }  // namespace har

@@ -1,25 +1,18 @@
 // Tier 2: torch/nn/module.h.
 #pragma once
 
-#include <torch/nn/module.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/rnn.h>
 
 #include <cstdint>
 #include <memory>
 
+#include "har/mode.h"
+
 namespace har {
-
-/// Windows in, a logit a class out.
-class Classifier : public torch::nn::Module {
- public:
-  /// `windows` [batch, channels, steps]; returns [batch, classes].
-  virtual at::Tensor forward(at::Tensor windows) = 0;
-};
-
-enum class Mode {
-  kCnn,      ///< Convolutions over time with batch normalisation, then the mean over time.
-  kLstm,     ///< A bidirectional LSTM over the steps, then the mean of its outputs.
-  kFlatten,  ///< A multi-layer perceptron on the flattened window.
-};
 
 struct ModelOptions {
   Mode mode = Mode::kCnn;
@@ -29,7 +22,24 @@ struct ModelOptions {
   double dropout = 0.2;
 };
 
-/// Weights drawn from torch's default generator: seed it first.
+/// Windows in, a logit a class out. Cloneable, as DataParallel wants it.
+class Classifier : public torch::nn::Cloneable<Classifier> {
+ public:
+  /// Weights drawn from torch's default generator: seed it first.
+  explicit Classifier(const ModelOptions& options);
+
+  void reset() override;
+  /// `windows` [batch, channels, steps]; returns [batch, classes].
+  at::Tensor forward(const at::Tensor& windows);
+
+ private:
+  ModelOptions options_;
+  torch::nn::Sequential layers_{nullptr};  ///< kCnn, kFlatten.
+  torch::nn::LSTM lstm_{nullptr};          ///< kLstm.
+  torch::nn::Dropout dropout_{nullptr};
+  torch::nn::Linear head_{nullptr};
+};
+
 std::shared_ptr<Classifier> make_model(const ModelOptions& options);
 
 }  // namespace har

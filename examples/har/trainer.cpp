@@ -4,12 +4,12 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <nlohmann/json.hpp>
-#include <numbers>
+#include <numeric>
 #include <optional>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
@@ -19,35 +19,31 @@
 #include <ddpkit/train/together.h>
 
 #include "har/dataset.h"
+#include "har/devices.h"
+#include "har/report.h"
 
 namespace har {
 namespace {
 
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
-using nlohmann::ordered_json;
-
-const char* name_of(Mode mode) { return mode == Mode::kCnn ? "cnn" : mode == Mode::kLstm ? "lstm" : "flatten"; }
-
-const char* name_of(OptimizerKind kind) {
-  return kind == OptimizerKind::kAdamW ? "adamw" : kind == OptimizerKind::kAdam ? "adam" : "sgd";
-}
+using ddpkit::train::UsageError;
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& options,
                                                         const std::vector<at::Tensor>& parameters) {
   const double lr = options.trainer.lr;
   switch (options.optimizer) {
     case OptimizerKind::kSgd:
-      return std::make_unique<torch::optim::SGD>(
+      return std::make_unique<ddpkit::optim::FusedSGD>(
           parameters, torch::optim::SGDOptions(lr).momentum(options.momentum).weight_decay(options.weight_decay));
     case OptimizerKind::kAdam:
-      return std::make_unique<torch::optim::Adam>(parameters,
-                                                  torch::optim::AdamOptions(lr).weight_decay(options.weight_decay));
+      return std::make_unique<ddpkit::optim::FusedAdam>(
+          parameters, torch::optim::AdamOptions(lr).weight_decay(options.weight_decay));
     case OptimizerKind::kAdamW:
       break;
   }
-  return std::make_unique<torch::optim::AdamW>(parameters,
-                                               torch::optim::AdamWOptions(lr).weight_decay(options.weight_decay));
+  return std::make_unique<ddpkit::optim::FusedAdamW>(parameters,
+                                                     torch::optim::AdamWOptions(lr).weight_decay(options.weight_decay));
 }
 
 // A run's seed, made different for each epoch and rank; so dropout draws differently on each rank, and a resumed run
@@ -66,16 +62,22 @@ std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch, int rank) {
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const Dataset& dataset, const ddpkit::ProcessGroup& group)
+  Trainer(const TrainOptions& options, const Dataset& dataset, const std::vector<c10::Device>& places,
+          const ddpkit::ProcessGroup& group)
       : options_(options),
         dataset_(dataset),
         group_(group),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
         model_(seeded_model()),
-        ddp_(model_, group),
+        devices_(make_devices(options, places, model_, group)),
         optimizer_(make_optimizer(options, model_->parameters())),
-        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.trainer.seed}) {}
+        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.trainer.seed}),
+        batch_size_(std::int64_t{options.trainer.batch_size} * devices_->count()),
+        batches_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
+        updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
+        scheduler_(*optimizer_, schedule(),
+                   {.scaling = options.lr_scaling, .world_size = devices_->count() * group.world_size()}) {}
 
   void run() {
     if (!options_.trainer.save_dir.empty()) open_folder();
@@ -84,18 +86,16 @@ class Trainer {
       if (!train_epoch()) break;
       if (!folder_.checkpoint.empty()) save();
     }
+    if (timeline_) timeline_->write();
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
-    if (speaks()) print(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
+    if (!speaks()) return;
+    if (!options_.trainer.json) print(confusion_table(test, dataset_));
+    print(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 
  private:
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
-
-  static void print(const std::string& line) {
-    fmt::print("{}\n", line);
-    std::fflush(stdout);
-  }
 
   std::shared_ptr<Classifier> seeded_model() const {
     torch::manual_seed(options_.trainer.seed);
@@ -108,6 +108,17 @@ class Trainer {
     return model;
   }
 
+  // By the update's number. The warm-up begins where one device would have been (Goyal et al., arXiv 1706.02677).
+  ddpkit::optim::Schedule schedule() const {
+    const std::int64_t total = updates_ * options_.trainer.epochs;
+    ddpkit::optim::Schedule result;
+    if (options_.lr_schedule == LrSchedule::kCosine) result = ddpkit::optim::cosine_decay(total);
+    if (options_.warmup_epochs == 0) return result;
+    const double scale =
+        ddpkit::optim::learning_rate_scale(options_.lr_scaling, devices_->count() * group_.world_size());
+    return result * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
+  }
+
   // What another run in the same folder would have to share to be the same run.
   std::string config() const {
     return nlohmann::json{
@@ -118,31 +129,50 @@ class Trainer {
         {"steps", dataset_.steps()},
         {"classes", dataset_.classes()},
         {"mode", name_of(options_.mode)},
+        {"multi_gpu", name_of(options_.multi_gpu)},
         {"optimizer", name_of(options_.optimizer)},
         {"lr", options_.trainer.lr},
-        {"lr_schedule", options_.schedule == Schedule::kCosine ? "cosine" : "constant"},
+        {"lr_schedule", name_of(options_.lr_schedule)},
+        {"lr_scaling", name_of(options_.lr_scaling)},
+        {"warmup_epochs", options_.warmup_epochs},
         {"weight_decay", options_.weight_decay},
         {"momentum", options_.momentum},
         {"dropout", options_.dropout},
         {"batch_size", options_.trainer.batch_size},
+        {"grad_accum_steps", options_.grad_accum_steps},
         {"epochs", options_.trainer.epochs},
         {"seed", options_.trainer.seed},
         {"world_size", group_.world_size()},
+        {"devices", devices_->count() * group_.world_size()},
     }
         .dump();
   }
 
+  std::vector<ddpkit::train::CheckpointPart> parts() {
+    return {ddpkit::train::checkpoint_part("scheduler", scheduler_)};
+  }
+
   void open_folder() {
-    folder_ = ddpkit::train::open_run_folder(
-        options_.trainer.save_dir, config(),
-        {.resume = options_.trainer.resume, .overwrite = options_.trainer.overwrite}, group_);
-    if (!folder_.to_resume) return;
-    info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, *optimizer_, group_);
+    const std::filesystem::path folder = options_.trainer.save_dir;
+    folder_ = ddpkit::train::open_run_folder(folder, config(),
+                                             {.resume = options_.trainer.resume,
+                                              .overwrite = options_.trainer.overwrite,
+                                              .may_differ = {"epochs", "world_size", "multi_gpu", "devices"}},
+                                             group_);
+    if (folder_.to_resume)
+      info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, *optimizer_, group_, parts());
+    if (options_.profile) {
+      timeline_.emplace(group_, folder / "trace.json");
+      devices_->set_timeline(*timeline_);
+    }
+    ddpkit::train::run_together(group_, [&] {
+      if (options_.tensorboard && speaks()) summary_.emplace(folder / "tensorboard", info_.step + 1);
+    });
   }
 
   void save() {
     info_.config = config();
-    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, *optimizer_, info_, group_);
+    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, *optimizer_, info_, group_, parts());
   }
 
   void print_header() const {
@@ -151,30 +181,49 @@ class Trainer {
     print(fmt::format("{}: {} training and {} test windows of {} channels x {} steps, {} classes", dataset_.name,
                       dataset_.train.size(), dataset_.test.size(), dataset_.channels(), dataset_.steps(),
                       dataset_.classes()));
-    print(fmt::format("{} with {} parameters, {}, batch {} on each of {} rank{} ({}, {})", name_of(options_.mode),
-                      parameters, name_of(options_.optimizer), options_.trainer.batch_size, group_.world_size(),
-                      group_.world_size() == 1 ? "" : "s", group_.backend_name(), group_.device().str()));
+    const std::string where =
+        options_.multi_gpu == MultiGpu::kDp
+            ? fmt::format("{} replica{} (dp, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
+                          group_.device().str())
+            : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
+                          name_of(options_.multi_gpu), group_.backend_name(), group_.device().str());
+    print(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}", name_of(options_.mode), parameters,
+                      name_of(options_.optimizer), options_.trainer.batch_size,
+                      options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
+                      where));
     if (folder_.to_resume) print(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+  }
+
+  // Of the epoch, which all batches of this process share in order.
+  Batch make_batch(const at::Tensor& indices, std::int64_t number) const {
+    const std::int64_t begin = number * batch_size_;
+    const at::Tensor rows = indices.slice(0, begin, begin + batch_size_).to(group_.device());
+    return {.windows = train_.windows.index_select(0, rows), .labels = train_.labels.index_select(0, rows)};
   }
 
   // False when the run was out of steps before the epoch's end.
   bool train_epoch() {
-    const int epochs = options_.trainer.epochs;
-    const auto batch_size = static_cast<std::size_t>(options_.trainer.batch_size);
     torch::manual_seed(epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
-    sampler_.reset();
+    const std::vector<std::size_t> order = sampler_.indices();
+    const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
     model_->train();
     evaluated_.reset();
-    ClassificationMetrics metrics(group_.device());
-    const auto batches = static_cast<std::int64_t>((sampler_.num_samples() + batch_size - 1) / batch_size);
+    ClassificationMetrics metrics(dataset_.classes());
+    ddpkit::Prefetcher<Batch> loader(batches_, [&](std::int64_t number) { return make_batch(indices, number); },
+                                     {.num_workers = options_.num_workers});
     ddpkit::train::ProgressBar bar(
-        batches, {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, epochs), .enabled = speaks()});
+        updates_,
+        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
+    const double lr = scheduler_.learning_rates().front();
     const auto start = std::chrono::steady_clock::now();
-    std::int64_t batch = 0;
-    for (; batch < batches && !is_out_of_steps(); ++batch) {
-      set_lr((static_cast<double>(info_.epoch) + static_cast<double>(batch) / static_cast<double>(batches)) / epochs);
-      const at::Tensor loss = train_step(*sampler_.next(batch_size), metrics);
+    std::int64_t update = 0;
+    for (; update < updates_ && !is_out_of_steps(); ++update) {
+      std::vector<Batch> batches;
+      for (int i = 0; i < options_.grad_accum_steps; ++i) {
+        if (auto batch = loader.next()) batches.push_back(std::move(*batch));
+      }
+      const at::Tensor loss = train_step(batches, metrics);
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
     }
@@ -186,31 +235,35 @@ class Trainer {
                                       options_.trainer.lr),
                           {.rank = 0});
     }
-    if (batch < batches) return false;
+    if (update < updates_) return false;
     ++info_.epoch;
     evaluated_ = evaluate();
-    if (speaks()) print_epoch(train, *evaluated_, elapsed.count());
+    if (speaks()) report(train, lr, elapsed.count());
     return true;
   }
 
-  // `progress` of the whole run: 0 .. 1. A function of it alone, so that a resumed run needs to remember nothing.
-  void set_lr(double progress) {
-    double lr = options_.trainer.lr;
-    if (options_.schedule == Schedule::kCosine) lr *= 0.5 * (1 + std::cos(std::numbers::pi * progress));
-    for (auto& group : optimizer_->param_groups()) group.options().set_lr(lr);
-  }
-
-  at::Tensor train_step(const std::vector<std::size_t>& indices, ClassificationMetrics& metrics) {
-    const at::Tensor rows =
-        torch::tensor(std::vector<std::int64_t>(indices.begin(), indices.end())).to(group_.device());
-    const at::Tensor targets = train_.labels.index_select(0, rows);
+  // One update by the mean loss over the samples of all `batches`, on all devices of all ranks.
+  at::Tensor train_step(const std::vector<Batch>& batches, ClassificationMetrics& metrics) {
+    const auto samples = std::accumulate(batches.begin(), batches.end(), std::int64_t{0},
+                                         [](std::int64_t sum, const Batch& batch) { return sum + batch.size(); });
     optimizer_->zero_grad();
-    const at::Tensor logits = ddp_(train_.windows.index_select(0, rows));
-    const at::Tensor loss = torch::cross_entropy_loss(logits, targets);
-    loss.backward();
+    at::Tensor mean;
+    for (const Batch& batch : batches) {
+      // Each sample counts alike, also in the epoch's last batch, which may be smaller.
+      const double share = static_cast<double>(batch.size()) / static_cast<double>(samples);
+      const Devices::Loss loss = [&](const Devices::Forward& forward, const Batch& part) {
+        const at::Tensor logits = forward(part.windows);
+        metrics.add_predictions(logits, part.labels);
+        const at::Tensor mean_of_part = torch::cross_entropy_loss(logits, part.labels);
+        return share == 1 ? mean_of_part : mean_of_part * share;
+      };
+      const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back());
+      mean = mean.defined() ? mean + part : part;
+    }
+    metrics.add_loss(mean, samples);
     optimizer_->step();
-    metrics.add(logits, targets, loss);
-    return loss;
+    scheduler_.step();
+    return mean;
   }
 
   // Every test window once, each on one rank.
@@ -220,7 +273,7 @@ class Trainer {
     // that the checkpoint holds.
     for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
     model_->eval();
-    ClassificationMetrics metrics(group_.device());
+    ClassificationMetrics metrics(dataset_.classes());
     const auto share = ddpkit::train::evaluation_share(test_.size(), group_.rank(), group_.world_size());
     constexpr std::int64_t kBatch = 256;
     for (std::int64_t begin = share.begin; begin < share.end; begin += kBatch) {
@@ -232,25 +285,18 @@ class Trainer {
     return metrics.reduce(group_);
   }
 
-  void print_epoch(const ClassificationResult& train, const ClassificationResult& test, double seconds) const {
-    const double samples_per_second = static_cast<double>(train.samples) / seconds;
-    if (options_.trainer.json) {
-      print(ordered_json{{"epoch", info_.epoch},
-                         {"epochs", options_.trainer.epochs},
-                         {"step", info_.step},
-                         {"train_loss", train.loss},
-                         {"train_accuracy", train.accuracy},
-                         {"test_loss", test.loss},
-                         {"test_accuracy", test.accuracy},
-                         {"samples_per_second", samples_per_second},
-                         {"seconds", seconds},
-                         {"world_size", group_.world_size()}}
-                .dump());
-      return;
-    }
-    print(fmt::format("epoch {:>3}/{}  loss {:.4f}  accuracy {:5.1f} %  test {:5.1f} %  {:.0f} samples/s", info_.epoch,
-                      options_.trainer.epochs, train.loss, 100 * train.accuracy, 100 * test.accuracy,
-                      samples_per_second));
+  void report(const ClassificationResult& train, double lr, double seconds) {
+    const Epoch epoch{.epoch = info_.epoch,
+                      .epochs = options_.trainer.epochs,
+                      .step = info_.step,
+                      .devices = devices_->count() * group_.world_size(),
+                      .world_size = group_.world_size(),
+                      .lr = lr,
+                      .seconds = seconds,
+                      .train = train,
+                      .test = *evaluated_};
+    print(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    if (summary_) write_to(*summary_, epoch);
   }
 
   const TrainOptions& options_;
@@ -259,21 +305,35 @@ class Trainer {
   Split train_;
   Split test_;
   std::shared_ptr<Classifier> model_;
-  ddpkit::DistributedDataParallel<Classifier> ddp_;
+  std::unique_ptr<Devices> devices_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ddpkit::DistributedSampler sampler_;
+  std::int64_t batch_size_;  // Of this process, on all its devices.
+  std::int64_t batches_;     // An epoch.
+  std::int64_t updates_;     // An epoch.
+  ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::train::RunFolder folder_;
   ddpkit::train::CheckpointInfo info_;             // How far the run has come.
   std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.
+  std::optional<ddpkit::Timeline> timeline_;
+  std::optional<ddpkit::train::SummaryWriter> summary_;
 };
 
 }  // namespace
 
 void train(const TrainOptions& options, ddpkit::train::Program& program) {
-  const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.trainer.backend});
+  const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
+  if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
+    throw UsageError(
+        fmt::format("--multi-gpu {} is one process, but the launcher started {}: start har by itself, or "
+                    "take --multi-gpu ddp",
+                    name_of(options.multi_gpu), environment.world_size));
+  const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
+  const ddpkit::ProcessGroup group =
+      program.init_process_group({.backend = options.trainer.backend, .device = places.front()});
   Dataset dataset;
   ddpkit::train::run_together(group, [&] { dataset = normalised(read_recordings(options.data)); });
-  Trainer(options, dataset, group).run();
+  Trainer(options, dataset, places, group).run();
 }
 
 }  // namespace har

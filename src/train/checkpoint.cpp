@@ -147,7 +147,7 @@ void match_module(const std::string& path, InputArchive& archive, const std::str
 }
 
 CheckpointInfo restore(const std::string& path, const std::string& bytes, torch::nn::Module& module,
-                       torch::optim::Optimizer& optimizer) {
+                       torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts) {
   OpenCheckpoint checkpoint = open_checkpoint(path, bytes);
   std::vector<Restored> restored;
   c10::IValue kind;
@@ -162,7 +162,13 @@ CheckpointInfo restore(const std::string& path, const std::string& bytes, torch:
     }
     InputArchive state;
     checkpoint.archive.read("optimizer", state);
+    std::vector<InputArchive> archives(parts.size());
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!checkpoint.archive.try_read("part_" + parts[i].name, archives[i]))
+        throw InvalidArgument(fmt::format("the checkpoint {} has no {}, which this run needs", path, parts[i].name));
+    }
     optimizer.load(state);
+    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].load(archives[i]);
   } catch (const c10::Error&) {
     throw InvalidArgument(fmt::format("the checkpoint {} is damaged: torch cannot read it", path));
   }
@@ -174,7 +180,8 @@ CheckpointInfo restore(const std::string& path, const std::string& bytes, torch:
 }  // namespace
 
 void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
-                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info) {
+                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info,
+                      const std::vector<CheckpointPart>& parts) {
   OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
   archive.write("epoch", c10::IValue(info.epoch));
@@ -187,6 +194,11 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
   OutputArchive state(archive.compilation_unit());
   optimizer.save(state);
   archive.write("optimizer", state);
+  for (const CheckpointPart& part : parts) {
+    OutputArchive nested(archive.compilation_unit());
+    part.save(nested);
+    archive.write("part_" + part.name, nested);
+  }
 
   AtomicFile file(path);
   // Torch calls the writer from C code, which no exception may cross: keep the first and let it finish.
@@ -204,27 +216,29 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
 }
 
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
-                     const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group) {
+                     const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group,
+                     const std::vector<CheckpointPart>& parts) {
   if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer)) sharded->consolidate_state();
   run_together(group, [&] {
-    if (group.rank() == 0) write_checkpoint(path, module, optimizer, info);
+    if (group.rank() == 0) write_checkpoint(path, module, optimizer, info, parts);
   });
 }
 
 CheckpointInfo read_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
-                               torch::optim::Optimizer& optimizer) {
-  return restore(path.string(), read_bytes(path), module, optimizer);
+                               torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts) {
+  return restore(path.string(), read_bytes(path), module, optimizer, parts);
 }
 
 CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
-                               torch::optim::Optimizer& optimizer, const ProcessGroup& group) {
+                               torch::optim::Optimizer& optimizer, const ProcessGroup& group,
+                               const std::vector<CheckpointPart>& parts) {
   std::string bytes;
   run_together(group, [&] {
     if (group.rank() == 0) bytes = read_bytes(path);
   });
   bytes = broadcast_bytes(group, std::move(bytes));
   CheckpointInfo info;
-  run_together(group, [&] { info = restore(path.string(), bytes, module, optimizer); });
+  run_together(group, [&] { info = restore(path.string(), bytes, module, optimizer, parts); });
   return info;
 }
 

@@ -5,6 +5,11 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
 namespace ddpkit::train {
 
 IndexRange evaluation_share(std::int64_t size, int rank, int world_size) {
@@ -21,25 +26,111 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values, const Proc
   return {host.const_data_ptr<double>(), host.const_data_ptr<double>() + host.numel()};
 }
 
-ClassificationMetrics::ClassificationMetrics(at::Device device)
-    : sums_(at::zeros({3}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
+/// What was added on one device.
+struct ClassificationMetrics::Sums {
+  at::Tensor confusion;  ///< [classes * classes] int64, by target * classes + predicted.
+  at::Tensor loss;       ///< Sum over the samples, and their number: [2] float64.
+};
+
+ClassificationMetrics::ClassificationMetrics(std::int64_t classes)
+    : classes_(classes), mutex_(std::make_unique<std::mutex>()) {}
+ClassificationMetrics::~ClassificationMetrics() = default;
+ClassificationMetrics::ClassificationMetrics(ClassificationMetrics&&) noexcept = default;
+ClassificationMetrics& ClassificationMetrics::operator=(ClassificationMetrics&&) noexcept = default;
+
+ClassificationMetrics::Sums& ClassificationMetrics::sums_on(c10::Device device) {
+  for (const auto& [there, sums] : sums_) {
+    if (there == device) return *sums;
+  }
+  const auto options = at::TensorOptions().device(device);
+  sums_.emplace_back(
+      device, std::make_unique<Sums>(Sums{.confusion = at::zeros({classes_ * classes_}, options.dtype(at::kLong)),
+                                          .loss = at::zeros({2}, options.dtype(at::kDouble))}));
+  return *sums_.back().second;
+}
 
 void ClassificationMetrics::add(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mean_loss) {
+  add_predictions(logits, targets);
+  add_loss(mean_loss, targets.size(0));
+}
+
+void ClassificationMetrics::add_predictions(const at::Tensor& logits, const at::Tensor& targets) {
+  if (logits.dim() != 2 || logits.size(1) != classes_ || targets.dim() != 1 || targets.size(0) != logits.size(0))
+    throw InvalidArgument(
+        fmt::format("metrics of {} classes: logits are [{}] and targets [{}], not [batch, {}] and [batch]", classes_,
+                    fmt::join(logits.sizes(), ", "), fmt::join(targets.sizes(), ", "), classes_));
   const at::NoGradGuard no_grad;
-  const std::int64_t count = targets.size(0);
-  sums_[0].add_(mean_loss.detach(), count);
-  sums_[1].add_(logits.argmax(1).eq(targets).sum());
-  sums_[2].add_(count);
+  const at::Tensor cells = targets * classes_ + logits.argmax(1);
+  const at::Tensor ones = at::ones_like(cells);
+  const std::lock_guard lock(*mutex_);
+  sums_on(cells.device()).confusion.index_add_(0, cells, ones);
+}
+
+void ClassificationMetrics::add_loss(const at::Tensor& mean_loss, std::int64_t samples) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor loss = mean_loss.detach();
+  const std::lock_guard lock(*mutex_);
+  const Sums& sums = sums_on(loss.device());
+  sums.loss[0].add_(loss, samples);
+  sums.loss[1].add_(samples);
 }
 
 ClassificationResult ClassificationMetrics::reduce(const ProcessGroup& group) const {
-  const at::Tensor sums = sums_.clone();
-  group.all_reduce(sums);
-  const at::Tensor host = sums.cpu();
+  // Counts as doubles: exact up to 2^53, and in one all-reduce with the loss.
+  const at::Tensor all = at::zeros({classes_ * classes_ + 2}, at::kDouble);
+  {
+    const std::lock_guard lock(*mutex_);
+    for (const auto& [device, sums] : sums_) {
+      all.narrow(0, 0, classes_ * classes_).add_(sums->confusion.to(at::kCPU, at::kDouble));
+      all.narrow(0, classes_ * classes_, 2).add_(sums->loss.cpu());
+    }
+  }
+  const at::Tensor moved = all.to(group.device());
+  group.all_reduce(moved);
+  const at::Tensor host = moved.cpu();
   const double* values = host.const_data_ptr<double>();
-  return {.loss = values[0] / values[2],
-          .accuracy = values[1] / values[2],
-          .samples = static_cast<std::int64_t>(values[2])};
+  ClassificationResult result;
+  double correct = 0, predicted = 0;
+  for (std::int64_t target = 0; target < classes_; ++target) {
+    auto& row = result.confusion.emplace_back(values + target * classes_, values + (target + 1) * classes_);
+    correct += static_cast<double>(row[static_cast<std::size_t>(target)]);
+    for (const std::int64_t count : row) predicted += static_cast<double>(count);
+  }
+  const double* loss = values + classes_ * classes_;
+  result.loss = loss[0] / loss[1];
+  result.accuracy = correct / predicted;
+  result.samples = static_cast<std::int64_t>(predicted);
+  return result;
+}
+
+std::vector<double> ClassificationResult::f1() const {
+  std::vector<double> result;
+  for (std::size_t k = 0; k < confusion.size(); ++k) {
+    std::int64_t of_class = 0, taken_for = 0;
+    for (std::size_t other = 0; other < confusion.size(); ++other) {
+      of_class += confusion[k][other];
+      taken_for += confusion[other][k];
+    }
+    // 2 TP / (2 TP + FN + FP)
+    const auto both = static_cast<double>(of_class + taken_for);
+    result.push_back(both > 0 ? 2 * static_cast<double>(confusion[k][k]) / both : 0);
+  }
+  return result;
+}
+
+double ClassificationResult::macro_f1() const {
+  const std::vector<double> each = f1();
+  double sum = 0;
+  int classes = 0;
+  for (std::size_t k = 0; k < confusion.size(); ++k) {
+    bool appears = false;
+    for (std::size_t other = 0; other < confusion.size(); ++other)
+      appears = appears || confusion[k][other] > 0 || confusion[other][k] > 0;
+    if (!appears) continue;
+    sum += each[k];
+    ++classes;
+  }
+  return sum / classes;
 }
 
 }  // namespace ddpkit::train

@@ -202,7 +202,9 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       app.add_option("--save-dir", options.save_dir, "Folder for the run's checkpoint; without it none is written")
           ->type_name("FOLDER")
           ->group(run);
-  CLI::Option* resume = app.add_flag("--resume", options.resume, "Go on with the run in --save-dir");
+  CLI::Option* resume =
+      app.add_flag("--resume", options.resume,
+                   "Insist on a run in --save-dir to go on with, as happens by itself where there is one");
   resume->needs(save_dir)->group(run);
   app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir")->excludes(resume)->group(run);
   app.add_flag("--json", options.json, "Print one line of JSON a finished epoch")->group(run);

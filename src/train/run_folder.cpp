@@ -30,9 +30,9 @@ std::string first_difference(const json& there, const json& here, const std::vec
   return {};
 }
 
-// The checkpoint's info when the run is to resume from it.
-std::optional<CheckpointInfo> examine(const std::filesystem::path& checkpoint, const std::string& config,
-                                      const RunFolderOptions& options) {
+// The checkpoint's info: the run is to resume from it.
+CheckpointInfo examine(const std::filesystem::path& checkpoint, const std::string& config,
+                       const RunFolderOptions& options) {
   const std::string folder = checkpoint.parent_path().string();
   const json here = json::parse(config);
   CheckpointInfo info;
@@ -47,24 +47,10 @@ std::optional<CheckpointInfo> examine(const std::filesystem::path& checkpoint, c
     throw InvalidArgument(
         fmt::format("the config in the checkpoint {} is damaged; --overwrite replaces it", checkpoint.string()));
   }
-  if (options.resume) {
-    const std::string difference = first_difference(there, here, options.may_differ);
-    if (difference.empty()) return info;
-    throw InvalidArgument(fmt::format("cannot resume: {} holds {}", folder, difference));
-  }
-  const std::string difference = first_difference(there, here, {});
-  if (!difference.empty()) {
-    const bool can_resume = first_difference(there, here, options.may_differ).empty();
-    throw InvalidArgument(fmt::format("{} already holds {}: take another --save-dir,{} or --overwrite", folder,
-                                      difference, can_resume ? " --resume" : ""));
-  }
-  const std::int64_t epochs = there.value("epochs", std::int64_t{0});
-  if (info.epoch < epochs) {
-    throw InvalidArgument(
-        fmt::format("{} already holds this run, at epoch {} of {}: --resume goes on, --overwrite starts over", folder,
-                    info.epoch, epochs));
-  }
-  return std::nullopt;
+  const std::string difference = first_difference(there, here, options.may_differ);
+  if (difference.empty()) return info;
+  throw InvalidArgument(
+      fmt::format("cannot resume: {} already holds {}: take another --save-dir, or --overwrite", folder, difference));
 }
 
 }  // namespace
@@ -79,6 +65,8 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
     if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
       result.to_resume = examine(result.checkpoint, config, options);
+    } else if (options.resume) {
+      throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));
     }
     AtomicFile probe(result.checkpoint);
   });

@@ -1,98 +1,6 @@
-#include <torch/torch.h>
+#include "har_program.h"
 
-#include <algorithm>
-#include <cstdlib>
-#include <nlohmann/json.hpp>
-#include <sstream>
-
-#include <ddpkit/comm/local_launch.h>
-#include <ddpkit/train/checkpoint.h>
-
-#include "har/generate.h"
-#include "har/model.h"
-#include "support/catch.h"
-#include "support/folder.h"
-
-using ddpkit::testing::Folder;
-using ddpkit::testing::names_in;
-using ddpkit::testing::read_file;
-using ddpkit::testing::write_file;
-
-namespace {
-
-struct Run {
-  int exit_code = -1;
-  std::vector<std::string> lines;  // Of rank 0's stdout.
-  std::string errors;              // Everyone's stderr, and the other ranks' stdout.
-
-  const std::string& last_line() const { return lines.back(); }
-  double accuracy() const {
-    const std::string start = "test accuracy ";
-    REQUIRE_FALSE(lines.empty());
-    REQUIRE(last_line().starts_with(start));
-    REQUIRE(last_line().ends_with(" %"));
-    return std::stod(last_line().substr(start.size()));
-  }
-};
-
-Run run_har(int ranks, std::vector<std::string> arguments) {
-  const Folder folder;
-  std::vector<std::string> command = {
-      "sh", "-c", R"(exec "$0" "$@" 2> ")" + (folder / "errors").string() + R"(-$RANK")", DDPKIT_TEST_HAR};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  std::string output;
-  Run run;
-  const ddpkit::LocalLaunchResult result = ddpkit::local_launch(
-      {.command = command,
-       .ranks = ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::seconds(200),
-       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : run.errors) += text; }});
-  REQUIRE_FALSE(result.timed_out);
-  run.exit_code = result.exit_code();
-  std::istringstream lines(output);
-  for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
-  for (int rank = 0; rank < ranks; ++rank) run.errors += read_file(folder / ("errors-" + std::to_string(rank)));
-  return run;
-}
-
-// One data set for all tests of this process.
-const std::string& generated() {
-  static const Folder folder;
-  static const std::string path = [] {
-    har::generate_ucihar(folder / "set", {.train = 120, .test = 61, .steps = 64});
-    return (folder / "set").string();
-  }();
-  return path;
-}
-
-// The weights and statistics in a run's checkpoint.
-std::vector<at::Tensor> weights_of(const Folder& save_dir) {
-  const auto model = har::make_model({.mode = har::Mode::kCnn, .channels = 9, .steps = 64, .classes = 6});
-  torch::optim::AdamW optimizer(model->parameters());
-  ddpkit::train::read_checkpoint(save_dir / "checkpoint.pt", *model, optimizer);
-  std::vector<at::Tensor> tensors = model->parameters();
-  for (const at::Tensor& buffer : model->buffers()) tensors.push_back(buffer);
-  return tensors;
-}
-
-bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return x.equal(y); });
-}
-
-// Fails with `code` and says one sentence, once.
-void check_refused(const std::vector<std::string>& arguments, int code, const std::string& message) {
-  for (const int ranks : {1, 2}) {
-    CAPTURE(arguments, ranks);
-    const Run run = run_har(ranks, arguments);
-    CHECK(run.exit_code == code);
-    CHECK_THAT(run.errors, ContainsSubstring(message));
-    CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
-    CHECK(run.lines.empty());
-  }
-}
-
-}  // namespace
+using namespace har::testing;
 
 TEST_CASE("har learns a generated set, alone and on several ranks", "[har]") {
   for (const int ranks : {1, 2, 4}) {
@@ -146,6 +54,17 @@ TEST_CASE("har --json prints a line an epoch that a program can read", "[har]") 
     // Of 61 test windows, each counted once although 61 is odd.
     const double correct = line["test_accuracy"].get<double>() * 61;
     CHECK(correct == Approx(std::round(correct)).epsilon(1e-12));
+    std::int64_t counted = 0, right = 0;
+    for (std::size_t target = 0; target < 6; ++target) {
+      for (std::size_t predicted = 0; predicted < 6; ++predicted) {
+        const auto count = line["test_confusion"][target][predicted].get<std::int64_t>();
+        counted += count;
+        right += target == predicted ? count : 0;
+      }
+    }
+    CHECK(counted == 61);
+    CHECK(static_cast<double>(right) == Approx(correct));
+    CHECK(line["test_f1"].size() == 6);
   }
   CHECK(run.accuracy() >= 0);
 }
@@ -162,45 +81,6 @@ TEST_CASE("the same seed gives the same bits, another seed others", "[har]") {
   }
   CHECK(same_bits(weights_of(a), weights_of(b)));
   CHECK_FALSE(same_bits(weights_of(a), weights_of(c)));
-}
-
-TEST_CASE("a run that was stopped and resumed ends with the weights of one that was not", "[har]") {
-  for (const int ranks : {1, 2}) {
-    CAPTURE(ranks);
-    const Folder whole;
-    const Folder parts;
-    const std::vector<std::string> common = {"--data", generated(), "--epochs", "4", "--save-dir"};
-    const auto with = [&](const Folder& folder, const std::vector<std::string>& more) {
-      std::vector<std::string> arguments = common;
-      arguments.push_back(folder.path());
-      arguments.insert(arguments.end(), more.begin(), more.end());
-      return arguments;
-    };
-    REQUIRE(run_har(ranks, with(whole, {})).exit_code == 0);
-    // In the middle of the third epoch.
-    REQUIRE(run_har(ranks, with(parts, {"--max-steps", ranks == 1 ? "18" : "9"})).exit_code == 0);
-    CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 2);
-    const Run resumed = run_har(ranks, with(parts, {"--resume", "--json"}));
-    INFO(resumed.errors);
-    REQUIRE(resumed.exit_code == 0);
-    CHECK(resumed.lines.size() == 3);
-    CHECK(same_bits(weights_of(whole), weights_of(parts)));
-  }
-}
-
-TEST_CASE("another run's checkpoint is not replaced", "[har]") {
-  const Folder folder;
-  const std::string path = folder.path().string();
-  REQUIRE(run_har(2, {"--data", generated(), "--epochs", "1", "--save-dir", path}).exit_code == 0);
-  const std::string before = read_file(folder / "checkpoint.pt");
-  check_refused({"--data", generated(), "--epochs", "1", "--lr", "0.5", "--save-dir", path}, 1,
-                "already holds a run with");
-  check_refused({"--data", generated(), "--epochs", "2", "--mode", "lstm", "--save-dir", path, "--resume"}, 1,
-                "cannot resume");
-  CHECK(read_file(folder / "checkpoint.pt") == before);
-  CHECK(run_har(1, {"--data", generated(), "--epochs", "1", "--mode", "lstm", "--save-dir", path, "--overwrite"})
-            .exit_code == 0);
-  CHECK(read_file(folder / "checkpoint.pt") != before);
 }
 
 TEST_CASE("har takes its options from a YAML file", "[har]") {

@@ -1,6 +1,8 @@
 #include <torch/torch.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/grad_scaler.h>
+#include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/train/checkpoint.h>
 
 #include "support/catch.h"
@@ -109,6 +111,39 @@ TEST_CASE("a checkpoint of another model names the first parameter that differs,
   Net in_double;
   in_double->to(torch::kDouble);
   refuse(*in_double, "conv.weight is Float [3, 2, 3] there and Double [3, 2, 3] here");
+}
+
+RANK_TEST("a checkpoint holds what else a run needs", "[checkpoint]", 1, 2) {
+  const Folder folder;  // Only rank 0's is used.
+  Net net;
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+  ddpkit::optim::LearningRateScheduler schedule(optimizer, ddpkit::optim::cosine_decay(10));
+  ddpkit::optim::GradScaler scaler(group);
+  for (int i = 0; i < 4; ++i) schedule.step();
+  scaler.scale(torch::ones(1));
+  scaler.update(17.0);
+  const auto parts = [](auto& a, auto& b) {
+    return std::vector{checkpoint_part("schedule", a), checkpoint_part("scaler", b)};
+  };
+  save_checkpoint(folder / "checkpoint.pt", *net, optimizer, {}, group, parts(schedule, scaler));
+
+  Net other;
+  torch::optim::AdamW other_optimizer(other->parameters(), torch::optim::AdamWOptions(0.01));
+  ddpkit::optim::LearningRateScheduler other_schedule(other_optimizer, ddpkit::optim::cosine_decay(10));
+  ddpkit::optim::GradScaler other_scaler(group);
+  load_checkpoint(folder / "checkpoint.pt", *other, other_optimizer, group, parts(other_schedule, other_scaler));
+  CHECK(other_schedule.steps() == 4);
+  CHECK(other_schedule.learning_rates() == schedule.learning_rates());
+  CHECK(other_scaler.get_scale() == 17);
+  // Who needs a part that is not there is told, and has lost nothing.
+  const auto before = other->conv->weight.clone();
+  step(other, other_optimizer);
+  const auto stepped = other->conv->weight.clone();
+  CHECK_FALSE(stepped.equal(before));
+  CHECK_THROWS_WITH(load_checkpoint(folder / "checkpoint.pt", *other, other_optimizer, group,
+                                    {checkpoint_part("hook", other_scaler)}),
+                    ContainsSubstring("has no hook"));
+  CHECK(other->conv->weight.equal(stepped));
 }
 
 TEST_CASE("a checkpoint of another optimizer is refused", "[checkpoint]") {

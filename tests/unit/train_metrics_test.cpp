@@ -1,5 +1,8 @@
 #include <torch/torch.h>
 
+#include <thread>
+
+#include <ddpkit/comm/error.h>
 #include <ddpkit/train/metrics.h>
 
 #include "support/catch.h"
@@ -32,7 +35,7 @@ RANK_TEST("metrics over ranks are those of the whole set, without duplicates", "
   const auto correct = logits.argmax(1).eq(targets).sum().item<std::int64_t>();
 
   const IndexRange share = evaluation_share(kSamples, group.rank(), group.world_size());
-  ClassificationMetrics metrics(at::kCPU);
+  ClassificationMetrics metrics(5);
   // In batches of one or two, the last smaller.
   for (std::int64_t begin = share.begin; begin < share.end; begin += 2) {
     const std::int64_t end = std::min(begin + 2, share.end);
@@ -50,12 +53,54 @@ RANK_TEST("metrics over ranks are those of the whole set, without duplicates", "
 }
 
 RANK_TEST("a rank without samples takes part in the metrics", "[metrics]", 3) {
-  ClassificationMetrics metrics(at::kCPU);
+  ClassificationMetrics metrics(2);
   if (group.rank() == 1) metrics.add(torch::eye(2), torch::tensor({0, 0}), torch::tensor(1.5));
   const ClassificationResult result = metrics.reduce(group);
   CHECK(result.samples == 2);
   CHECK(result.accuracy == 0.5);
   CHECK(result.loss == 1.5);
+}
+
+RANK_TEST("confusion and F1 are over all ranks", "[metrics]", 1, 2, 3) {
+  // Of four classes the last never appears. [sample]
+  const std::vector<std::int64_t> targets = {0, 0, 0, 1, 1, 2, 0, 1};
+  const std::vector<std::int64_t> predicted = {0, 0, 1, 1, 0, 1, 0, 1};
+  const IndexRange share = evaluation_share(8, group.rank(), group.world_size());
+  ClassificationMetrics metrics(4);
+  for (std::int64_t i = share.begin; i < share.end; ++i) {
+    const auto k = static_cast<std::size_t>(i);
+    metrics.add(at::one_hot(torch::tensor({predicted[k]}), 4).to(at::kFloat), torch::tensor({targets[k]}),
+                torch::tensor(1.0));
+  }
+  const ClassificationResult result = metrics.reduce(group);
+  using Row = std::vector<std::int64_t>;
+  CHECK(result.confusion == std::vector<Row>{Row{3, 1, 0, 0}, Row{1, 2, 0, 0}, Row{0, 1, 0, 0}, Row{0, 0, 0, 0}});
+  CHECK(result.accuracy == 5.0 / 8);
+  // Precision 3/4 and recall 3/4; 2/4 and 2/3; none; nothing there.
+  const std::vector<double> f1 = result.f1();
+  CHECK(f1[0] == Approx(0.75));
+  CHECK(f1[1] == Approx(2 * 0.5 * (2.0 / 3) / (0.5 + 2.0 / 3)));
+  CHECK(f1[2] == 0);
+  CHECK(f1[3] == 0);
+  CHECK(result.macro_f1() == Approx((f1[0] + f1[1]) / 3));
+}
+
+RANK_TEST("threads add predictions to the same metrics", "[metrics]", 1) {
+  ClassificationMetrics metrics(3);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) metrics.add_predictions(torch::eye(3), torch::tensor({0, 1, 1}));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  metrics.add_loss(torch::tensor(0.5), 600);
+  const ClassificationResult result = metrics.reduce(group);
+  CHECK(result.samples == 600);
+  CHECK(result.loss == 0.5);
+  CHECK(result.confusion[1][1] == 200);
+  CHECK(result.confusion[1][2] == 200);
+  CHECK_THROWS_AS(metrics.add_predictions(torch::eye(2), torch::tensor({0, 1})), ddpkit::InvalidArgument);
 }
 
 RANK_TEST("sums of counts are exact", "[metrics]", 2, 4) {

@@ -42,7 +42,8 @@ TEST_CASE("a new folder is made, with nothing in it yet", "[run_folder]") {
   CHECK(run.checkpoint == folder / "a/b/checkpoint.pt");
   CHECK_FALSE(run.to_resume);
   CHECK(names_in(folder / "a/b").empty());
-  CHECK_FALSE(open_run_folder(folder / "a/b", kConfig, {.resume = true}, group).to_resume);
+  CHECK_THROWS_WITH(open_run_folder(folder / "a/b", kConfig, {.resume = true}, group),
+                    ContainsSubstring("cannot resume") && ContainsSubstring("holds no run"));
 }
 
 TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folder]") {
@@ -57,16 +58,18 @@ TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folde
   CHECK(read_file(run.path) == run.before);
 }
 
-TEST_CASE("a finished run may be repeated, an unfinished one wants a word", "[run_folder]") {
-  CHECK_FALSE(Run(3).open(kConfig).to_resume);
-  const Run unfinished(2);
-  CHECK_THROWS_WITH(unfinished.open(kConfig), ContainsSubstring("at epoch 2 of 3") && ContainsSubstring("--resume"));
-  const RunFolder resumed = unfinished.open(kConfig, {.resume = true});
-  REQUIRE(resumed.to_resume);
-  CHECK(resumed.to_resume->epoch == 2);
-  CHECK(resumed.to_resume->step == 20);
+TEST_CASE("a run that is there is gone on with", "[run_folder]") {
+  for (const std::int64_t epoch : {2, 3}) {
+    for (const bool resume : {false, true}) {
+      const RunFolder resumed = Run(epoch).open(kConfig, {.resume = resume});
+      REQUIRE(resumed.to_resume);
+      CHECK(resumed.to_resume->epoch == epoch);
+      CHECK(resumed.to_resume->step == 10 * epoch);
+    }
+  }
+  CHECK_FALSE(Run(2).open(kConfig, {.overwrite = true}).to_resume);
   // More epochs, another number of ranks: still the same run.
-  CHECK(unfinished.open(R"({"epochs":5,"lr":0.1,"world_size":2})", {.resume = true}).to_resume);
+  CHECK(Run(2).open(R"({"epochs":5,"lr":0.1,"world_size":2})").to_resume);
 }
 
 TEST_CASE("a file that is no checkpoint stays as it is", "[run_folder]") {
@@ -96,10 +99,10 @@ RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) 
   CHECK(found.to_resume->epoch == 2);
   CHECK(found.to_resume->config == kConfig);
   try {
-    open_run_folder(run.folder.path(), kConfig, {}, group);
+    open_run_folder(run.folder.path(), R"({"epochs":3,"lr":0.3,"world_size":1})", {}, group);
     FAIL("no error");
   } catch (const ddpkit::InvalidArgument& error) {
     CHECK(error.context().rank == 0);
-    CHECK_THAT(error.what(), ContainsSubstring("at epoch 2 of 3"));
+    CHECK_THAT(error.what(), ContainsSubstring("a run with lr 0.1"));
   }
 }

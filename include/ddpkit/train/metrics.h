@@ -5,6 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
@@ -27,26 +30,49 @@ IndexRange evaluation_share(std::int64_t size, int rank, int world_size);
 /// rank. Collective: all ranks pass equally many values.
 std::vector<double> sum_over_ranks(const std::vector<double>& values, const ProcessGroup& group);
 
-/// How a classifier did.
+/// How a classifier did, over all samples of all ranks.
 struct ClassificationResult {
-  double loss = 0;           ///< Mean over all samples of all ranks; NaN without samples.
-  double accuracy = 0;       ///< Share of samples whose highest logit is the target's: 0 .. 1; NaN without samples.
-  std::int64_t samples = 0;  ///< Of all ranks.
+  double loss = 0;      ///< Mean; NaN without samples.
+  double accuracy = 0;  ///< Share of samples whose highest logit is the target's: 0 .. 1; NaN without samples.
+  std::int64_t samples = 0;
+  /// Samples by the class they are of and the class they were taken for. [target][predicted]
+  std::vector<std::vector<std::int64_t>> confusion = {};
+
+  /// Of each class, the harmonic mean of precision and recall: 0 .. 1, and 0 for a class of which no sample was found
+  /// (as scikit-learn's zero_division=0). [class]
+  std::vector<double> f1() const;
+  /// The mean of f1() over all classes that have samples or were predicted; NaN when there is none.
+  double macro_f1() const;
 };
 
-/// Sums up a classifier's batches on their device, without waiting for it, until reduce().
+/// Sums up a classifier's batches on their device, without waiting for it, until reduce(). Several threads may add: the
+/// counts do not depend on their order, the loss's last bits do.
 class ClassificationMetrics {
  public:
-  explicit ClassificationMetrics(at::Device device);
+  /// Batches of `classes` logits each, on one device or several.
+  explicit ClassificationMetrics(std::int64_t classes);
+  ~ClassificationMetrics();
+  ClassificationMetrics(ClassificationMetrics&&) noexcept;
+  ClassificationMetrics& operator=(ClassificationMetrics&&) noexcept;
 
   /// `logits` [batch, classes], `targets` [batch] int64, `mean_loss` a scalar: the batch's mean loss.
   void add(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mean_loss);
+
+  /// The two parts of add(), for who has the loss of several batches in one: what was predicted,
+  void add_predictions(const at::Tensor& logits, const at::Tensor& targets);
+  /// and the mean loss over `samples` samples.
+  void add_loss(const at::Tensor& mean_loss, std::int64_t samples);
 
   /// Everything added so far on all ranks; the same bits on each. Collective, one all-reduce.
   ClassificationResult reduce(const ProcessGroup& group) const;
 
  private:
-  at::Tensor sums_;  // Loss, correct, count: [3] float64.
+  struct Sums;
+  Sums& sums_on(c10::Device device);
+
+  std::int64_t classes_;
+  std::unique_ptr<std::mutex> mutex_;
+  std::vector<std::pair<c10::Device, std::unique_ptr<Sums>>> sums_;
 };
 
 }  // namespace ddpkit::train

@@ -22,7 +22,7 @@ struct TrainerOptions {
   std::uint64_t seed = 0;                                ///< Same seed, same weights, to the bit.
   std::optional<std::int64_t> max_steps = std::nullopt;  ///< Stop after so many optimizer steps.
   std::string save_dir = {};                             ///< Folder of the run's checkpoint; empty: none is written.
-  bool resume = false;                                   ///< Go on from the checkpoint in save_dir.
+  bool resume = false;                                   ///< See RunFolderOptions.
   bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
   bool json = false;                                     ///< One JSON line a finished epoch instead of the table.
   std::string backend = {};                              ///< See InitOptions::backend.

@@ -15,10 +15,10 @@ class ProcessGroup;
 namespace ddpkit::train {
 
 struct RunFolderOptions {
-  bool resume = false;     ///< Go on with the run that is there.
-  bool overwrite = false;  ///< Replace it.
+  bool resume = false;     ///< There must be a run to go on with.
+  bool overwrite = false;  ///< Replace what is there.
   /// Keys of the config in which a resumed run may differ from what it was.
-  std::vector<std::string> may_differ = {"epochs", "world_size"};
+  std::vector<std::string> may_differ = {"epochs", "world_size", "multi_gpu"};
 };
 
 /// What open_run_folder() found.
@@ -29,10 +29,10 @@ struct RunFolder {
 
 /// Makes `folder` ready for a run that `config` (a JSON object) describes. Collective; rank 0 looks at the disk.
 ///
-/// Nothing that took work is lost by accident. Where the folder holds a checkpoint, a run that is neither to resume nor
-/// to overwrite goes ahead only when it would repeat that very run, finished: any difference in config, or an epoch
-/// below its "epochs", throws InvalidArgument. So does resuming with a config that differs in more than `may_differ`,
-/// and a folder that cannot be written to, before the training rather than after its first epoch.
+/// A run that is there is gone on with. Nothing that took work is lost by accident: where it is another one, which
+/// differs in more than `may_differ`, InvalidArgument is thrown, unless it is to be overwritten; also with `resume`
+/// where there is none, and for a folder that cannot be written to, before the training rather than after its first
+/// epoch.
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group);
 

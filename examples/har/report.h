@@ -1,0 +1,44 @@
+// Tier 1: ATen/core/Tensor.h, through train/metrics.h. What a run says.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include <ddpkit/train/metrics.h>
+#include <ddpkit/train/summary_writer.h>
+
+#include "har/dataset.h"
+
+namespace har {
+
+/// A finished epoch.
+struct Epoch {
+  std::int64_t epoch = 0;  ///< From 1.
+  std::int64_t epochs = 0;
+  std::int64_t step = 0;  ///< Updates so far.
+  int devices = 1;        ///< Of all ranks.
+  int world_size = 1;
+  double lr = 0;
+  double seconds = 0;  ///< Of training.
+  ddpkit::train::ClassificationResult train;
+  ddpkit::train::ClassificationResult test;
+
+  double samples_per_second() const { return static_cast<double>(train.samples) / seconds; }
+};
+
+/// One line of JSON, and one for a reader.
+std::string as_json(const Epoch& epoch);
+std::string as_line(const Epoch& epoch);
+
+/// The scalars of an epoch, by its number of updates.
+void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
+
+/// Where each class went, and its F1: a table for a terminal.
+std::string confusion_table(const ddpkit::train::ClassificationResult& result, const Dataset& dataset);
+
+/// Prints a line to stdout at once.
+void print(const std::string& line);
+
+}  // namespace har

@@ -1,0 +1,90 @@
+// Runs that end early and go on.
+#include <cmath>
+
+#include "har_program.h"
+
+using namespace har::testing;
+
+namespace {
+
+// Two channels of 20 steps in three classes.
+void write_ts(const std::filesystem::path& folder) {
+  for (const auto& [split, cases] : {std::pair{"TRAIN", 90}, std::pair{"TEST", 31}}) {
+    std::string text = "@problemName Waves\n@univariate false\n@classLabel true slow middle fast\n@data\n";
+    for (int i = 0; i < cases; ++i) {
+      for (int channel = 0; channel < 2; ++channel) {
+        for (int step = 0; step < 20; ++step)
+          text += fmt::format("{}{:.4f}", step == 0 ? "" : ",", std::sin(0.3 * (1 + i % 3) * step + i + channel));
+        text += ":";
+      }
+      text += std::array{"slow", "middle", "fast"}[static_cast<std::size_t>(i % 3)] + std::string("\n");
+    }
+    write_file(folder / fmt::format("Waves_{}.ts", split), text);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a run that was stopped and resumed ends with the weights of one that was not", "[har]") {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(ranks);
+    const Folder whole;
+    const Folder parts;
+    const Arguments common = {"--data", generated(), "--epochs", "4", "--save-dir"};
+    const auto with = [&](const Folder& folder, const Arguments& more) {
+      return joined(joined(common, {folder.path()}), more);
+    };
+    REQUIRE(run_har(ranks, with(whole, {})).exit_code == 0);
+    // In the middle of the third epoch.
+    REQUIRE(run_har(ranks, with(parts, {"--max-steps", ranks == 1 ? "18" : "9"})).exit_code == 0);
+    CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 2);
+    const Run resumed = run_har(ranks, with(parts, {"--json"}));
+    INFO(resumed.errors);
+    REQUIRE(resumed.exit_code == 0);
+    CHECK(resumed.lines.size() == 3);
+    CHECK(same_bits(weights_of(whole), weights_of(parts)));
+  }
+}
+
+TEST_CASE("another run's checkpoint is not replaced", "[har]") {
+  const Folder folder;
+  const std::string path = folder.path().string();
+  REQUIRE(run_har(2, {"--data", generated(), "--epochs", "1", "--save-dir", path}).exit_code == 0);
+  const std::string before = read_file(folder / "checkpoint.pt");
+  check_refused({"--data", generated(), "--epochs", "1", "--lr", "0.5", "--save-dir", path}, 1,
+                "already holds a run with lr 0.001");
+  check_refused({"--data", generated(), "--epochs", "2", "--mode", "lstm", "--save-dir", path, "--resume"}, 1,
+                "cannot resume");
+  CHECK(read_file(folder / "checkpoint.pt") == before);
+  CHECK(run_har(1, {"--data", generated(), "--epochs", "1", "--mode", "lstm", "--save-dir", path, "--overwrite"})
+            .exit_code == 0);
+  CHECK(read_file(folder / "checkpoint.pt") != before);
+}
+
+TEST_CASE("a run killed anywhere and started again ends with the weights of one never killed", "[har]") {
+  const Folder ts;
+  write_ts(ts.path());
+  for (const std::string& data : {generated(), ts.path().string()}) {
+    for (const int ranks : {1, 2}) {
+      CAPTURE(data, ranks);
+      const Folder whole, killed;
+      const auto arguments = [&](const Folder& folder) {
+        return Arguments{"--data", data, "--epochs", "12", "--save-dir", folder.path()};
+      };
+      REQUIRE(run_har(ranks, arguments(whole)).exit_code == 0);
+      int kills = 0;
+      for (int attempt = 0;; ++attempt) {
+        REQUIRE(attempt < 40);
+        // Each lives longer than the last, so that it ends; a rank needs about 0.3 s to start.
+        const Run run =
+            run_har(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.3 + 0.13 * attempt});
+        if (run.exit_code == 0) break;
+        ++kills;
+      }
+      CHECK(kills > 0);
+      const har::ModelOptions model = data == generated() ? har::ModelOptions{.channels = 9, .steps = 64, .classes = 6}
+                                                          : har::ModelOptions{.channels = 2, .steps = 20, .classes = 3};
+      CHECK(same_bits(weights_of(whole, model), weights_of(killed, model)));
+    }
+  }
+}
