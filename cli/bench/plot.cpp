@@ -7,28 +7,17 @@
 #include <fmt/format.h>
 
 #include "plan.h"
+#include "svg.h"
 
 namespace ddpkit::bench {
 namespace {
 
+using svg::kColours;
+using svg::line;
+using svg::text_at;
+
 constexpr double kPanelWidth = 560, kPanelHeight = 460;
 constexpr double kLeft = 70, kRight = 20, kTop = 40, kBottom = 110;
-constexpr const char* kColours[] = {"#1f5fbf", "#6baed6", "#e6761b", "#2a9d4a", "#7f3fbf", "#b8860b"};
-
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    if (c == '&')
-      result += "&amp;";
-    else if (c == '<')
-      result += "&lt;";
-    else if (c == '>')
-      result += "&gt;";
-    else
-      result += c;
-  }
-  return result;
-}
 
 /// A logarithmic scale of the numbers from `low` to `high` onto the pixels from `from` to `to`.
 struct Scale {
@@ -37,16 +26,6 @@ struct Scale {
     return from + (std::log(value) - std::log(low)) / (std::log(high) - std::log(low)) * (to - from);
   }
 };
-
-std::string text_at(double x, double y, const std::string& anchor, const std::string& text,
-                    const std::string& more = "") {
-  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\"{}>{}</text>\n", x, y, anchor, more,
-                     escaped(text));
-}
-
-std::string line(double x1, double y1, double x2, double y2, const std::string& style) {
-  return fmt::format("<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" {}/>\n", x1, y1, x2, y2, style);
-}
 
 bool is_drawable(const std::pair<double, double>& point) {
   return point.first > 0 && point.second > 0 && std::isfinite(point.first) && std::isfinite(point.second);
@@ -146,13 +125,7 @@ std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_
     ++drawn;
   }
   const double width = kPanelWidth * std::clamp(drawn, 1, 2), height = kPanelHeight * std::max(1, (drawn + 1) / 2);
-  return fmt::format(
-             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
-             "font-family=\"sans-serif\" font-size=\"12\">\n"
-             "<style>.title {{ font-size: 15px; font-weight: bold }} .tick {{ font-size: 10px }}</style>\n"
-             "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
-             width, height) +
-         body + "</svg>\n";
+  return svg::document(width, height, body);
 }
 
 std::vector<Panel> panels_of(const std::vector<Row>& rows) {

@@ -24,6 +24,7 @@ std::string as_json(const Epoch& epoch) {
                                 {"test_confusion", epoch.test.confusion},
                                 {"samples_per_second", epoch.samples_per_second()},
                                 {"seconds", epoch.seconds},
+                                {"peak_memory_bytes", epoch.peak_memory_bytes},
                                 {"world_size", epoch.world_size},
                                 {"devices", epoch.devices}}
       .dump();

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/summary_writer.h>
@@ -21,7 +22,8 @@ struct Epoch {
   int devices = 1;        ///< Of all ranks.
   int world_size = 1;
   double lr = 0;
-  double seconds = 0;  ///< Of training.
+  double seconds = 0;                                ///< Of training.
+  std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult test;
 

@@ -238,7 +238,8 @@ class Trainer {
     if (update < updates_) return false;
     ++info_.epoch;
     evaluated_ = evaluate();
-    if (speaks()) report(train, lr, elapsed.count());
+    const std::vector<std::int64_t> memory = ddpkit::train::peak_memory_of_ranks(group_);
+    if (speaks()) report(train, lr, elapsed.count(), memory);
     return true;
   }
 
@@ -285,7 +286,7 @@ class Trainer {
     return metrics.reduce(group_);
   }
 
-  void report(const ClassificationResult& train, double lr, double seconds) {
+  void report(const ClassificationResult& train, double lr, double seconds, const std::vector<std::int64_t>& memory) {
     const Epoch epoch{.epoch = info_.epoch,
                       .epochs = options_.trainer.epochs,
                       .step = info_.step,
@@ -293,6 +294,7 @@ class Trainer {
                       .world_size = group_.world_size(),
                       .lr = lr,
                       .seconds = seconds,
+                      .peak_memory_bytes = memory,
                       .train = train,
                       .test = *evaluated_};
     print(options_.trainer.json ? as_json(epoch) : as_line(epoch));

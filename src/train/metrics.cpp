@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <string>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -24,6 +26,15 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values, const Proc
   group.all_reduce(sums);
   const at::Tensor host = sums.cpu();
   return {host.const_data_ptr<double>(), host.const_data_ptr<double>() + host.numel()};
+}
+
+std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group) {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  std::vector<std::int64_t> bytes;
+  for (const std::string& rank : group.all_gather_bytes(std::to_string(std::int64_t{usage.ru_maxrss} * 1024)))
+    bytes.push_back(std::stoll(rank));
+  return bytes;
 }
 
 /// What was added on one device.

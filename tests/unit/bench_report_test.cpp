@@ -6,6 +6,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "bench/bars.h"
 #include "bench/collective.h"
 #include "bench/limit.h"
 #include "bench/plan.h"
@@ -242,4 +243,25 @@ TEST_CASE("the bare loop of the limit sums into all buffers", "[bench]") {
       CHECK(count_wrong(find_collective("all_reduce"), {rank, ranks, 5000},
                         memory[static_cast<std::size_t>(rank)].data(), 5000) == 0);
   }
+}
+
+TEST_CASE("A bar chart shows each value from zero", "[bench]") {
+  const std::vector<BarGroup> groups = {{"1 device", {{"a & b", 100}, {"c", 50}}}, {"2 devices", {{"a & b", 200}}}};
+  const std::string svg = draw_bars("rates", "samples/s", groups);
+  CHECK(svg.starts_with("<svg "));
+  CHECK(count_of(svg, "<rect") == 1 + 3 + 2);  // Background, bars, legend.
+  CHECK(count_of(svg, "a &amp; b") == 1);
+  // Heights are as the values.
+  std::vector<double> heights;
+  for (std::size_t at = svg.find("height=\""); at != std::string::npos; at = svg.find("height=\"", at + 1))
+    heights.push_back(std::atof(svg.c_str() + at + 8));
+  std::sort(heights.begin(), heights.end());
+  CHECK(std::any_of(heights.begin(), heights.end(), [&](double h) {
+    const auto has = [&](double x) {
+      return std::any_of(heights.begin(), heights.end(), [&](double y) { return std::abs(x - y) < 0.2; });
+    };
+    return h > 20 && has(2 * h) && has(4 * h);
+  }));
+  CHECK(count_of(draw_bars("", "", {{"none", {{"a", 0}}}}), "nan") == 0);
+  CHECK(count_of(draw_bars("", "", {}), "nan") == 0);
 }

@@ -103,6 +103,16 @@ RANK_TEST("threads add predictions to the same metrics", "[metrics]", 1) {
   CHECK_THROWS_AS(metrics.add_predictions(torch::eye(2), torch::tensor({0, 1})), ddpkit::InvalidArgument);
 }
 
+RANK_TEST("the peak memory of each rank", "[metrics]", 1, 3) {
+  // Rank 2 has touched 64 MiB more.
+  std::vector<char> touched(group.rank() == 2 ? 64 << 20 : 1, 1);
+  const auto bytes = peak_memory_of_ranks(group);
+  REQUIRE(static_cast<int>(bytes.size()) == group.world_size());
+  for (const std::int64_t rank : bytes) CHECK(rank > (1 << 20));
+  if (group.world_size() == 3) CHECK(bytes[2] > bytes[1] + (32 << 20));
+  CHECK(touched.back() == 1);
+}
+
 RANK_TEST("sums of counts are exact", "[metrics]", 2, 4) {
   const double large = 9007199254740992.0 / 4 - 1;  // Four of them are just below 2^53.
   const std::vector<double> sums = sum_over_ranks({large, static_cast<double>(group.rank())}, group);

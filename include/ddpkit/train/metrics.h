@@ -30,6 +30,9 @@ IndexRange evaluation_share(std::int64_t size, int rank, int world_size);
 /// rank. Collective: all ranks pass equally many values.
 std::vector<double> sum_over_ranks(const std::vector<double>& values, const ProcessGroup& group);
 
+/// The most main memory that each rank's process has held so far, in bytes. Collective. [rank]
+std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group);
+
 /// How a classifier did, over all samples of all ranks.
 struct ClassificationResult {
   double loss = 0;      ///< Mean; NaN without samples.

@@ -1,0 +1,213 @@
+// The har trainer on 1, 2 and 4 devices under DataParallel and DistributedDataParallel, and Python's beside: what
+// `script/bench har` runs. Every run is a program of its own; they take turns, and medians are shown.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/train/main.h>
+
+#include "bench/bars.h"
+#include "bench/python.h"
+#include "har/generate.h"
+
+namespace {
+
+using ddpkit::train::UsageError;
+
+struct Options {
+  std::string har;
+  std::string data;
+  std::vector<int> devices = {1, 2, 4};
+  int batch_size = 256;
+  int epochs = 4;
+  int rounds = 3;
+  int windows = 2048;
+  bool peers = false;
+  std::string csv;
+  std::string plot;
+};
+
+enum class Way { kDp, kDdp, kPython };
+
+struct System {
+  Way way;
+  int devices;
+  std::string name() const {
+    return way == Way::kDp ? "ddpkit DP" : way == Way::kDdp ? "ddpkit DDP" : "Python DDP + Gloo";
+  }
+  bool operator<(const System& other) const { return std::pair(way, devices) < std::pair(other.way, other.devices); }
+};
+
+struct Measured {
+  std::vector<double> rates;        // Samples a second: an epoch each, but a run's first.
+  std::vector<std::int64_t> peaks;  // Bytes. [process]
+
+  double rate() const {
+    std::vector<double> sorted = rates;
+    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2), sorted.end());
+    return sorted[sorted.size() / 2];
+  }
+};
+
+void run(const System& system, const Options& options, Measured& measured) {
+  const int ranks = system.way == Way::kDp ? 1 : system.devices;
+  std::vector<std::string> command;
+  // A core for each device, where there are enough: else the scheduler deals them out.
+  if (system.devices <= ddpkit::available_cores()) {
+    if (system.way == Way::kDp)
+      command = {"taskset", "-c", fmt::format("0-{}", system.devices - 1)};
+    else
+      command = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
+  }
+  const auto add = [&](const std::vector<std::string>& more) {
+    command.insert(command.end(), more.begin(), more.end());
+  };
+  const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
+  if (system.way == Way::kPython) {
+    add(ddpkit::bench::python_command("har.py"));
+    add({options.data, epochs, batch});
+  } else {
+    add({options.har, "--data", options.data, "--epochs", epochs, "--batch-size", batch, "--mode", "cnn", "--no-amp",
+         "--json", "--multi-gpu"});
+    if (system.way == Way::kDp)
+      add({"dp", "--replicas", std::to_string(system.devices)});
+    else
+      add({"ddp"});
+  }
+  std::string output, errors;
+  const auto result = ddpkit::local_launch(
+      {.command = command,
+       .ranks = ranks,
+       .environment = {{"OMP_NUM_THREADS", "1"}},
+       .time_limit = std::chrono::minutes(10),
+       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
+  if (result.exit_code() != 0)
+    throw ddpkit::Error(fmt::format("{} on {} devices ended with code {}: {}", system.name(), system.devices,
+                                    result.exit_code(), output + errors));
+  std::istringstream lines(output);
+  int epoch = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("{")) continue;
+    const auto json = nlohmann::json::parse(line);
+    if (++epoch > 1) measured.rates.push_back(json["samples_per_second"]);
+    measured.peaks = json["peak_memory_bytes"].get<std::vector<std::int64_t>>();
+  }
+  if (epoch != options.epochs)
+    throw ddpkit::Error(
+        fmt::format("{} on {} devices printed {} epochs of {}", system.name(), system.devices, epoch, options.epochs));
+}
+
+void print_tables(const std::map<System, Measured>& all, const Options& options) {
+  constexpr double kMib = 1 << 20;
+  const double alone = all.at({Way::kDdp, 1}).rate();
+  fmt::print(
+      "| system | devices | samples/s | s an epoch | speed-up | efficiency |\n| --- | ---: | ---: | ---: | ---: | ---: "
+      "|\n");
+  for (const auto& [system, measured] : all) {
+    const double rate = measured.rate();
+    fmt::print("| {} | {} | {:.0f} | {:.2f} | {:.2f}x | {:.0f} % |\n", system.name(), system.devices, rate,
+               options.windows / rate, rate / alone, 100 * rate / alone / system.devices);
+  }
+  fmt::print("\n| system | devices | peak MiB of each process | MiB a device |\n| --- | ---: | --- | ---: |\n");
+  for (const auto& [system, measured] : all) {
+    std::string peaks;
+    double sum = 0;
+    for (const std::int64_t bytes : measured.peaks) {
+      peaks += fmt::format("{}{:.0f}", peaks.empty() ? "" : ", ", static_cast<double>(bytes) / kMib);
+      sum += static_cast<double>(bytes);
+    }
+    fmt::print("| {} | {} | {} | {:.0f} |\n", system.name(), system.devices, peaks, sum / kMib / system.devices);
+  }
+}
+
+void write_csv(const std::map<System, Measured>& all, const Options& options) {
+  std::ofstream file(options.csv);
+  file << "system,devices,batch,samples_per_second,speed_up,peak_bytes\n";
+  const double alone = all.at({Way::kDdp, 1}).rate();
+  for (const auto& [system, measured] : all) {
+    std::int64_t peak = 0;
+    for (const std::int64_t bytes : measured.peaks) peak += bytes;
+    file << fmt::format("{},{},{},{:.1f},{:.4f},{}\n", system.name(), system.devices, options.batch_size,
+                        measured.rate(), measured.rate() / alone, peak);
+  }
+  if (!file.flush()) throw ddpkit::Error(fmt::format("cannot write {}", options.csv));
+}
+
+void plot(const std::map<System, Measured>& all, const Options& options) {
+  std::vector<ddpkit::bench::BarGroup> groups;
+  for (const int devices : options.devices) {
+    ddpkit::bench::BarGroup group{.name = fmt::format("{} device{}", devices, devices == 1 ? "" : "s"), .bars = {}};
+    for (const auto& [system, measured] : all) {
+      if (system.devices == devices) group.bars.emplace_back(system.name(), measured.rate());
+    }
+    groups.push_back(std::move(group));
+  }
+  std::ofstream file(options.plot);
+  file << ddpkit::bench::draw_bars(fmt::format("har, cnn, batch {} a device", options.batch_size), "samples/s", groups);
+  if (!file.flush()) throw ddpkit::Error(fmt::format("cannot write {}", options.plot));
+}
+
+void measure(Options options) {
+  std::set<int> wanted(options.devices.begin(), options.devices.end());
+  wanted.insert(1);  // What speed-ups refer to.
+  options.devices.assign(wanted.begin(), wanted.end());
+  if (options.peers) {
+    if (const std::string why = ddpkit::bench::why_no_python(); !why.empty()) throw UsageError(why);
+  }
+  std::filesystem::path made;
+  if (options.data.empty()) {
+    made = std::filesystem::temp_directory_path() / fmt::format("ddpkit-bench-har-{}", ::getpid());
+    options.data = made / "set";
+    har::generate_ucihar(options.data, {.train = options.windows, .test = 64});
+  }
+  const std::unique_ptr<void, std::function<void(void*)>> cleanup(&made, [&](void*) {
+    std::error_code ignored;
+    if (!made.empty()) std::filesystem::remove_all(made, ignored);
+  });
+  std::map<System, Measured> all;
+  for (const int devices : options.devices) {
+    for (const Way way : {Way::kDp, Way::kDdp, Way::kPython}) {
+      if (way != Way::kPython || options.peers) all[{way, devices}];
+    }
+  }
+  for (int round = 0; round < options.rounds; ++round) {
+    for (auto& [system, measured] : all) {
+      fmt::print(stderr, "round {}/{}: {} on {}\n", round + 1, options.rounds, system.name(), system.devices);
+      run(system, options, measured);
+    }
+  }
+  print_tables(all, options);
+  if (!options.csv.empty()) write_csv(all, options);
+  if (!options.plot.empty()) plot(all, options);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("The har trainer under DataParallel and DistributedDataParallel.", "bench_har");
+  Options options;
+  options.har = std::filesystem::path(argv[0]).parent_path() / "har";
+  app.option_defaults()->always_capture_default();
+  app.add_option("--devices", options.devices, "Numbers of devices")->delimiter(',')->check(CLI::Range(1, 1024));
+  app.add_option("--batch-size", options.batch_size, "Windows a step on each device")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--epochs", options.epochs, "Of each run; the first is not counted")->check(CLI::Range(2, 1000));
+  app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
+  app.add_option("--windows", options.windows, "Training windows of the generated set")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--data", options.data, "Folder in the UCI-HAR layout instead");
+  app.add_flag("--peers", options.peers, "Python's DistributedDataParallel beside");
+  app.add_option("--csv", options.csv, "Write the rows to a file");
+  app.add_option("--plot", options.plot, "Draw the throughput into an SVG file");
+  return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
+}

@@ -1,0 +1,18 @@
+// Tier 0: the standard library only. What drawings are made of.
+#pragma once
+
+#include <string>
+
+namespace ddpkit::bench::svg {
+
+inline constexpr const char* kColours[] = {"#1f5fbf", "#6baed6", "#e6761b", "#2a9d4a", "#7f3fbf", "#b8860b"};
+
+std::string escaped(const std::string& text);
+/// `anchor`: start, middle or end. `more`: further attributes.
+std::string text_at(double x, double y, const std::string& anchor, const std::string& text,
+                    const std::string& more = "");
+std::string line(double x1, double y1, double x2, double y2, const std::string& style);
+/// The whole file; classes "title" and "tick" are for text.
+std::string document(double width, double height, const std::string& body);
+
+}  // namespace ddpkit::bench::svg
