@@ -18,6 +18,7 @@
 #include <ddpkit/comm/shm_backend.h>
 
 #include "comm/backends.h"
+#include "comm/registered_memory.h"
 
 namespace ddpkit {
 
@@ -284,7 +285,12 @@ void ProcessGroup::barrier() const {
 
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   if (state_->own) return state_->own->allocate(sizes, dtype);
-  return at::empty(sizes, at::TensorOptions(dtype).device(device()));
+  const auto options = at::TensorOptions(dtype).device(device());
+  if (device().is_cuda() && c10::multiply_integers(sizes) != 0) {
+    if (const at::Tensor registered = allocate_registered(*state_->backend, sizes, options); registered.defined())
+      return registered;
+  }
+  return at::empty(sizes, options);
 }
 
 void ProcessGroup::abort(const std::string& reason) const noexcept {
