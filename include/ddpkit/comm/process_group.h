@@ -152,7 +152,9 @@ struct InitOptions {
   /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
   /// elsewhere.
   std::string backend = {};
-  /// Where the model goes. Empty: GPU number local_rank where this build and host have one, else the CPU.
+  /// Where the model goes. Empty: with `nccl` GPU number local_rank, else the CPU. With `shm` a GPU may be named, also
+  /// the same one on several ranks: collectives of its tensors then go through the host's memory. They are queued like
+  /// kernels, so that what one of them fails with comes out of a later wait() or collective; messages are refused.
   std::optional<at::Device> device = std::nullopt;
   /// How long a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
