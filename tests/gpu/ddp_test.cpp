@@ -102,7 +102,7 @@ TEST_CASE("parameters without a gradient are allowed for on the GPU", "[gpu]") {
   options.find_unused_parameters = true;
   const auto partly = std::make_shared<PartlyUsed>();
   ddpkit::DistributedDataParallel ddp(partly, gpu::world_of_one(), options);
-  const auto reference = gpu::net();
+  auto reference = gpu::net();
   for (int step = 0; step < 3; ++step) {
     partly->zero_grad();
     reference->zero_grad();
