@@ -87,7 +87,11 @@ if(LibTorch_PREFIX)
               HINTS ${_libtorch_nvidia_includes} PATHS /usr/local/cuda/include NO_CACHE)
     find_path(LibTorch_NCCL_INCLUDE_DIR nccl.h
               HINTS ${_libtorch_nvidia_includes} PATHS /usr/local/cuda/include NO_CACHE)
+    # The wheel's runtime has no name without a version, which find_library looks for by itself.
+    find_library(LibTorch_CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12
+                 HINTS ${_libtorch_nvidia_libs} "${LibTorch_PREFIX}/lib" PATHS /usr/local/cuda/lib64 NO_CACHE)
     if(LibTorch_TORCH_CUDA_LIBRARY AND LibTorch_C10_CUDA_LIBRARY AND LibTorch_CUDA_INCLUDE_DIR
+       AND LibTorch_CUDART_LIBRARY
        AND LibTorch_NCCL_INCLUDE_DIR)
       set(LibTorch_CUDA_FOUND TRUE)
     endif()
@@ -123,11 +127,13 @@ if(LibTorch_CUDA_FOUND AND NOT TARGET LibTorch::CUDA)
   set_target_properties(LibTorch::c10_cuda PROPERTIES IMPORTED_LOCATION "${LibTorch_C10_CUDA_LIBRARY}")
   add_library(LibTorch::torch_cuda SHARED IMPORTED)
   set_target_properties(LibTorch::torch_cuda PROPERTIES IMPORTED_LOCATION "${LibTorch_TORCH_CUDA_LIBRARY}")
+  add_library(LibTorch::cudart SHARED IMPORTED)
+  set_target_properties(LibTorch::cudart PROPERTIES IMPORTED_LOCATION "${LibTorch_CUDART_LIBRARY}")
   add_library(LibTorch::CUDA INTERFACE IMPORTED)
   target_include_directories(LibTorch::CUDA INTERFACE
     "${LibTorch_CUDA_INCLUDE_DIR}" "${LibTorch_NCCL_INCLUDE_DIR}" ${_libtorch_nvidia_includes})
   # Its kernels register themselves when the library loads: a linker that drops it as
   # unneeded would silently leave a program without CUDA.
   target_link_libraries(LibTorch::CUDA INTERFACE LibTorch::LibTorch
-    "-Wl,--no-as-needed" LibTorch::torch_cuda LibTorch::c10_cuda "-Wl,--as-needed")
+    "-Wl,--no-as-needed" LibTorch::torch_cuda LibTorch::c10_cuda "-Wl,--as-needed" LibTorch::cudart)
 endif()

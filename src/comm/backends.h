@@ -24,10 +24,16 @@ namespace ddpkit {
 
 class ArenaLease;
 
-/// What ddpkit's own backend can do beyond c10d::Backend. Found by dynamic_cast.
-class OwnBackend {
+/// A backend that can tell other ranks why this one gives up. Found by dynamic_cast, as the next.
+class AbortableBackend {
  public:
-  virtual ~OwnBackend() = default;
+  virtual ~AbortableBackend() = default;
+  virtual void abort_group(const std::string& reason) noexcept = 0;
+};
+
+/// What ddpkit's own backend for the host's tensors can do beyond c10d::Backend.
+class OwnBackend : public AbortableBackend {
+ public:
   /// All-reduce to the end, without the objects that c10d needs to wait for it later: half the time of a small one.
   virtual void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
@@ -44,7 +50,6 @@ class OwnBackend {
   /// asked before. Null on all ranks when one of them cannot: its process has an arena of another group, or an older
   /// one of this group that others have let go of.
   virtual std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) = 0;
-  virtual void abort_group(const std::string& reason) noexcept = 0;
 };
 
 /// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the

@@ -18,6 +18,8 @@
 #include <ddpkit/comm/shm_backend.h>
 
 #include "comm/backends.h"
+#include "comm/registered_memory.h"
+#include "comm/staged_backend.h"
 
 namespace ddpkit {
 
@@ -43,7 +45,8 @@ struct ProcessGroup::State {
   std::string backend_name;
   std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< Of groups split off.
   std::atomic<int> splits = 0;
-  OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's.
+  OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's, as the next.
+  AbortableBackend* abortable = nullptr;
 };
 
 namespace {
@@ -61,8 +64,10 @@ struct BackendKind {
 
 constexpr BackendKind kBackends[] = {
     {"shm",
-     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device, std::chrono::milliseconds timeout) {
-       return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+        std::chrono::milliseconds timeout) {
+       if (device.is_cpu()) return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+       return create_staged_shm_backend(store, environment.rank, environment.world_size, device, timeout);
      }},
     {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
                 std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
@@ -95,6 +100,7 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
   if (!state_->backend) throw InvalidArgument("a process group needs a backend");
   state_->backend_name = state_->backend->getBackendName();
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
+  state_->abortable = dynamic_cast<AbortableBackend*>(state_->backend.get());
   if (find_backend(state_->backend_name)) state_->timeout = state_->backend->getBackendOptions()->timeout;
   state_->environment.rank = state_->backend->getRank();
   state_->environment.world_size = state_->backend->getSize();
@@ -259,15 +265,17 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
   const auto options = at::TensorOptions(at::kByte);
+  // Where the backend takes the host's tensors, what goes wrong comes out at once.
+  const at::Device where = state_->abortable ? at::kCPU : device();
   at::Tensor length = at::empty({1}, options.dtype(at::kLong));
   length.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
-  const at::Tensor lengths = all_gather(length.to(device())).cpu();
+  const at::Tensor lengths = all_gather(length.to(where)).cpu();
   const auto* length_of = lengths.const_data_ptr<std::int64_t>();
   std::int64_t longest = 1;
   for (int r = 0; r < world_size(); ++r) longest = std::max(longest, length_of[r]);
   at::Tensor padded = at::zeros({longest}, options);
   std::copy(bytes.begin(), bytes.end(), padded.data_ptr<std::uint8_t>());
-  const at::Tensor all = all_gather(padded.to(device())).cpu();
+  const at::Tensor all = all_gather(padded.to(where)).cpu();
   std::vector<std::string> texts;
   for (int r = 0; r < world_size(); ++r) {
     const auto* start = all.const_data_ptr<std::uint8_t>() + r * longest;
@@ -284,11 +292,16 @@ void ProcessGroup::barrier() const {
 
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   if (state_->own) return state_->own->allocate(sizes, dtype);
-  return at::empty(sizes, at::TensorOptions(dtype).device(device()));
+  const auto options = at::TensorOptions(dtype).device(device());
+  if (device().is_cuda() && c10::multiply_integers(sizes) != 0) {
+    if (const at::Tensor registered = allocate_registered(*state_->backend, sizes, options); registered.defined())
+      return registered;
+  }
+  return at::empty(sizes, options);
 }
 
 void ProcessGroup::abort(const std::string& reason) const noexcept {
-  if (state_->own) state_->own->abort_group(reason);
+  if (state_->abortable) state_->abortable->abort_group(reason);
 }
 
 namespace {

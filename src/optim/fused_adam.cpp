@@ -1,9 +1,10 @@
 #include <ddpkit/optim/fused_adam.h>
 
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/tensor.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
@@ -93,32 +94,42 @@ void update_on_cpu(const Options& options, bool decoupled, const std::vector<Upd
   });
 }
 
-template <class Options, class State, class Update>
-void update_on_device(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
+/// `rate`: a number, or a scalar of the device. `state_steps` counts this step already.
+template <class Options, class Update, class Rate>
+void update_on_device(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor,
+                      const std::vector<at::Tensor>& state_steps, const Rate& rate) {
   std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs;
-  std::vector<float> steps;
   for (const Update& update : updates) {
     parameters.push_back(update.parameter);
     gradients.push_back(update.gradient);
     exp_avgs.push_back(update.tensors[0]);
     exp_avg_sqs.push_back(update.tensors[1]);
     if (options.amsgrad()) max_exp_avg_sqs.push_back(update.tensors[2]);
-    steps.push_back(static_cast<float>(static_cast<const State&>(*update.state).step()));
   }
-  const auto on_device = at::device(parameters[0].device()).dtype(at::kFloat);
-  const std::vector<at::Tensor> state_steps = at::tensor(steps).to(on_device.device()).unbind();
   // The kernels divide gradients by the scale.
   std::optional<at::Tensor> scale;
-  if (std::abs(factor) != 1) scale = at::full({}, 1 / std::abs(factor), on_device);
+  if (std::abs(factor) != 1)
+    scale = at::full({}, 1 / std::abs(factor), at::device(parameters[0].device()).dtype(at::kFloat));
   const double beta1 = std::get<0>(options.betas()), beta2 = std::get<1>(options.betas());
   const auto fused = [&](const auto& function) {
-    function(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, options.lr(), beta1, beta2,
+    function(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, rate, beta1, beta2,
              options.weight_decay(), options.eps(), options.amsgrad(), factor < 0, scale, std::nullopt);
   };
   if (decoupled)
     fused([](const auto&... arguments) { at::_fused_adamw_(arguments...); });
   else
     fused([](const auto&... arguments) { at::_fused_adam_(arguments...); });
+}
+
+/// The step counts, brought to the device. [update]
+template <class State, class Update>
+std::vector<at::Tensor> steps_on_device(const std::vector<Update>& updates) {
+  // Pinned: from pageable memory the copy would make the host wait.
+  const auto count = static_cast<std::int64_t>(updates.size());
+  const at::Tensor steps = at::empty({count}, at::dtype(at::kFloat).pinned_memory(true));
+  auto* next = steps.data_ptr<float>();
+  for (const Update& update : updates) *next++ = static_cast<float>(static_cast<const State&>(*update.state).step());
+  return steps.to(updates[0].parameter.device(), /*non_blocking=*/true).unbind();
 }
 
 }  // namespace
@@ -169,10 +180,23 @@ void FusedAdamFamily<Options, State, kDecoupled>::update(const torch::optim::Opt
     auto& state = static_cast<State&>(*update.state);
     state.step(state.step() + 1);
   }
-  if (updates[0].parameter.device().is_cpu())
-    update_on_cpu<Options, State>(options, kDecoupled, updates, gradient_factor);
-  else
-    update_on_device<Options, State>(options, kDecoupled, updates, gradient_factor);
+  const at::Device device = updates[0].parameter.device();
+  if (device.is_cpu()) return update_on_cpu<Options, State>(options, kDecoupled, updates, gradient_factor);
+  if (!fused_options().capturable)
+    return update_on_device(options, kDecoupled, updates, gradient_factor, steps_on_device<State>(updates),
+                            options.lr());
+  std::vector<at::Tensor> steps;
+  for (const Update& update : updates)
+    steps.push_back(device_step(*update.state, static_cast<const State&>(*update.state).step() - 1, device));
+  at::_foreach_add_(steps, 1);
+  update_on_device(options, kDecoupled, updates, gradient_factor, steps, device_learning_rate(any, device));
+}
+
+template <class Options, class State, bool kDecoupled>
+void FusedAdamFamily<Options, State, kDecoupled>::add_steps(torch::optim::OptimizerParamState& any,
+                                                            std::int64_t count) const {
+  auto& state = static_cast<State&>(any);
+  state.step(state.step() + count);
 }
 
 template <class Options, class State, bool kDecoupled>

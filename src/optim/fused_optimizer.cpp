@@ -252,6 +252,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
+  forget_device_numbers();
   // All of it or nothing.
   auto state = std::exchange(state_, {});
   auto layout_before = std::move(layout_);

@@ -73,8 +73,9 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
   });
 }
 
-template <class Update>
-void update_on_device(const Options& options, const std::vector<Update>& updates, double factor) {
+/// `rate`: a number, or a scalar of the device.
+template <class Update, class Rate>
+void update_on_device(const Options& options, const std::vector<Update>& updates, double factor, const Rate& rate) {
   // The kernels divide gradients by the scale.
   std::optional<at::Tensor> scale;
   const at::Device device = updates[0].parameter.device();
@@ -88,7 +89,7 @@ void update_on_device(const Options& options, const std::vector<Update>& updates
       if (options.momentum() != 0) buffers.push_back(update.tensors[0]);
     }
     if (parameters.empty()) continue;
-    at::_fused_sgd_(parameters, gradients, buffers, options.weight_decay(), options.momentum(), options.lr(),
+    at::_fused_sgd_(parameters, gradients, buffers, options.weight_decay(), options.momentum(), rate,
                     options.dampening(), options.nesterov(), factor < 0, fresh, scale, std::nullopt);
   }
 }
@@ -118,10 +119,13 @@ void FusedSGD::set_tensors(torch::optim::OptimizerParamState& state, const State
 
 void FusedSGD::update(const torch::optim::OptimizerOptions& any, std::vector<Update>& updates, double factor) {
   const Options& options = checked(any);
-  if (updates[0].parameter.device().is_cpu())
+  const at::Device device = updates[0].parameter.device();
+  if (device.is_cpu())
     update_on_cpu(options, updates, factor);
+  else if (fused_options().capturable)
+    update_on_device(options, updates, factor, device_learning_rate(any, device));
   else
-    update_on_device(options, updates, factor);
+    update_on_device(options, updates, factor, options.lr());
 }
 
 void FusedSGD::write(torch::serialize::OutputArchive& archive) const {

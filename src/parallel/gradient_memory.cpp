@@ -11,7 +11,7 @@
 #include "comm/arena.h"
 #include "comm/backends.h"
 #include "comm/shm/arena.h"
-#include "parallel/shard.h"
+#include "comm/stream_set.h"
 
 namespace ddpkit {
 namespace {
@@ -62,6 +62,7 @@ bool is_alone(const at::Tensor& gradient, const at::Tensor& added) {
 GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, ProcessGroup group,
                                const Options& options)
     : group_(std::move(group)), own_(dynamic_cast<OwnBackend*>(group_.backend().get())), options_(options) {
+  on_device_ = !group_.device().is_cpu();
   flat_ = options.flat || !own_;
   std::size_t bytes = 0;
   for (const NamedParameter& parameter : parameters) {
@@ -87,6 +88,7 @@ void GradientMemory::lay_out(const std::vector<std::vector<std::size_t>>& plan) 
   const bool first = plan_.empty();
   plan_ = plan;
   bucket_of_.assign(entries_.size(), 0);
+  arriving_ = std::vector<Copies>(plan.size());
   for (std::size_t b = 0; b < plan.size(); ++b) {
     for (const std::size_t index : plan[b]) bucket_of_[index] = b;
   }
@@ -115,51 +117,6 @@ void GradientMemory::lay_out_flat() {
       entry.home = alias(buffer, static_cast<std::int64_t>(offset / element), entry.parameter);
       offset += aligned(entry.parameter.nbytes());
     }
-  }
-}
-
-void GradientMemory::set_sharded(bool sharded) {
-  sharded_ = sharded;
-  if (!flat_) return;
-  for (Entry& entry : entries_) entry.home.reset();
-  buffers_.clear();
-}
-
-/// Every rank's section of the buffer holds its slice of each gradient, so that one reduce-scatter does a bucket.
-void GradientMemory::lay_out_sections() {
-  buffers_.clear();
-  const int ranks = group_.world_size();
-  for (const auto& members : plan_) {
-    const at::Tensor& any = entries_[members[0]].parameter;
-    std::int64_t section = 0;
-    for (const std::size_t index : members) {
-      Entry& entry = entries_[index];
-      entry.offset = section;
-      section += shard_of(entry.parameter.numel(), any.element_size(), 0, ranks).count;
-    }
-    buffers_.push_back(at::zeros({ranks, section}, any.options().requires_grad(false)));
-  }
-}
-
-/// Undefined: zero.
-void GradientMemory::put_into_sections(std::size_t index, const at::Tensor& gradient) {
-  const at::NoGradGuard no_grad;
-  const Entry& entry = entries_[index];
-  const at::Tensor& parameter = entry.parameter;
-  at::Tensor in_order;
-  if (gradient.defined()) {
-    const bool alike = gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense();
-    at::Tensor laid_out = gradient;
-    if (!alike) {
-      laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
-      laid_out.copy_(gradient);
-    }
-    in_order = laid_out.as_strided({parameter.numel()}, {1});
-  }
-  for (int r = 0; r < group_.world_size(); ++r) {
-    const Shard shard = shard_of(parameter.numel(), parameter.element_size(), r, group_.world_size());
-    const at::Tensor place = buffers_[bucket_of_[index]][r].narrow(0, entry.offset, shard.count);
-    in_order.defined() ? place.copy_(in_order.narrow(0, shard.begin, shard.count)) : place.zero_();
   }
 }
 
@@ -211,7 +168,32 @@ void GradientMemory::take(std::size_t index, const at::Tensor& added) {
     return;
   }
   entry.piece = home_for(entry);
-  copy_values(entry.piece, gradient);
+  if (on_device_) {
+    arriving_[bucket_of_[index]].to.push_back(entry.piece);
+    arriving_[bucket_of_[index]].from.push_back(gradient);
+  } else {
+    copy_values(entry.piece, gradient);
+  }
+}
+
+/// One kernel, or a few, for all of them.
+void GradientMemory::copy_all(Copies& copies) {
+  const at::NoGradGuard no_grad;
+  if (!copies.to.empty()) at::_foreach_copy_(copies.to, copies.from);
+  copies = {};
+}
+
+void GradientMemory::gather(std::size_t bucket) { copy_all(arriving_[bucket]); }
+
+void GradientMemory::scatter() { copy_all(leaving_); }
+
+void GradientMemory::forget() noexcept {
+  for (Copies& copies : arriving_) copies = {};
+  leaving_ = {};
+}
+
+void GradientMemory::keep_alive_for(const StreamSet& streams) const {
+  for (const at::Tensor& buffer : buffers_) streams.keep_alive(buffer);
 }
 
 void GradientMemory::take_unused(std::size_t index) {
@@ -240,43 +222,6 @@ Work GradientMemory::start(std::size_t bucket) {
   return Work(own_->all_reduce_in_place(pieces, c10d::ReduceOp::AVG));
 }
 
-Work GradientMemory::start_sharded(std::size_t bucket) {
-  const int ranks = group_.world_size();
-  if (flat_) {
-    const at::Tensor& buffer = buffers_[bucket];
-    const at::Tensor section = at::empty({buffer.size(1)}, buffer.options());
-    for (const std::size_t index : plan_[bucket]) {
-      const at::Tensor& parameter = entries_[index].parameter;
-      const Shard shard = shard_of(parameter.numel(), parameter.element_size(), group_.rank(), ranks);
-      entries_[index].slice = section.narrow(0, entries_[index].offset, shard.count);
-    }
-    return group_.reduce_scatter_async(section, buffer, ReduceOp::kAvg);
-  }
-  std::vector<at::Tensor> pieces;
-  std::vector<at::Tensor> slices;
-  for (const std::size_t index : plan_[bucket]) {
-    Entry& entry = entries_[index];
-    if (ranks == 1) {
-      entry.slice = entry.piece.detach().as_strided({entry.piece.numel()}, {1});
-      continue;
-    }
-    const Shard shard = shard_of(entry.piece.numel(), entry.piece.element_size(), group_.rank(), ranks);
-    entry.slice = at::empty({shard.count}, entry.piece.options().requires_grad(false));
-    if (entry.piece.numel() == 0) continue;
-    pieces.push_back(entry.piece);
-    slices.push_back(entry.slice);
-  }
-  if (pieces.empty()) return {};
-  return Work(own_->reduce_scatter_in_place(pieces, slices, c10d::ReduceOp::AVG));
-}
-
-at::Tensor GradientMemory::take_slice(std::size_t index) {
-  Entry& entry = entries_[index];
-  entry.parameter.mutable_grad().reset();
-  entry.piece.reset();
-  return std::exchange(entry.slice, {});
-}
-
 void GradientMemory::give(std::size_t index) {
   Entry& entry = entries_[index];
   const at::Tensor piece = std::move(entry.piece);
@@ -288,7 +233,12 @@ void GradientMemory::give(std::size_t index) {
     return;
   }
   if (!gradient.defined()) gradient = at::empty_like(piece);
-  copy_values(gradient, piece);
+  if (on_device_) {
+    leaving_.to.push_back(gradient);
+    leaving_.from.push_back(piece);
+  } else {
+    copy_values(gradient, piece);
+  }
 }
 
 }  // namespace ddpkit

@@ -16,6 +16,7 @@ namespace ddpkit {
 
 class ArenaLease;
 class OwnBackend;
+class StreamSet;
 
 /// One of two ways, the same on all ranks:
 ///   in place  the backend reduces gradients where they stand, if that is the arena. Those that autograd made
@@ -48,10 +49,18 @@ class GradientMemory {
   void take(std::size_t index, const at::Tensor& added);
   /// This rank's gradient of a parameter that took no part in backward: what it had before, or zero.
   void take_unused(std::size_t index);
+  /// Before start(), or before somebody else reduces buffer(): gradients that were only noted are copied, on the
+  /// current stream.
+  void gather(std::size_t bucket);
   /// Averages a bucket, all of whose gradients have been taken, over the ranks.
   Work start(std::size_t bucket);
-  /// Puts the reduced gradient into the parameter.
+  /// Puts the reduced gradient into the parameter; on a device only scatter() does, for all that were given.
   void give(std::size_t index);
+  void scatter();
+  /// A backward has failed half-way.
+  void forget() noexcept;
+  /// The buffers' memory is not used again before the streams are done with it.
+  void keep_alive_for(const StreamSet& streams) const;
   /// This rank's slice of the reduced gradient, one-dimensional; the parameter loses its gradient.
   at::Tensor take_slice(std::size_t index);
   /// Leaves the parameter's gradient as it was before take_unused().
@@ -75,8 +84,14 @@ class GradientMemory {
     std::int64_t offset = 0;  ///< Sharded and flat: where its slices begin in each rank's section, in elements.
   };
 
+  /// A kernel a tensor is slow on a device: there copies wait for each other.
+  struct Copies {
+    std::vector<at::Tensor> to, from;
+  };
+
   at::Tensor home_for(Entry& entry);
   bool reducible(const at::Tensor& gradient, const at::Tensor& parameter, const at::Tensor& added) const;
+  static void copy_all(Copies& copies);
   void lay_out_flat();
   void lay_out_sections();
   void put_into_sections(std::size_t index, const at::Tensor& gradient);
@@ -88,11 +103,14 @@ class GradientMemory {
   Options options_;
   bool flat_ = false;
   bool sharded_ = false;
+  bool on_device_ = false;
   std::shared_ptr<ArenaLease> arena_;
   std::vector<Entry> entries_;                  ///< [param]
   std::vector<std::vector<std::size_t>> plan_;  ///< [bucket][position]
   std::vector<at::Tensor> buffers_;             ///< Flat: [bucket]; sharded: a section for each rank.
   std::vector<std::size_t> bucket_of_;          ///< [param]
+  std::vector<Copies> arriving_;                ///< On a device: gradients not yet in their buffer. [bucket]
+  Copies leaving_;                              ///< The same for those not yet in their parameter.
 };
 
 }  // namespace ddpkit

@@ -198,7 +198,10 @@ void PowerSGD::State::choose_qs(Compressed& bucket) {
         group.q.select(0, static_cast<std::int64_t>(i)).copy_(group.kept[i]->q);
     } else {
       // On the CPU whatever the device, so that it is the same everywhere.
-      group.q.copy_(at::randn(group.q.sizes(), generator, group.q.options().device(at::kCPU)));
+      // Pinned where it goes to a device, or the copy would make the host wait.
+      const bool on_device = !group.q.is_cpu();
+      const auto host = group.q.options().device(at::kCPU).pinned_memory(on_device);
+      group.q.copy_(at::empty(group.q.sizes(), host).normal_(0, 1, generator), /*non_blocking=*/on_device);
     }
     orthogonalize(group.q, options.orthogonalization_epsilon, spare(group.q));
   }

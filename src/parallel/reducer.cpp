@@ -30,7 +30,7 @@ class GradientHook : public torch::autograd::FunctionPostHook {
 }  // namespace
 
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
-    : group_(std::move(group)), options_(options) {
+    : group_(std::move(group)), options_(options), last_readers_(group_.device()), seen_(group_.device()) {
   std::stable_partition(parameters.begin(), parameters.end(), [](const auto& parameter) { return !parameter.sparse; });
   for (NamedParameter& parameter : parameters) {
     if (!parameter.sparse) ++dense_;
@@ -38,6 +38,14 @@ Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, 
   }
   reached_.resize(slots_.size());
   lay_out();
+}
+
+Reducer::Impl::~Impl() {
+  try {
+    if (memory_) memory_->keep_alive_for(seen_);
+  } catch (...) {
+    // The device is gone, and its memory with it.
+  }
 }
 
 void Reducer::Impl::set_comm_hook(CommHook hook) {
@@ -81,12 +89,14 @@ std::vector<NamedParameter> Reducer::Impl::parameters() const {
 }
 
 void Reducer::Impl::install_hooks() {
+  hook_stream_ = seen_.current();
   for (std::size_t index = 0; index < slots_.size(); ++index) install_hook(index);
 }
 
 void Reducer::Impl::install_hook(std::size_t index) {
   Slot& slot = slots_[index];
   slot_of_.erase(slot.accumulator.get());
+  slot.accumulator.reset();  // Where nobody else has it a new one is made, of the stream that is current.
   slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
   if (!slot.accumulator)
     throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
@@ -98,9 +108,15 @@ void Reducer::Impl::install_hook(std::size_t index) {
 }
 
 void Reducer::Impl::follow_parameters() {
+  // A gradient accumulator, and so its hook, runs on the stream that was current when it was made. Made anew where the
+  // caller has changed streams, so that no gradient hops from the stream that produced it to another, and that a step
+  // can be captured into a graph on a stream of its own.
+  const std::optional<c10::Stream> stream = seen_.current();
+  const bool moved = stream != hook_stream_;
+  hook_stream_ = stream;
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
-    if (torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor) == slot.accumulator) continue;
+    if (!moved && torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor) == slot.accumulator) continue;
     const std::lock_guard lock(mutex_);
     slot.accumulator->del_post_hook(slot.hook);
     install_hook(index);

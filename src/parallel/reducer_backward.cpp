@@ -1,6 +1,7 @@
 #include "parallel/reducer_impl.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
@@ -31,6 +32,7 @@ void Reducer::Impl::begin_backward() {
   for (Bucket& bucket : buckets_) {
     bucket.pending = 0;
     bucket.timing.ready = {};
+    bucket.writers.clear();
   }
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
@@ -44,7 +46,8 @@ void Reducer::Impl::begin_backward() {
     if (slot.expected && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
   }
   first_gradient_ = Clock::now();
-  // Runs when the whole graph has been walked, on the thread that called backward().
+  // Runs when the whole graph has been walked: on the CPU on the thread that called backward(), else on autograd's own
+  // of the device, with that caller's current stream, which then waits for the streams of all hooks.
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
@@ -79,8 +82,9 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
           fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
                       "with sparse(true), by which DistributedDataParallel knows beforehand",
                       slot.parameter.name));
-    memory_->take(index, added);
     Bucket& bucket = buckets_[slot.bucket];
+    note_writer(bucket);
+    memory_->take(index, added);
     bucket.timing.ready = last_gradient_;
     if (slot.expected) --bucket.pending;
     note_finished();
@@ -112,8 +116,21 @@ void Reducer::Impl::feed_sink() {
   }
 }
 
+/// Before the current stream is given work on a bucket's memory.
+void Reducer::Impl::note_writer(Bucket& bucket) {
+  if (!bucket.writers.add_current()) return;
+  seen_.add_current();
+  // A gradient is not copied into the bucket before the last backward's has been copied out of it.
+  last_readers_.current_waits();
+}
+
 void Reducer::Impl::launch(std::size_t b) {
   Bucket& bucket = buckets_[b];
+  note_writer(bucket);
+  // Gradients of one bucket may have come on several streams: the reduction, which waits for the current stream, comes
+  // after all of them.
+  bucket.writers.current_waits();
+  bucket.stream = bucket.writers.current();
   for (const std::size_t index : plan[b]) {
     if (!slots_[index].fired) memory_->take_unused(index);
   }
@@ -121,6 +138,7 @@ void Reducer::Impl::launch(std::size_t b) {
   if (bucket.timing.ready == Clock::time_point{}) bucket.timing.ready = bucket.timing.started;  // None was used.
   announce(kJoinBucket);
   bucket.timing.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
+  memory_->gather(b);
   if (sink_ && b == 0) sink_->begin();
   if (!comm_hook_) {
     bucket.work = memory_->start(b);
@@ -159,18 +177,7 @@ void Reducer::Impl::finish_backward() {
   if (!complete && graph_is_known()) throw_incomplete();
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
   announce(kJoinEndOfBackward);
-  if (allows_unused() && !graph_is_known()) {
-    used_anywhere_ = at::empty({static_cast<std::int64_t>(slots_.size())}, at::kByte);
-    auto* used = used_anywhere_.data_ptr<std::uint8_t>();
-    used_here_.clear();
-    for (std::size_t i = 0; i < slots_.size(); ++i) {
-      used[i] = slots_[i].used;
-      used_here_.push_back(slots_[i].used);
-    }
-    used_anywhere_ = used_anywhere_.to(group_.device());
-    group_.all_reduce(used_anywhere_, ReduceOp::kMax);
-    used_anywhere_ = used_anywhere_.cpu();
-  }
+  if (allows_unused() && !graph_is_known()) agree_on_used();
   finish_dense();
   for (std::size_t i = dense_; i < slots_.size(); ++i) {
     at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
@@ -194,6 +201,9 @@ void Reducer::Impl::finish_backward() {
 }
 
 void Reducer::Impl::finish_dense() {
+  last_readers_.clear();
+  last_readers_.add_current();
+  seen_.add_current();
   while (next_taken_ < buckets_.size()) finish_bucket(next_taken_++);
 }
 
@@ -201,13 +211,7 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
   const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
   Bucket& bucket = buckets_[b];
   const Clock::time_point before = timeline_ ? Clock::now() : Clock::time_point{};
-  if (bucket.work.valid()) bucket.work.wait();
-  bucket.work = {};
-  if (bucket.finish) {
-    const at::NoGradGuard no_grad;
-    bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
-    bucket.finish = nullptr;
-  }
+  take_result(bucket);
   if (b >= next_finished_) {
     bucket.timing.finished = Clock::now();
     if (timeline_)
@@ -222,6 +226,28 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
       memory_->give(index);
     }
   }
+  memory_->scatter();
+}
+
+/// The current stream may read the bucket's result.
+void Reducer::Impl::take_result(Bucket& bucket) {
+  if (!bucket.finish) {
+    if (bucket.work.valid()) bucket.work.wait();  // On a device: the current stream waits for the collective.
+    bucket.work = {};
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  {
+    // A hook's tensors belong to the stream on which the hook ran: there they are used to the end, so that the
+    // allocator may have them back at any time.
+    const c10::OptionalStreamGuard there(bucket.stream);
+    if (bucket.work.valid()) bucket.work.wait();
+    bucket.work = {};
+    bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
+    bucket.finish = nullptr;
+  }
+  // The gradients are read on the current stream: after finish().
+  if (bucket.stream) stream_waits(*seen_.current(), *bucket.stream);
 }
 
 void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
@@ -235,30 +261,10 @@ void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
     }
     parameters.push_back(index);
     slices.push_back(memory_->take_slice(index));
+    seen_.keep_alive(slices.back());  // Allocated where the bucket was launched, used and let go of here.
     if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
   }
   sink_->receive(parameters, std::move(slices));
-}
-
-void Reducer::Impl::throw_incomplete() {
-  std::vector<std::string> names;
-  for (const Slot& slot : slots_) {
-    if (!slot.fired && slot.expected) names.push_back(slot.parameter.name);
-  }
-  const std::size_t count = names.size();
-  if (count > 10) {
-    names.resize(10);
-    names.push_back("...");
-  }
-  const std::string advice =
-      options_.static_graph ? "static_graph promises that each backward uses the same parameters as the first one did"
-                            : "Every parameter that wants a gradient must take part in the loss on every rank; switch "
-                              "the others off with "
-                              "requires_grad_(false) before wrapping the model, or set find_unused_parameters";
-  const std::string text = fmt::format("backward on rank {} gave no gradient to {} of {} parameters: {}. {}",
-                                       group_.rank(), count, slots_.size(), fmt::join(names, ", "), advice);
-  group_.abort(text);
-  throw Error(text, {.rank = group_.rank(), .call = "backward", .bucket = next_bucket_});
 }
 
 /// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the
@@ -280,6 +286,8 @@ void Reducer::Impl::forget_backward() noexcept {
   in_backward_ = false;
   has_hint_ = false;
   reached_output_ = {};
+  memory_->forget();
+  arrivals_.clear();  // Half an order, which the next backward begins anew.
   for (Bucket& bucket : buckets_) {
     bucket.work = {};
     bucket.finish = nullptr;

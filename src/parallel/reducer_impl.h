@@ -2,6 +2,7 @@
 //   reducer.cpp           parameters, their hooks, settings
 //   reducer_plan.cpp      which gradient is in which bucket
 //   reducer_backward.cpp  one backward: gradients come, buckets are reduced and handed on
+//   reducer_unused.cpp    parameters that took no part
 //   reducer_join.cpp      a backward of a rank without inputs
 //   reducer_stats.cpp     what happened
 #pragma once
@@ -17,6 +18,7 @@
 
 #include <ddpkit/parallel/bucket_plan.h>
 
+#include "comm/stream_set.h"
 #include "parallel/gradient_memory.h"
 
 namespace ddpkit {
@@ -25,6 +27,7 @@ namespace ddpkit {
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  public:
   Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options);
+  ~Impl();
 
   void install_hooks();
   void follow_parameters();
@@ -69,6 +72,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     Work work;
     std::function<at::Tensor()> finish;
     BucketTiming timing;
+    StreamSet writers;                       ///< On which its gradients came in this backward.
+    std::optional<c10::Stream> stream = {};  ///< On which it was launched; empty on the CPU.
+    explicit Bucket(c10::Device device) : writers(device) {}
   };
 
   /// A static graph's used parameters are known from its first backward on.
@@ -88,6 +94,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void finish_backward();
   void finish_dense();
   void finish_bucket(std::size_t bucket);
+  void take_result(Bucket& bucket);
+  void note_writer(Bucket& bucket);
+  void agree_on_used();
   void hand_over(std::size_t bucket, const std::uint8_t* used);
   void note_finished();
   void note_step();
@@ -122,6 +131,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
   std::vector<bool> used_here_;        ///< In a static graph's first backward. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
+  std::optional<c10::Stream> hook_stream_;  ///< On which the hooks run: current when they were installed.
+  StreamSet last_readers_;                  ///< On which the last backward took gradients out of the buckets.
+  StreamSet seen_;                          ///< All that have worked on the memory there is.
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
   bool shadows_ = false;  ///< This rank has run out of inputs.

@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <ddpkit/comm/error.h>
+
 #include "parallel/debug.h"
 
 namespace ddpkit {
@@ -66,7 +68,7 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
   plan = plan_buckets(ordered, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
   buckets_.clear();
   for (auto& members : plan) {
-    Bucket& bucket = buckets_.emplace_back();
+    Bucket& bucket = buckets_.emplace_back(group_.device());
     for (std::size_t& index : members) {
       index = order[index];
       bucket.bytes += all[index].bytes();
@@ -75,7 +77,11 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
     bucket.timing.bytes = bucket.bytes;
     bucket.timing.parameters = members.size();
   }
+  memory_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
+  seen_.clear();
   memory_->lay_out(plan);
+  seen_.add_current();
+  last_readers_.add_current();  // It has zeroed them.
 }
 
 void Reducer::Impl::note_arrival(std::size_t index) {
@@ -101,8 +107,16 @@ void Reducer::Impl::rebuild() {
   if (group_.world_size() > 1) group_.broadcast(agreed);
   const at::Tensor on_host = agreed.cpu();
   std::vector<std::size_t> first_comes_last;
-  for (std::int64_t i = on_host.numel(); i-- > 0;)
-    first_comes_last.push_back(static_cast<std::size_t>(on_host.const_data_ptr<std::int64_t>()[i]));
+  seen.assign(dense_, false);
+  for (std::int64_t i = on_host.numel(); i-- > 0;) {
+    const auto index = static_cast<std::size_t>(on_host.const_data_ptr<std::int64_t>()[i]);
+    // On a device a broadcast that failed is found out only later.
+    if (index >= dense_ || seen[index])
+      throw Error("the ranks could not agree on an order of buckets: a broadcast has failed",
+                  {.rank = group_.rank(), .call = "backward"});
+    seen[index] = true;
+    first_comes_last.push_back(index);
+  }
   make_plan(first_comes_last);
   tell_plan("buckets rebuilt in the order in which gradients came");
 }

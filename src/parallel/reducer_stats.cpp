@@ -17,6 +17,8 @@ double microseconds(std::chrono::steady_clock::duration time) {
 
 /// Buckets end in the order in which they were launched. Asking also moves them on.
 void Reducer::Impl::note_finished() {
+  // The host runs ahead of a device: what it would see says little, and asking is not allowed in a stream's capture.
+  if (seen_.has_streams()) return;
   for (; next_finished_ < next_bucket_; ++next_finished_) {
     Bucket& bucket = buckets_[next_finished_];
     if (bucket.finish || !bucket.work.is_completed()) return;
@@ -30,6 +32,7 @@ void Reducer::Impl::note_step() {
   for (const BucketTiming& bucket : trace->buckets) {
     bytes_ += bucket.bytes;
     sent_bytes_ += bucket.sent_bytes;
+    if (seen_.has_streams()) continue;  // Its times are those at which work was queued.
     const Clock::time_point begin = std::max(bucket.started, covered);
     if (bucket.sent_bytes == 0 || bucket.finished <= begin) continue;
     communication_ += bucket.finished - begin;

@@ -15,6 +15,7 @@
 
 #include "comm/shm/kernels.h"
 #include "comm/shm_arguments.h"
+#include "parallel/replica_streams.h"
 
 namespace ddpkit {
 namespace {
@@ -52,9 +53,9 @@ bool plain(const std::vector<at::Tensor>& gradients) {
 
 }  // namespace
 
-ReplicaGradients::ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, std::size_t first_bucket_bytes,
-                                   std::size_t bucket_bytes)
-    : leaves_(std::move(leaves)), slots_(leaves_[0].size()), counting_(leaves_.size()) {
+ReplicaGradients::ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, const ReplicaStreams& streams,
+                                   std::size_t first_bucket_bytes, std::size_t bucket_bytes)
+    : streams_(streams), leaves_(std::move(leaves)), slots_(leaves_[0].size()), counting_(leaves_.size()) {
   std::vector<ParameterInfo> infos;
   for (const at::Tensor& leaf : leaves_[0])
     infos.push_back(
@@ -63,6 +64,7 @@ ReplicaGradients::ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, 
   buckets_ = std::vector<Bucket>(plan_.size());
   for (std::size_t b = 0; b < plan_.size(); ++b) {
     for (const std::size_t param : plan_[b]) slots_[param].bucket = b;
+    for (const auto& of_replica : leaves_) buckets_[b].writers.emplace_back(of_replica[plan_[b][0]].device());
   }
   install_hooks();
 }
@@ -70,6 +72,8 @@ ReplicaGradients::ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, 
 void ReplicaGradients::install_hooks() {
   if (leaves_.size() == 1) return;
   for (std::size_t r = 0; r < leaves_.size(); ++r) {
+    // An accumulator, and so its hook, runs on the stream that is current when it is made: the replica's.
+    const ReplicaStreams::Scope scope(streams_, r);
     for (std::size_t p = 0; p < slots_.size(); ++p) {
       Hook& hook = hooks_.emplace_back();
       hook.accumulator = torch::autograd::impl::grad_accumulator(leaves_[r][p]);
@@ -89,6 +93,7 @@ void ReplicaGradients::begin(int active) {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     buckets_[b].pending = plan_[b].size() * static_cast<std::size_t>(active);
     buckets_[b].ready = false;
+    for (StreamSet& writers : buckets_[b].writers) writers.clear();
   }
   for (Counting& counting : counting_) {
     counting.on = false;
@@ -109,7 +114,7 @@ void ReplicaGradients::take_part(int replica, const std::function<void()>& work)
   finish(false);
 }
 
-/// In the replica's own thread.
+/// In the replica's own thread, or autograd's of its device.
 void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param) {
   Counting& counting = counting_[replica];
   if (!counting.on) return;
@@ -120,6 +125,10 @@ void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param) {
         param));
   counting.fired[param] = true;
   const std::size_t bucket = slots_[param].bucket;
+  if (on_device()) {
+    const std::lock_guard lock(mutex_);
+    note_stream(replica, bucket);
+  }
   if (buckets_[bucket].pending.fetch_sub(1) == 1) {
     const std::lock_guard lock(mutex_);
     make_ready(bucket);
@@ -144,7 +153,7 @@ void ReplicaGradients::make_ready(std::size_t bucket) {
       if (gradient.defined()) slot.gradients.push_back(gradient);
     }
     slot.sum = slot.gradients.empty() ? at::Tensor() : slot.gradients[0];
-    if (slot.gradients.size() < 2) continue;
+    if (slot.gradients.size() < 2 || on_device()) continue;
     if (!plain(slot.gradients)) {
       chunk.push_back({.param = param});
       close();
@@ -161,6 +170,7 @@ void ReplicaGradients::make_ready(std::size_t bucket) {
       if (chunk_bytes >= kChunkBytes) close();
     }
   }
+  if (on_device()) return sum_on_device(bucket);
   close();
   chunk_count_ = chunks_.size();
   changed_.notify_all();

@@ -13,27 +13,36 @@
 #include <mutex>
 #include <vector>
 
+#include "comm/stream_set.h"
+
 namespace torch::autograd {
 struct Node;
 }
 
 namespace ddpkit {
 
+class ReplicaStreams;
+
 /// Hooks on the replicas' gradient accumulators count each bucket's gradients. When all replicas have made those of a
 /// bucket it is cut into chunks, which any replica's thread sums, one at each later hook and all that are left after
 /// its backward: so that the replica that comes last is not left alone with the work. Element by element in the order
 /// of the replicas, whoever sums: the bits are always the same.
 ///
+/// On devices there are no chunks: the last gradient of a bucket to come queues the bucket's sum on the device, see
+/// replica_gradients_device.cpp. Sums are there for the caller's streams after ReplicaStreams::join().
+///
 /// begin(), then take_part() in each replica's thread, then sum() of each parameter and drop().
 class ReplicaGradients {
  public:
   /// `leaves`: the parameters that want a gradient, of each replica. [replica][param]
-  ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, std::size_t first_bucket_bytes,
-                   std::size_t bucket_bytes);
+  ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, const ReplicaStreams& streams,
+                   std::size_t first_bucket_bytes, std::size_t bucket_bytes);
   ~ReplicaGradients();
   ReplicaGradients(const ReplicaGradients&) = delete;
   ReplicaGradients& operator=(const ReplicaGradients&) = delete;
 
+  /// [replica][param]
+  const std::vector<std::vector<at::Tensor>>& leaves() const noexcept { return leaves_; }
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept { return plan_; }
 
   /// The first `active` replicas take part. None may have a gradient.
@@ -57,6 +66,7 @@ class ReplicaGradients {
   struct Bucket {
     std::atomic<std::size_t> pending{0};
     bool ready = false;
+    std::vector<StreamSet> writers = {};  ///< On which gradients came. [replica]
   };
   struct Piece {
     std::size_t param = 0;
@@ -69,6 +79,10 @@ class ReplicaGradients {
     std::vector<bool> fired;  ///< [param]
   };
 
+  bool on_device() const noexcept;
+  void note_stream(std::size_t replica, std::size_t bucket);
+  void sum_on_device(std::size_t bucket);
+  bool sum_by_nccl(const std::vector<std::size_t>& params);
   void install_hooks();
   void on_gradient(std::size_t replica, std::size_t param);
   void make_ready(std::size_t bucket);
@@ -76,11 +90,12 @@ class ReplicaGradients {
   void sum_one_chunk();
   void sum_piece(const Piece& piece);
 
+  const ReplicaStreams& streams_;
   std::vector<std::vector<at::Tensor>> leaves_;  ///< [replica][param]
   std::vector<std::vector<std::size_t>> plan_;   ///< [bucket][position]
   std::vector<Slot> slots_;                      ///< [param]
   std::vector<Bucket> buckets_;                  ///< [bucket]
-  std::vector<Counting> counting_;               ///< Each touched by its own thread alone. [replica]
+  std::vector<Counting> counting_;               ///< Each touched by one thread at a time. [replica]
   struct Hook {
     std::shared_ptr<torch::autograd::Node> accumulator;  ///< Autograd keeps only a weak reference.
     std::uintptr_t key = 0;
@@ -95,5 +110,8 @@ class ReplicaGradients {
   int finished_ = 0;
   bool failed_ = false;
 };
+
+/// Of those that are defined, on `device`, in their order, by the current streams.
+at::Tensor sum_on_first(const std::vector<at::Tensor>& gradients, c10::Device device);
 
 }  // namespace ddpkit

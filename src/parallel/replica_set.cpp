@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <string>
@@ -19,7 +20,7 @@ namespace {
 
 std::string type_of(const torch::nn::Module& module) { return module.name(); }
 
-std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module) {
+std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module, c10::Device device) {
   // clone() initialises weights before it overwrites them: the caller's random numbers shall not depend on how many
   // replicas there are.
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -29,7 +30,7 @@ std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module) {
   }();
   std::shared_ptr<torch::nn::Module> clone;
   try {
-    clone = module.clone();
+    clone = device.is_cpu() ? module.clone() : module.clone(device);
   } catch (const c10::Error& error) {
     throw InvalidArgument(
         fmt::format("DataParallel clones its module, and {} or a part of it cannot be cloned: derive it from "
@@ -54,19 +55,22 @@ bool same_kind(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, std::size_t count, std::size_t first_bucket_bytes,
-                       std::size_t bucket_bytes)
-    : module_(std::move(module)), copies_(count) {
+ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
+                       const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes)
+    : module_(std::move(module)), copies_(devices.size()) {
+  const std::size_t count = devices.size();
+  for (const c10::Device& device : devices)
+    leader_.push_back(static_cast<std::size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin()));
   for (const auto& item : module_->named_parameters()) {
-    if (!item.value().is_cpu())
+    if (item.value().device() != devices[0])
       throw InvalidArgument(
-          fmt::format("DataParallel has CPU replicas only so far, and parameter {} is on {}: move the module to the "
-                      "CPU, or use DistributedDataParallel with one process a device",
-                      item.key(), item.value().device().str()));
+          fmt::format("DataParallel's first replica is on {}, but parameter {} is on {}: move the module there first, "
+                      "or name its device first",
+                      devices[0].str(), item.key(), item.value().device().str()));
   }
   for (const auto& part : module_->modules()) parts_.push_back(part.get());
   for (std::size_t r = 0; r < count; ++r) {
-    replicas_.push_back(clone_of(*module_));
+    replicas_.push_back(clone_of(*module_, devices[r]));
     copies_[r] = replicas_[r]->modules();
     if (copies_[r].size() != parts_.size())
       throw InvalidArgument(
@@ -89,7 +93,7 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, std::size_t co
     parameters_.push_back(row.source);
     for (std::size_t r = 0; r < count; ++r) leaves[r].push_back(row.copies[r]);
   }
-  gradients_ = std::make_unique<ReplicaGradients>(std::move(leaves), first_bucket_bytes, bucket_bytes);
+  gradients_ = std::make_unique<ReplicaGradients>(std::move(leaves), streams, first_bucket_bytes, bucket_bytes);
   follow(true);
 }
 
@@ -128,11 +132,20 @@ bool ReplicaSet::follow(bool buffers) {
     }
   }
   for (const Row& row : all_parameters_) {
-    for (const at::Tensor& copy : row.copies) share_memory(copy, row.source);
+    for (std::size_t r = 0; r < row.copies.size(); ++r) {
+      if (leader_[r] == 0)
+        share_memory(row.copies[r], row.source);
+      else if (leader_[r] != r)
+        share_memory(row.copies[r], row.copies[leader_[r]]);
+      else
+        // Without a new version of it: the graph of an earlier forward is none the worse for getting what it had.
+        row.copies[r].variable_data().copy_(row.source, /*non_blocking=*/true);
+    }
   }
   for (const Row& row : buffers_) {
     share_memory(row.copies[0], row.source);
-    for (std::size_t r = 1; buffers && r < row.copies.size(); ++r) at::Tensor(row.copies[r]).copy_(row.source);
+    for (std::size_t r = 1; buffers && r < row.copies.size(); ++r)
+      at::Tensor(row.copies[r]).copy_(row.source, /*non_blocking=*/true);
   }
   follow_training_mode();
   return true;

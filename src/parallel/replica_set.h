@@ -1,4 +1,4 @@
-// Tier 2: torch/nn/module.h. A module's replicas on the CPU.
+// Tier 2: torch/nn/module.h. A module's replicas.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -10,13 +10,15 @@
 
 namespace ddpkit {
 
-/// Clones whose parameters are leaf tensors of their own, each with a gradient of its own, on the module's memory: an
-/// update of the module is one of all. Replica 0 has the module's buffers too, the others copies.
+/// Clones whose parameters are leaf tensors of their own, each with a gradient of its own. On the module's device they
+/// lie in the module's memory: an update of the module is one of all. Replicas of another device share a copy, which
+/// follow() brings up to date. Replica 0 has the module's buffers too, the others copies.
 class ReplicaSet {
  public:
-  /// Throws InvalidArgument for a module that cannot be cloned or whose clone is not like it.
-  ReplicaSet(std::shared_ptr<torch::nn::Module> module, std::size_t count, std::size_t first_bucket_bytes,
-             std::size_t bucket_bytes);
+  /// `devices` [replica] and `streams` outlive it. Throws InvalidArgument for a module that is not on the first device,
+  /// that cannot be cloned or whose clone is not like it.
+  ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
+             const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes);
 
   torch::nn::Module& module(std::size_t replica) const { return *replicas_[replica]; }
   /// The module's parameters that want a gradient. [param]
@@ -39,8 +41,9 @@ class ReplicaSet {
   void follow_training_mode();
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::vector<std::shared_ptr<torch::nn::Module>> replicas_;             ///< [replica]
-  std::vector<torch::nn::Module*> parts_;                                ///< The module and its descendants. [part]
+  std::vector<std::size_t> leader_;                           ///< The first replica of the same device. [replica]
+  std::vector<std::shared_ptr<torch::nn::Module>> replicas_;  ///< [replica]
+  std::vector<torch::nn::Module*> parts_;                     ///< The module and its descendants. [part]
   std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of those. [replica][part]
   std::vector<Row> all_parameters_;
   std::vector<Row> buffers_;

@@ -20,6 +20,7 @@ struct ReplicasCall {
   std::vector<std::vector<at::Tensor>> inputs;   ///< Leaves. [replica][tensor]
   std::vector<std::vector<at::Tensor>> outputs;  ///< With their graphs. [replica][tensor]
   std::vector<std::size_t> wanted_inputs;        ///< Those that want a gradient.
+  std::vector<c10::Device> wanted_devices;       ///< Of the caller's tensors behind them.
   std::vector<std::size_t> outputs_of;           ///< The output behind each gradient that the node gets.
 };
 

@@ -39,7 +39,7 @@ Cuts cut(std::int64_t samples, int parts) {
 }
 
 std::vector<at::Tensor> part_of(const std::vector<at::Tensor>& tensors, const Cuts& cuts, std::size_t index,
-                                bool gradients) {
+                                bool gradients, c10::Device device) {
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) {
@@ -48,6 +48,7 @@ std::vector<at::Tensor> part_of(const std::vector<at::Tensor>& tensors, const Cu
     }
     at::Tensor part = tensor.detach();
     if (has_samples(tensor) && cuts.size() > 2) part = part.narrow(0, cuts[index], cuts[index + 1] - cuts[index]);
+    if (!device.is_cpu()) part = part.to(device, /*non_blocking=*/true);
     if (gradients && tensor.requires_grad()) part.requires_grad_(true);
     parts.push_back(part);
   }
@@ -72,7 +73,7 @@ std::vector<at::Tensor> joined(const std::vector<std::vector<at::Tensor>>& outpu
             fmt::format("DataParallel: output tensor {} has not as many dimensions from replica {} as from "
                         "replica 0, or is undefined in one of them: it cannot be joined",
                         i, r));
-      if (part.defined()) parts.push_back(part.detach());
+      if (part.defined()) parts.push_back(part.detach().to(outputs[0][i].device()));
     }
     if (parts.empty()) {
       all.emplace_back();

@@ -2,6 +2,9 @@
 // rather than hidden by luck.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -55,4 +58,64 @@ TEST_CASE("gradients that come late on the device are reduced all the same", "[g
   const auto expected = gradients(false);
   // The host is far ahead of the device here: the copies into the buckets and the reductions are only queued.
   CHECK(torch::equal(gradients(true), expected));
+}
+
+TEST_CASE("gradients of one bucket that come on two streams are reduced when both are there", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  const auto side = c10::cuda::getStreamFromPool();
+  torch::nn::Linear first(64, 64), second(64, 64);
+  torch::nn::Sequential net(first, second);
+  net->to(group.device());
+  // Autograd makes the second layer's accumulators on the side stream; they are kept, and so their hooks run there.
+  std::vector<std::shared_ptr<torch::autograd::Node>> kept;
+  {
+    const c10::cuda::CUDAStreamGuard guard(side);
+    for (const auto& parameter : second->parameters())
+      kept.push_back(torch::autograd::impl::grad_accumulator(parameter));
+  }
+  ddpkit::DistributedDataParallel ddp(net, group);
+  REQUIRE(ddp.reducer().buckets().size() == 1);
+  const auto x = torch::ones({8, 64}, group.device());
+  const auto gradients = [&](bool slow) {
+    // Where there is a gradient already, autograd adds to it, on the accumulator's stream.
+    for (const auto& parameter : net->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
+    const auto features = first->forward(x);
+    auto output = second->forward(features);
+    if (slow) {
+      output = SlowGradient::apply(output);
+      const c10::cuda::CUDAStreamGuard guard(side);
+      at::cuda::sleep(kSleepCycles);
+    } else {
+      output = output * 2;
+    }
+    output.sum().backward();
+    std::vector<torch::Tensor> copies;
+    for (const auto& parameter : net->parameters()) copies.push_back(parameter.grad().clone());
+    return copies;
+  };
+  const auto expected = gradients(false);
+  for (int round = 0; round < 2; ++round) {
+    const auto late = gradients(true);
+    for (std::size_t i = 0; i < late.size(); ++i) CHECK(torch::equal(late[i], expected[i]));
+  }
+}
+
+TEST_CASE("training on another stream than the model was wrapped on", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Linear(64, 1));
+  net->to(group.device());
+  ddpkit::DistributedDataParallel ddp(net, group, {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001});
+  const auto x = torch::ones({8, 64}, group.device());
+  ddp(x).sum().backward();
+  const auto expected = net->parameters()[0].grad().clone();
+  c10::cuda::device_synchronize();
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  for (int round = 0; round < 3; ++round) {
+    net->zero_grad();
+    const auto features = ddp(x);
+    SlowGradient::apply(features * 0.5).sum().backward();
+    CHECK(torch::equal(net->parameters()[0].grad(), expected));
+  }
 }

@@ -35,7 +35,7 @@ std::string escaped(const std::string& name) {
 
 void run_as_rank(const std::function<void(ProcessGroup&)>& body, const RankTestOptions& options) {
   ProcessGroup group =
-      init_process_group({.backend = options.backend, .device = at::kCPU, .timeout = std::chrono::seconds(60)});
+      init_process_group({.backend = options.backend, .device = options.device, .timeout = std::chrono::seconds(60)});
   const int wanted = std::atoi(std::getenv(kWorldVariable));
   if (group.world_size() != wanted) FAIL("the group has " << group.world_size() << " ranks instead of " << wanted);
   body(group);

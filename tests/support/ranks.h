@@ -13,6 +13,8 @@ namespace ddpkit::testing {
 
 struct RankTestOptions {
   std::string backend = "shm";
+  /// Of every rank: a GPU is shared by all.
+  at::Device device = at::kCPU;
   /// Longer than any sane run: only a hang reaches it.
   std::chrono::milliseconds time_limit = std::chrono::seconds(120);
   /// Ranks that the test kills: they must not run to the end, and the others must.

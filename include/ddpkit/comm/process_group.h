@@ -128,7 +128,8 @@ class ProcessGroup {
   void barrier() const;
 
   /// Memory for collectives: with `shm`, pages that every rank of the host maps, so that a collective on it copies
-  /// nothing; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
+  /// nothing; with `nccl`, memory that is registered with NCCL, or plain memory and one warning where NCCL or the GPU
+  /// cannot; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
   /// Contents undefined. The tensor outlives the group.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
@@ -151,7 +152,9 @@ struct InitOptions {
   /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
   /// elsewhere.
   std::string backend = {};
-  /// Where the model goes. Empty: GPU number local_rank where this build and host have one, else the CPU.
+  /// Where the model goes. Empty: with `nccl` GPU number local_rank, else the CPU. With `shm` a GPU may be named, also
+  /// the same one on several ranks: collectives of its tensors then go through the host's memory. They are queued like
+  /// kernels, so that what one of them fails with comes out of a later wait() or collective; messages are refused.
   std::optional<at::Device> device = std::nullopt;
   /// How long a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

@@ -28,6 +28,7 @@ class FusedAdamFamily : public FusedOptimizer {
   void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const override;
   void update(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
               double gradient_factor) override;
+  void add_steps(torch::optim::OptimizerParamState& state, std::int64_t count) const override;
   void write(torch::serialize::OutputArchive& archive) const override;
   void read(torch::serialize::InputArchive& archive) override;
 };

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
@@ -19,6 +20,9 @@ namespace ddpkit::optim {
 struct FusedOptions {
   /// Go up the gradient instead of down.
   bool maximize = false;
+  /// On CUDA kernels read learning rate and step count from the device's memory, so that a CUDA graph may hold step():
+  /// see GraphedStep. Without effect on the CPU.
+  bool capturable = false;
 };
 
 /// The state of those parameters of one group that have one type and device, end to end, so that it can be cut into
@@ -61,6 +65,12 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   void save(torch::serialize::OutputArchive& archive) const final;
   void load(torch::serialize::InputArchive& archive) final;
 
+  bool capturable() const noexcept { return fused_options_.capturable; }
+  /// For GraphedStep. A captured step() has been counted, but not done.
+  void after_capture();
+  /// For GraphedStep: learning rates go to the device, on the current stream, and the step is counted.
+  void before_replay();
+
   ~FusedOptimizer() override;
   FusedOptimizer(const FusedOptimizer&) = delete;
   FusedOptimizer& operator=(const FusedOptimizer&) = delete;
@@ -92,12 +102,29 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
 
   const FusedOptions& fused_options() const noexcept { return fused_options_; }
 
+  /// Adds to a state's count of steps, where it has one.
+  virtual void add_steps(torch::optim::OptimizerParamState&, std::int64_t) const {}
+  /// The group's learning rate as a scalar of the device, brought up to date.
+  at::Tensor device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device);
+  /// The state's step count as a scalar of the device, which begins with `steps`; the caller counts on.
+  at::Tensor device_step(const torch::optim::OptimizerParamState& state, std::int64_t steps, at::Device device);
+
  private:
   friend class ShardedOptimizerBase;
   struct Layout;
 
   Layout& layout();
   void adopt(Layout& layout);
+  void count_steps(std::int64_t count);
+  void forget_device_numbers() noexcept;
+
+  /// A number of the host's in memory of a device.
+  struct DeviceNumber {
+    at::Tensor tensor;
+    double value = 0;
+  };
+  std::unordered_map<const void*, DeviceNumber> learning_rates_;  ///< By the group's options.
+  std::unordered_map<const void*, DeviceNumber> steps_;           ///< By the parameter's state.
 
   FusedOptions fused_options_;
   double gradient_factor_ = 1;

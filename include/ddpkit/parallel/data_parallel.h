@@ -19,7 +19,8 @@
 namespace ddpkit {
 
 struct DataParallelOptions {
-  /// One replica each, the first of them gathers. Empty: `replicas` times the CPU. Only the CPU so far.
+  /// One replica each, the first of them gathers: all CPUs, or all CUDA devices, of which one may be named several
+  /// times. Empty: `replicas` times the CPU.
   std::vector<c10::Device> devices = {};
   /// CPU replicas, where `devices` is empty. Empty: one for each core that this process may use.
   std::optional<int> replicas = std::nullopt;
@@ -68,7 +69,9 @@ class DataParallelBase {
 };
 
 /// Trains one module on many devices of one process as if one device saw the whole batch. Each device has a replica
-/// that is cloned once, and a thread that is kept. CPU replicas share the module's weights.
+/// that is cloned once, and a thread that is kept. Replicas on the module's device share its weights; others are given
+/// them before each forward. On CUDA devices all is ordered by streams, the caller's current ones included: no call
+/// waits for a device, except to copy from pageable memory.
 ///
 ///     ddpkit::DataParallel dp(model, {.replicas = 2});
 ///     auto loss = dp.train_step(batch, [](Net& net, auto& part) {

@@ -7,7 +7,9 @@
 
 namespace ddpkit {
 
-/// One bucket in the last synchronised backward. Times are microseconds since that backward's first gradient.
+/// One bucket in the last synchronised backward. Times are microseconds since that backward's first gradient, by the
+/// host's clock: on a GPU, which lags behind the host, they say when work was queued, and nothing is waited for to know
+/// more.
 struct BucketStats {
   std::size_t parameters = 0;
   std::size_t bytes = 0;       ///< Of gradients.
@@ -24,7 +26,8 @@ struct DistributedDataParallelStats {
   int rebuilds = 0;              ///< How often the buckets were laid out anew.
   std::uint64_t bytes = 0;       ///< Of gradients, over all steps.
   std::uint64_t sent_bytes = 0;  ///< Handed to collectives by this rank, over all steps. 0 in a world of one.
-  /// Time in which a bucket was under way, over all steps, and the part of it that lies before the last gradient.
+  /// Time in which a bucket was under way, over all steps, and the part of it that lies before the last gradient. 0 on
+  /// a GPU: see BucketStats.
   double communication_us = 0;
   double hidden_us = 0;
 

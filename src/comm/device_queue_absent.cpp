@@ -1,0 +1,16 @@
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/staging.h"
+
+namespace ddpkit {
+
+std::unique_ptr<StagingQueue> create_device_queue(at::Device device) {
+  throw InvalidArgument(
+      fmt::format("this build of ddpkit has no collectives for tensors on {}: build the CUDA configuration (cmake "
+                  "--preset cuda, or -DDDPKIT_CUDA=ON)",
+                  device.str()));
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,296 @@
+#include "comm/staged_backend.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <utility>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/shm_backend.h>
+
+namespace ddpkit {
+
+using c10d::OpType;
+
+/// Lives until the queue has passed it. Its tensors are let go of by the host, never by the thread that the queue calls
+/// from, which may not use the device.
+struct StagedBackend::Job {
+  Tensors host;  ///< [part]
+  Collective collective;
+  Ptr<c10d::Backend> backend;
+  std::shared_ptr<StagedFailure> failure;
+  std::shared_ptr<StagingQueue::Mark> done;
+
+  void run() noexcept {
+    if (failure->get()) return;
+    try {
+      collective(*backend, host)->wait();
+    } catch (const std::exception& error) {
+      failure->set(std::current_exception());
+      // Ranks that found nothing wrong would wait for this one.
+      if (auto* group = dynamic_cast<AbortableBackend*>(backend.get())) group->abort_group(error.what());
+    } catch (...) {
+      failure->set(std::current_exception());
+    }
+  }
+};
+
+StagedBackend::StagedBackend(Ptr<c10d::Backend> host, Ptr<c10d::Backend> staged, std::unique_ptr<StagingQueue> queue)
+    : c10d::Backend(host->getRank(), host->getSize()),
+      host_(std::move(host)),
+      staged_(std::move(staged)),
+      queue_(std::move(queue)) {}
+
+StagedBackend::~StagedBackend() {
+  // What the queue has not passed yet it will still use; whoever lets go of a group does not wait for other ranks.
+  static auto* const abandoned = new std::vector<std::unique_ptr<Job>>;
+  static std::mutex mutex;
+  try {
+    release_finished();
+    const std::lock_guard lock(mutex);
+    for (auto& job : jobs_) abandoned->push_back(std::move(job));
+  } catch (...) {
+    for (auto& job : jobs_) job.release();
+  }
+}
+
+void StagedBackend::setTimeout(std::chrono::milliseconds timeout) {
+  host_->setTimeout(timeout);
+  staged_->setTimeout(timeout);
+}
+
+void StagedBackend::abort_group(const std::string& reason) noexcept {
+  for (const auto& group : {host_, staged_}) {
+    if (auto* own = dynamic_cast<AbortableBackend*>(group.get())) own->abort_group(reason);
+  }
+}
+
+void StagedBackend::release_finished() {
+  while (!jobs_.empty() && jobs_.front()->done->reached()) jobs_.pop_front();
+}
+
+bool StagedBackend::staged(const char* call, std::initializer_list<const Tensors*> lists) const {
+  std::size_t all = 0, ours = 0;
+  for (const Tensors* list : lists) {
+    for (const at::Tensor& tensor : *list) {
+      if (!tensor.defined()) throw InvalidArgument(fmt::format("{}: a tensor is undefined", call));
+      ++all;
+      if (!queue_->owns(tensor)) continue;
+      ++ours;
+      if (tensor.layout() != at::kStrided)
+        throw InvalidArgument(fmt::format("{}: the shm backend takes dense tensors, not {} on {}", call,
+                                          c10::str(tensor.layout()), tensor.device().str()));
+    }
+  }
+  if (ours != 0 && ours != all)
+    throw InvalidArgument(fmt::format("{}: the tensors must all be on the host, or all on the device", call));
+  return ours != 0;
+}
+
+StagedBackend::WorkPtr StagedBackend::stage(const char* call, OpType type, std::vector<Part> parts,
+                                            Collective collective) {
+  failure_->rethrow();
+  release_finished();
+  auto job = std::make_unique<Job>();
+  job->collective = std::move(collective);
+  job->backend = staged_;
+  job->failure = failure_;
+  for (const Part& part : parts)
+    job->host.push_back(queue_->host_memory(part.tensor.sizes(), part.tensor.scalar_type()));
+  // Copies to the host come after the kernels that make what is copied, and copies back after those that still read
+  // what is overwritten.
+  queue_->wait_for_caller();
+  Job* const queued = job.get();
+  jobs_.push_back(std::move(job));  // From here on the queue may know of it.
+  try {
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (parts[i].in) queue_->copy(queued->host[i], parts[i].tensor);
+    }
+    // After the copies: the queue's order.
+    queue_->call([queued] { queued->run(); });
+    Tensors outputs;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!parts[i].out) continue;
+      queue_->copy(parts[i].tensor, queued->host[i]);
+      outputs.push_back(parts[i].tensor);
+    }
+    queued->done = queue_->mark();
+    return c10::make_intrusive<StagedWork>(rank_, type, std::move(outputs), queued->done, failure_);
+  } catch (const std::exception& error) {
+    jobs_.back().release();  // Nobody knows how far the queue is with it.
+    jobs_.pop_back();
+    failure_->set(std::current_exception());
+    abort_group(fmt::format("{} failed on rank {}: {}", call, rank_, error.what()));
+    throw;
+  }
+}
+
+StagedBackend::WorkPtr StagedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (!staged("all_reduce", {&tensors})) return host_->allreduce(tensors, options);
+  if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
+    throw InvalidArgument("all_reduce: the shm backend has no PREMUL_SUM for tensors of a device");
+  std::vector<Part> parts;
+  for (const at::Tensor& tensor : tensors) parts.push_back({tensor, true, true});
+  return stage("all_reduce", OpType::ALLREDUCE, std::move(parts),
+               [options](c10d::Backend& backend, Tensors& host) { return backend.allreduce(host, options); });
+}
+
+StagedBackend::WorkPtr StagedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  if (!staged("reduce", {&tensors})) return host_->reduce(tensors, options);
+  if (options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM)
+    throw InvalidArgument("reduce: the shm backend has no PREMUL_SUM for tensors of a device");
+  std::vector<Part> parts;
+  for (const at::Tensor& tensor : tensors) parts.push_back({tensor, true, options.rootRank == rank_});
+  return stage("reduce", OpType::REDUCE, std::move(parts),
+               [options](c10d::Backend& backend, Tensors& host) { return backend.reduce(host, options); });
+}
+
+StagedBackend::WorkPtr StagedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  if (!staged("broadcast", {&tensors})) return host_->broadcast(tensors, options);
+  std::vector<Part> parts;
+  for (const at::Tensor& tensor : tensors)
+    parts.push_back({tensor, options.rootRank == rank_, options.rootRank != rank_});
+  return stage("broadcast", OpType::BROADCAST, std::move(parts),
+               [options](c10d::Backend& backend, Tensors& host) { return backend.broadcast(host, options); });
+}
+
+namespace {
+
+/// The tensors of a list of lists that has one list, or none.
+std::vector<at::Tensor> list_of(const std::vector<std::vector<at::Tensor>>& lists, const char* call) {
+  if (lists.size() > 1) throw InvalidArgument(fmt::format("{}: one list of tensors is needed", call));
+  return lists.empty() ? std::vector<at::Tensor>() : lists[0];
+}
+
+}  // namespace
+
+StagedBackend::WorkPtr StagedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                const c10d::AllgatherOptions& options) {
+  const Tensors list = list_of(outputs, "all_gather");
+  if (!staged("all_gather", {&list, &inputs})) return host_->allgather(outputs, inputs, options);
+  std::vector<Part> parts;
+  for (const at::Tensor& input : inputs) parts.push_back({input, true, false});
+  for (const at::Tensor& output : list) parts.push_back({output, false, true});
+  return stage("all_gather", OpType::ALLGATHER, std::move(parts),
+               [options, count = static_cast<std::ptrdiff_t>(inputs.size())](c10d::Backend& backend, Tensors& host) {
+                 Tensors in(host.begin(), host.begin() + count);
+                 std::vector<Tensors> out{Tensors(host.begin() + count, host.end())};
+                 return backend.allgather(out, in, options);
+               });
+}
+
+StagedBackend::WorkPtr StagedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::AllgatherOptions& options) {
+  const Tensors all{output, input};
+  if (!staged("all_gather", {&all})) return host_->_allgather_base(output, input, options);
+  return stage(
+      "all_gather", OpType::_ALLGATHER_BASE, {{output, false, true}, {input, true, false}},
+      [options](c10d::Backend& backend, Tensors& host) { return backend._allgather_base(host[0], host[1], options); });
+}
+
+StagedBackend::WorkPtr StagedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                             const c10d::GatherOptions& options) {
+  const Tensors list = list_of(outputs, "gather");
+  if (!staged("gather", {&list, &inputs})) return host_->gather(outputs, inputs, options);
+  std::vector<Part> parts;
+  for (const at::Tensor& input : inputs) parts.push_back({input, true, false});
+  for (const at::Tensor& output : list) parts.push_back({output, false, true});
+  return stage("gather", OpType::GATHER, std::move(parts),
+               [options, lists = outputs.size(), count = static_cast<std::ptrdiff_t>(inputs.size())](
+                   c10d::Backend& backend, Tensors& host) {
+                 Tensors in(host.begin(), host.begin() + count);
+                 std::vector<Tensors> out(lists, Tensors(host.begin() + count, host.end()));
+                 return backend.gather(out, in, options);
+               });
+}
+
+StagedBackend::WorkPtr StagedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                              const c10d::ScatterOptions& options) {
+  const Tensors list = list_of(inputs, "scatter");
+  if (!staged("scatter", {&outputs, &list})) return host_->scatter(outputs, inputs, options);
+  std::vector<Part> parts;
+  for (const at::Tensor& output : outputs) parts.push_back({output, false, true});
+  for (const at::Tensor& input : list) parts.push_back({input, true, false});
+  return stage("scatter", OpType::SCATTER, std::move(parts),
+               [options, lists = inputs.size(), count = static_cast<std::ptrdiff_t>(outputs.size())](
+                   c10d::Backend& backend, Tensors& host) {
+                 Tensors out(host.begin(), host.begin() + count);
+                 std::vector<Tensors> in(lists, Tensors(host.begin() + count, host.end()));
+                 return backend.scatter(out, in, options);
+               });
+}
+
+StagedBackend::WorkPtr StagedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                     const c10d::ReduceScatterOptions& options) {
+  const Tensors list = list_of(inputs, "reduce_scatter");
+  if (!staged("reduce_scatter", {&outputs, &list})) return host_->reduce_scatter(outputs, inputs, options);
+  std::vector<Part> parts;
+  for (const at::Tensor& output : outputs) parts.push_back({output, false, true});
+  for (const at::Tensor& input : list) parts.push_back({input, true, false});
+  return stage("reduce_scatter", OpType::REDUCE_SCATTER, std::move(parts),
+               [options, count = static_cast<std::ptrdiff_t>(outputs.size())](c10d::Backend& backend, Tensors& host) {
+                 Tensors out(host.begin(), host.begin() + count);
+                 std::vector<Tensors> in{Tensors(host.begin() + count, host.end())};
+                 return backend.reduce_scatter(out, in, options);
+               });
+}
+
+StagedBackend::WorkPtr StagedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                           const c10d::ReduceScatterOptions& options) {
+  const Tensors all{output, input};
+  if (!staged("reduce_scatter", {&all})) return host_->_reduce_scatter_base(output, input, options);
+  return stage("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {{output, false, true}, {input, true, false}},
+               [options](c10d::Backend& backend, Tensors& host) {
+                 return backend._reduce_scatter_base(host[0], host[1], options);
+               });
+}
+
+StagedBackend::WorkPtr StagedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                    std::vector<int64_t>& output_splits,
+                                                    std::vector<int64_t>& input_splits,
+                                                    const c10d::AllToAllOptions& options) {
+  const Tensors all{output, input};
+  if (!staged("all_to_all", {&all})) return host_->alltoall_base(output, input, output_splits, input_splits, options);
+  return stage("all_to_all", OpType::ALLTOALL_BASE, {{output, false, true}, {input, true, false}},
+               [options, output_splits, input_splits](c10d::Backend& backend, Tensors& host) {
+                 auto out = output_splits, in = input_splits;
+                 return backend.alltoall_base(host[0], host[1], out, in, options);
+               });
+}
+
+void StagedBackend::refuse_message(const char* call, const Tensors& tensors) const {
+  if (staged(call, {&tensors}))
+    throw InvalidArgument(
+        fmt::format("{}: the shm backend passes messages of the host's tensors only, not on {}: move it to the CPU",
+                    call, tensors[0].device().str()));
+}
+
+StagedBackend::WorkPtr StagedBackend::send(Tensors& tensors, int destination, int tag) {
+  refuse_message("send", tensors);
+  return host_->send(tensors, destination, tag);
+}
+
+StagedBackend::WorkPtr StagedBackend::recv(Tensors& tensors, int source, int tag) {
+  refuse_message("recv", tensors);
+  return host_->recv(tensors, source, tag);
+}
+
+StagedBackend::WorkPtr StagedBackend::recvAnysource(Tensors& tensors, int tag) {
+  refuse_message("recv", tensors);
+  return host_->recvAnysource(tensors, tag);
+}
+
+c10::intrusive_ptr<c10d::Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                            int world_size, at::Device device,
+                                                            std::chrono::milliseconds timeout) {
+  auto queue = create_device_queue(device);
+  const auto group = [&](const char* name) {
+    auto own = store ? c10::make_intrusive<c10d::PrefixStore>(name, store) : c10::intrusive_ptr<c10d::PrefixStore>();
+    return create_shm_backend(own, rank, world_size, timeout);
+  };
+  auto host = group("host");
+  auto staged = group("staged");
+  return c10::make_intrusive<StagedBackend>(std::move(host), std::move(staged), std::move(queue));
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,135 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <optional>
+#include <utility>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_optimizer.h>
+#include <ddpkit/optim/graphed_step.h>
+
+#include "comm/stream_set.h"
+
+namespace ddpkit::optim {
+
+class GraphedStep::Impl {
+ public:
+  Impl(c10::Device device, std::vector<FusedOptimizer*> optimizers, Step step, int warmup_iterations)
+      : device_(device),
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
+        optimizers_(std::move(optimizers)),
+        step_(std::move(step)),
+        eager_calls_(warmup_iterations) {}
+
+  bool captured() const noexcept { return graph_ != nullptr; }
+
+  Tensors call(const Tensors& inputs) {
+    const c10::Stream caller = c10::cuda::getCurrentCUDAStream(device_.index());
+    Tensors outputs;
+    {
+      const c10::StreamGuard on_stream(stream_);
+      stream_waits(stream_, caller);  // The inputs, and weights that the caller may have touched.
+      if (!graph_ && eager_calls_ > 0) {
+        --eager_calls_;
+        outputs = step_(inputs);
+      } else {
+        if (!graph_) capture(inputs);
+        replay(inputs);
+        outputs = outputs_;
+      }
+    }
+    stream_waits(caller, stream_);  // The outputs, the weights.
+    // Allocated on the one stream and let go of on the other. A graph's memory is its own.
+    for (const at::Tensor& input : inputs) {
+      if (input.is_cuda()) input.record_stream(stream_);
+    }
+    if (!graph_) {
+      for (const at::Tensor& output : outputs) {
+        if (output.is_cuda()) output.record_stream(caller);
+      }
+    }
+    return outputs;
+  }
+
+ private:
+  void capture(const Tensors& inputs) {
+    for (const at::Tensor& input : inputs) {
+      if (input.device() != device_)
+        throw InvalidArgument(
+            fmt::format("GraphedStep: the inputs must be on {}, not on {}", device_.str(), input.device().str()));
+      inputs_.push_back(input.detach().clone());
+    }
+    // Nothing that is still under way may be waited for within the graph.
+    c10::cuda::device_synchronize();
+    auto graph = std::make_unique<at::cuda::CUDAGraph>();
+    // Autograd's threads and NCCL's watchdog go about their business: only this thread must do nothing unsafe.
+    graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    try {
+      outputs_ = step_(inputs_);
+    } catch (const std::exception& error) {
+      try {
+        graph->capture_end();
+      } catch (const std::exception&) {
+        // The first error says more.
+      }
+      inputs_.clear();
+      throw Error(fmt::format("GraphedStep could not capture the step: {}", error.what()), {.call = "GraphedStep"});
+    }
+    graph->capture_end();
+    graph_ = std::move(graph);
+    for (FusedOptimizer* optimizer : optimizers_) optimizer->after_capture();
+  }
+
+  void replay(const Tensors& inputs) {
+    const at::NoGradGuard no_grad;
+    if (inputs.size() != inputs_.size())
+      throw InvalidArgument(fmt::format("GraphedStep: {} inputs, but {} were captured", inputs.size(), inputs_.size()));
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].sizes() != inputs_[i].sizes() || inputs[i].scalar_type() != inputs_[i].scalar_type())
+        throw InvalidArgument(fmt::format("GraphedStep: input {} is [{}] {}, but [{}] {} was captured", i,
+                                          fmt::join(inputs[i].sizes(), ", "), c10::toString(inputs[i].scalar_type()),
+                                          fmt::join(inputs_[i].sizes(), ", "),
+                                          c10::toString(inputs_[i].scalar_type())));
+    }
+    for (std::size_t i = 0; i < inputs.size(); ++i) inputs_[i].copy_(inputs[i], /*non_blocking=*/true);
+    for (FusedOptimizer* optimizer : optimizers_) optimizer->before_replay();
+    graph_->replay();
+  }
+
+  c10::Device device_;
+  c10::Stream stream_;
+  std::vector<FusedOptimizer*> optimizers_;
+  Step step_;
+  int eager_calls_;
+  Tensors inputs_, outputs_;
+  std::unique_ptr<at::cuda::CUDAGraph> graph_;
+};
+
+GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimizers, Step step,
+                         const GraphedStepOptions& options) {
+  if (!device.is_cuda())
+    throw InvalidArgument(fmt::format(
+        "GraphedStep captures CUDA graphs, which there are not on {}: call the step as it is", device.str()));
+  if (options.warmup_iterations < 3)
+    throw InvalidArgument(
+        fmt::format("GraphedStep: warmup_iterations is {}, but must be at least 3", options.warmup_iterations));
+  for (const FusedOptimizer* optimizer : optimizers) {
+    if (!optimizer->capturable())
+      throw InvalidArgument("GraphedStep: an optimizer must be made with FusedOptions{.capturable = true}");
+  }
+  if (!device.has_index()) device.set_index(c10::cuda::current_device());
+  impl_ = std::make_unique<Impl>(device, std::move(optimizers), std::move(step), options.warmup_iterations);
+}
+
+GraphedStep::~GraphedStep() = default;
+
+GraphedStep::Tensors GraphedStep::operator()(const Tensors& inputs) { return impl_->call(inputs); }
+
+bool GraphedStep::captured() const noexcept { return impl_->captured(); }
+
+}  // namespace ddpkit::optim

@@ -1,0 +1,7 @@
+#include "parallel/device_reduce.h"
+
+namespace ddpkit {
+
+bool reduce_over_devices(const std::vector<at::Tensor>&, const std::vector<c10::Stream>&) { return false; }
+
+}  // namespace ddpkit

@@ -1,0 +1,114 @@
+// Several replicas on one GPU, which is named several times.
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+#include "gpu/models.h"
+
+namespace {
+
+using gpu::batch, gpu::loss_of;
+using Batch = torch::data::Example<>;
+
+std::vector<c10::Device> twice() { return {2, c10::Device(c10::kCUDA, 0)}; }
+
+ddpkit::DataParallelOptions two_replicas() {
+  return {.devices = twice(), .bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.001};
+}
+
+torch::Tensor target_for(const torch::Tensor& x) { return x.narrow(1, 0, 3) * 2; }
+
+torch::Tensor loss(torch::nn::SequentialImpl& net, const Batch& part) {
+  return torch::mse_loss(net.forward(part.data), part.target);
+}
+
+}  // namespace
+
+TEST_CASE("train_step of two replicas on one GPU trains as the bare module does", "[gpu]") {
+  NEEDS_GPU();
+  auto ours = gpu::net(), reference = gpu::net();
+  ddpkit::DataParallel dp(ours, two_replicas());
+  CHECK(dp.devices() == twice());
+  CHECK(dp.buckets().size() > 2);
+  torch::optim::SGD optimizer(ours->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD reference_optimizer(reference->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 12; ++step) {
+    const auto x = batch(step, step % 4 == 3 ? 1 : 9);  // Uneven parts, and a batch for one replica alone.
+    const Batch joined{x, target_for(x)};
+    optimizer.zero_grad(step % 3 != 0);
+    const auto ours_loss = dp.train_step(joined, loss);
+    optimizer.step();
+    reference_optimizer.zero_grad(step % 3 != 0);
+    const auto reference_loss = loss(*reference, joined);
+    reference_loss.backward();
+    reference_optimizer.step();
+    CHECK(torch::allclose(ours_loss, reference_loss.detach(), 0, 1e-12));
+  }
+  gpu::check_same(ours->parameters(), reference->parameters());
+}
+
+TEST_CASE("backward through the joined outputs of two replicas on one GPU", "[gpu]") {
+  NEEDS_GPU();
+  auto ours = gpu::net(), reference = gpu::net();
+  ddpkit::DataParallel dp(ours, two_replicas());
+  for (int step = 0; step < 4; ++step) {
+    const auto x = batch(step, 9).requires_grad_(), y = batch(step, 9).requires_grad_();
+    ours->zero_grad();
+    reference->zero_grad();
+    // Two forwards before one backward, which so meets two nodes of DataParallel's.
+    (loss_of(dp(x)) + dp(x * 2).sum()).backward();
+    (loss_of(reference->forward(y)) + reference->forward(y * 2).sum()).backward();
+    for (std::size_t i = 0; i < ours->parameters().size(); ++i)
+      CHECK(torch::allclose(ours->parameters()[i].grad(), reference->parameters()[i].grad(), 0, 1e-12));
+    CHECK(torch::allclose(x.grad(), y.grad(), 0, 1e-12));
+  }
+}
+
+TEST_CASE("a batch on the host goes to the replicas' GPU", "[gpu]") {
+  NEEDS_GPU();
+  auto net = gpu::net();
+  ddpkit::DataParallel dp(net, two_replicas());
+  const auto x = batch(0, 8);
+  const auto output = dp(x.cpu());
+  CHECK(output.device() == x.device());
+  CHECK(torch::allclose(output, net->forward(x), 0, 1e-12));
+}
+
+TEST_CASE("parameters that only one replica uses get their gradient", "[gpu]") {
+  NEEDS_GPU();
+  torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  net->to(torch::kCUDA);
+  ddpkit::DataParallel dp(net, two_replicas());
+  const Batch ones{torch::ones({2, 2}, torch::kCUDA), torch::tensor({0., 1.}).to(torch::kCUDA)};
+  dp.train_step(ones, [](torch::nn::SequentialImpl& replica, const Batch& part) {
+    const int layer = part.target.item<double>() == 0 ? 0 : 1;
+    return replica[static_cast<std::size_t>(layer)]->as<torch::nn::Linear>()->forward(part.data).sum();
+  });
+  for (const auto& parameter : net->parameters()) {
+    REQUIRE(parameter.grad().defined());
+    CHECK(torch::allclose(parameter.grad(), torch::full_like(parameter, 0.5)));
+  }
+}
+
+TEST_CASE("an error in a replica on a GPU is named, and the next step works", "[gpu]") {
+  NEEDS_GPU();
+  auto net = gpu::net();
+  ddpkit::DataParallel dp(net, two_replicas());
+  const auto x = batch(0, 8);
+  const Batch joined{x, target_for(x)};
+  CHECK_THROWS_WITH(dp.train_step(joined,
+                                  [&](torch::nn::SequentialImpl& replica, const Batch& part) -> torch::Tensor {
+                                    if (part.data.equal(x.narrow(0, 4, 4))) throw std::runtime_error("no such luck");
+                                    return loss(replica, part);
+                                  }),
+                    ContainsSubstring("replica 1 of 2 on cuda:0"));
+  dp.train_step(joined, loss);
+  for (const auto& parameter : net->parameters()) CHECK(parameter.grad().defined());
+}
+
+TEST_CASE("DataParallel on a GPU that is not there is refused", "[gpu]") {
+  torch::nn::Linear net(2, 2);
+  CHECK_THROWS_WITH(ddpkit::DataParallel(net, {.devices = {c10::Device(c10::kCUDA, 63)}}),
+                    ContainsSubstring("on cuda:63"));
+}

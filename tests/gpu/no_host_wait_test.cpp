@@ -1,0 +1,78 @@
+// The host must be able to run ahead of the GPU.
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+#include "gpu/models.h"
+
+namespace {
+
+/// Within it whatever makes the host wait for the device throws.
+struct NoHostWait {
+  NoHostWait() { c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR); }
+  ~NoHostWait() { c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED); }
+};
+
+void train(ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>& ddp, torch::optim::Optimizer& optimizer) {
+  const auto x = gpu::batch(0, 16);
+  const auto step = [&] {
+    optimizer.zero_grad();
+    gpu::loss_of(ddp(x)).backward();
+    optimizer.step();
+  };
+  for (int warm_up = 0; warm_up < 3; ++warm_up) step();  // Communicators, memory, the order of buckets.
+  const NoHostWait no_wait;
+  for (int steps = 0; steps < 3; ++steps) step();
+}
+
+}  // namespace
+
+TEST_CASE("the guard of these tests sees the host wait", "[gpu]") {
+  NEEDS_GPU();
+  const auto x = torch::ones({1}, torch::kCUDA);
+  const NoHostWait no_wait;
+  CHECK_THROWS(x.item<float>());
+}
+
+TEST_CASE("a step of DistributedDataParallel does not make the host wait", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = gpu::world_of_one();
+  for (const bool views : {false, true}) {
+    auto net = gpu::net();
+    auto options = gpu::small_buckets();
+    options.gradient_as_bucket_view = views;
+    ddpkit::DistributedDataParallel ddp(net, group, options);
+    ddpkit::optim::FusedAdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+    CHECK_NOTHROW(train(ddp, optimizer));
+  }
+}
+
+TEST_CASE("a step that may leave parameters out, and uses all, does not make the host wait", "[gpu]") {
+  NEEDS_GPU();
+  auto net = gpu::net();
+  auto options = gpu::small_buckets();
+  options.find_unused_parameters = true;
+  ddpkit::DistributedDataParallel ddp(net, gpu::world_of_one(), options);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  CHECK_NOTHROW(train(ddp, optimizer));
+}
+
+TEST_CASE("compressing hooks do not make the host wait", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = gpu::world_of_one();
+  const std::vector<ddpkit::CommHook> hooks{
+      ddpkit::comm_hooks::bf16_compress(group),
+      // One column: no QR, and each Q is drawn anew on the host.
+      ddpkit::comm_hooks::PowerSGD(
+          group,
+          {.matrix_approximation_rank = 1, .start_powerSGD_iter = 0, .min_compression_rate = 0, .warm_start = false})};
+  for (const auto& hook : hooks) {
+    auto net = gpu::net();
+    ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
+    ddp.register_comm_hook(hook);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    CHECK_NOTHROW(train(ddp, optimizer));
+  }
+}

@@ -1,0 +1,117 @@
+// Two ranks share one GPU, and exchange through the host. Nothing but the order of streams keeps their results right.
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+#include "gpu/models.h"
+#include "support/ranks.h"
+
+namespace {
+
+using ddpkit::testing::on_ranks;
+
+const ddpkit::testing::RankTestOptions kOnTheGpu{.device = at::Device(at::kCUDA, 0)};
+
+torch::Tensor of_rank(int rank, std::int64_t numel) {
+  return torch::arange(numel, torch::TensorOptions(torch::kFloat).device(torch::kCUDA)) + 100 * rank;
+}
+
+/// Keeps the device busy for a while.
+void burn() {
+  static const auto matrix = torch::full({2048, 2048}, 1e-3, torch::kCUDA);
+  auto product = matrix;
+  for (int i = 0; i < 20; ++i) product = product.matmul(matrix);
+}
+
+void check_collectives(ddpkit::ProcessGroup& group) {
+  const int ranks = group.world_size(), rank = group.rank();
+  CHECK(group.backend_name() == "shm");
+  CHECK(group.device() == at::Device(at::kCUDA, 0));
+  for (int round = 0; round < 3; ++round) {
+    auto tensor = torch::zeros({1 << 20}, torch::kCUDA);
+    burn();
+    tensor.fill_(rank + round);  // Long after the host has called all_reduce.
+    group.all_reduce(tensor);
+    CHECK((tensor == ranks * round + ranks * (ranks - 1) / 2).all().item<bool>());
+  }
+  auto from_last = of_rank(rank, 7);
+  group.broadcast(from_last, ranks - 1);
+  CHECK(torch::equal(from_last, of_rank(ranks - 1, 7)));
+  const auto all = group.all_gather(of_rank(rank, 5));
+  for (int r = 0; r < ranks; ++r) CHECK(torch::equal(all[r], of_rank(r, 5)));
+  auto part = torch::zeros({3}, torch::kCUDA);
+  group.reduce_scatter(part, of_rank(rank, 3 * ranks));
+  CHECK(torch::equal(part, of_rank(0, 3 * ranks).narrow(0, 3 * rank, 3) * ranks + 50 * ranks * (ranks - 1)));
+  CHECK(group.all_gather_bytes("gpu").size() == static_cast<std::size_t>(ranks));
+  group.barrier();
+  CHECK_THROWS_AS(group.send(part, (rank + 1) % ranks), ddpkit::InvalidArgument);
+  auto on_host = torch::ones({2});
+  group.all_reduce(on_host);
+  CHECK(on_host[0].item<float>() == ranks);
+}
+
+void check_training(ddpkit::ProcessGroup& group) {
+  const int rank = group.rank(), ranks = group.world_size();
+  for (const bool views : {false, true}) {
+    auto ours = gpu::net(), reference = gpu::net();
+    auto options = gpu::small_buckets();
+    options.gradient_as_bucket_view = views;
+    ddpkit::DistributedDataParallel ddp(ours, group, options);
+    torch::optim::SGD optimizer(ours->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::SGD reference_optimizer(reference->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 10; ++step) {
+      const auto joined = gpu::batch(step, 8 * ranks);
+      optimizer.zero_grad();
+      gpu::loss_of(ddp(joined.narrow(0, 8 * rank, 8))).backward();
+      optimizer.step();
+      reference_optimizer.zero_grad();
+      gpu::loss_of(reference->forward(joined)).backward();
+      reference_optimizer.step();
+    }
+    gpu::check_same(ours->parameters(), reference->parameters());
+    for (const auto& parameter : ours->parameters()) {
+      const auto all = group.all_gather(parameter.detach());
+      CHECK(torch::equal(all[0], all[ranks - 1]));
+    }
+  }
+}
+
+void check_unused(ddpkit::ProcessGroup& group) {
+  // Each rank leaves another layer out.
+  torch::nn::ModuleList layers(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+  layers->to(torch::kCUDA);
+  ddpkit::DistributedDataParallel ddp(layers, group, {.find_unused_parameters = true});
+  for (int step = 0; step < 3; ++step) {
+    layers->zero_grad();
+    const int used = (group.rank() + step) % 2;
+    layers[used]->as<torch::nn::Linear>()->forward(torch::ones({2, 4}, torch::kCUDA)).sum().backward();
+    for (const auto& parameter : layers->parameters()) {
+      REQUIRE(parameter.grad().defined());
+      CHECK((parameter.grad() == 1).all().item<bool>());  // 2 samples on one of 2 ranks.
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("two ranks on one GPU exchange its tensors by way of the host", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("two ranks on one GPU exchange its tensors by way of the host", 2, check_collectives, kOnTheGpu);
+}
+
+TEST_CASE("two ranks on one GPU train as one process on the joined batch", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("two ranks on one GPU train as one process on the joined batch", 2, check_training, kOnTheGpu);
+}
+
+TEST_CASE("ranks on one GPU may use different parameters", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("ranks on one GPU may use different parameters", 2, check_unused, kOnTheGpu);
+}
+
+TEST_CASE("shm for a device's tensors is refused where there is no such device", "[gpu]") {
+  if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
+  CHECK_THROWS(ddpkit::init_process_group(
+      {.backend = "shm", .device = at::Device(at::kCUDA, 0), .environment = ddpkit::LaunchEnvironment{}}));
+}
