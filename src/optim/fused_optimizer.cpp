@@ -252,13 +252,16 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  // All of it or nothing.
+  replace_state([&] { read(archive); });
+}
+
+void FusedOptimizer::replace_state(const std::function<void()>& fill) {
   auto state = std::exchange(state_, {});
   auto layout_before = std::move(layout_);
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (const auto& group : param_groups_) options.push_back(group.options().clone());
   try {
-    read(archive);
+    fill();
     layout();
   } catch (...) {
     state_ = std::move(state);

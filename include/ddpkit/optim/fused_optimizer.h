@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -61,6 +62,13 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   void save(torch::serialize::OutputArchive& archive) const final;
   void load(torch::serialize::InputArchive& archive) final;
 
+  /// Lets `fill` set state() and the groups' options anew, and lays the state out; all is as before when that throws.
+  void replace_state(const std::function<void()>& fill);
+  /// A parameter's state before its first step.
+  virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
+
+  const FusedOptions& fused_options() const noexcept { return fused_options_; }
+
   ~FusedOptimizer() override;
   FusedOptimizer(const FusedOptimizer&) = delete;
   FusedOptimizer& operator=(const FusedOptimizer&) = delete;
@@ -81,7 +89,6 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
 
   /// How many tensors a parameter's state has with these options.
   virtual std::size_t tensor_count(const torch::optim::OptimizerOptions& options) const = 0;
-  virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
   virtual StateTensors tensors_of(const torch::optim::OptimizerParamState& state) const = 0;
   virtual void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const = 0;
   /// All parameters of one group, type and device that have a gradient; counts their step.
@@ -89,8 +96,6 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
                       double gradient_factor) = 0;
   virtual void write(torch::serialize::OutputArchive& archive) const = 0;
   virtual void read(torch::serialize::InputArchive& archive) = 0;
-
-  const FusedOptions& fused_options() const noexcept { return fused_options_; }
 
  private:
   friend class ShardedOptimizerBase;
