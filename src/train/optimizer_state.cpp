@@ -46,8 +46,9 @@ bool flag_of(const StateDict& group, const std::string& name) {
   return value && !value->is_none() && value->to_bool();
 }
 
-/// A copy of state `name` in the parameter's layout, type and device; undefined where it is not there.
-at::Tensor tensor_of(const StateDict& state, const std::string& name, const at::Tensor& parameter) {
+/// A copy of state `name` in the parameter's layout and on its device; undefined where it is not there.
+at::Tensor tensor_of(const StateDict& state, const std::string& name, const at::Tensor& parameter,
+                     at::ScalarType dtype) {
   const StateValue* value = state.find(name);
   if (!value || value->is_none()) return {};
   const at::Tensor& tensor = value->to_tensor();
@@ -55,7 +56,7 @@ at::Tensor tensor_of(const StateDict& state, const std::string& name, const at::
     throw InvalidArgument(
         fmt::format("the optimizer's state is of another model: its {} is [{}] where the parameter is [{}]", name,
                     fmt::join(tensor.sizes(), ", "), fmt::join(parameter.sizes(), ", ")));
-  return at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(tensor);
+  return at::empty_like(parameter, parameter.options().dtype(dtype).requires_grad(false)).copy_(tensor);
 }
 
 void put(StateDict& state, const std::string& name, const at::Tensor& tensor) {
@@ -101,13 +102,13 @@ struct AdamLayout {
     put(dict, "max_exp_avg_sq", state.max_exp_avg_sq());
     return dict;
   }
-  static void fill(OptimizerParamState& any, const StateDict& dict, const at::Tensor& parameter) {
+  static void fill(OptimizerParamState& any, const StateDict& dict, const at::Tensor& parameter, at::ScalarType dtype) {
     auto& state = static_cast<State&>(any);
     state.step(static_cast<std::int64_t>(number_of(dict.at("step"))));
     for (const char* name : {"exp_avg", "exp_avg_sq"}) (void)dict.at(name);
-    state.exp_avg(tensor_of(dict, "exp_avg", parameter));
-    state.exp_avg_sq(tensor_of(dict, "exp_avg_sq", parameter));
-    state.max_exp_avg_sq(tensor_of(dict, "max_exp_avg_sq", parameter));
+    state.exp_avg(tensor_of(dict, "exp_avg", parameter, dtype));
+    state.exp_avg_sq(tensor_of(dict, "exp_avg_sq", parameter, dtype));
+    state.max_exp_avg_sq(tensor_of(dict, "max_exp_avg_sq", parameter, dtype));
   }
 };
 
@@ -140,8 +141,8 @@ struct SgdLayout {
     put(dict, "momentum_buffer", static_cast<const State&>(any).momentum_buffer());
     return dict;
   }
-  static void fill(OptimizerParamState& any, const StateDict& dict, const at::Tensor& parameter) {
-    static_cast<State&>(any).momentum_buffer(tensor_of(dict, "momentum_buffer", parameter));
+  static void fill(OptimizerParamState& any, const StateDict& dict, const at::Tensor& parameter, at::ScalarType dtype) {
+    static_cast<State&>(any).momentum_buffer(tensor_of(dict, "momentum_buffer", parameter, dtype));
   }
 };
 
@@ -157,6 +158,8 @@ StateDict state_in(const Optimizer& optimizer, bool maximize) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found != optimizer.state().end()) {
         StateDict state = Layout::state(*found->second);
+        if (const auto* master = dynamic_cast<const optim::MasterWeight*>(found->second.get()))
+          put(state, "master_param", master->master_param);
         if (!state.empty()) states[index] = std::move(state);
       }
       indices.emplace_back(index++);
@@ -194,7 +197,12 @@ void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState
       const StateValue* found = states.find(indices[i].to_int());
       if (!found || found->to_dict().empty()) continue;
       filled.emplace_back(parameters[i].unsafeGetTensorImpl(), make_state());
-      Layout::fill(*filled.back().second, found->to_dict(), parameters[i]);
+      OptimizerParamState& made = *filled.back().second;
+      auto* master =
+          fused && fused->has_master(parameters[i].scalar_type()) ? dynamic_cast<optim::MasterWeight*>(&made) : nullptr;
+      const at::ScalarType dtype = master ? at::kFloat : parameters[i].scalar_type();
+      Layout::fill(made, found->to_dict(), parameters[i], dtype);
+      if (master) master->master_param = tensor_of(found->to_dict(), "master_param", parameters[i], dtype);
     }
   }
   const auto replace = [&] {
