@@ -16,6 +16,7 @@
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/optim/precision.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/comm_hook.h>

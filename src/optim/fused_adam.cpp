@@ -79,17 +79,19 @@ void update_on_cpu(const Options& options, bool decoupled, const std::vector<Upd
                      .exp_avg = update.tensors[0].data_ptr(),
                      .exp_avg_sq = update.tensors[1].data_ptr(),
                      .max_exp_avg_sq = options.amsgrad() ? update.tensors[2].data_ptr() : nullptr,
+                     .master = update.master(),
                      .constants = constants});
   }
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
     AdamArguments part = tasks[task];
-    const std::size_t bytes = size_of(part.dtype);
+    const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
     part.numel = count;
     part.parameter = advance(part.parameter, begin, bytes);
     part.gradient = advance(part.gradient, begin, bytes);
-    part.exp_avg = advance(part.exp_avg, begin, bytes);
-    part.exp_avg_sq = advance(part.exp_avg_sq, begin, bytes);
-    part.max_exp_avg_sq = advance(part.max_exp_avg_sq, begin, bytes);
+    part.exp_avg = advance(part.exp_avg, begin, state_bytes);
+    part.exp_avg_sq = advance(part.exp_avg_sq, begin, state_bytes);
+    part.max_exp_avg_sq = advance(part.max_exp_avg_sq, begin, state_bytes);
+    if (part.master) part.master += begin;
     adam(part);
   });
 }
@@ -153,14 +155,14 @@ std::size_t FusedAdamFamily<Options, State, kDecoupled>::tensor_count(
 
 template <class Options, class State, bool kDecoupled>
 std::unique_ptr<torch::optim::OptimizerParamState> FusedAdamFamily<Options, State, kDecoupled>::make_state() const {
-  return std::make_unique<State>();
+  return new_state<State>();
 }
 
 template <class Options, class State, bool kDecoupled>
 FusedOptimizer::StateTensors FusedAdamFamily<Options, State, kDecoupled>::tensors_of(
     const torch::optim::OptimizerParamState& any) const {
   const auto& state = static_cast<const State&>(any);
-  return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()};
+  return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), master_of(any)};
 }
 
 template <class Options, class State, bool kDecoupled>
@@ -170,6 +172,7 @@ void FusedAdamFamily<Options, State, kDecoupled>::set_tensors(torch::optim::Opti
   state.exp_avg(tensors[0]);
   state.exp_avg_sq(tensors[1]);
   state.max_exp_avg_sq(tensors[2]);
+  set_master(any, tensors[kMaster]);
 }
 
 template <class Options, class State, bool kDecoupled>
@@ -206,7 +209,7 @@ void FusedAdamFamily<Options, State, kDecoupled>::write(torch::serialize::Output
 
 template <class Options, class State, bool kDecoupled>
 void FusedAdamFamily<Options, State, kDecoupled>::read(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<State, Options>(archive, *this);
+  read_as<State, Options>(archive);
 }
 
 template class FusedAdamFamily<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/serialize/archive.h>
 
@@ -54,14 +55,16 @@ struct FusedOptimizer::Layout {
   std::vector<std::size_t> counts;       ///< Tensors of a parameter's state. [group]
   std::vector<FlatState> flats;
   std::vector<std::int64_t> lengths;  ///< In elements. [flat]
+  std::vector<bool> masters;          ///< Whether there are master weights. [flat]
   std::vector<Update> updates;        ///< Kept for its memory.
 
-  void add(std::size_t group, std::size_t index, const at::Tensor& parameter);
+  void add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master);
+  bool is_stateless(const Slot& slot) const { return counts[flats[slot.flat].group] == 0 && !masters[slot.flat]; }
   /// The slot's part of the flat state, which is allocated, all zero, when first asked for.
   StateTensors& tensors_of(Slot& slot);
 };
 
-void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter) {
+void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master) {
   if (!float_type(parameter.scalar_type()))
     refuse(parameter, group, index,
            "has a type that the fused optimizers do not update (they take float32, float64, bfloat16 and float16): "
@@ -76,6 +79,7 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
     added.dtype = parameter.scalar_type();
     added.device = parameter.device();
     lengths.push_back(0);
+    masters.push_back(master);
   }
   const auto step = kAlignment / static_cast<std::int64_t>(c10::elementSize(parameter.scalar_type()));
   slots[group].push_back({.parameter = parameter,
@@ -93,12 +97,21 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
 FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
   FlatState& flat = flats[slot.flat];
   const std::size_t count = counts[flat.group];
-  while (flat.tensors.size() < count)
-    flat.tensors.push_back(at::zeros({lengths[slot.flat]}, at::dtype(flat.dtype).device(flat.device)));
-  for (std::size_t k = 0; k < count && !slot.tensors[k].defined(); ++k) {
-    const at::Tensor part = flat.tensors[k].narrow(0, slot.offset, slot.parameter.numel());
-    slot.tensors[k] = slot.dense ? part.as_strided(slot.parameter.sizes(), slot.strides, part.storage_offset())
-                                 : part.view(slot.parameter.sizes());
+  const bool master = masters[slot.flat];
+  const auto zeros = [&] {
+    return at::zeros({lengths[slot.flat]}, at::dtype(master ? at::kFloat : flat.dtype).device(flat.device));
+  };
+  const auto part_of = [&](const at::Tensor& whole) {
+    const at::Tensor part = whole.narrow(0, slot.offset, slot.parameter.numel());
+    return slot.dense ? part.as_strided(slot.parameter.sizes(), slot.strides, part.storage_offset())
+                      : part.view(slot.parameter.sizes());
+  };
+  while (flat.tensors.size() < count) flat.tensors.push_back(zeros());
+  for (std::size_t k = 0; k < count && !slot.tensors[k].defined(); ++k) slot.tensors[k] = part_of(flat.tensors[k]);
+  if (master && !slot.tensors[kMaster].defined()) {
+    // Zero is what no parameter but zero is rounded from: the first update takes the parameter over.
+    if (!flat.master.defined()) flat.master = zeros();
+    slot.tensors[kMaster] = part_of(flat.master);
   }
   return slot.tensors;
 }
@@ -129,7 +142,8 @@ FusedOptimizer::Layout& FusedOptimizer::layout() {
     fresh->slots.emplace_back();
     fresh->counts.push_back(tensor_count(param_groups_[g].options()));
     const auto& parameters = std::as_const(param_groups_[g]).params();
-    for (std::size_t i = 0; i < parameters.size(); ++i) fresh->add(g, i, parameters[i]);
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      fresh->add(g, i, parameters[i], has_master(parameters[i].scalar_type()));
   }
   adopt(*fresh);
   layout_ = std::move(fresh);
@@ -142,21 +156,21 @@ void FusedOptimizer::adopt(Layout& layout) {
   for (std::size_t g = 0; g < layout.slots.size(); ++g) {
     for (Layout::Slot& slot : layout.slots[g]) {
       const auto found = state_.find(slot.parameter.unsafeGetTensorImpl());
-      if (found == state_.end() || layout.counts[g] == 0) continue;
+      if (found == state_.end() || layout.is_stateless(slot)) continue;
       StateTensors before = tensors_of(*found->second);
       StateTensors& tensors = layout.tensors_of(slot);
-      bool any = false;
-      for (std::size_t k = 0; k < layout.counts[g]; ++k) {
-        if (!before[k].defined()) continue;
+      // What has not begun must stay undefined: momentum begins with the next gradient.
+      StateTensors adopted;
+      for (std::size_t k = 0; k < tensors.size(); ++k) {
+        if (!before[k].defined() || !tensors[k].defined()) continue;
         if (before[k].sizes() != slot.parameter.sizes())
           throw InvalidArgument(fmt::format(
               "the optimizer's state is of another model: a tensor of it is [{}] where the parameter is [{}]",
               fmt::join(before[k].sizes(), ", "), fmt::join(slot.parameter.sizes(), ", ")));
         if (!before[k].is_same(tensors[k])) tensors[k].copy_(before[k]);
-        any = true;
+        adopted[k] = tensors[k];
       }
-      // Momentum that has not begun must stay undefined, to begin with the next gradient.
-      if (any) set_tensors(*found->second, tensors);
+      set_tensors(*found->second, adopted);
     }
   }
 }
@@ -192,7 +206,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
         update.gradient =
             at::empty_strided(parameter.sizes(), update.parameter.strides(), parameter.options().requires_grad(false))
                 .copy_(gradient);
-      if (layout.counts[g] == 0) continue;
+      if (layout.is_stateless(slot)) continue;
       auto& state = state_[parameter.unsafeGetTensorImpl()];
       if (!state) state = make_state();
       update.state = state.get();
@@ -200,8 +214,8 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
       const StateTensors before = tensors_of(*state);
       update.fresh = !before[0].defined();
       bool same = true;
-      for (std::size_t k = 0; k < layout.counts[g]; ++k) {
-        if (before[k].is_same(tensors[k])) continue;
+      for (std::size_t k = 0; k < tensors.size(); ++k) {
+        if (!tensors[k].defined() || before[k].is_same(tensors[k])) continue;
         // Somebody gave the state tensors of their own.
         same = false;
         before[k].defined() ? tensors[k].copy_(before[k]) : tensors[k].zero_();
@@ -209,11 +223,42 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
       if (!same) set_tensors(*state, tensors);
       update.tensors = tensors;
     }
-    if (!layout.updates.empty()) update(param_groups_[g].options(), layout.updates, factor);
+    if (!layout.updates.empty()) update_masters(param_groups_[g].options(), layout.updates, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
   }
   layout.updates.clear();
   return {};
+}
+
+/// The kernels for the CPU know master weights; those of LibTorch for GPUs are given them as the parameters.
+void FusedOptimizer::update_masters(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
+                                    double factor) {
+  if (!updates[0].tensors[kMaster].defined() || updates[0].parameter.is_cpu()) return update(options, updates, factor);
+  std::vector<at::Tensor> parameters;
+  for (Update& update : updates) {
+    at::Tensor& master = update.tensors[kMaster];
+    const at::Tensor& parameter = parameters.emplace_back(update.parameter.detach());
+    master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master, parameter.to(at::kFloat)));
+    update.gradient = update.gradient.to(at::kFloat);
+    update.parameter = std::exchange(master, at::Tensor());
+  }
+  update(options, updates, factor);
+  for (std::size_t i = 0; i < updates.size(); ++i) parameters[i].copy_(updates[i].parameter);
+}
+
+bool FusedOptimizer::has_master(at::ScalarType dtype) const noexcept {
+  return fused_options_.master_weights && (dtype == at::kBFloat16 || dtype == at::kHalf);
+}
+
+at::Tensor FusedOptimizer::master_of(const torch::optim::OptimizerParamState& state) const {
+  if (!fused_options_.master_weights) return {};
+  const auto* master = dynamic_cast<const MasterWeight*>(&state);
+  return master ? master->master_param : at::Tensor();
+}
+
+void FusedOptimizer::set_master(torch::optim::OptimizerParamState& state, const at::Tensor& master) const {
+  if (!fused_options_.master_weights) return;
+  if (auto* with_master = dynamic_cast<MasterWeight*>(&state)) with_master->master_param = master;
 }
 
 double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
@@ -252,6 +297,10 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
+  replace_state([&] { read(archive); });
+}
+
+void FusedOptimizer::replace_state(const std::function<void()>& fill) {
   forget_device_numbers();
   // All of it or nothing.
   auto state = std::exchange(state_, {});
@@ -259,7 +308,7 @@ void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (const auto& group : param_groups_) options.push_back(group.options().clone());
   try {
-    read(archive);
+    fill();
     layout();
   } catch (...) {
     state_ = std::move(state);

@@ -54,6 +54,7 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
                      .parameter = update.parameter.data_ptr(),
                      .gradient = update.gradient.const_data_ptr(),
                      .momentum_buffer = options.momentum() != 0 ? update.tensors[0].data_ptr() : nullptr,
+                     .master = update.master(),
                      .constants = {.lr = options.lr(),
                                    .momentum = options.momentum(),
                                    .dampening = options.dampening(),
@@ -64,11 +65,12 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
   }
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
     SgdArguments part = tasks[task];
-    const std::size_t bytes = size_of(part.dtype);
+    const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
     part.numel = count;
     part.parameter = advance(part.parameter, begin, bytes);
     part.gradient = advance(part.gradient, begin, bytes);
-    part.momentum_buffer = advance(part.momentum_buffer, begin, bytes);
+    part.momentum_buffer = advance(part.momentum_buffer, begin, state_bytes);
+    if (part.master) part.master += begin;
     sgd(part);
   });
 }
@@ -107,14 +109,15 @@ std::size_t FusedSGD::tensor_count(const torch::optim::OptimizerOptions& options
   return checked(options).momentum() != 0 ? 1 : 0;
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> FusedSGD::make_state() const { return std::make_unique<State>(); }
+std::unique_ptr<torch::optim::OptimizerParamState> FusedSGD::make_state() const { return new_state<State>(); }
 
 FusedOptimizer::StateTensors FusedSGD::tensors_of(const torch::optim::OptimizerParamState& state) const {
-  return {static_cast<const State&>(state).momentum_buffer()};
+  return {static_cast<const State&>(state).momentum_buffer(), {}, {}, master_of(state)};
 }
 
 void FusedSGD::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
   static_cast<State&>(state).momentum_buffer(tensors[0]);
+  set_master(state, tensors[kMaster]);
 }
 
 void FusedSGD::update(const torch::optim::OptimizerOptions& any, std::vector<Update>& updates, double factor) {
@@ -132,8 +135,6 @@ void FusedSGD::write(torch::serialize::OutputArchive& archive) const {
   torch::optim::serialize<State, Options>(archive, *this);
 }
 
-void FusedSGD::read(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<State, Options>(archive, *this);
-}
+void FusedSGD::read(torch::serialize::InputArchive& archive) { read_as<State, Options>(archive); }
 
 }  // namespace ddpkit::optim

@@ -23,6 +23,9 @@ struct AdamConstants {
   double gradient_factor = 1;  ///< Gradients are multiplied by it first.
 };
 
+/// With `master` weights (Micikevicius and others, arXiv 1710.03740) the master is updated and the parameter becomes
+/// what it rounds to. A parameter that is not what its master rounds to has been written to: the master takes it over.
+///
 /// One step of Adam (Kingma and Ba, arXiv 1412.6980) or AdamW (Loshchilov and Hutter, arXiv 1711.05101) on `numel`
 /// elements. Pointers need no alignment beyond their element's.
 struct AdamArguments {
@@ -33,6 +36,7 @@ struct AdamArguments {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  ///< Null without amsgrad.
+  float* master = nullptr;         ///< What a half type's parameter is rounded from; the state is float32 then.
   AdamConstants constants = {};
 };
 
@@ -50,6 +54,7 @@ struct SgdArguments {
   void* parameter = nullptr;
   const void* gradient = nullptr;
   void* momentum_buffer = nullptr;  ///< Null where momentum is 0.
+  float* master = nullptr;          ///< As AdamArguments::master.
   SgdConstants constants = {};
 };
 

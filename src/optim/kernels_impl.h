@@ -19,15 +19,34 @@ inline double square_root(double value) { return __builtin_sqrt(value); }
 inline float absolute(float value) { return __builtin_fabsf(value); }
 inline double absolute(double value) { return __builtin_fabs(value); }
 
-template <class T, bool kWeightDecay, bool kAmsgrad>
+/// The type of the state beside parameters of type T.
+template <class T, bool kMaster>
+struct StateOf {
+  using Type = T;
+};
+template <class T>
+struct StateOf<T, true> {
+  using Type = float;
+};
+
+/// What is updated in place of a parameter: its master, unless the parameter has been written to since.
+template <class T>
+float master_of(float master, typename Element<T>::Storage parameter) {
+  return Element<T>::store(master) == parameter ? master : Element<T>::load(parameter);
+}
+
+template <class T, bool kWeightDecay, bool kAmsgrad, bool kMaster>
 void adam_typed(const AdamArguments& a) {
   using A = typename Element<T>::Accumulator;
   using S = typename Element<T>::Storage;
+  using State = Element<typename StateOf<T, kMaster>::Type>;
+  using W = typename State::Storage;
   S* const parameter = static_cast<S*>(a.parameter);
   const S* const gradient = static_cast<const S*>(a.gradient);
-  S* const exp_avg = static_cast<S*>(a.exp_avg);
-  S* const exp_avg_sq = static_cast<S*>(a.exp_avg_sq);
-  S* const max_exp_avg_sq = static_cast<S*>(a.max_exp_avg_sq);
+  W* const exp_avg = static_cast<W*>(a.exp_avg);
+  W* const exp_avg_sq = static_cast<W*>(a.exp_avg_sq);
+  W* const max_exp_avg_sq = static_cast<W*>(a.max_exp_avg_sq);
+  [[maybe_unused]] float* const master = a.master;
   const AdamConstants& c = a.constants;
   const A beta1 = static_cast<A>(c.beta1), rest1 = static_cast<A>(1 - c.beta1);
   const A beta2 = static_cast<A>(c.beta2), rest2 = static_cast<A>(1 - c.beta2);
@@ -37,68 +56,99 @@ void adam_typed(const AdamArguments& a) {
   const std::size_t numel = a.numel;
 #pragma GCC ivdep
   for (std::size_t i = 0; i < numel; ++i) {
-    A value = Element<T>::load(parameter[i]);
+    A value;
+    if constexpr (kMaster)
+      value = master_of<T>(master[i], parameter[i]);
+    else
+      value = Element<T>::load(parameter[i]);
     A g = Element<T>::load(gradient[i]) * factor;
     if constexpr (kWeightDecay)
       g = g + weight_decay * value;
     else
       value = value * decay;
-    const A m = Element<T>::load(exp_avg[i]) * beta1 + rest1 * g;
-    const A v = Element<T>::load(exp_avg_sq[i]) * beta2 + rest2 * g * g;
+    const A m = State::load(exp_avg[i]) * beta1 + rest1 * g;
+    const A v = State::load(exp_avg_sq[i]) * beta2 + rest2 * g * g;
     A largest = v;
     if constexpr (kAmsgrad) {
-      const A before = Element<T>::load(max_exp_avg_sq[i]);
+      const A before = State::load(max_exp_avg_sq[i]);
       largest = (v > before || v != v) ? v : before;
-      max_exp_avg_sq[i] = Element<T>::store(largest);
+      max_exp_avg_sq[i] = State::store(largest);
     }
     value = value - step_size * m / (square_root(largest) * inverse_root + eps);
-    exp_avg[i] = Element<T>::store(m);
-    exp_avg_sq[i] = Element<T>::store(v);
+    exp_avg[i] = State::store(m);
+    exp_avg_sq[i] = State::store(v);
+    if constexpr (kMaster) master[i] = value;
     parameter[i] = Element<T>::store(value);
   }
 }
 
+template <class T, bool kMaster>
+void adam_with(const AdamArguments& a) {
+  if (a.constants.weight_decay != 0)
+    return a.max_exp_avg_sq ? adam_typed<T, true, true, kMaster>(a) : adam_typed<T, true, false, kMaster>(a);
+  return a.max_exp_avg_sq ? adam_typed<T, false, true, kMaster>(a) : adam_typed<T, false, false, kMaster>(a);
+}
+
 template <class T>
 void adam_of(const AdamArguments& a) {
-  if (a.constants.weight_decay != 0)
-    return a.max_exp_avg_sq ? adam_typed<T, true, true>(a) : adam_typed<T, true, false>(a);
-  return a.max_exp_avg_sq ? adam_typed<T, false, true>(a) : adam_typed<T, false, false>(a);
+  if constexpr (sizeof(typename Element<T>::Storage) == 2) {
+    if (a.master) return adam_with<T, true>(a);
+  }
+  adam_with<T, false>(a);
 }
 
 enum class Momentum { kNone, kFirst, kKept };
 
-template <class T, Momentum kMomentum, bool kNesterov>
+template <class T, Momentum kMomentum, bool kNesterov, bool kMaster>
 void sgd_typed(const SgdArguments& a) {
   using A = typename Element<T>::Accumulator;
   using S = typename Element<T>::Storage;
   S* const parameter = static_cast<S*>(a.parameter);
   const S* const gradient = static_cast<const S*>(a.gradient);
-  S* const buffer = static_cast<S*>(a.momentum_buffer);
+  using State = Element<typename StateOf<T, kMaster>::Type>;
+  auto* const buffer = static_cast<typename State::Storage*>(a.momentum_buffer);
+  [[maybe_unused]] float* const master = a.master;
   const SgdConstants& c = a.constants;
   const A lr = static_cast<A>(c.lr), momentum = static_cast<A>(c.momentum), rest = static_cast<A>(1 - c.dampening);
   const A weight_decay = static_cast<A>(c.weight_decay), factor = static_cast<A>(c.gradient_factor);
   const std::size_t numel = a.numel;
 #pragma GCC ivdep
   for (std::size_t i = 0; i < numel; ++i) {
-    const A value = Element<T>::load(parameter[i]);
+    A value;
+    if constexpr (kMaster)
+      value = master_of<T>(master[i], parameter[i]);
+    else
+      value = Element<T>::load(parameter[i]);
     A g = Element<T>::load(gradient[i]) * factor;
     g = g + weight_decay * value;
     if constexpr (kMomentum != Momentum::kNone) {
       A kept = g;
-      if constexpr (kMomentum == Momentum::kKept) kept = Element<T>::load(buffer[i]) * momentum + rest * g;
-      buffer[i] = Element<T>::store(kept);
+      if constexpr (kMomentum == Momentum::kKept) kept = State::load(buffer[i]) * momentum + rest * g;
+      buffer[i] = State::store(kept);
       g = kNesterov ? g + momentum * kept : kept;
     }
-    parameter[i] = Element<T>::store(value - lr * g);
+    value = value - lr * g;
+    if constexpr (kMaster) master[i] = value;
+    parameter[i] = Element<T>::store(value);
   }
+}
+
+template <class T, bool kMaster>
+void sgd_with(const SgdArguments& a) {
+  const bool nesterov = a.constants.nesterov;
+  if (!a.momentum_buffer) return sgd_typed<T, Momentum::kNone, false, kMaster>(a);
+  if (a.constants.first)
+    return nesterov ? sgd_typed<T, Momentum::kFirst, true, kMaster>(a)
+                    : sgd_typed<T, Momentum::kFirst, false, kMaster>(a);
+  return nesterov ? sgd_typed<T, Momentum::kKept, true, kMaster>(a) : sgd_typed<T, Momentum::kKept, false, kMaster>(a);
 }
 
 template <class T>
 void sgd_of(const SgdArguments& a) {
-  if (!a.momentum_buffer) return sgd_typed<T, Momentum::kNone, false>(a);
-  if (a.constants.first)
-    return a.constants.nesterov ? sgd_typed<T, Momentum::kFirst, true>(a) : sgd_typed<T, Momentum::kFirst, false>(a);
-  return a.constants.nesterov ? sgd_typed<T, Momentum::kKept, true>(a) : sgd_typed<T, Momentum::kKept, false>(a);
+  if constexpr (sizeof(typename Element<T>::Storage) == 2) {
+    if (a.master) return sgd_with<T, true>(a);
+  }
+  sgd_with<T, false>(a);
 }
 
 /// Sums run in this many lanes, whatever the vectors' width, so that all variants add in one order.

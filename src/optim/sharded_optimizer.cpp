@@ -317,29 +317,35 @@ void ShardedOptimizerBase::consolidate_state(int to) const {
   consolidated_ = std::move(whole);
 }
 
-void ShardedOptimizerBase::save(torch::serialize::OutputArchive& archive) const {
+const FusedOptimizer& ShardedOptimizerBase::consolidated() const {
   if (!consolidated_)
     throw InvalidArgument(fmt::format(
         "rank {} has only its part of the optimizer's state: call consolidate_state() on all ranks first, and save on "
         "the rank it names",
         group_.rank()));
-  consolidated_->save(archive);
+  return *consolidated_;
 }
 
+void ShardedOptimizerBase::save(torch::serialize::OutputArchive& archive) const { consolidated().save(archive); }
+
 void ShardedOptimizerBase::load(torch::serialize::InputArchive& archive) {
-  const at::NoGradGuard no_grad;
-  const auto whole = factory_(whole_groups());
+  const auto whole = make_whole();
   whole->load(archive);
+  take_state(*whole);
+}
+
+void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
+  const at::NoGradGuard no_grad;
   consolidated_.reset();
   inner_->state().clear();
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    param_groups_[g].set_options(whole->param_groups()[g].options().clone());
+    param_groups_[g].set_options(whole.param_groups()[g].options().clone());
   for (std::size_t i = 0; i < slices_->parameters.size(); ++i) {
     const at::Tensor& parameter = slices_->parameters[i].tensor;
-    const auto found = whole->state().find(parameter.unsafeGetTensorImpl());
-    if (found == whole->state().end()) continue;
+    const auto found = whole.state().find(parameter.unsafeGetTensorImpl());
+    if (found == whole.state().end()) continue;
     const Shard shard = shard_on(parameter, group_, group_.rank());
-    FusedOptimizer::StateTensors tensors = whole->tensors_of(*found->second);
+    FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
     for (at::Tensor& tensor : tensors) {
       if (!tensor.defined()) continue;
       const at::Tensor laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options());

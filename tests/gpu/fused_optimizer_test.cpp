@@ -54,3 +54,27 @@ TEST_CASE("fused optimizers on a GPU equal LibTorch's", "[gpu][optim]") {
   check_against_libtorch<ddpkit::optim::FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
   check_against_libtorch<ddpkit::optim::FusedSGD, torch::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
+
+TEST_CASE("master weights on a GPU are those of a float32 run", "[gpu][optim][master]") {
+  NEEDS_GPU();
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    torch::manual_seed(0);
+    auto parameter = torch::randn({5001}).to(torch::kCUDA).to(dtype).requires_grad_(true);
+    auto reference = parameter.detach().to(torch::kFloat).requires_grad_(true);
+    ddpkit::optim::FusedAdamW ours({parameter}, AdamWOptions(1e-2), {.master_weights = true});
+    ddpkit::optim::FusedAdamW theirs({reference}, AdamWOptions(1e-2));
+    for (int step = 0; step < 20; ++step) {
+      parameter.mutable_grad() = torch::randn_like(parameter);
+      reference.mutable_grad() = parameter.grad().to(torch::kFloat);
+      ours.step();
+      theirs.step();
+      CHECK(torch::equal(parameter, reference.to(dtype)));
+    }
+    {
+      const torch::NoGradGuard no_grad;
+      parameter.fill_(2);
+    }
+    ours.step();
+    CHECK(parameter.sub(2).abs().max().item<double>() < 0.1);
+  }
+}

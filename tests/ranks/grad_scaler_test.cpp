@@ -3,12 +3,17 @@
 #include <sstream>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>
+#include <ddpkit/optim/precision.h>
+#include <ddpkit/optim/sharded_optimizer.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "support/catch.h"
 #include "support/ranks.h"
 
+using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::FusedSGD;
 using ddpkit::optim::GradScaler;
 using torch::optim::SGDOptions;
@@ -54,6 +59,46 @@ RANK_TEST("an overflow on one rank skips the step on all", "[grad_scaler]", 1, 2
         CHECK(scaler.get_scale() == 4);
         CHECK(scaler.get_growth_tracker() == 1);
       }
+    }
+  }
+}
+
+RANK_TEST("float16 autocast that overflows on one rank skips the step on all", "[grad_scaler][precision]", 2) {
+  for (const bool sharded : {false, true}) {
+    INFO("sharded " << sharded);
+    torch::manual_seed(3);
+    torch::nn::Linear model(8, 4);
+    ddpkit::DistributedDataParallel ddp(model, group);
+    const torch::optim::AdamWOptions options(0.1);
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (sharded)
+      optimizer = std::make_unique<ddpkit::optim::ShardedOptimizer<FusedAdamW>>(ddp, options);
+    else
+      optimizer = std::make_unique<FusedAdamW>(model->parameters(), options);
+    GradScaler scaler(group, {.init_scale = 1024});
+    for (int step = 0; step < 6; ++step) {
+      const bool overflows = step == 2;
+      const auto before = model->weight.detach().clone();
+      model->zero_grad();
+      if (auto* whole = dynamic_cast<ddpkit::optim::ShardedOptimizerBase*>(optimizer.get())) whole->zero_grad();
+      torch::manual_seed(static_cast<std::uint64_t>(10 * step + group.rank()));
+      // 60000 is a float16, and 8 products of it are none.
+      const auto input = overflows && group.rank() == 1 ? torch::full({2, 8}, 60000.0f) : torch::randn({2, 8});
+      torch::Tensor loss;
+      {
+        const ddpkit::optim::Autocast autocast(torch::kCPU, torch::kHalf);
+        const auto output = ddp(input);
+        REQUIRE(output.scalar_type() == torch::kHalf);
+        loss = output.to(torch::kFloat).square().mean();
+      }
+      scaler.scale(loss).backward();
+      CHECK(scaler.step(*optimizer) == !overflows);
+      scaler.update();
+      CHECK(torch::equal(model->weight.detach(), before) == overflows);
+      CHECK(scaler.get_scale() == (step < 2 ? 1024 : 512));
+      CHECK(model->weight.isfinite().all().item<bool>());
+      const auto all = group.all_gather(model->weight.detach().contiguous());
+      CHECK(torch::equal(all[0], all[1]));
     }
   }
 }

@@ -90,6 +90,43 @@ torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarTy
   return torch::cat(results);
 }
 
+/// The same of updates with master weights, some of which the parameter no longer is what they round to.
+torch::Tensor master_results_of(const Variant& variant, FloatType type, torch::ScalarType dtype) {
+  torch::manual_seed(2);
+  auto master = torch::randn({kNumel}), exp_avg = torch::randn({kNumel}), exp_avg_sq = torch::rand({kNumel});
+  auto max_exp_avg_sq = torch::rand({kNumel}), buffer = torch::randn({kNumel});
+  auto parameter = master.to(dtype);
+  const auto gradient = torch::randn({kNumel}).to(dtype);
+  parameter.slice(0, 3, kNumel, 7).fill_(0.5);
+  std::vector<torch::Tensor> results;
+  const auto keep = [&](const torch::Tensor& tensor) { results.push_back(tensor.to(torch::kDouble)); };
+  for (const bool amsgrad : {false, true}) {
+    variant.adam(
+        {.dtype = type,
+         .numel = kNumel,
+         .parameter = parameter.data_ptr(),
+         .gradient = gradient.data_ptr(),
+         .exp_avg = exp_avg.data_ptr(),
+         .exp_avg_sq = exp_avg_sq.data_ptr(),
+         .max_exp_avg_sq = amsgrad ? max_exp_avg_sq.data_ptr() : nullptr,
+         .master = master.data_ptr<float>(),
+         .constants = {
+             .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .decay = 0.99, .step_size = 0.02, .inverse_root = 3.1}});
+    for (const auto& tensor : {parameter, master, exp_avg, exp_avg_sq, max_exp_avg_sq}) keep(tensor);
+  }
+  for (void* momentum_buffer : {static_cast<void*>(nullptr), buffer.data_ptr()}) {
+    variant.sgd({.dtype = type,
+                 .numel = kNumel,
+                 .parameter = parameter.data_ptr(),
+                 .gradient = gradient.data_ptr(),
+                 .momentum_buffer = momentum_buffer,
+                 .master = master.data_ptr<float>(),
+                 .constants = {.lr = 0.1, .momentum = 0.9}});
+    for (const auto& tensor : {parameter, master, buffer}) keep(tensor);
+  }
+  return torch::cat(results);
+}
+
 }  // namespace
 
 TEST_CASE("update kernels give the same bits with every instruction set", "[kernels][optim]") {
@@ -101,6 +138,12 @@ TEST_CASE("update kernels give the same bits with every instruction set", "[kern
     for (const Variant& variant : others()) {
       INFO(variant.name << " " << c10::toString(dtype));
       CHECK(torch::equal(results_of(variant, type, dtype), expected));
+    }
+    if (size_of(type) != 2) continue;
+    const auto with_master = master_results_of(kBaseline, type, dtype);
+    for (const Variant& variant : others()) {
+      INFO(variant.name << " " << c10::toString(dtype) << ", master weights");
+      CHECK(torch::equal(master_results_of(variant, type, dtype), with_master));
     }
   }
 }

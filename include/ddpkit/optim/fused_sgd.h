@@ -20,9 +20,10 @@ class FusedSGD : public FusedOptimizer {
   explicit FusedSGD(std::vector<at::Tensor> params, const torch::optim::SGDOptions& defaults,
                     const FusedOptions& options = {});
 
+  std::unique_ptr<torch::optim::OptimizerParamState> make_state() const override;
+
  protected:
   std::size_t tensor_count(const torch::optim::OptimizerOptions& options) const override;
-  std::unique_ptr<torch::optim::OptimizerParamState> make_state() const override;
   StateTensors tensors_of(const torch::optim::OptimizerParamState& state) const override;
   void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const override;
   void update(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,

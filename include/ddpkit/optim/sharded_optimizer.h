@@ -70,6 +70,13 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; it is let go
   /// of with the next step. train::save_checkpoint() calls it.
   void consolidate_state(int to = 0) const;
+  /// The optimizer of the whole parameters that consolidate_state() has made. Throws InvalidArgument on a rank that has
+  /// none.
+  const FusedOptimizer& consolidated() const;
+  /// An optimizer of the whole parameters, without state, and the way back: keeps this rank's part of its state and its
+  /// options. Not collective.
+  std::unique_ptr<FusedOptimizer> make_whole() const { return factory_(whole_groups()); }
+  void take_state(const FusedOptimizer& whole);
   /// The archive of the optimizer that is sharded, as a process alone would write it: torch::optim's own reads it.
   /// Not collective. Throws InvalidArgument on a rank without consolidated state.
   void save(torch::serialize::OutputArchive& archive) const final;

@@ -1,0 +1,135 @@
+// Tier 1: ATen/core/Tensor.h. Torch's module is declared, not included.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace ddpkit::train {
+
+class StateValue;
+struct StateItem;
+using StateKey = std::variant<std::int64_t, std::string>;  ///< Of a Python dict: an int or a str.
+using StateList = std::vector<StateValue>;
+
+/// A Python tuple, where StateList is a list.
+struct StateTuple {
+  std::vector<StateValue> items;
+};
+
+/// A Python dict (also an OrderedDict) in its order.
+class StateDict {
+ public:
+  StateDict() = default;
+  StateDict(std::initializer_list<StateItem> items);
+
+  /// The key's value; a key that is not there is added at the end, with None.
+  StateValue& operator[](const StateKey& key);
+  /// Null where the key is not there.
+  const StateValue* find(const StateKey& key) const;
+  /// Throws InvalidArgument, naming the key, where it is not there.
+  const StateValue& at(const StateKey& key) const;
+  bool contains(const StateKey& key) const { return find(key) != nullptr; }
+  std::size_t size() const noexcept { return items_.size(); }
+  bool empty() const noexcept { return items_.empty(); }
+  std::vector<StateItem>::const_iterator begin() const noexcept { return items_.begin(); }
+  std::vector<StateItem>::const_iterator end() const noexcept { return items_.end(); }
+
+ private:
+  std::vector<StateItem> items_;
+  std::unordered_map<StateKey, std::size_t> index_;
+};
+
+/// What a state dict is made of: None, bool, int, float, str, tensor, list, tuple or dict. Tensors are handles, as
+/// everywhere in LibTorch: a copy of a StateValue shares their memory.
+class StateValue {
+ public:
+  using Variant = std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, StateList,
+                               StateTuple, StateDict>;
+
+  StateValue() = default;
+  StateValue(bool value) : value_(value) {}
+  template <std::integral Integer>
+  StateValue(Integer value) : value_(static_cast<std::int64_t>(value)) {}
+  StateValue(double value) : value_(value) {}
+  StateValue(std::string value) : value_(std::move(value)) {}
+  StateValue(const char* value) : value_(std::string(value)) {}
+  StateValue(at::Tensor value) : value_(std::move(value)) {}
+  StateValue(StateList value) : value_(std::move(value)) {}
+  StateValue(StateTuple value) : value_(std::move(value)) {}
+  StateValue(StateDict value) : value_(std::move(value)) {}
+
+  const Variant& variant() const noexcept { return value_; }
+  bool is_none() const noexcept { return std::holds_alternative<std::monostate>(value_); }
+  /// Null where it is something else. T is one of Variant's.
+  template <class T>
+  const T* get_if() const noexcept {
+    return std::get_if<T>(&value_);
+  }
+  /// Each throws InvalidArgument, saying what it is, where it is something else.
+  bool to_bool() const;
+  std::int64_t to_int() const;
+  double to_double() const;  ///< Of a float or an int.
+  const std::string& to_string() const;
+  const at::Tensor& to_tensor() const;
+  const StateDict& to_dict() const;
+  /// The items of a list or a tuple.
+  const std::vector<StateValue>& to_items() const;
+
+ private:
+  Variant value_;
+};
+
+struct StateItem {
+  StateKey key;
+  StateValue value;
+};
+
+/// Writes what Python's torch.load(weights_only=True) reads, whole or not at all. Tensors on a storage that they share
+/// go on sharing it, with their strides; storages are written whole, as torch.save writes them, from any device, and
+/// are read to the CPU. Throws InvalidArgument for a sparse, quantized or meta tensor and for values nested deeper than
+/// 100, Error with the system's reason when the file cannot be written.
+void save_state_dict(const std::filesystem::path& path, const StateValue& value);
+
+/// Reads what save_state_dict() or Python's torch.save (2.11; of dicts, lists, tuples, numbers, strings, tensors and
+/// Parameters) wrote, to the CPU. Runs nothing: a file is data here, whoever made it. Throws InvalidArgument, in one
+/// sentence with the file's name, when it is missing, truncated, damaged (its checksums differ), not little-endian,
+/// nested deeper than 100, or holds anything else, which is named.
+StateValue load_state_dict(const std::filesystem::path& path);
+
+/// Parameters and buffers by name, in the order and under the names of Python's state_dict(); detached, on the module's
+/// own memory. Of a module in DistributedDataParallel give the bare module.
+StateDict module_state(const torch::nn::Module& module);
+
+struct LoadModuleOptions {
+  /// Every name of the module must be in the state, and the other way round.
+  bool strict = true;
+};
+
+/// Names that did not meet; both empty where `strict`.
+struct IncompatibleKeys {
+  std::vector<std::string> missing;     ///< In the module only.
+  std::vector<std::string> unexpected;  ///< In the state only.
+};
+
+/// Copies the state's tensors into the module's parameters and buffers, which keep their storage, type and device, as
+/// Python's load_state_dict() does. Throws InvalidArgument, with the module as it was, that names what is missing, what
+/// is unexpected (where `strict`), and what has another shape (always).
+IncompatibleKeys load_module_state(torch::nn::Module& module, const StateDict& state,
+                                   const LoadModuleOptions& options = {});
+
+}  // namespace ddpkit::train

@@ -1,0 +1,48 @@
+// Tier 1. State dicts in Python's pickle format, protocol 2.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ddpkit/train/state_dict.h>
+
+namespace ddpkit::train {
+
+/// Values nested deeper than this are neither written nor read.
+constexpr int kDeepest = 100;
+
+/// Writes what torch.load(weights_only=True) runs: no names but those of LibTorch's tensors. Throws InvalidArgument.
+class Pickler {
+ public:
+  explicit Pickler(const StateValue& value);
+
+  const std::string& pickle() const noexcept { return pickle_; }
+  /// The bytes of record data/NUMBER, on the CPU. [number]
+  const std::vector<at::Tensor>& storages() const noexcept { return storages_; }
+
+ private:
+  void write(const StateValue& value, int depth);
+  void write(const at::Tensor& tensor);
+  void write(std::int64_t value);
+  void write(std::string_view text);
+  void write_shape(at::IntArrayRef numbers);
+  void global(std::string_view module, std::string_view name);
+  std::size_t storage_number(const at::Tensor& tensor);
+
+  std::string pickle_;
+  std::vector<at::Tensor> storages_;
+  /// Tensors of several types on one storage get one each, since a record has one type.
+  std::map<std::pair<const void*, at::ScalarType>, std::size_t> numbers_;
+  std::vector<at::Tensor> held_;  ///< Temporaries whose storages are keys.
+};
+
+/// Reads `pickle` without running anything; `storage` returns the bytes of record data/KEY. Throws BadFile.
+StateValue unpickle(std::string_view pickle, const std::function<c10::Storage(const std::string& key)>& storage);
+
+}  // namespace ddpkit::train

@@ -1,0 +1,20 @@
+// Tier 0: c10/core/ScalarType.h. What Python's pickles call the types of tensors.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace ddpkit::train {
+
+/// "FloatStorage"; empty for types that came later, which torch.save writes as untyped storages.
+std::string_view storage_name_of(c10::ScalarType dtype);
+std::optional<c10::ScalarType> dtype_of_storage(std::string_view name);
+
+/// "float32", as in torch.float32; empty for types that torch.save does not write.
+std::string_view name_of(c10::ScalarType dtype);
+std::optional<c10::ScalarType> dtype_of_name(std::string_view name);
+
+}  // namespace ddpkit::train

@@ -1,0 +1,195 @@
+#include <bit>
+
+#include <fmt/format.h>
+
+#include "pickle_machine.h"
+#include "pickler.h"
+
+namespace ddpkit::train {
+namespace pickle {
+namespace {
+
+/// A pickle may name one value in many places. What it may grow to thereby: this and a few times its own length.
+constexpr std::size_t kSlack = std::size_t{1} << 20, kGrowth = 4;
+
+}  // namespace
+
+StateValue Machine::run() {
+  while (true) {
+    const auto opcode = static_cast<Opcode>(static_cast<unsigned char>(take(1)[0]));
+    if (opcode == Opcode::kStop) break;
+    step(opcode);
+  }
+  budget_ = kSlack + kGrowth * pickle_.size();
+  Node& result = pop();
+  if (!stack_.empty() || !marks_.empty()) throw BadFile("its pickle ends in the middle of a value");
+  return convert(result, 0);
+}
+
+void Machine::step(Opcode opcode) {
+  switch (opcode) {
+    case Opcode::kProto:
+      if (const int version = number<std::uint8_t>(); version != kProtocol)
+        throw BadFile(
+            fmt::format("its pickle is of protocol {}, where torch.save writes {} by default", version, kProtocol));
+      return;
+    case Opcode::kMark:
+      return marks_.push_back(stack_.size());
+    case Opcode::kNone:
+      return push(std::monostate());
+    case Opcode::kNewtrue:
+      return push(true);
+    case Opcode::kNewfalse:
+      return push(false);
+    case Opcode::kBinint:
+      return push(static_cast<std::int64_t>(number<std::int32_t>()));
+    case Opcode::kBinint1:
+      return push(static_cast<std::int64_t>(number<std::uint8_t>()));
+    case Opcode::kBinint2:
+      return push(static_cast<std::int64_t>(number<std::uint16_t>()));
+    case Opcode::kLong1:
+      return long_number();
+    case Opcode::kBinfloat: {
+      std::uint64_t bits = 0;
+      for (const char byte : take(8)) bits = bits << 8 | static_cast<unsigned char>(byte);
+      return push(std::bit_cast<double>(bits));
+    }
+    case Opcode::kBinunicode: {
+      const auto bytes = number<std::uint32_t>();
+      return push(std::string(take(bytes)));
+    }
+    case Opcode::kEmptyTuple:
+      return push(Tuple());
+    case Opcode::kTuple:
+      return push(Tuple{pop_to_mark()});
+    case Opcode::kTuple1:
+      return push(Tuple{pop_some(1)});
+    case Opcode::kTuple2:
+      return push(Tuple{pop_some(2)});
+    case Opcode::kTuple3:
+      return push(Tuple{pop_some(3)});
+    case Opcode::kEmptyList:
+      return push(List());
+    case Opcode::kAppend: {
+      Node& item = pop();
+      return top<List>().items.push_back(&item);
+    }
+    case Opcode::kAppends: {
+      const std::vector<Node*> items = pop_to_mark();
+      List& list = top<List>();
+      list.items.insert(list.items.end(), items.begin(), items.end());
+      return;
+    }
+    case Opcode::kEmptyDict:
+      return push(Dict());
+    case Opcode::kSetitem: {
+      const std::vector<Node*> items = pop_some(2);
+      return set_items(top<Dict>(), items);
+    }
+    case Opcode::kSetitems: {
+      const std::vector<Node*> items = pop_to_mark();
+      return set_items(top<Dict>(), items);
+    }
+    case Opcode::kBinget:
+      return get(number<std::uint8_t>());
+    case Opcode::kLongBinget:
+      return get(number<std::uint32_t>());
+    case Opcode::kBinput:
+      return put(number<std::uint8_t>());
+    case Opcode::kLongBinput:
+      return put(number<std::uint32_t>());
+    case Opcode::kGlobal: {
+      const std::string_view module = line();
+      return push(Global{fmt::format("{}.{}", module, line())});
+    }
+    case Opcode::kBinpersid:
+      return load_storage();
+    case Opcode::kReduce:
+      return reduce();
+    case Opcode::kNewobj:
+      pop();
+      throw BadFile(fmt::format("its pickle wants to make a {}, which no state dict needs", as<Global>(pop()).name));
+    case Opcode::kBuild:
+      return build();
+    case Opcode::kStop:
+      break;
+  }
+  throw BadFile(fmt::format("its pickle has the opcode 0x{:02x}, which no state dict needs", static_cast<int>(opcode)));
+}
+
+void Machine::get(std::uint32_t index) {
+  const auto found = memo_.find(index);
+  if (found == memo_.end()) throw BadFile(fmt::format("its pickle asks for value {}, which it has not noted", index));
+  stack_.push_back(found->second);
+}
+
+void Machine::put(std::uint32_t index) {
+  if (stack_.empty()) throw BadFile("its pickle notes a value that is not there");
+  memo_[index] = stack_.back();
+}
+
+void Machine::long_number() {
+  const std::size_t bytes = number<std::uint8_t>();
+  const std::string_view digits = take(bytes);
+  if (bytes > 8) throw BadFile("its pickle has an integer of more than 64 bits");
+  std::uint64_t value = bytes > 0 && (digits.back() & 0x80) != 0 ? ~std::uint64_t{0} : 0;
+  for (std::size_t i = bytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(digits[i]);
+  push(static_cast<std::int64_t>(value));
+}
+
+/// What an OrderedDict has beside its items: a module's _metadata, which LibTorch's modules do not use.
+void Machine::build() {
+  pop();
+  top<Dict>();
+}
+
+void Machine::pay(std::size_t amount) {
+  if (amount > budget_) throw BadFile("its pickle unfolds to many times its own length");
+  budget_ -= amount;
+}
+
+std::vector<StateValue> Machine::convert_all(const std::vector<Node*>& nodes, int depth) {
+  std::vector<StateValue> values;
+  for (Node* node : nodes) values.push_back(convert(*node, depth + 1));
+  return values;
+}
+
+StateValue Machine::convert(Node& node, int depth) {
+  if (depth > kDeepest) throw BadFile(fmt::format("it is nested deeper than {}", kDeepest));
+  pay(1);
+  return std::visit(
+      [&](auto& held) -> StateValue {
+        using T = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<T, std::monostate>) {
+          return {};
+        } else if constexpr (std::is_same_v<T, List>) {
+          return convert_all(held.items, depth);
+        } else if constexpr (std::is_same_v<T, Tuple>) {
+          return StateTuple{convert_all(held.items, depth)};
+        } else if constexpr (std::is_same_v<T, Dict>) {
+          StateDict dict;
+          for (const auto& [key, value] : held.items) {
+            const auto* text = std::get_if<std::string>(&key->value);
+            if (text) pay(text->size());
+            dict[text ? StateKey(*text) : StateKey(as<std::int64_t>(*key))] = convert(*value, depth + 1);
+          }
+          return dict;
+        } else if constexpr (std::is_same_v<T, Global>) {
+          throw BadFile(fmt::format("its pickle holds {}, which no state dict needs", held.name));
+        } else if constexpr (std::is_same_v<T, TypedStorage>) {
+          throw BadFile("its pickle holds a storage outside of a tensor");
+        } else {
+          if constexpr (std::is_same_v<T, std::string>) pay(held.size());
+          return held;
+        }
+      },
+      node.value);
+}
+
+}  // namespace pickle
+
+StateValue unpickle(std::string_view pickle, const std::function<c10::Storage(const std::string& key)>& storage) {
+  return pickle::Machine(pickle, storage).run();
+}
+
+}  // namespace ddpkit::train

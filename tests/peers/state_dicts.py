@@ -1,0 +1,189 @@
+"""State dicts between ddpkit and Python, both ways. state_dicts.py STATE_DICTS CASE"""
+import collections
+import os
+import subprocess
+import sys
+import tempfile
+
+import torch
+from torch import nn
+
+program, case = sys.argv[1:]
+STEPS, TOLERANCE = 10, 1e-6
+torch.set_num_threads(1)
+torch.manual_seed(7)
+
+
+def run(*arguments, fails_with=None):
+    done = subprocess.run([program, *arguments], env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=100,
+                          capture_output=True, text=True)
+    if fails_with is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1 and fails_with in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def same(a, b, path="state"):
+    """Of the same kind and value, bit by bit; an OrderedDict may have become a dict, a Parameter a tensor."""
+    if isinstance(a, torch.Tensor):
+        assert isinstance(b, torch.Tensor) and a.dtype == b.dtype, path
+        assert a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset(), path
+        assert a.requires_grad == b.requires_grad, path
+        assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes(), path
+        bits = [t.detach().contiguous().flatten().view(torch.uint8).tolist() for t in (a, b)]
+        assert bits[0] == bits[1], path
+    elif isinstance(a, dict):
+        assert isinstance(b, dict) and list(a) == list(b), (path, list(a), list(b))
+        for key in a:
+            same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert type(b) is (list if isinstance(a, list) else tuple) and len(a) == len(b), path
+        for i, (mine, other) in enumerate(zip(a, b)):
+            same(mine, other, f"{path}[{i}]")
+    else:
+        assert type(a) is type(b) and a == b, (path, a, b)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.output = nn.Linear(6, 10, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def values(folder):
+    """Everything that a state dict may hold."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    float8 = [torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz]
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+              torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
+    state = {
+        "model": Tied().state_dict(),
+        "module": nn.Linear(3, 2).bfloat16().state_dict(),
+        "parameter": nn.Parameter(torch.randn(3)),
+        "grad": torch.randn(2, requires_grad=True),
+        "base": base, "row": base[1], "transposed": base.t(), "slice": base[1:3, ::2], "expanded": base[0, :1].expand(5),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(3.5), "dtypes": [torch.ones(3).to(d) for d in dtypes + float8],
+        "numbers": [0, 1, -1, 255, 256, 65535, 65536, -(2**31), 2**31, 2**40, -(2**63), 2**63 - 1],
+        "floats": [0.0, -0.0, 1e300, float("inf"), 1 / 3], "bools": (True, False), "none": None,
+        "strings": ["", "ä€😀", "x" * 300], "one": (1,), "tuples": ((), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+        "lists": [[], [1], [[2]]], "ordered": collections.OrderedDict(a=1, b={}), 7: {-3: "int keys", 2**35: 1},
+        "size": tuple(torch.Size([2, 3])), "many": {f"key {i}": i for i in range(1000)},
+    }
+    torch.save(state, f"{folder}/theirs.pt")
+    run("copy", f"{folder}/theirs.pt", f"{folder}/ours.pt")
+    ours = torch.load(f"{folder}/ours.pt", weights_only=True)
+    same(torch.load(f"{folder}/theirs.pt", weights_only=True) | {"parameter": state["parameter"]}, ours)
+    assert ours["row"].untyped_storage().data_ptr() == ours["base"].untyped_storage().data_ptr()
+    assert ours["model"]["output.weight"].data_ptr() == ours["model"]["embedding.weight"].data_ptr()
+    again = Tied()
+    again.load_state_dict(ours["model"])
+    assert torch.equal(again.output.weight, state["model"]["output.weight"])
+    # Without checksums, and what is refused.
+    torch.serialization.set_crc32_options(False)
+    torch.save(state, f"{folder}/unchecked.pt")
+    run("copy", f"{folder}/unchecked.pt", f"{folder}/ours.pt")
+    same(ours, torch.load(f"{folder}/ours.pt", weights_only=True))
+    for value, reason in (
+        (nn.Linear(2, 2), "torch.nn.modules.linear.Linear"), (torch.ones(3).to_sparse(), "_get_layout"),
+        (torch.float16, "torch.float16"), ({1, 2}, "__builtin__.set"), (2**70, "more than 64 bits"), (os.system, "posix.system"),
+    ):
+        torch.save({"x": value}, f"{folder}/refused.pt")
+        run("copy", f"{folder}/refused.pt", f"{folder}/ours.pt", fails_with=reason)
+    torch.save({}, f"{folder}/refused.pt", _use_new_zipfile_serialization=False)
+    run("copy", f"{folder}/refused.pt", f"{folder}/ours.pt", fails_with="no zip archive")
+    torch.save({}, f"{folder}/refused.pt", pickle_protocol=4)
+    run("copy", f"{folder}/refused.pt", f"{folder}/ours.pt", fails_with="protocol 4")
+
+
+def training(folder, kind):
+    """Ten steps there and ten here, against twenty in Python, in both orders."""
+    data = {"x": torch.randn(2 * STEPS, 16, 20), "y": torch.randint(5, (2 * STEPS, 16))}
+    torch.save(data, f"{folder}/data.pt")
+
+    def make():
+        # The normalisation stands behind the activation: before it, the bias' gradient would be nothing but rounding.
+        model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 5))})
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:2], "lr": 0.02, "weight_decay": 0.1}, {"params": parameters[2:]}]
+        if kind.endswith("sgd"):
+            return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+        Adam = torch.optim.AdamW if kind.endswith("adamw") else torch.optim.Adam
+        return model, Adam(groups, lr=0.01, betas=(0.8, 0.95), amsgrad=True)
+
+    def steps(model, optimizer, start, end):
+        for x, y in zip(data["x"][start:end], data["y"][start:end]):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model["layers"](x), y).backward()
+            optimizer.step()
+
+    def save(model, optimizer, name):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/{name}")
+
+    def apart(model, name):
+        ours = torch.load(f"{folder}/{name}", weights_only=True)["model"]
+        assert ours.keys() == model.state_dict().keys()
+        return max((model.state_dict()[key].double() - ours[key].double()).abs().max().item() for key in ours)
+
+    model, optimizer = make()
+    save(model, optimizer, "start.pt")
+    steps(model, optimizer, 0, STEPS)
+    save(model, optimizer, "half.pt")
+    half = [parameter.detach().clone() for parameter in model.parameters()]
+    steps(model, optimizer, STEPS, 2 * STEPS)
+    moved = min((a - b).abs().max().item() for a, b in zip(half, model.parameters()))
+    assert moved > 1000 * TOLERANCE, moved
+
+    # Python first.
+    run("train", kind, f"{folder}/half.pt", f"{folder}/ours.pt", folder, str(STEPS), str(2 * STEPS))
+    python_first = apart(model, "ours.pt")
+    # ddpkit first, then Python's optimizer, which is given other options to begin with.
+    run("train", kind, f"{folder}/start.pt", f"{folder}/ours.pt", folder, "0", str(STEPS))
+    second, its_optimizer = make()
+    for group in its_optimizer.param_groups:
+        group["lr"] = 7
+    ours = torch.load(f"{folder}/ours.pt", weights_only=True)
+    theirs = torch.load(f"{folder}/half.pt", weights_only=True)["optimizer"]
+    assert ours["optimizer"]["state"].keys() == theirs["state"].keys()
+    for mine, their in zip(ours["optimizer"]["param_groups"], theirs["param_groups"]):
+        assert mine == their, (mine, their)
+    second.load_state_dict(ours["model"])
+    its_optimizer.load_state_dict(ours["optimizer"])
+    steps(second, its_optimizer, STEPS, 2 * STEPS)
+    save(second, its_optimizer, "second.pt")
+    ddpkit_first = apart(model, "second.pt")
+    print(f"{kind}: apart {python_first:.2g} with Python first, {ddpkit_first:.2g} with ddpkit first; moved {moved:.2g}")
+    assert max(python_first, ddpkit_first) <= TOLERANCE
+
+
+def safetensors(folder):
+    import safetensors.torch
+
+    dtypes = [torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.uint16, torch.float8_e4m3fn]
+    state = {"weight": torch.randn(3, 5), "scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "ä": torch.ones(1)}
+    state |= {str(d): torch.ones(3).to(d) for d in dtypes}
+    safetensors.torch.save_file(state, f"{folder}/theirs.safetensors", metadata={"format": "pt", "about": "ddpkit"})
+    run("copy", f"{folder}/theirs.safetensors", f"{folder}/theirs.pt")
+    run("copy", f"{folder}/theirs.pt", f"{folder}/ours.safetensors")
+    for name, tensor in state.items():
+        same(tensor, torch.load(f"{folder}/theirs.pt", weights_only=True)[name])
+        same(tensor, safetensors.torch.load_file(f"{folder}/ours.safetensors")[name])
+    assert safetensors.safe_open(f"{folder}/ours.safetensors", "pt").metadata() == {"format": "pt"}
+    # Not contiguous.
+    torch.save({"t": state["weight"].t()}, f"{folder}/theirs.pt")
+    run("copy", f"{folder}/theirs.pt", f"{folder}/ours.safetensors")
+    assert torch.equal(safetensors.torch.load_file(f"{folder}/ours.safetensors")["t"], state["weight"].t())
+
+
+with tempfile.TemporaryDirectory() as folder:
+    if case == "values":
+        values(folder)
+        print("what Python wrote came back the same")
+    elif case == "safetensors":
+        safetensors(folder)
+        print("what Python wrote came back the same")
+    else:
+        training(folder, case)

@@ -1,0 +1,85 @@
+#include <torch/torch.h>
+
+#include <thread>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/precision.h>
+
+#include "support/catch.h"
+
+using ddpkit::optim::Autocast;
+using ddpkit::optim::Precision;
+
+namespace {
+
+/// The type that matrix products give on this thread, now.
+torch::ScalarType product_type() { return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type(); }
+
+}  // namespace
+
+TEST_CASE("autocast holds for its scope, nests, and is the thread's own", "[optim][precision]") {
+  CHECK(product_type() == torch::kFloat);
+  {
+    const Autocast outer(torch::kCPU, torch::kBFloat16);
+    CHECK(product_type() == torch::kBFloat16);
+    // What needs the range.
+    CHECK(torch::ones({2}, torch::kBFloat16).exp().scalar_type() == torch::kBFloat16);
+    CHECK(torch::mse_loss(torch::ones({2}, torch::kBFloat16), torch::ones({2}, torch::kBFloat16)).scalar_type() ==
+          torch::kFloat);
+    {
+      const Autocast inner(torch::kCPU, torch::kHalf);
+      CHECK(product_type() == torch::kHalf);
+      const Autocast off(torch::kCPU, torch::kHalf, {.enabled = false});
+      CHECK(product_type() == torch::kFloat);
+    }
+    CHECK(product_type() == torch::kBFloat16);
+    torch::ScalarType there = torch::kBFloat16;
+    std::thread([&] { there = product_type(); }).join();
+    CHECK(there == torch::kFloat);
+    CHECK_THROWS_AS(Autocast(torch::kCPU, torch::kDouble), ddpkit::InvalidArgument);
+    CHECK(product_type() == torch::kBFloat16);
+  }
+  CHECK(product_type() == torch::kFloat);
+}
+
+TEST_CASE("the casts of weights end with the outermost scope", "[optim][precision]") {
+  auto weight = torch::ones({2, 2}).requires_grad_(true);
+  const auto product = [&] { return torch::mm(torch::ones({2, 2}), weight)[0][0].item<float>(); };
+  const auto fill = [&](float value) {
+    const torch::NoGradGuard no_grad;
+    weight.fill_(value);
+  };
+  {
+    const Autocast outer(torch::kCPU, torch::kBFloat16);
+    {
+      const Autocast inner(torch::kCPU, torch::kBFloat16);
+      CHECK(product() == 2);
+    }
+    fill(3);
+    CHECK(product() == 2);  // Still the cast of before.
+    const Autocast uncached(torch::kCPU, torch::kBFloat16, {.cache = false});
+  }
+  const Autocast next(torch::kCPU, torch::kBFloat16);
+  CHECK(product() == 6);
+}
+
+TEST_CASE("autocast names what it does not take", "[optim][precision]") {
+  CHECK_THROWS_WITH(Autocast(torch::kMeta, torch::kBFloat16), ContainsSubstring("not meta"));
+  CHECK_THROWS_WITH(Autocast(torch::kCPU, torch::kFloat), ContainsSubstring("not in Float"));
+}
+
+TEST_CASE("TensorFloat-32 and cuDNN's benchmark are refused without a GPU", "[optim][precision]") {
+  const Precision before = ddpkit::optim::precision();
+  CHECK_THROWS_WITH(ddpkit::optim::set_precision({.matmul_tf32 = true}, torch::kCPU),
+                    ContainsSubstring("cpu has no TensorFloat-32"));
+  // All or nothing.
+  CHECK_THROWS_WITH(ddpkit::optim::set_precision({.cudnn_tf32 = false, .cudnn_benchmark = true}, torch::kCPU),
+                    ContainsSubstring("needs a GPU"));
+  CHECK(ddpkit::optim::precision().cudnn_tf32 == before.cudnn_tf32);
+  CHECK(ddpkit::optim::precision().cudnn_benchmark == false);
+  REQUIRE(before.cudnn_tf32 == true);
+  ddpkit::optim::set_precision({.cudnn_tf32 = false}, torch::kCPU);
+  CHECK(ddpkit::optim::precision().cudnn_tf32 == false);
+  CHECK(ddpkit::optim::precision().matmul_tf32 == before.matmul_tf32);
+  at::globalContext().setAllowTF32CuDNN(true);
+}
