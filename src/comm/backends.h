@@ -36,6 +36,7 @@ class OwnBackend : public AbortableBackend {
  public:
   /// All-reduce to the end, without the objects that c10d needs to wait for it later: half the time of a small one.
   virtual void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) = 0;
+  virtual void barrier_now() = 0;  ///< The same of a barrier.
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   /// Reduces dense tensors in symmetric memory where they stand, as one collective. Their number, sizes and types are
   /// the same on all ranks; where they lie may differ.

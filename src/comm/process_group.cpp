@@ -285,6 +285,7 @@ std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) 
 }
 
 void ProcessGroup::barrier() const {
+  if (state_->own) return state_->own->barrier_now();
   c10d::BarrierOptions options;
   if (device().is_cuda()) options.device = device();
   Work(state_->backend->barrier(options)).wait();

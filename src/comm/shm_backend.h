@@ -60,6 +60,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
                            const Ptr<Options>& options) override;
 
   void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
+  void barrier_now() override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   WorkPtr all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) override;
   WorkPtr reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;

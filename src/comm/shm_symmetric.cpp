@@ -30,6 +30,8 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
                 .numel = element_count(tensor)});
 }
 
+void ShmBackend::barrier_now() { engine_->run({.kind = CollectiveKind::kBarrier}); }
+
 at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::int64_t numel = c10::multiply_integers(sizes);
   const auto bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
