@@ -1,5 +1,6 @@
 #include "har/trainer.h"
 
+#include <ATen/cpu/Utils.h>
 #include <torch/torch.h>
 
 #include <chrono>
@@ -60,6 +61,19 @@ std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch, int rank) {
   return mixed;
 }
 
+// The type that --amp computes in: float32, which is none, where mixed precision gains nothing.
+at::ScalarType choose_amp(bool amp, c10::Device device) {
+  if (!amp) return at::kFloat;
+  // Without matrix units for bfloat16 a CPU only loses by it.
+  if (device.is_cpu()) return at::cpu::init_amx() ? at::kBFloat16 : at::kFloat;
+  try {
+    const ddpkit::optim::Autocast autocast(device, at::kBFloat16);
+    return at::kBFloat16;
+  } catch (const ddpkit::InvalidArgument&) {
+    return at::kHalf;
+  }
+}
+
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const Dataset& dataset, const std::vector<c10::Device>& places,
@@ -67,6 +81,7 @@ class Trainer {
       : options_(options),
         dataset_(dataset),
         group_(group),
+        amp_(choose_amp(options.amp, group.device())),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
         model_(seeded_model()),
@@ -77,7 +92,8 @@ class Trainer {
         batches_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
         updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
         scheduler_(*optimizer_, schedule(),
-                   {.scaling = options.lr_scaling, .world_size = devices_->count() * group.world_size()}) {}
+                   {.scaling = options.lr_scaling, .world_size = devices_->count() * group.world_size()}),
+        scaler_(group, {.enabled = amp_ == at::kHalf}) {}
 
   void run() {
     if (!options_.trainer.save_dir.empty()) open_folder();
@@ -119,6 +135,8 @@ class Trainer {
     return result * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
+  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
+
   // What another run in the same folder would have to share to be the same run.
   std::string config() const {
     return nlohmann::json{
@@ -138,6 +156,7 @@ class Trainer {
         {"weight_decay", options_.weight_decay},
         {"momentum", options_.momentum},
         {"dropout", options_.dropout},
+        {"amp", amp_name()},
         {"batch_size", options_.trainer.batch_size},
         {"grad_accum_steps", options_.grad_accum_steps},
         {"epochs", options_.trainer.epochs},
@@ -149,7 +168,7 @@ class Trainer {
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
-    return {ddpkit::train::checkpoint_part("scheduler", scheduler_)};
+    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_)};
   }
 
   void open_folder() {
@@ -166,7 +185,9 @@ class Trainer {
       devices_->set_timeline(*timeline_);
     }
     ddpkit::train::run_together(group_, [&] {
-      if (options_.tensorboard && speaks()) summary_.emplace(folder / "tensorboard", info_.step + 1);
+      if (!options_.tensorboard || !speaks()) return;
+      summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
+      summary_->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info_.step);
     });
   }
 
@@ -187,10 +208,10 @@ class Trainer {
                           group_.device().str())
             : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
                           name_of(options_.multi_gpu), group_.backend_name(), group_.device().str());
-    print(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}", name_of(options_.mode), parameters,
-                      name_of(options_.optimizer), options_.trainer.batch_size,
+    print(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", name_of(options_.mode),
+                      parameters, name_of(options_.optimizer), options_.trainer.batch_size,
                       options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
-                      where));
+                      where, amp_name()));
     if (folder_.to_resume) print(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
   }
 
@@ -253,16 +274,18 @@ class Trainer {
       // Each sample counts alike, also in the epoch's last batch, which may be smaller.
       const double share = static_cast<double>(batch.size()) / static_cast<double>(samples);
       const Devices::Loss loss = [&](const Devices::Forward& forward, const Batch& part) {
+        const ddpkit::optim::Autocast autocast(part.windows.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
+                                               {.enabled = amp_ != at::kFloat});
         const at::Tensor logits = forward(part.windows);
         metrics.add_predictions(logits, part.labels);
-        const at::Tensor mean_of_part = torch::cross_entropy_loss(logits, part.labels);
-        return share == 1 ? mean_of_part : mean_of_part * share;
+        return scaler_.scale(torch::cross_entropy_loss(logits, part.labels) * share);
       };
-      const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back());
+      const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back()) / scaler_.get_scale();
       mean = mean.defined() ? mean + part : part;
     }
     metrics.add_loss(mean, samples);
-    optimizer_->step();
+    scaler_.step(*optimizer_);
+    scaler_.update();
     scheduler_.step();
     return mean;
   }
@@ -304,6 +327,7 @@ class Trainer {
   const TrainOptions& options_;
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
+  at::ScalarType amp_;
   Split train_;
   Split test_;
   std::shared_ptr<Classifier> model_;
@@ -314,6 +338,7 @@ class Trainer {
   std::int64_t batches_;     // An epoch.
   std::int64_t updates_;     // An epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
+  ddpkit::optim::GradScaler scaler_;
   ddpkit::train::RunFolder folder_;
   ddpkit::train::CheckpointInfo info_;             // How far the run has come.
   std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.

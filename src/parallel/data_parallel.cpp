@@ -16,6 +16,7 @@
 #include <ddpkit/comm/local_launch.h>
 
 #include "comm/backends.h"
+#include "parallel/replica_random.h"
 #include "parallel/replica_set.h"
 #include "parallel/replica_streams.h"
 #include "parallel/replica_threads.h"
@@ -123,7 +124,13 @@ void DataParallelBase::Impl::replicate() {
 
 /// In the replicas' threads, on the replicas' streams; afterwards the caller's streams wait for those.
 void DataParallelBase::Impl::run_replicas(std::size_t count, const std::function<void(int)>& job) {
-  if (!streams.used()) return threads_.run(static_cast<int>(count), job);
+  if (!streams.used()) {
+    ReplicaSeed seed;
+    return threads_.run(static_cast<int>(count), [&](int r) {
+      const ReplicaRandom random(seed, r);
+      job(r);
+    });
+  }
   streams.fork();
   try {
     threads_.run(static_cast<int>(count), [&](int r) {

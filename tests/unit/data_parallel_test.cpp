@@ -447,6 +447,34 @@ TEST_CASE("DataParallel leaves the caller's random numbers and threads alone", "
   CHECK(wrong == 0);
 }
 
+TEST_CASE("DataParallel with dropout and noise gives the same bits in each run", "[dp]") {
+  struct NoisyImpl : torch::nn::Cloneable<NoisyImpl> {
+    NoisyImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
+    void reset() override { linear = register_module("linear", torch::nn::Linear(6, 3)); }
+    Tensor forward(const Tensor& x) {
+      const Tensor noisy = x + 0.1 * torch::randn_like(x) + 0.1 * torch::rand_like(x);
+      return torch::dropout(linear(noisy), 0.5, is_training());
+    }
+    torch::nn::Linear linear{nullptr};
+  };
+  const auto outputs = [](std::uint64_t seed) {
+    torch::manual_seed(9);
+    auto net = std::make_shared<NoisyImpl>();
+    DataParallel dp(net, {.replicas = 4});
+    torch::manual_seed(seed);
+    std::vector<Tensor> all;
+    for (int step = 0; step < 50; ++step) all.push_back(dp(torch::ones({8, 6})).detach());
+    const Tensor own = torch::rand({4});  // The caller's numbers go on alike.
+    return torch::cat({torch::stack(all).flatten(), own});
+  };
+  const Tensor first = outputs(1);
+  for (int run = 0; run < 5; ++run) CHECK(outputs(1).equal(first));
+  CHECK_FALSE(outputs(2).equal(first));
+  // Replicas, steps and samples all differ.
+  const Tensor steps = first.slice(0, 0, 50 * 8 * 3).view({50 * 8, 3});
+  CHECK(std::get<0>(at::unique_dim(steps.slice(0, 0, 80), 0)).size(0) > 60);
+}
+
 TEST_CASE("DataParallel trains 1,000 steps as one device, the same bits in each run", "[dp]") {
   const auto train = [](bool gathers) {
     auto net = make_norm_net();
