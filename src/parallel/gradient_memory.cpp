@@ -12,6 +12,7 @@
 #include "comm/backends.h"
 #include "comm/shm/arena.h"
 #include "comm/stream_set.h"
+#include "parallel/is_alone.h"
 
 namespace ddpkit {
 namespace {
@@ -43,18 +44,6 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
     const at::NoGradGuard no_grad;
     to.copy_(from);
   }
-}
-
-/// Whether nobody else holds the gradient's memory. Autograd hands a gradient on without a copy: what it is a view of
-/// may be another parameter's gradient too, or still be read on the way to one. May say no where the answer is yes.
-bool is_alone(const at::Tensor& gradient, const at::Tensor& added) {
-  std::size_t known = 1;
-  if (added.defined() && added.has_storage() && added.is_alias_of(gradient)) {
-    ++known;  // It has become the gradient, and backward lets go of it after this hook.
-    // A view keeps the tensor that it is of, which here is mostly a product that was transposed.
-    if (added.is_view() && added._base().use_count() == 1) ++known;
-  }
-  return gradient.storage().use_count() == known;
 }
 
 }  // namespace

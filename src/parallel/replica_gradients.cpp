@@ -15,6 +15,7 @@
 
 #include "comm/shm/kernels.h"
 #include "comm/shm_arguments.h"
+#include "parallel/is_alone.h"
 #include "parallel/replica_streams.h"
 
 namespace ddpkit {
@@ -25,15 +26,16 @@ constexpr std::int64_t kChunkBytes = 256 << 10;
 
 class GradientHook : public torch::autograd::FunctionPostHook {
  public:
-  explicit GradientHook(std::function<void()> call) : call_(std::move(call)) {}
+  using Call = std::function<void(const at::Tensor& added)>;
+  explicit GradientHook(Call call) : call_(std::move(call)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    call_();
+                                            const torch::autograd::variable_list& inputs) override {
+    call_(inputs[0]);
     return outputs;
   }
 
  private:
-  std::function<void()> call_;
+  Call call_;
 };
 
 /// Whether the vector kernel can sum them: dense, of one type, with elements in the same order.
@@ -77,7 +79,8 @@ void ReplicaGradients::install_hooks() {
     for (std::size_t p = 0; p < slots_.size(); ++p) {
       Hook& hook = hooks_.emplace_back();
       hook.accumulator = torch::autograd::impl::grad_accumulator(leaves_[r][p]);
-      hook.key = hook.accumulator->add_post_hook(std::make_unique<GradientHook>([this, r, p] { on_gradient(r, p); }));
+      hook.key = hook.accumulator->add_post_hook(
+          std::make_unique<GradientHook>([this, r, p](const at::Tensor& added) { on_gradient(r, p, added); }));
     }
   }
 }
@@ -115,7 +118,7 @@ void ReplicaGradients::take_part(int replica, const std::function<void()>& work)
 }
 
 /// In the replica's own thread, or autograd's of its device.
-void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param) {
+void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param, const at::Tensor& added) {
   Counting& counting = counting_[replica];
   if (!counting.on) return;
   if (counting.fired[param])
@@ -124,6 +127,10 @@ void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param) {
         "may have summed it before the second came",
         param));
   counting.fired[param] = true;
+  if (replica == 0 && !on_device()) {
+    const at::Tensor& gradient = leaves_[0][param].grad();
+    slots_[param].alone = gradient.layout() == at::kStrided && is_alone(gradient, added);
+  }
   const std::size_t bucket = slots_[param].bucket;
   if (on_device()) {
     const std::lock_guard lock(mutex_);
@@ -159,6 +166,9 @@ void ReplicaGradients::make_ready(std::size_t bucket) {
       close();
       continue;
     }
+    // The gradient's own memory, unless another parameter's may lie there too.
+    if (slot.gradients[0].unsafeGetTensorImpl() != leaves_[0][param].grad().unsafeGetTensorImpl() || !slot.alone)
+      slot.sum = at::empty_like(slot.gradients[0]);
     const auto elements = static_cast<std::int64_t>(element_count(slot.sum));
     const auto element = static_cast<std::int64_t>(slot.sum.nbytes()) / std::max<std::int64_t>(elements, 1);
     for (std::int64_t begin = 0; begin < elements;) {

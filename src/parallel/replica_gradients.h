@@ -61,7 +61,8 @@ class ReplicaGradients {
   struct Slot {
     std::size_t bucket = 0;
     std::vector<at::Tensor> gradients;  ///< Those there are, in the order of replicas.
-    at::Tensor sum;                     ///< The first of them, when the bucket is ready: there the sum is formed.
+    bool alone = false;                 ///< Nothing else lies in the memory of replica 0's.
+    at::Tensor sum;                     ///< When the bucket is ready: where the sum is formed, if it can, the first.
   };
   struct Bucket {
     std::atomic<std::size_t> pending{0};
@@ -84,7 +85,7 @@ class ReplicaGradients {
   void sum_on_device(std::size_t bucket);
   bool sum_by_nccl(const std::vector<std::size_t>& params);
   void install_hooks();
-  void on_gradient(std::size_t replica, std::size_t param);
+  void on_gradient(std::size_t replica, std::size_t param, const at::Tensor& added);
   void make_ready(std::size_t bucket);
   void finish(bool failed);
   void sum_one_chunk();

@@ -447,6 +447,36 @@ TEST_CASE("DataParallel leaves the caller's random numbers and threads alone", "
   CHECK(wrong == 0);
 }
 
+TEST_CASE("DataParallel sums gradients that are one piece of memory once each", "[dp]") {
+  // Autograd hands the same memory on as the gradient of both.
+  struct SharedImpl : torch::nn::Cloneable<SharedImpl> {
+    SharedImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
+    void reset() override {
+      a = register_parameter("a", torch::arange(6, torch::kDouble).view({2, 3}));
+      b = register_parameter("b", torch::ones({3, 2}, torch::kDouble));
+    }
+    Tensor forward(const Tensor& x) { return x * (a.view({-1}) + b.view({-1})); }
+    Tensor a, b;
+  };
+  const auto net = std::make_shared<SharedImpl>();
+  DataParallel dp(net, {.replicas = 3});
+  const Tensor batch = batch_of(7);
+  const Tensor expected = batch.sum(0);
+  for (const bool gathers : {false, true}) {
+    net->zero_grad();
+    if (gathers) {
+      dp(batch).sum().backward();
+    } else {
+      dp.train_step(batch, [](SharedImpl& replica, const Tensor& part) {
+        return replica.forward(part).sum() / static_cast<double>(part.size(0));
+      });
+    }
+    const double scale = gathers ? 1 : 7;
+    CHECK(at::allclose(net->a.grad().view({-1}) * scale, expected, 0, kTolerance));
+    CHECK(at::allclose(net->b.grad().view({-1}) * scale, expected, 0, kTolerance));
+  }
+}
+
 TEST_CASE("DataParallel with dropout and noise gives the same bits in each run", "[dp]") {
   struct NoisyImpl : torch::nn::Cloneable<NoisyImpl> {
     NoisyImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
