@@ -91,6 +91,16 @@ class ArenaAllocator final : public c10::Allocator {
 
 bool ArenaLease::taken() { return ArenaAllocator::get().current.load() != nullptr; }
 
+std::shared_ptr<ArenaLease> ArenaLease::open_private(std::size_t capacity) {
+  if (taken()) return nullptr;
+  auto segment = std::make_shared<shm::SymmetricSegment>();
+  segment->bytes = capacity;
+  segment->mappings.push_back(shm::Mapping::create("ddpkit-arena", capacity, shm::Mapping::Fill::kOnTouch));
+  segment->mappings[0].close_descriptor();
+  segment->base.push_back(segment->mappings[0].data());
+  return std::make_shared<ArenaLease>(std::move(segment), 0, 0);
+}
+
 ArenaLease::ArenaLease(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve)
     : arena_(ArenaAllocator::get().add(std::make_unique<Arena>(std::move(segment), rank, reserve))) {
   ArenaAllocator::get().current = arena_;

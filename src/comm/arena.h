@@ -27,6 +27,10 @@ class ArenaLease {
   ArenaLease(const ArenaLease&) = delete;
   ArenaLease& operator=(const ArenaLease&) = delete;
 
+  /// Memory of this process alone, of up to `capacity` bytes, none of it kept for empty(). Null while another lease is
+  /// in force.
+  static std::shared_ptr<ArenaLease> open_private(std::size_t capacity);
+
   /// A tensor of `numel` elements in the arena, from the part kept for the purpose if need be. Contents undefined.
   /// Throws Error when it is full.
   at::Tensor empty(std::int64_t numel, at::ScalarType dtype);

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,11 +15,9 @@
 #include <ddpkit/comm/local_launch.h>
 
 #include "comm/backends.h"
+#include "comm/shm/mapping.h"
+#include "parallel/data_parallel_impl.h"
 #include "parallel/replica_random.h"
-#include "parallel/replica_set.h"
-#include "parallel/replica_streams.h"
-#include "parallel/replica_threads.h"
-#include "parallel/replicas_backward.h"
 #include "parallel/scatter_gather.h"
 
 namespace ddpkit {
@@ -57,6 +54,17 @@ std::vector<c10::Device> resolved_devices(const DataParallelOptions& options) {
   return std::vector<c10::Device>(static_cast<std::size_t>(replicas), c10::Device(c10::kCPU));
 }
 
+std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::size_t replicas,
+                                       const DataParallelOptions& options) {
+  if (options.arena_mb) bytes_of(*options.arena_mb, "arena_mb");
+  if (!options.arena || replicas < 2) return nullptr;
+  std::size_t gradients = 0;
+  for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
+  const std::size_t wanted =
+      std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), shm::available_memory() / 2);
+  return ArenaLease::open_private(options.arena_mb ? bytes_of(*options.arena_mb, "arena_mb") : wanted);
+}
+
 /// Adds to a parameter's gradient as backward does.
 void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
   at::Tensor& there = parameter.mutable_grad();
@@ -71,42 +79,12 @@ void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
 
 }  // namespace
 
-class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
- public:
-  Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options);
-
-  void replicate();
-  Tensors run_forward(const Tensors& inputs, const std::function<Tensors(int, const Tensors&)>& forward);
-  at::Tensor run_step(const Tensors& batch, const std::function<at::Tensor(int, const Tensors&)>& loss);
-  /// Gradients of the call's wanted inputs, then of its parameters.
-  Tensors run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph);
-  Tensors run_backward_on_devices(const ReplicasCall& call, const Tensors& gradients, bool keep_graph);
-
-  std::vector<c10::Device> devices;
-  int threads_each;
-  ReplicaStreams streams;
-  std::shared_ptr<ReplicaSet> set;
-
- private:
-  void follow() {
-    if (!set->follow(broadcast_buffers_)) replicate();
-  }
-  void run_replicas(std::size_t count, const std::function<void(int)>& job);
-  Tensors with_graph(Tensors outputs, const Tensors& inputs, ReplicasCall call);
-
-  std::shared_ptr<torch::nn::Module> module_;
-  std::size_t first_bucket_bytes_;
-  std::size_t bucket_bytes_;
-  bool broadcast_buffers_;
-  std::mutex mutex_;  ///< One call at a time, also where backwards run in several threads.
-  ReplicaThreads threads_;
-};
-
 DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options)
     : devices(resolved_devices(options)),
       threads_each(
           options.threads_per_replica.value_or(std::max(1, available_cores() / static_cast<int>(devices.size())))),
       streams(devices),
+      arena(streams.used() ? nullptr : open_arena(*module, devices.size(), options)),
       module_(std::move(module)),
       first_bucket_bytes_(bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb")),
       bucket_bytes_(bytes_of(options.bucket_cap_mb, "bucket_cap_mb")),
@@ -168,133 +146,6 @@ Tensors DataParallelBase::Impl::run_forward(const Tensors& inputs,
   return gradients ? with_graph(std::move(outputs), inputs, std::move(call)) : outputs;
 }
 
-/// Hangs the outputs on a node of their own, from which edges lead to the inputs and parameters.
-Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& inputs, ReplicasCall call) {
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const bool wanted = std::any_of(call.outputs.begin(), call.outputs.end(), [i](const Tensors& of_replica) {
-      return of_replica[i].defined() && of_replica[i].requires_grad();
-    });
-    if (wanted) call.outputs_of.push_back(i);
-  }
-  if (call.outputs_of.empty()) return outputs;
-  torch::autograd::edge_list edges;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined() || !inputs[i].requires_grad()) continue;
-    call.wanted_inputs.push_back(i);
-    call.wanted_devices.push_back(inputs[i].device());
-    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
-  }
-  for (const at::Tensor& parameter : set->parameters())
-    edges.push_back(torch::autograd::impl::gradient_edge(parameter));
-  const std::vector<std::size_t> wanted = call.outputs_of;
-  const auto node = std::make_shared<ReplicasBackward>(
-      std::move(call),
-      [self = shared_from_this()](const ReplicasCall& made, const Tensors& gradients, bool keep_graph) {
-        return self->run_backward(made, gradients, keep_graph);
-      });
-  node->set_next_edges(std::move(edges));
-  for (const std::size_t i : wanted) torch::autograd::set_history(outputs[i], node);
-  return outputs;
-}
-
-namespace {
-
-/// Appends the outputs of replica `r` that have come out of the node with a gradient, and those gradients.
-void add_roots(const ReplicasCall& call, const Tensors& gradients, std::size_t r, Tensors& roots,
-               Tensors& root_gradients) {
-  for (std::size_t k = 0; k < gradients.size(); ++k) {
-    const at::Tensor& output = call.outputs[r][call.outputs_of[k]];
-    if (!gradients[k].defined() || !output.requires_grad()) continue;
-    roots.push_back(output);
-    root_gradients.push_back(
-        gradient_part(gradients[k], call.outputs, call.outputs_of[k], r).to(output.device(), /*non_blocking=*/true));
-  }
-}
-
-/// The gradient of wanted input `k`, from its parts' gradients. [replica]
-at::Tensor join_input_gradient(const ReplicasCall& call, std::size_t k, const Tensors& gradients) {
-  Tensors parts;
-  bool any = false;
-  for (std::size_t r = 0; r < gradients.size(); ++r) {
-    any = any || gradients[r].defined();
-    const at::Tensor& input = call.inputs[r][call.wanted_inputs[k]];
-    parts.push_back((gradients[r].defined() ? gradients[r] : at::zeros_like(input)).to(call.wanted_devices[k]));
-  }
-  return !any                  ? at::Tensor()
-         : parts.size() == 1   ? parts[0]
-         : parts[0].dim() == 0 ? at::stack(parts).sum(0)
-                               : at::cat(parts);
-}
-
-}  // namespace
-
-Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph) {
-  if (streams.used()) return run_backward_on_devices(call, gradients, keep_graph);
-  threads_.refuse_nested();
-  const std::lock_guard lock(mutex_);
-  const int active = static_cast<int>(call.outputs.size());
-  ReplicaGradients& sums = call.set->gradients();
-  const auto clean = [&] {
-    sums.drop();
-    for (const Tensors& inputs : call.inputs) {
-      for (const std::size_t i : call.wanted_inputs) inputs[i].mutable_grad().reset();
-    }
-  };
-  sums.begin(active);
-  try {
-    threads_.run(active, [&](int r) {
-      sums.take_part(r, [&] {
-        Tensors roots, root_gradients;
-        add_roots(call, gradients, static_cast<std::size_t>(r), roots, root_gradients);
-        sums.start_backward(r);
-        if (!roots.empty()) torch::autograd::backward(roots, root_gradients, keep_graph);
-      });
-    });
-  } catch (...) {
-    clean();
-    throw;
-  }
-  Tensors results;
-  for (std::size_t k = 0; k < call.wanted_inputs.size(); ++k) {
-    Tensors parts;
-    for (const Tensors& inputs : call.inputs) parts.push_back(inputs[call.wanted_inputs[k]].grad());
-    results.push_back(join_input_gradient(call, k, parts));
-  }
-  for (std::size_t p = 0; p < call.set->parameters().size(); ++p) results.push_back(sums.sum(p));
-  clean();
-  return results;
-}
-
-/// On autograd's thread of the first device. If it waited for the replicas' own threads, their backwards, which need
-/// this thread, would never run: instead one backward within this one runs them all, with the other devices' threads.
-/// It touches nothing that is shared, since autograd may run another node like this one meanwhile.
-Tensors DataParallelBase::Impl::run_backward_on_devices(const ReplicasCall& call, const Tensors& gradients,
-                                                        bool keep_graph) {
-  const ReplicaStreams::CallerScope scope(streams);
-  const std::size_t active = call.outputs.size(), wanted = call.wanted_inputs.size();
-  const std::size_t count = call.set->parameters().size();
-  Tensors roots, root_gradients, leaves;
-  for (std::size_t r = 0; r < active; ++r) {
-    add_roots(call, gradients, r, roots, root_gradients);
-    for (const std::size_t i : call.wanted_inputs) leaves.push_back(call.inputs[r][i]);
-    const Tensors& parameters = call.set->gradients().leaves()[r];
-    leaves.insert(leaves.end(), parameters.begin(), parameters.end());
-  }
-  Tensors results(wanted + count);
-  if (roots.empty() || leaves.empty()) return results;
-  streams.begin();
-  // When it returns, the current streams wait for whatever has made its results.
-  const Tensors made = torch::autograd::grad(roots, leaves, root_gradients, keep_graph, /*create_graph=*/false,
-                                             /*allow_unused=*/true);
-  streams.join();
-  for (std::size_t i = 0; i < results.size(); ++i) {
-    Tensors of_replicas;
-    for (std::size_t r = 0; r < active; ++r) of_replicas.push_back(made[r * results.size() + i]);
-    results[i] = i < wanted ? join_input_gradient(call, i, of_replicas) : sum_on_first(of_replicas, devices[0]);
-  }
-  return results;
-}
-
 at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
                                             const std::function<at::Tensor(int, const Tensors&)>& loss) {
   threads_.refuse_nested();
@@ -354,6 +205,9 @@ int DataParallelBase::replicas() const noexcept { return static_cast<int>(impl_-
 int DataParallelBase::threads_per_replica() const noexcept { return impl_->threads_each; }
 const std::vector<std::vector<std::size_t>>& DataParallelBase::buckets() const noexcept {
   return impl_->set->gradients().buckets();
+}
+std::optional<ArenaStats> DataParallelBase::arena() const {
+  return impl_->arena ? std::optional(impl_->arena->stats()) : std::nullopt;
 }
 void DataParallelBase::replicate() { impl_->replicate(); }
 

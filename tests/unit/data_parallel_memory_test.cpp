@@ -66,8 +66,8 @@ class CountingAllocator : public c10::Allocator {
 
 /// LibTorch's CPU allocator for as long as it lives.
 struct Counting {
-  Counting() { c10::SetAllocator(c10::kCPU, &counter, /*priority=*/255); }
-  ~Counting() { c10::SetAllocator(c10::kCPU, before, /*priority=*/255); }
+  Counting() { c10::SetAllocator(c10::kCPU, &counter); }
+  ~Counting() { c10::SetAllocator(c10::kCPU, before); }
   c10::Allocator* before = c10::GetAllocator(c10::kCPU);
   CountingAllocator& counter = *new CountingAllocator;  // Never deleted: blocks refer to it.
 };
@@ -86,7 +86,7 @@ TEST_CASE("DataParallel's replicas hold as much memory as each other under train
   const Counting counting;
   CountingAllocator& allocator = counting.counter;
   auto net = make_net();
-  ddpkit::DataParallel dp(net, {.replicas = kReplicas});
+  ddpkit::DataParallel dp(net, {.replicas = kReplicas, .arena = false});  // Which would come before the counting one.
   torch::optim::SGD optimizer(net->parameters(), 0.01);
   std::atomic<std::size_t> threads = 0;
   const auto x = torch::randn({256, 9, 64});

@@ -447,6 +447,42 @@ TEST_CASE("DataParallel leaves the caller's random numbers and threads alone", "
   CHECK(wrong == 0);
 }
 
+TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][arena]") {
+  torch::nn::Sequential net(torch::nn::Linear(64, 512), torch::nn::Tanh(), torch::nn::Linear(512, 3));
+  const Tensor batch = torch::randn({64, 64});
+  const auto loss = [](torch::nn::SequentialImpl& replica, const Tensor& part) {
+    return replica.forward(part).square().mean();
+  };
+  Tensor kept;
+  {
+    DataParallel dp(net, {.replicas = 2});
+    REQUIRE(dp.arena());
+    for (int step = 0; step < 3; ++step) dp.train_step(batch, loss);
+    const auto warm = *dp.arena();
+    CHECK(warm.allocations > 0);
+    CHECK(warm.peak > 512 * 64 * sizeof(float));
+    for (int step = 0; step < 20; ++step) dp.train_step(batch, loss);
+    // The same blocks, again and again.
+    CHECK(dp.arena()->reserved <= warm.reserved + (4 << 20));
+    kept = dp(batch).detach() + 0;
+    DataParallel second(net, {.replicas = 2});
+    CHECK_FALSE(second.arena());
+  }
+  CHECK(at::allclose(kept, net->forward(batch), 0, 1e-5));
+  CHECK_FALSE(DataParallel(net, {.replicas = 2, .arena = false}).arena());
+  CHECK_FALSE(DataParallel(net, {.replicas = 1}).arena());
+  CHECK_THROWS_AS(DataParallel(net, {.replicas = 2, .arena_mb = -1}), InvalidArgument);
+  // Full: the rest comes from malloc.
+  DataParallel small(net, {.replicas = 2, .arena_mb = 0.1});
+  net->zero_grad();
+  small.train_step(batch, loss);
+  const Tensor gradient = net->parameters()[0].grad().clone();
+  CHECK(small.arena()->refused > 0);
+  net->zero_grad();
+  net->forward(batch).square().mean().backward();
+  CHECK(at::allclose(net->parameters()[0].grad(), gradient, 1e-4, 1e-6));
+}
+
 TEST_CASE("DataParallel sums gradients that are one piece of memory once each", "[dp]") {
   // Autograd hands the same memory on as the gradient of both.
   struct SharedImpl : torch::nn::Cloneable<SharedImpl> {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/parallel/map_tensors.h>
 
 namespace ddpkit {
@@ -32,6 +33,13 @@ struct DataParallelOptions {
   double first_bucket_cap_mb = 1;
   /// Every forward starts from the module's buffers (batch-norm statistics and the like) in all replicas.
   bool broadcast_buffers = true;
+  /// With several replicas on the CPU: this process's large CPU tensors come from memory that is kept for reuse, as
+  /// DistributedDataParallel's do. Threads that get them from malloc fault their pages in anew each step, in each
+  /// other's way. A child made by fork() without exec() cannot see them. Not where another arena is in force.
+  bool arena = true;
+  /// The most memory that the arena takes, in MiB; what does not fit goes to malloc. Empty: 1 GiB or eight times the
+  /// gradients of all replicas, whichever is more, but no more than half the host's free memory.
+  std::optional<double> arena_mb = std::nullopt;
 };
 
 /// The part of DataParallel that does not depend on the module's type.
@@ -44,6 +52,9 @@ class DataParallelBase {
   int threads_per_replica() const noexcept;
   /// Gradient buckets: indices among the parameters that want a gradient. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
+
+  /// Empty without one.
+  std::optional<ArenaStats> arena() const;
 
   /// Clones the module anew. Weights, buffers, requires_grad and training mode are followed without it; needed after
   /// anything else of the module has changed: a submodule, a member, an option of a layer.
