@@ -1,5 +1,6 @@
 // The har trainer on 1, 2 and 4 devices under DataParallel and DistributedDataParallel, and Python's beside: what
 // `script/bench har` runs. Every run is a program of its own; they take turns, and medians are shown.
+#include <torch/cuda.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -39,20 +40,35 @@ struct Options {
   std::string plot;
 };
 
-enum class Way { kDp, kDdp, kPython };
+enum class Way { kDp, kDdp, kLibTorchDp, kPythonDp, kPythonDdp };
 
 struct System {
   Way way;
   int devices;
   std::string name() const {
-    return way == Way::kDp ? "ddpkit DP" : way == Way::kDdp ? "ddpkit DDP" : "Python DDP + Gloo";
+    switch (way) {
+      case Way::kDp:
+        return "ddpkit DP";
+      case Way::kDdp:
+        return "ddpkit DDP";
+      case Way::kLibTorchDp:
+        return "LibTorch data_parallel";
+      case Way::kPythonDp:
+        return "Python DP";
+      case Way::kPythonDdp:
+        break;
+    }
+    return "Python DDP";
   }
+  bool is_python() const { return way == Way::kPythonDp || way == Way::kPythonDdp; }
+  bool is_one_process() const { return way != Way::kDdp && way != Way::kPythonDdp; }
   bool operator<(const System& other) const { return std::pair(way, devices) < std::pair(other.way, other.devices); }
 };
 
 struct Measured {
-  std::vector<double> rates;        // Samples a second: an epoch each, but a run's first.
-  std::vector<std::int64_t> peaks;  // Bytes. [process]
+  std::vector<double> rates;             // Samples a second: an epoch each, but a run's first.
+  std::vector<std::int64_t> on_devices;  // Bytes. [GPU]
+  std::vector<std::int64_t> peaks;       // Bytes. [process]
 
   double rate() const {
     std::vector<double> sorted = rates;
@@ -62,11 +78,12 @@ struct Measured {
 };
 
 void run(const System& system, const Options& options, Measured& measured) {
-  const int ranks = system.way == Way::kDp ? 1 : system.devices;
+  const int ranks = system.is_one_process() ? 1 : system.devices;
+  const bool on_gpus = torch::cuda::device_count() > 0;
   std::vector<std::string> command;
   // A core for each device, where there are enough: else the scheduler deals them out.
-  if (system.devices <= ddpkit::available_cores()) {
-    if (system.way == Way::kDp)
+  if (!on_gpus && system.devices <= ddpkit::available_cores()) {
+    if (system.is_one_process())
       command = {"taskset", "-c", fmt::format("0-{}", system.devices - 1)};
     else
       command = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
@@ -75,16 +92,22 @@ void run(const System& system, const Options& options, Measured& measured) {
     command.insert(command.end(), more.begin(), more.end());
   };
   const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
-  if (system.way == Way::kPython) {
+  std::string ids = "0";
+  for (int id = 1; id < system.devices; ++id) ids += fmt::format(",{}", id);
+  if (system.is_python()) {
     add(ddpkit::bench::python_command("har.py"));
-    add({options.data, epochs, batch});
+    add({options.data, epochs, batch, system.way == Way::kPythonDp ? ids : "ddp"});
   } else {
     add({options.har, "--data", options.data, "--epochs", epochs, "--batch-size", batch, "--mode", "cnn", "--no-amp",
          "--json", "--multi-gpu"});
-    if (system.way == Way::kDp)
-      add({"dp", "--replicas", std::to_string(system.devices)});
-    else
+    if (system.way == Way::kDdp)
       add({"ddp"});
+    else if (system.way == Way::kLibTorchDp)
+      add({"libtorch-dp", "--gpu-ids", ids});
+    else if (on_gpus)
+      add({"dp", "--gpu-ids", ids});
+    else
+      add({"dp", "--replicas", std::to_string(system.devices)});
   }
   std::string output, errors;
   const auto result = ddpkit::local_launch(
@@ -103,6 +126,7 @@ void run(const System& system, const Options& options, Measured& measured) {
     const auto json = nlohmann::json::parse(line);
     if (++epoch > 1) measured.rates.push_back(json["samples_per_second"]);
     measured.peaks = json["peak_memory_bytes"].get<std::vector<std::int64_t>>();
+    measured.on_devices = json["peak_device_bytes"].get<std::vector<std::int64_t>>();
   }
   if (epoch != options.epochs)
     throw ddpkit::Error(
@@ -128,7 +152,11 @@ void print_tables(const std::map<System, Measured>& all, const Options& options)
       peaks += fmt::format("{}{:.0f}", peaks.empty() ? "" : ", ", static_cast<double>(bytes) / kMib);
       sum += static_cast<double>(bytes);
     }
-    fmt::print("| {} | {} | {} | {:.0f} |\n", system.name(), system.devices, peaks, sum / kMib / system.devices);
+    std::string devices;
+    for (const std::int64_t bytes : measured.on_devices)
+      devices += fmt::format("{}{:.0f}", devices.empty() ? "" : ", ", static_cast<double>(bytes) / kMib);
+    if (devices.empty()) devices = fmt::format("{:.0f}", sum / kMib / system.devices);
+    fmt::print("| {} | {} | {} | {} |\n", system.name(), system.devices, peaks, devices);
   }
 }
 
@@ -163,6 +191,11 @@ void measure(Options options) {
   std::set<int> wanted(options.devices.begin(), options.devices.end());
   wanted.insert(1);  // What speed-ups refer to.
   options.devices.assign(wanted.begin(), wanted.end());
+  const int gpus = static_cast<int>(torch::cuda::device_count());
+  if (gpus > 0 && *wanted.rbegin() > gpus) {
+    fmt::print(stderr, "this host has {} GPU{}: up to as many devices are measured\n", gpus, gpus == 1 ? "" : "s");
+    std::erase_if(options.devices, [&](int devices) { return devices > gpus; });
+  }
   if (options.peers) {
     if (const std::string why = ddpkit::bench::why_no_python(); !why.empty()) throw UsageError(why);
   }
@@ -178,8 +211,10 @@ void measure(Options options) {
   });
   std::map<System, Measured> all;
   for (const int devices : options.devices) {
-    for (const Way way : {Way::kDp, Way::kDdp, Way::kPython}) {
-      if (way != Way::kPython || options.peers) all[{way, devices}];
+    for (const Way way : {Way::kDp, Way::kDdp, Way::kLibTorchDp, Way::kPythonDp, Way::kPythonDdp}) {
+      const System system{way, devices};
+      const bool only_on_gpus = way == Way::kLibTorchDp || way == Way::kPythonDp;
+      if ((gpus > 0 || !only_on_gpus) && (options.peers || !system.is_python())) all[system];
     }
   }
   for (int round = 0; round < options.rounds; ++round) {

@@ -1,7 +1,8 @@
 """Python's side of `script/bench har`, which starts it: one rank of the har trainer's cnn under
-DistributedDataParallel with Gloo, on the same windows, in the same batches; one JSON line an epoch.
+DistributedDataParallel, with NCCL on GPUs and Gloo on the CPU, or nn.DataParallel on the GPUs given; on the same
+windows, in the same batches; one JSON line an epoch.
 
-har.py FOLDER EPOCHS BATCH_SIZE"""
+har.py FOLDER EPOCHS BATCH_SIZE ddp|GPU,..."""
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-folder, epochs, batch_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, epochs, batch_size, way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 SIGNALS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
@@ -50,15 +51,24 @@ def peak_bytes():
 windows = torch.stack([read(f"{folder}/train/Inertial Signals/{signal}_train.txt") for signal in SIGNALS], 1)
 windows = (windows - windows.mean((0, 2), keepdim=True)) / windows.std((0, 2), keepdim=True)
 labels = read(f"{folder}/train/y_train.txt").long().flatten() - 1
-torch.distributed.init_process_group("gloo")
+device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+gpus = [] if device.type == "cpu" else [rank] if way == "ddp" else list(map(int, way.split(",")))
+if gpus:
+    torch.cuda.set_device(device)
+torch.distributed.init_process_group("nccl" if gpus else "gloo")
+windows, labels = windows.to(device), labels.to(device)
 torch.manual_seed(0)
-model = Cnn(windows.shape[1], int(labels.max()) + 1)
-ddp = nn.parallel.DistributedDataParallel(model)
+model = Cnn(windows.shape[1], int(labels.max()) + 1).to(device)
+if way == "ddp":
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=gpus or None)
+else:
+    ddp = nn.DataParallel(model, device_ids=gpus)
+    batch_size *= len(gpus)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 sampler = torch.utils.data.DistributedSampler(range(len(labels)), ranks, rank)
 for epoch in range(epochs):
     sampler.set_epoch(epoch)
-    order = torch.tensor(list(sampler))
+    order = torch.tensor(list(sampler), device=device)
     start = time.perf_counter()
     for rows in order.split(batch_size):
         optimizer.zero_grad()
@@ -68,11 +78,12 @@ for epoch in range(epochs):
     torch.distributed.barrier()
     seconds = time.perf_counter() - start
     peaks = [None] * ranks
-    torch.distributed.all_gather_object(peaks, peak_bytes())
+    torch.distributed.all_gather_object(peaks, (peak_bytes(), [torch.cuda.max_memory_allocated(gpu) for gpu in gpus]))
     if rank == 0:
         line = {
             "epoch": epoch + 1, "samples_per_second": len(order) * ranks / seconds, "seconds": seconds,
-            "train_loss": loss.item(), "peak_memory_bytes": peaks,
+            "train_loss": loss.item(), "peak_memory_bytes": [host for host, _ in peaks],
+            "peak_device_bytes": [size for _, sizes in peaks for size in sizes],
         }
         print(json.dumps(line), flush=True)
 torch.distributed.barrier()

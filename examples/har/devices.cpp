@@ -108,6 +108,10 @@ std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_r
       if (!on_cpu) return on_gpus(ids);
       return std::vector<c10::Device>(static_cast<std::size_t>(options.replicas.value_or(ddpkit::available_cores())),
                                       c10::kCPU);
+    case MultiGpu::kLibTorchDp:
+      if (on_cpu)
+        throw UsageError("--multi-gpu libtorch-dp needs a GPU: LibTorch's data_parallel knows no other device");
+      return on_gpus(ids);
     case MultiGpu::kDdp:
       if (on_cpu) return {c10::kCPU};
       if (static_cast<int>(ids.size()) < local_world_size)
@@ -125,6 +129,8 @@ std::unique_ptr<Devices> make_devices(const TrainOptions& options, const std::ve
   switch (options.multi_gpu) {
     case MultiGpu::kDp:
       return std::make_unique<Replicated>(std::move(model), devices);
+    case MultiGpu::kLibTorchDp:
+      return make_libtorch_parallel(std::move(model), devices);
     case MultiGpu::kDdp:
       return std::make_unique<Distributed>(std::move(model), group);
     case MultiGpu::kNone:

@@ -12,7 +12,10 @@ using ddpkit::optim::LearningRateScaling;
 template <class E, std::size_t N>
 using Names = std::array<std::pair<const char*, E>, N>;
 
-constexpr Names<MultiGpu, 3> kMultiGpu = {{{"none", MultiGpu::kNone}, {"dp", MultiGpu::kDp}, {"ddp", MultiGpu::kDdp}}};
+constexpr Names<MultiGpu, 4> kMultiGpu = {{{"none", MultiGpu::kNone},
+                                           {"dp", MultiGpu::kDp},
+                                           {"ddp", MultiGpu::kDdp},
+                                           {"libtorch-dp", MultiGpu::kLibTorchDp}}};
 constexpr Names<Mode, 3> kModes = {{{"cnn", Mode::kCnn}, {"flatten", Mode::kFlatten}, {"lstm", Mode::kLstm}}};
 constexpr Names<OptimizerKind, 3> kOptimizers = {
     {{"adam", OptimizerKind::kAdam}, {"adamw", OptimizerKind::kAdamW}, {"sgd", OptimizerKind::kSgd}}};
@@ -66,8 +69,10 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   ddpkit::train::add_trainer_options(app, options.trainer);
 
   const std::string devices = "Devices";
-  add_choice(app, "--multi-gpu", options.multi_gpu, kMultiGpu,
-             "none: one device; dp: one process, a replica a device; ddp: a rank a device, under a launcher")
+  add_choice(
+      app, "--multi-gpu", options.multi_gpu, kMultiGpu,
+      "none: one device; dp: one process, a replica a device; ddp: a rank a device, under a launcher; libtorch-dp: "
+      "LibTorch's data_parallel on GPUs, for comparison")
       ->group(devices);
   app.add_option("--gpu-ids", options.gpu_ids, "GPUs to use, such as 0,1,3 [all]")
       ->delimiter(',')

@@ -13,9 +13,10 @@
 namespace har {
 
 enum class MultiGpu {
-  kNone,  ///< One device.
-  kDp,    ///< One process with a replica on each device: ddpkit::DataParallel.
-  kDdp,   ///< One process a device, as the launcher started them: ddpkit::DistributedDataParallel.
+  kNone,        ///< One device.
+  kDp,          ///< One process with a replica on each device: ddpkit::DataParallel.
+  kDdp,         ///< One process a device, as the launcher started them: ddpkit::DistributedDataParallel.
+  kLibTorchDp,  ///< LibTorch's own torch::nn::parallel::data_parallel, for comparison; GPUs only.
 };
 
 enum class OptimizerKind { kAdamW, kAdam, kSgd };

@@ -25,6 +25,7 @@ std::string as_json(const Epoch& epoch) {
                                 {"samples_per_second", epoch.samples_per_second()},
                                 {"seconds", epoch.seconds},
                                 {"peak_memory_bytes", epoch.peak_memory_bytes},
+                                {"peak_device_bytes", epoch.peak_device_bytes},
                                 {"world_size", epoch.world_size},
                                 {"devices", epoch.devices}}
       .dump();

@@ -24,6 +24,7 @@ struct Epoch {
   double lr = 0;
   double seconds = 0;                                ///< Of training.
   std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
+  std::vector<std::int64_t> peak_device_bytes = {};  ///< Of each GPU so far; empty on the CPU. [device]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult test;
 

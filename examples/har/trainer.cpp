@@ -81,6 +81,7 @@ class Trainer {
       : options_(options),
         dataset_(dataset),
         group_(group),
+        places_(places),
         amp_(choose_amp(options.amp, group.device())),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
@@ -203,9 +204,9 @@ class Trainer {
                       dataset_.train.size(), dataset_.test.size(), dataset_.channels(), dataset_.steps(),
                       dataset_.classes()));
     const std::string where =
-        options_.multi_gpu == MultiGpu::kDp
-            ? fmt::format("{} replica{} (dp, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
-                          group_.device().str())
+        options_.multi_gpu == MultiGpu::kDp || options_.multi_gpu == MultiGpu::kLibTorchDp
+            ? fmt::format("{} replica{} ({}, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
+                          name_of(options_.multi_gpu), group_.device().str())
             : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
                           name_of(options_.multi_gpu), group_.backend_name(), group_.device().str());
     print(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", name_of(options_.mode),
@@ -260,7 +261,8 @@ class Trainer {
     ++info_.epoch;
     evaluated_ = evaluate();
     const std::vector<std::int64_t> memory = ddpkit::train::peak_memory_of_ranks(group_);
-    if (speaks()) report(train, lr, elapsed.count(), memory);
+    const std::vector<std::int64_t> on_devices = ddpkit::train::peak_memory_of_devices(places_, group_);
+    if (speaks()) report(train, lr, elapsed.count(), memory, on_devices);
     return true;
   }
 
@@ -309,7 +311,8 @@ class Trainer {
     return metrics.reduce(group_);
   }
 
-  void report(const ClassificationResult& train, double lr, double seconds, const std::vector<std::int64_t>& memory) {
+  void report(const ClassificationResult& train, double lr, double seconds, const std::vector<std::int64_t>& memory,
+              const std::vector<std::int64_t>& on_devices) {
     const Epoch epoch{.epoch = info_.epoch,
                       .epochs = options_.trainer.epochs,
                       .step = info_.step,
@@ -318,6 +321,7 @@ class Trainer {
                       .lr = lr,
                       .seconds = seconds,
                       .peak_memory_bytes = memory,
+                      .peak_device_bytes = on_devices,
                       .train = train,
                       .test = *evaluated_};
     print(options_.trainer.json ? as_json(epoch) : as_line(epoch));
@@ -327,6 +331,7 @@ class Trainer {
   const TrainOptions& options_;
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
+  std::vector<c10::Device> places_;
   at::ScalarType amp_;
   Split train_;
   Split test_;

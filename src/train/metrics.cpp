@@ -2,9 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <sstream>
 #include <string>
 
 #include <fmt/format.h>
@@ -34,6 +36,22 @@ std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group) {
   std::vector<std::int64_t> bytes;
   for (const std::string& rank : group.all_gather_bytes(std::to_string(std::int64_t{usage.ru_maxrss} * 1024)))
     bytes.push_back(std::stoll(rank));
+  return bytes;
+}
+
+std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>& devices, const ProcessGroup& group) {
+  std::string mine;
+  for (const c10::Device& device : devices) {
+    if (device.is_cpu()) continue;
+    const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+    constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    mine += fmt::format("{} ", stats.allocated_bytes[kAll].peak);
+  }
+  std::vector<std::int64_t> bytes;
+  for (const std::string& rank : group.all_gather_bytes(mine)) {
+    std::istringstream words(rank);
+    for (std::int64_t word = 0; words >> word;) bytes.push_back(word);
+  }
   return bytes;
 }
 

@@ -91,7 +91,8 @@ TEST_CASE("devices that do not fit are refused", "[har]") {
   };
   refused({"--multi-gpu", "dp"}, "--multi-gpu dp is one process, but the launcher started 2", {2});
   refused({"--multi-gpu", "none"}, "--multi-gpu none is one process", {2});
-  refused({"--multi-gpu", "all"}, "--multi-gpu: must be one of none, dp, ddp");
+  refused({"--multi-gpu", "all"}, "--multi-gpu: must be one of none, dp, ddp, libtorch-dp");
+  if (torch::cuda::device_count() == 0) refused({"--multi-gpu", "libtorch-dp"}, "needs a GPU", {1});
   refused({"--replicas", "2"}, "--replicas is of --multi-gpu dp");
   refused({"--multi-gpu", "dp", "--replicas", "0"}, "--replicas", {1});
   refused({"--gpu-ids", "0,x"}, "--gpu-ids");

@@ -33,6 +33,10 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values, const Proc
 /// The most main memory that each rank's process has held so far, in bytes. Collective. [rank]
 std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group);
 
+/// The most memory of each of `devices` that LibTorch has given out so far to this process, in bytes, then that of the
+/// other ranks' devices. None for the CPU, whose memory peak_memory_of_ranks() tells. Collective. [device]
+std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>& devices, const ProcessGroup& group);
+
 /// How a classifier did, over all samples of all ranks.
 struct ClassificationResult {
   double loss = 0;      ///< Mean; NaN without samples.
