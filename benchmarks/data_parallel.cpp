@@ -2,8 +2,8 @@
 //
 //     ddpkit run -n 2 -- bench_data_parallel [BATCH [ROUNDS]]
 //
-// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row shows what
-// DataParallel would gain from memory that is kept, as the arena of DistributedDataParallel keeps it.
+// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row is DataParallel
+// without its arena: with the blocks that malloc gives back to the system each step.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -46,10 +46,11 @@ void measure(std::vector<double>& times, torch::optim::Optimizer& optimizer, con
   }
 }
 
-void measure_data_parallel(Times& times, const std::string& name, int replicas, const Tensor& x, const Tensor& y) {
+void measure_data_parallel(Times& times, const std::string& name, int replicas, const Tensor& x, const Tensor& y,
+                           bool arena) {
   auto model = make_model();
   torch::optim::SGD optimizer(model->parameters(), 0.01);
-  ddpkit::DataParallel dp(model, {.replicas = replicas, .threads_per_replica = 1});
+  ddpkit::DataParallel dp(model, {.replicas = replicas, .threads_per_replica = 1, .arena = arena});
   measure(times[name], optimizer, [&] {
     dp.train_step(std::make_tuple(x, y), [](nn::SequentialImpl& replica, auto& part) {
       return torch::cross_entropy_loss(replica.forward(std::get<0>(part)), std::get<1>(part));
@@ -77,7 +78,8 @@ int main(int argc, char** argv) {
       auto model = make_model();
       torch::optim::SGD optimizer(model->parameters(), 0.01);
       measure(times["1 device"], optimizer, [&] { torch::cross_entropy_loss(model->forward(my_x), my_y).backward(); });
-      measure_data_parallel(times, "DataParallel", ranks, x, y);
+      measure_data_parallel(times, "DataParallel, malloc", ranks, x, y, false);
+      measure_data_parallel(times, "DataParallel", ranks, x, y, true);
     }
     group.barrier();
     auto model = make_model();
@@ -86,14 +88,12 @@ int main(int argc, char** argv) {
     measure(times["DistributedDataParallel"], optimizer,
             [&] { torch::cross_entropy_loss(ddp(my_x), my_y).backward(); });
     group.barrier();
-    if (group.rank() == 0) measure_data_parallel(times, "DataParallel, arena", ranks, x, y);
-    group.barrier();
   }
   if (group.rank() != 0) return 0;
   fmt::print("{:<26} {:>10} {:>12} {:>8}\n", fmt::format("batch {} a device, {} devices", batch, ranks), "ms",
              "samples/s", "x 1");
   double alone = 0;
-  for (const char* way : {"1 device", "DataParallel", "DistributedDataParallel", "DataParallel, arena"}) {
+  for (const char* way : {"1 device", "DataParallel", "DistributedDataParallel", "DataParallel, malloc"}) {
     std::vector<double>& steps = times[way];
     std::sort(steps.begin(), steps.end());
     const double median = steps[steps.size() / 2];
