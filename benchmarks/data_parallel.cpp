@@ -2,8 +2,8 @@
 //
 //     ddpkit run -n 2 -- bench_data_parallel [BATCH [ROUNDS]]
 //
-// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row is DataParallel
-// without its arena: with the blocks that malloc gives back to the system each step.
+// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row is
+// DataParallel without its arena: with the blocks that malloc gives back to the system each step.
 #include <torch/torch.h>
 
 #include <algorithm>

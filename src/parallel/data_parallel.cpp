@@ -31,7 +31,16 @@ std::size_t bytes_of(double mib, const char* option) {
   return static_cast<std::size_t>(mib * (1 << 20));
 }
 
-std::vector<c10::Device> resolved_devices(const DataParallelOptions& options) {
+/// Where the module lies first, then all other GPUs.
+std::vector<c10::Device> all_gpus(c10::Device first) {
+  std::vector<c10::Device> devices = {first};
+  for (int index = 0; index < cuda_device_count(); ++index) {
+    if (index != first.index()) devices.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+  }
+  return devices;
+}
+
+std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const DataParallelOptions& options) {
   std::vector<c10::Device> devices = options.devices;
   for (c10::Device& device : devices) {
     if (device.type() != devices[0].type() || (!device.is_cpu() && !device.is_cuda()))
@@ -49,6 +58,8 @@ std::vector<c10::Device> resolved_devices(const DataParallelOptions& options) {
                                         *options.replicas, options.devices.size()));
     return devices;
   }
+  const std::vector<at::Tensor> parameters = module.parameters();
+  if (!options.replicas && !parameters.empty() && parameters[0].is_cuda()) return all_gpus(parameters[0].device());
   const int replicas = options.replicas.value_or(available_cores());
   if (replicas < 1) throw InvalidArgument(fmt::format("DataParallel: {} replicas: at least 1", replicas));
   return std::vector<c10::Device>(static_cast<std::size_t>(replicas), c10::Device(c10::kCPU));
@@ -80,7 +91,7 @@ void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
 }  // namespace
 
 DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options)
-    : devices(resolved_devices(options)),
+    : devices(resolved_devices(*module, options)),
       threads_each(
           options.threads_per_replica.value_or(std::max(1, available_cores() / static_cast<int>(devices.size())))),
       streams(devices),

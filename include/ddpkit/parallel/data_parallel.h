@@ -21,7 +21,7 @@ namespace ddpkit {
 
 struct DataParallelOptions {
   /// One replica each, the first of them gathers: all CPUs, or all CUDA devices, of which one may be named several
-  /// times. Empty: `replicas` times the CPU.
+  /// times. Empty: all GPUs where the module is on one, else `replicas` times the CPU.
   std::vector<c10::Device> devices = {};
   /// CPU replicas, where `devices` is empty. Empty: one for each core that this process may use.
   std::optional<int> replicas = std::nullopt;
