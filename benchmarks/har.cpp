@@ -4,11 +4,8 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -21,6 +18,7 @@
 
 #include "bench/bars.h"
 #include "bench/python.h"
+#include "bench/timing.h"
 #include "har/generate.h"
 
 namespace {
@@ -70,11 +68,7 @@ struct Measured {
   std::vector<std::int64_t> on_devices;  // Bytes. [GPU]
   std::vector<std::int64_t> peaks;       // Bytes. [process]
 
-  double rate() const {
-    std::vector<double> sorted = rates;
-    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2), sorted.end());
-    return sorted[sorted.size() / 2];
-  }
+  double rate() const { return ddpkit::bench::median(rates); }
 };
 
 void run(const System& system, const Options& options, Measured& measured) {

@@ -92,8 +92,7 @@ class Trainer {
         batch_size_(std::int64_t{options.trainer.batch_size} * devices_->count()),
         batches_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
         updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
-        scheduler_(*optimizer_, schedule(),
-                   {.scaling = options.lr_scaling, .world_size = devices_->count() * group.world_size()}),
+        scheduler_(*optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = all_devices()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}) {}
 
   void run() {
@@ -111,6 +110,7 @@ class Trainer {
   }
 
  private:
+  int all_devices() const { return devices_->count() * group_.world_size(); }  // Of all ranks.
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
@@ -131,8 +131,7 @@ class Trainer {
     ddpkit::optim::Schedule result;
     if (options_.lr_schedule == LrSchedule::kCosine) result = ddpkit::optim::cosine_decay(total);
     if (options_.warmup_epochs == 0) return result;
-    const double scale =
-        ddpkit::optim::learning_rate_scale(options_.lr_scaling, devices_->count() * group_.world_size());
+    const double scale = ddpkit::optim::learning_rate_scale(options_.lr_scaling, all_devices());
     return result * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
@@ -163,7 +162,7 @@ class Trainer {
         {"epochs", options_.trainer.epochs},
         {"seed", options_.trainer.seed},
         {"world_size", group_.world_size()},
-        {"devices", devices_->count() * group_.world_size()},
+        {"devices", all_devices()},
     }
         .dump();
   }
@@ -316,7 +315,7 @@ class Trainer {
     const Epoch epoch{.epoch = info_.epoch,
                       .epochs = options_.trainer.epochs,
                       .step = info_.step,
-                      .devices = devices_->count() * group_.world_size(),
+                      .devices = all_devices(),
                       .world_size = group_.world_size(),
                       .lr = lr,
                       .seconds = seconds,

@@ -156,6 +156,14 @@ StagedBackend::WorkPtr StagedBackend::broadcast(Tensors& tensors, const c10d::Br
 
 namespace {
 
+/// What a collective on lists works with: the host's copies of what goes in, then of what comes out.
+struct Lists {
+  Lists(const std::vector<at::Tensor>& host, std::size_t inputs)
+      : in(host.begin(), host.begin() + static_cast<std::ptrdiff_t>(inputs)),
+        out(host.begin() + static_cast<std::ptrdiff_t>(inputs), host.end()) {}
+  std::vector<at::Tensor> in, out;
+};
+
 /// The tensors of a list of lists that has one list, or none.
 std::vector<at::Tensor> list_of(const std::vector<std::vector<at::Tensor>>& lists, const char* call) {
   if (lists.size() > 1) throw InvalidArgument(fmt::format("{}: one list of tensors is needed", call));
@@ -164,18 +172,23 @@ std::vector<at::Tensor> list_of(const std::vector<std::vector<at::Tensor>>& list
 
 }  // namespace
 
+std::vector<StagedBackend::Part> StagedBackend::parts_of(const Tensors& inputs, const Tensors& outputs) {
+  std::vector<Part> parts;
+  for (const at::Tensor& input : inputs) parts.push_back({input, true, false});
+  for (const at::Tensor& output : outputs) parts.push_back({output, false, true});
+  return parts;
+}
+
 StagedBackend::WorkPtr StagedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                                 const c10d::AllgatherOptions& options) {
   const Tensors list = list_of(outputs, "all_gather");
   if (!staged("all_gather", {&list, &inputs})) return host_->allgather(outputs, inputs, options);
-  std::vector<Part> parts;
-  for (const at::Tensor& input : inputs) parts.push_back({input, true, false});
-  for (const at::Tensor& output : list) parts.push_back({output, false, true});
+  std::vector<Part> parts = parts_of(inputs, list);
   return stage("all_gather", OpType::ALLGATHER, std::move(parts),
-               [options, count = static_cast<std::ptrdiff_t>(inputs.size())](c10d::Backend& backend, Tensors& host) {
-                 Tensors in(host.begin(), host.begin() + count);
-                 std::vector<Tensors> out{Tensors(host.begin() + count, host.end())};
-                 return backend.allgather(out, in, options);
+               [options, count = inputs.size()](c10d::Backend& backend, Tensors& host) {
+                 Lists lists(host, count);
+                 std::vector<Tensors> out{lists.out};
+                 return backend.allgather(out, lists.in, options);
                });
 }
 
@@ -192,15 +205,12 @@ StagedBackend::WorkPtr StagedBackend::gather(std::vector<Tensors>& outputs, Tens
                                              const c10d::GatherOptions& options) {
   const Tensors list = list_of(outputs, "gather");
   if (!staged("gather", {&list, &inputs})) return host_->gather(outputs, inputs, options);
-  std::vector<Part> parts;
-  for (const at::Tensor& input : inputs) parts.push_back({input, true, false});
-  for (const at::Tensor& output : list) parts.push_back({output, false, true});
+  std::vector<Part> parts = parts_of(inputs, list);
   return stage("gather", OpType::GATHER, std::move(parts),
-               [options, lists = outputs.size(), count = static_cast<std::ptrdiff_t>(inputs.size())](
-                   c10d::Backend& backend, Tensors& host) {
-                 Tensors in(host.begin(), host.begin() + count);
-                 std::vector<Tensors> out(lists, Tensors(host.begin() + count, host.end()));
-                 return backend.gather(out, in, options);
+               [options, copies = outputs.size(), count = inputs.size()](c10d::Backend& backend, Tensors& host) {
+                 Lists lists(host, count);
+                 std::vector<Tensors> out(copies, lists.out);
+                 return backend.gather(out, lists.in, options);
                });
 }
 
@@ -208,15 +218,12 @@ StagedBackend::WorkPtr StagedBackend::scatter(Tensors& outputs, std::vector<Tens
                                               const c10d::ScatterOptions& options) {
   const Tensors list = list_of(inputs, "scatter");
   if (!staged("scatter", {&outputs, &list})) return host_->scatter(outputs, inputs, options);
-  std::vector<Part> parts;
-  for (const at::Tensor& output : outputs) parts.push_back({output, false, true});
-  for (const at::Tensor& input : list) parts.push_back({input, true, false});
+  std::vector<Part> parts = parts_of(list, outputs);
   return stage("scatter", OpType::SCATTER, std::move(parts),
-               [options, lists = inputs.size(), count = static_cast<std::ptrdiff_t>(outputs.size())](
-                   c10d::Backend& backend, Tensors& host) {
-                 Tensors out(host.begin(), host.begin() + count);
-                 std::vector<Tensors> in(lists, Tensors(host.begin() + count, host.end()));
-                 return backend.scatter(out, in, options);
+               [options, copies = inputs.size(), count = list.size()](c10d::Backend& backend, Tensors& host) {
+                 Lists lists(host, count);
+                 std::vector<Tensors> in(copies, lists.in);
+                 return backend.scatter(lists.out, in, options);
                });
 }
 
@@ -224,14 +231,12 @@ StagedBackend::WorkPtr StagedBackend::reduce_scatter(Tensors& outputs, std::vect
                                                      const c10d::ReduceScatterOptions& options) {
   const Tensors list = list_of(inputs, "reduce_scatter");
   if (!staged("reduce_scatter", {&outputs, &list})) return host_->reduce_scatter(outputs, inputs, options);
-  std::vector<Part> parts;
-  for (const at::Tensor& output : outputs) parts.push_back({output, false, true});
-  for (const at::Tensor& input : list) parts.push_back({input, true, false});
+  std::vector<Part> parts = parts_of(list, outputs);
   return stage("reduce_scatter", OpType::REDUCE_SCATTER, std::move(parts),
-               [options, count = static_cast<std::ptrdiff_t>(outputs.size())](c10d::Backend& backend, Tensors& host) {
-                 Tensors out(host.begin(), host.begin() + count);
-                 std::vector<Tensors> in{Tensors(host.begin() + count, host.end())};
-                 return backend.reduce_scatter(out, in, options);
+               [options, count = list.size()](c10d::Backend& backend, Tensors& host) {
+                 Lists lists(host, count);
+                 std::vector<Tensors> in{lists.in};
+                 return backend.reduce_scatter(lists.out, in, options);
                });
 }
 

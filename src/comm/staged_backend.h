@@ -70,6 +70,8 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
     at::Tensor tensor;
     bool in = false, out = false;
   };
+  /// Inputs first.
+  static std::vector<Part> parts_of(const Tensors& inputs, const Tensors& outputs);
   struct Job;
   /// Does the collective on the host's copies of the parts. [part]
   using Collective = std::function<WorkPtr(c10d::Backend& backend, Tensors& host)>;

@@ -24,6 +24,8 @@
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/together.h>
 
+#include "archive_writer.h"
+
 namespace ddpkit::train {
 namespace {
 
@@ -201,18 +203,9 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
   }
 
   AtomicFile file(path);
-  // Torch calls the writer from C code, which no exception may cross: keep the first and let it finish.
-  std::exception_ptr failure;
-  archive.save_to([&](const void* data, std::size_t bytes) {
-    try {
-      if (!failure) file.write(data, bytes);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    return bytes;
-  });
-  if (failure) std::rethrow_exception(failure);
-  file.commit();
+  ArchiveWriter writer(file);
+  archive.save_to([&](const void* data, std::size_t bytes) { return writer.write(data, bytes); });
+  writer.commit();
 }
 
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,

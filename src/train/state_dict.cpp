@@ -4,13 +4,12 @@
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 
-#include <exception>
-
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/atomic_file.h>
 
+#include "archive_writer.h"
 #include "state/input_file.h"
 #include "state/pickler.h"
 #include "state/zip_reader.h"
@@ -72,16 +71,9 @@ const std::vector<StateValue>& StateValue::to_items() const {
 void save_state_dict(const std::filesystem::path& path, const StateValue& value) {
   const Pickler pickler(value);
   AtomicFile file(path);
-  // Torch calls the writer from C code, which no exception may cross: keep the first and let it finish.
-  std::exception_ptr failure;
-  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t bytes) {
-    try {
-      if (!failure) file.write(data, bytes);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    return bytes;
-  });
+  ArchiveWriter writer(file);
+  caffe2::serialize::PyTorchStreamWriter archive(
+      [&](const void* data, std::size_t bytes) { return writer.write(data, bytes); });
   archive.writeRecord("data.pkl", pickler.pickle().data(), pickler.pickle().size());
   archive.writeRecord("byteorder", kByteOrder.data(), kByteOrder.size());
   for (std::size_t i = 0; i < pickler.storages().size(); ++i) {
@@ -89,8 +81,7 @@ void save_state_dict(const std::filesystem::path& path, const StateValue& value)
     archive.writeRecord(fmt::format("data/{}", i), bytes.const_data_ptr(), bytes.nbytes());
   }
   archive.writeEndOfFile();
-  if (failure) std::rethrow_exception(failure);
-  file.commit();
+  writer.commit();
 }
 
 StateValue load_state_dict(const std::filesystem::path& path) {

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <bit>
 #include <cerrno>
 #include <chrono>
@@ -15,25 +14,10 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "state/crc32.h"
+
 namespace ddpkit::train {
 namespace {
-
-// Castagnoli's polynomial, as in RFC 3720, B.4; bits reversed.
-constexpr std::array<std::uint32_t, 256> kCrcTable = [] {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t byte = 0; byte < 256; ++byte) {
-    std::uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82f63b78u : 0);
-    table[byte] = crc;
-  }
-  return table;
-}();
-
-std::uint32_t crc32c(std::string_view bytes) {
-  std::uint32_t crc = ~0u;
-  for (const char c : bytes) crc = kCrcTable[(crc ^ static_cast<unsigned char>(c)) & 0xff] ^ (crc >> 8);
-  return ~crc;
-}
 
 template <class T>
 void append_little_endian(std::string& out, T value) {
@@ -48,9 +32,9 @@ std::string framed(std::string_view data) {
   const auto masked = [](std::uint32_t crc) { return ((crc >> 15) | (crc << 17)) + 0xa282ead8u; };
   std::string record;
   append_little_endian(record, static_cast<std::uint64_t>(data.size()));
-  append_little_endian(record, masked(crc32c(record)));
+  append_little_endian(record, masked(crc32c(record.data(), record.size())));
   record += data;
-  append_little_endian(record, masked(crc32c(data)));
+  append_little_endian(record, masked(crc32c(data.data(), data.size())));
   return record;
 }
 

@@ -5,6 +5,7 @@
 
 #include "support/catch.h"
 #include "support/folder.h"
+#include "train/state/crc32.h"
 #include "train/state/pickler.h"
 #include "train/state/zip_reader.h"
 

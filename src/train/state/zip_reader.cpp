@@ -2,11 +2,12 @@
 #include "zip_reader.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstring>
 
 #include <fmt/format.h>
+
+#include "crc32.h"
 
 namespace ddpkit::train {
 namespace {
@@ -33,24 +34,6 @@ std::string_view part(std::string_view bytes, std::size_t offset, std::size_t si
   if (offset > bytes.size() || size > bytes.size() - offset) throw BadFile("its directory is damaged");
   return bytes.substr(offset, size);
 }
-
-using Table = std::array<std::array<std::uint32_t, 256>, 8>;
-
-constexpr Table make_table() {
-  Table table{};
-  for (std::uint32_t byte = 0; byte < 256; ++byte) {
-    std::uint32_t value = byte;
-    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ ((value & 1) != 0 ? 0xedb88320U : 0U);
-    table[0][byte] = value;
-  }
-  for (std::size_t k = 1; k < table.size(); ++k) {
-    for (std::size_t byte = 0; byte < 256; ++byte)
-      table[k][byte] = (table[k - 1][byte] >> 8) ^ table[0][table[k - 1][byte] & 0xff];
-  }
-  return table;
-}
-
-constexpr Table kTable = make_table();
 
 struct Directory {
   std::uint64_t offset = 0, bytes = 0;
@@ -80,23 +63,6 @@ Directory find_directory(const InputFile& file) {
 }
 
 }  // namespace
-
-std::uint32_t crc32(const void* data, std::size_t bytes, std::uint32_t before) {
-  const auto* next = static_cast<const unsigned char*>(data);
-  std::uint32_t value = ~before;
-  // Eight bytes at a time, after Kounavis and Berry, ISCC 2005.
-  for (; bytes >= 8; bytes -= 8, next += 8) {
-    std::uint32_t low = 0, high = 0;
-    std::memcpy(&low, next, 4);
-    std::memcpy(&high, next + 4, 4);
-    low ^= value;
-    value = kTable[7][low & 0xff] ^ kTable[6][(low >> 8) & 0xff] ^ kTable[5][(low >> 16) & 0xff] ^
-            kTable[4][low >> 24] ^ kTable[3][high & 0xff] ^ kTable[2][(high >> 8) & 0xff] ^
-            kTable[1][(high >> 16) & 0xff] ^ kTable[0][high >> 24];
-  }
-  for (; bytes > 0; --bytes) value = (value >> 8) ^ kTable[0][(value ^ *next++) & 0xff];
-  return ~value;
-}
 
 ZipReader::ZipReader(const std::filesystem::path& path) : file_(path) {
   if (file_.size() < 4 || number<std::uint32_t>(file_.read(0, 4), 0) != kLocalHeader)

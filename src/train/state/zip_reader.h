@@ -41,7 +41,4 @@ class ZipReader {
   std::map<std::string, Entry> entries_;
 };
 
-/// Of zip files (ISO 3309), of the bytes before and these.
-std::uint32_t crc32(const void* data, std::size_t bytes, std::uint32_t before = 0);
-
 }  // namespace ddpkit::train
