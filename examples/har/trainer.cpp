@@ -1,6 +1,5 @@
 #include "har/trainer.h"
 
-#include <ATen/cpu/Utils.h>
 #include <torch/torch.h>
 
 #include <chrono>
@@ -17,6 +16,7 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/seed.h>
 #include <ddpkit/train/together.h>
 
 #include "har/dataset.h"
@@ -47,33 +47,6 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& opti
                                                      torch::optim::AdamWOptions(lr).weight_decay(options.weight_decay));
 }
 
-// A run's seed, made different for each epoch and rank; so dropout draws differently on each rank, and a resumed run
-// draws what the run would have drawn had it never stopped.
-std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch, int rank) {
-  std::uint64_t mixed = seed;
-  for (const std::uint64_t part : {static_cast<std::uint64_t>(epoch), static_cast<std::uint64_t>(rank)}) {
-    // splitmix64, Steele et al. 2014.
-    mixed += part + 0x9e3779b97f4a7c15;
-    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
-    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
-    mixed ^= mixed >> 31;
-  }
-  return mixed;
-}
-
-// The type that --amp computes in: float32, which is none, where mixed precision gains nothing.
-at::ScalarType choose_amp(bool amp, c10::Device device) {
-  if (!amp) return at::kFloat;
-  // Without matrix units for bfloat16 a CPU only loses by it.
-  if (device.is_cpu()) return at::cpu::init_amx() ? at::kBFloat16 : at::kFloat;
-  try {
-    const ddpkit::optim::Autocast autocast(device, at::kBFloat16);
-    return at::kBFloat16;
-  } catch (const ddpkit::InvalidArgument&) {
-    return at::kHalf;
-  }
-}
-
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const Dataset& dataset, const std::vector<c10::Device>& places,
@@ -82,7 +55,7 @@ class Trainer {
         dataset_(dataset),
         group_(group),
         places_(places),
-        amp_(choose_amp(options.amp, group.device())),
+        amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
         model_(seeded_model()),
@@ -224,7 +197,7 @@ class Trainer {
 
   // False when the run was out of steps before the epoch's end.
   bool train_epoch() {
-    torch::manual_seed(epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+    torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const std::vector<std::size_t> order = sampler_.indices();
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));

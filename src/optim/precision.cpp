@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <fmt/format.h>
@@ -48,6 +49,12 @@ Autocast::~Autocast() {
   at::autocast::set_autocast_enabled(device_, enabled_before_);
   at::autocast::set_autocast_dtype(device_, dtype_before_);
   at::autocast::set_autocast_cache_enabled(cache_before_);
+}
+
+c10::ScalarType fastest_type(c10::Device device) {
+  // The matrix units must be asked for, once a process.
+  if (device.is_cpu()) return at::cpu::init_amx() ? c10::ScalarType::BFloat16 : c10::ScalarType::Float;
+  return is_ampere(device) ? c10::ScalarType::BFloat16 : c10::ScalarType::Half;
 }
 
 void set_precision(const Precision& precision, c10::Device device) {

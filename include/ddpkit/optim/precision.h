@@ -41,6 +41,11 @@ class Autocast {
   bool cache_before_;
 };
 
+/// The type in which mixed precision gains most on `device`: bfloat16 where it is fast (CPUs with AMX, GPUs from
+/// compute capability 8.0), float16 on other GPUs, and float32, which means none, where it would only lose: the other
+/// CPUs.
+c10::ScalarType fastest_type(c10::Device device);
+
 /// What the process computes float32 with on GPUs; an empty field stays as it is. Python's names are
 /// torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark.
 struct Precision {
