@@ -54,12 +54,13 @@ DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
   return options;
 }
 
-/// One training loop: with a DistributedDataParallel around the model, or without.
+/// One training loop: with a DistributedDataParallel around the model (`exchanges`), or without; a group that exchanges
+/// nothing has a barrier in each step.
 class Training {
  public:
-  Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, int rank)
+  Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank)
       : bytes_before_(proportional_bytes()), task_(make_step_task(plan.models.at(0), plan.batch, rank)), group_(group) {
-    if (group_) ddp_.emplace(task_.model, *group_, ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
+    if (exchanges) ddp_.emplace(task_.model, *group_, ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
     const std::string update = updates_of(plan).at(0);
     if (update == kShardedUpdate || update == kInBackwardUpdate) {
       optimizer_ = make_sharded_step_optimizer(plan.optimizer, update == kInBackwardUpdate, *ddp_);
@@ -103,6 +104,7 @@ class Training {
     optimizer_.zero_grad();
     const at::Tensor logits = ddp_ ? (*ddp_)(task_.input) : task_.model->forward(task_.input);
     torch::cross_entropy_loss(logits, task_.target).backward();
+    if (group_ && !ddp_) group_->barrier();
     optimizer_.step();
   }
 
@@ -137,13 +139,14 @@ int run_step_rank(const std::string& backend, const StepPlan& plan, const std::s
   std::optional<ProcessGroup> group;
   if (backend != kAlone) {
     try {
-      group = init_process_group({.backend = backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});
+      group = init_process_group(
+          {.backend = backend == kBarrier ? "shm" : backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});
     } catch (const InvalidArgument& error) {
       std::cout << kReason << error.what() << std::endl;
       return kNoBackend;
     }
   }
-  Training training(plan, group, environment.rank);
+  Training training(plan, group, backend != kAlone && backend != kBarrier, environment.rank);
   Questions questions(control, environment.local_rank);
   std::cout << kStepReport << "ready" << std::endl;
   for (std::string question; questions.next(question);) {

@@ -15,10 +15,12 @@ namespace ddpkit::bench {
 
 /// The backend of ranks that are no group: plain LibTorch.
 inline constexpr const char* kAlone = "none";
+/// Alone but for a barrier of shm between backward and update.
+inline constexpr const char* kBarrier = "barrier";
 
 /// What one rank of a system of `ddpkit bench step` does: trains the plan's first model, with its first bucket cap, as
 /// many steps as it is asked for through `control`, and reports each. Questions are "turn WARMUP STEPS" and "end".
-/// `backend`: kAlone, or that of a DistributedDataParallel. Returns the exit code.
+/// `backend`: kAlone, kBarrier, or that of a DistributedDataParallel. Returns the exit code.
 int run_step_rank(const std::string& backend, const StepPlan& plan, const std::string& control);
 
 /// Elements that differ in any bit from rank 0's, or are not finite. Collective: all ranks pass tensors of the same

@@ -58,8 +58,8 @@ class StepSeries {
 
 /// One measurement.
 struct StepRow {
-  /// "alone", "alone-x2", "ddpkit-shm", "ddpkit-gloo", "python-ddp-gloo", "python-alone"; of an update that is not
-  /// torch's with its name behind: "ddpkit-shm-sharded".
+  /// "alone", "alone-x2", "alone-barrier", "ddpkit-shm", "ddpkit-gloo", "python-ddp-gloo", "python-alone"; of an update
+  /// that is not torch's with its name behind: "ddpkit-shm-sharded".
   std::string system;
   std::string model;
   std::string optimizer;

@@ -73,6 +73,12 @@ class ModelBench {
                         .workers = alone,
                         .together = false,
                         .ranks = ranks});
+    // What waiting for the slower one costs, before anything is exchanged.
+    if (std::find(options_.backends.begin(), options_.backends.end(), "shm") != options_.backends.end())
+      systems_.push_back({.name = "alone-barrier",
+                          .bucket_cap_mb = "",
+                          .workers = start_workers("alone-barrier", kBarrier, kTorchUpdate, "default"),
+                          .ranks = ranks});
     if (has(kFusedUpdate))
       systems_.push_back({.name = "alone-fused",
                           .bucket_cap_mb = "",

@@ -49,27 +49,29 @@ TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bu
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   const auto rows = rows_of(csv);
-  REQUIRE(rows.size() == 10);
+  REQUIRE(rows.size() == 12);
   REQUIRE(run.lines.size() == rows.size() + 2);  // A head of two lines.
   for (std::size_t i = 0; i < rows.size(); ++i) {
     auto row = rows[i];
     CAPTURE(run.lines[i + 2]);
     CHECK(run.lines[i + 2].starts_with(row["system"] + " "));
-    CHECK(row["model"] == (i < 5 ? "mlp-10k" : "cnn"));
-    CHECK(row["params"] == (i < 5 ? "9638" : "29846"));
+    CHECK(row["model"] == (i < 6 ? "mlp-10k" : "cnn"));
+    CHECK(row["params"] == (i < 6 ? "9638" : "29846"));
     CHECK(row["batch"] == "32");
     CHECK(std::stod(row["us"]) > 0);
     CHECK(std::stod(row["ratio_to_alone"]) > 0);
     CHECK(std::stoull(row["peak_bytes"]) > 50'000'000);
     CHECK(row["wrong"] == "0");
-    const bool is_alone = i % 5 < 2;
-    CHECK(row["system"] == (i % 5 == 0 ? "alone" : i % 5 == 1 ? "alone-x2" : "ddpkit-shm"));
-    CHECK(row["ranks"] == (i % 5 == 0 ? "1" : "2"));
+    const bool is_alone = i % 6 < 3;
+    const std::vector<std::string> systems = {"alone",      "alone-x2",   "alone-barrier",
+                                              "ddpkit-shm", "ddpkit-shm", "ddpkit-shm"};
+    CHECK(row["system"] == systems[i % 6]);
+    CHECK(row["ranks"] == (i % 6 == 0 ? "1" : "2"));
     CHECK(row["exposed_us"].empty() == is_alone);
     if (is_alone) continue;
-    CHECK(row["bucket_cap_mb"] == (i % 5 == 2 ? "default" : i % 5 == 3 ? "0.001" : "one"));
-    CHECK(std::stoi(row["buckets"]) >= (i % 5 == 3 ? 2 : 1));
-    if (i % 5 == 4) CHECK(row["buckets"] == "1");
+    CHECK(row["bucket_cap_mb"] == (i % 6 == 3 ? "default" : i % 6 == 4 ? "0.001" : "one"));
+    CHECK(std::stoi(row["buckets"]) >= (i % 6 == 4 ? 2 : 1));
+    if (i % 6 == 5) CHECK(row["buckets"] == "1");
     CHECK(std::stoull(row["reduced_bytes"]) >= 4 * std::stoull(row["params"]));
   }
   CHECK(rows[0].at("ratio_to_alone") == "1.0000");
@@ -84,7 +86,7 @@ TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optim
   REQUIRE(run.exit_code == 0);
   auto rows = rows_of(csv);
   const bool has_gloo = run.errors.find("gloo left out: ") == std::string::npos;
-  REQUIRE(rows.size() == (has_gloo ? 4 : 3));
+  REQUIRE(rows.size() == (has_gloo ? 5 : 4));
   for (auto& row : rows) {
     CHECK(row["model"] == "mlp-8x1");
     CHECK(row["params"] == std::to_string(561 * 8 + 8 + 8 * 6 + 6));
@@ -155,9 +157,9 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
   REQUIRE(run.exit_code == 0);
   std::map<std::string, std::map<std::string, std::string>> rows;
   for (const auto& row : rows_of(csv)) rows[row.at("system")] = row;
-  CHECK(rows.size() == 7);
-  for (const std::string system :
-       {"alone", "alone-fused", "ddpkit-shm", "ddpkit-shm-fused", "ddpkit-shm-sharded", "ddpkit-shm-in-backward"}) {
+  CHECK(rows.size() == 8);
+  for (const std::string system : {"alone", "alone-barrier", "alone-fused", "ddpkit-shm", "ddpkit-shm-fused",
+                                   "ddpkit-shm-sharded", "ddpkit-shm-in-backward"}) {
     CAPTURE(system);
     REQUIRE(rows.contains(system));
     CHECK(rows[system]["wrong"] == "0");

@@ -16,7 +16,7 @@ with tempfile.TemporaryDirectory() as folder:
         rows = list(csv.DictReader(file))
 
 models = ("mlp-10k", "cnn", "lstm", "transformer")
-systems = {"alone": "1", "alone-x2": "2", "ddpkit-shm": "2", "ddpkit-shm-sharded": "2", "python-ddp-gloo": "2",
+systems = {"alone": "1", "alone-x2": "2", "alone-barrier": "2", "ddpkit-shm": "2", "ddpkit-shm-sharded": "2", "python-ddp-gloo": "2",
            "python-alone": "1"}
 found = [(row["model"], row["system"]) for row in rows]
 assert found == [(model, system) for model in models for system in systems], found
