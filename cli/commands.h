@@ -13,6 +13,12 @@ namespace ddpkit::cli {
 /// program to start with its arguments, as split_program() leaves it.
 void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run);
 
+/// Adds `ddpkit doctor`; as add_run().
+void add_doctor(CLI::App& app, std::function<int()>& run);
+
+/// Adds `ddpkit estimate`; as add_run().
+void add_estimate(CLI::App& app, std::function<int()>& run);
+
 /// Adds `ddpkit bench` with all that it measures; when it was given, `run` is set to what it does.
 void add_bench(CLI::App& app, std::function<int()>& run);
 void add_bench_collectives(CLI::App& bench, std::function<int()>& run);

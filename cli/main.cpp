@@ -12,6 +12,8 @@ int main(int argc, char** argv) {
   std::vector<std::string> arguments(argv + 1, argv + argc);
   std::vector<std::string> program;
   ddpkit::cli::add_run(app, program, run);
+  ddpkit::cli::add_doctor(app, run);
+  ddpkit::cli::add_estimate(app, run);
   ddpkit::cli::add_bench(app, run);
   try {
     const auto is_asked_for = [&](const CLI::App* command) { return command->get_name() == arguments[0]; };

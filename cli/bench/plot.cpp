@@ -54,10 +54,10 @@ class PanelDrawing {
 
   bool has_points() const { return has_points_; }
 
-  std::string draw(const std::string& y_label) const {
+  std::string draw(const std::string& y_label, const std::string& x_label) const {
     std::string svg = text_at((kLeft + kPanelWidth - kRight) / 2, 24, "middle", panel_.title, " class=\"title\"");
-    svg += grid();
-    svg += text_at((kLeft + kPanelWidth - kRight) / 2, kPanelHeight - kBottom + 38, "middle", "bytes");
+    svg += grid(x_label == "bytes");
+    svg += text_at((kLeft + kPanelWidth - kRight) / 2, kPanelHeight - kBottom + 38, "middle", x_label);
     svg += text_at(18, (kTop + kPanelHeight - kBottom) / 2, "middle", y_label,
                    fmt::format(" transform=\"rotate(-90 18 {:.1f})\"", (kTop + kPanelHeight - kBottom) / 2));
     std::size_t colour = 0, at = 0;
@@ -77,14 +77,15 @@ class PanelDrawing {
   }
 
  private:
-  std::string grid() const {
+  std::string grid(bool is_bytes) const {
     const std::string thin = "stroke=\"#e4e4e4\"", frame = "stroke=\"#bbbbbb\"";
     std::string svg;
     const int steps = static_cast<int>(std::log2(x_.high / x_.low));
     const double factor = steps > 10 ? 4 : 2;
     for (double bytes = std::exp2(std::ceil(std::log2(x_.low))); bytes <= x_.high; bytes *= factor) {
       svg += line(x_(bytes), y_.from, x_(bytes), y_.to, thin);
-      svg += text_at(x_(bytes), y_.from + 18, "middle", format_bytes(static_cast<std::uint64_t>(bytes)),
+      svg += text_at(x_(bytes), y_.from + 18, "middle",
+                     is_bytes ? format_bytes(static_cast<std::uint64_t>(bytes)) : fmt::format("{}", bytes),
                      " class=\"tick\"");
     }
     for (double decade = y_.low; decade <= y_.high * 1.001; decade *= 10) {
@@ -114,14 +115,14 @@ class PanelDrawing {
 
 }  // namespace
 
-std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_label) {
+std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_label, const std::string& x_label) {
   std::string body;
   int drawn = 0;
   for (const Panel& panel : panels) {
     const PanelDrawing drawing(panel);
     if (!drawing.has_points()) continue;
     body += fmt::format("<g transform=\"translate({} {})\">\n", drawn % 2 * kPanelWidth, drawn / 2 * kPanelHeight);
-    body += drawing.draw(y_label) + "</g>\n";
+    body += drawing.draw(y_label, x_label) + "</g>\n";
     ++drawn;
   }
   const double width = kPanelWidth * std::clamp(drawn, 1, 2), height = kPanelHeight * std::max(1, (drawn + 1) / 2);

@@ -21,9 +21,10 @@ struct Panel {
   std::vector<Curve> curves;
 };
 
-/// An SVG document: the panels in columns of two, both scales logarithmic, x in bytes (powers of 2 are marked). A panel
-/// without points is left out.
-std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_label);
+/// An SVG document: the panels in columns of two, both scales logarithmic, powers of 2 are marked on x. A panel without
+/// points is left out.
+std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_label,
+                         const std::string& x_label = "bytes");
 
 /// A panel for each collective and number of ranks, with a curve of bus bandwidth over bytes for each backend and kind
 /// of memory; in the order of the rows.

@@ -58,13 +58,15 @@ GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, Pr
     entries_.emplace_back().parameter = parameter.tensor;
     bytes += parameter.tensor.nbytes() + 2 * kAlignment;
   }
-  if (flat_ || !options.arena || group_.world_size() == 1) return;
+  if (flat_ || !options.arena) return;
   // Room for the gradients and for what the step computes on its way to them.
   const std::size_t reserve = bytes + bytes / 2;
   const std::size_t fair =
       shm::available_memory() / 2 / static_cast<std::size_t>(std::max(1, group_.local_world_size()));
   const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
-  arena_ = own_->open_arena(std::max(options.arena_bytes.value_or(wanted), reserve), reserve);
+  const std::size_t capacity = std::max(options.arena_bytes.value_or(wanted), reserve);
+  // One rank alone shares nothing, but gains as much by memory that is kept from step to step.
+  arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : own_->open_arena(capacity, reserve);
 }
 
 GradientMemory::~GradientMemory() = default;
@@ -132,7 +134,8 @@ void GradientMemory::lay_out_homes() {
 at::Tensor GradientMemory::home_for(Entry& entry) {
   if (entry.home.defined()) return entry.home;
   const at::Tensor& parameter = entry.parameter;
-  if (!arena_) return alias(at::empty({parameter.numel()}, parameter.options().requires_grad(false)), 0, parameter);
+  if (!arena_ || group_.world_size() == 1)
+    return alias(at::empty({parameter.numel()}, parameter.options().requires_grad(false)), 0, parameter);
   return alias(arena_->empty(parameter.numel(), parameter.scalar_type()), 0, parameter);
 }
 

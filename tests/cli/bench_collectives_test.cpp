@@ -3,7 +3,7 @@
 #include <set>
 
 #include "bench/row.h"
-#include "cli/run_bench.h"
+#include "cli/run_ddpkit.h"
 #include "support/catch.h"
 #include "support/folder.h"
 

@@ -10,7 +10,7 @@
 #include "bench/step_rank.h"
 #include "bench/step_row.h"
 #include "bench/workers.h"
-#include "cli/run_bench.h"
+#include "cli/run_ddpkit.h"
 #include "support/ranks.h"
 
 using namespace ddpkit::bench;

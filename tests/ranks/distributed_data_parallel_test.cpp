@@ -343,7 +343,7 @@ std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGr
   return with - blocks_taken(false);
 }
 
-RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 2) {
+RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 1, 2) {
   for (const bool accumulates : {false, true}) {
     CAPTURE(accumulates);
     const auto mlp = std::make_shared<torch::nn::SequentialImpl>(

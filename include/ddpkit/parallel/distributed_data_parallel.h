@@ -42,8 +42,8 @@ struct DistributedDataParallelOptions {
   /// Parameters and buffers that are none of DistributedDataParallel's business, by their names in the module.
   std::vector<std::string> parameters_to_ignore = {};
   /// With the `shm` backend: this process's large CPU tensors come from memory that all ranks of the host map, so that
-  /// gradients are reduced where autograd makes them. The memory is kept for reuse; a child made by fork() without
-  /// exec() cannot see it. Off: gradients are copied into buckets.
+  /// gradients are reduced where autograd makes them; of one rank alone they are its own. The memory is kept for reuse;
+  /// a child made by fork() without exec() cannot see it. Off: gradients are copied into buckets.
   bool arena = true;
   /// The most memory that the arena takes, in MiB of each rank; what does not fit goes to malloc. Empty: 1 GiB or eight
   /// times the gradients, whichever is more, but no more than the rank's share of half the host's free memory.

@@ -1,4 +1,4 @@
-// Runs `ddpkit bench` as a user runs it.
+// Runs the `ddpkit` command as a user runs it.
 #pragma once
 
 #include <filesystem>
@@ -28,10 +28,10 @@ struct Run {
 };
 
 /// `folder` is for its stderr, while it runs.
-inline Run run_bench(const Folder& folder, const std::vector<std::string>& arguments,
-                     const std::vector<std::pair<std::string, std::string>>& environment = {}) {
+inline Run run_ddpkit(const Folder& folder, const std::vector<std::string>& arguments,
+                      const std::vector<std::pair<std::string, std::string>>& environment = {}) {
   const std::string errors = folder / "errors";
-  std::vector<std::string> command = {"sh", "-c", R"(exec "$0" bench "$@" 2> ")" + errors + '"', DDPKIT_TEST_CLI};
+  std::vector<std::string> command = {"sh", "-c", R"(exec "$0" "$@" 2> ")" + errors + '"', DDPKIT_TEST_CLI};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::string output;
   const auto result = local_launch({.command = command,
@@ -42,6 +42,12 @@ inline Run run_bench(const Folder& folder, const std::vector<std::string>& argum
   Run run{result.exit_code(), split(output, '\n'), read_file(errors)};
   std::filesystem::remove(errors);
   return run;
+}
+
+inline Run run_bench(const Folder& folder, std::vector<std::string> arguments,
+                     const std::vector<std::pair<std::string, std::string>>& environment = {}) {
+  arguments.insert(arguments.begin(), "bench");
+  return run_ddpkit(folder, arguments, environment);
 }
 
 }  // namespace ddpkit::testing

@@ -1,0 +1,136 @@
+#include <ATen/Context.h>
+#include <ATen/Version.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
+
+#include "commands.h"
+#include "doctor/gpus.h"
+#include "doctor/host.h"
+#include "doctor/live.h"
+#include "doctor/model.h"
+#include "doctor/network.h"
+
+namespace ddpkit::cli {
+namespace {
+
+struct Options {
+  ModelPlan model;
+  int ranks = 0;  ///< 0: a rank a GPU, or two.
+  std::string master_addr;
+  int master_port = 0;
+  bool json = false;
+  std::string as_rank;  ///< Hidden: this process is one of the ranks of a live all-reduce.
+};
+
+std::optional<std::string> variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? std::optional<std::string>(value) : std::nullopt;
+}
+
+Findings examine_software() {
+  Findings findings = {
+      {"software", Severity::kFine, fmt::format("ddpkit {}, LibTorch {}", DDPKIT_VERSION, TORCH_VERSION)}};
+  findings.push_back(
+      {"software", Severity::kFine,
+       at::hasCUDA() ? "LibTorch's CUDA is loaded" : "LibTorch's CPU libraries only, as this ddpkit is built"});
+  findings.push_back({"software", Severity::kFine, fmt::format("vector instructions: {}", at::get_cpu_capability())});
+  return findings;
+}
+
+void append(Findings& to, Findings more) {
+  to.insert(to.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
+}
+
+int run_doctor(Options options) {
+  if (!options.as_rank.empty()) return run_doctor_rank(options.as_rank);
+#ifdef DDPKIT_WITH_CUDA
+  constexpr bool kBuiltForCuda = true;
+#else
+  constexpr bool kBuiltForCuda = false;
+#endif
+  const int usable = at::hasCUDA() ? static_cast<int>(at::detail::getCUDAHooks().deviceCount()) : 0;
+  const int ranks = options.ranks > 0 ? options.ranks : usable > 0 ? usable : std::min(2, available_cores());
+  const GpuSystem gpus = read_gpus();
+  const HostLimits host = read_host_limits();
+  Findings findings = examine_software();
+  append(findings, examine_gpus(gpus, variable("CUDA_VISIBLE_DEVICES"), kBuiltForCuda, usable));
+  append(findings, examine_host(host, ranks, variable("OMP_NUM_THREADS"), usable > 0));
+  if (options.master_addr.empty()) options.master_addr = variable("MASTER_ADDR").value_or("127.0.0.1");
+  if (options.master_port == 0) {
+    const std::string text = variable("MASTER_PORT").value_or("29500");
+    options.master_port = std::atoi(text.c_str());
+    if (options.master_port < 1 || options.master_port > 65535)
+      throw InvalidArgument(fmt::format("MASTER_PORT is \"{}\", which is no port between 1 and 65535", text));
+  }
+  append(findings, examine_network(options.master_addr, options.master_port));
+  append(findings, live_all_reduce("shm", std::max(2, usable > 0 ? 2 : ranks)));
+  if (usable > 0) append(findings, live_all_reduce("nccl", usable));
+  if (options.model.parameters > 0) {
+    options.model.ranks = ranks;
+    if (usable > 0 && !gpus.gpus.empty()) {
+      const auto fullest = std::min_element(gpus.gpus.begin(), gpus.gpus.end(),
+                                            [](const Gpu& a, const Gpu& b) { return a.free_bytes < b.free_bytes; });
+      append(findings, examine_model(options.model, fullest->name, static_cast<double>(fullest->free_bytes), true));
+    } else {
+      append(findings,
+             examine_model(options.model, "this host's memory", static_cast<double>(host.usable_memory()), false));
+    }
+  }
+  std::cout << (options.json ? doctor_json(findings) + "\n" : doctor_report(findings));
+  return can_train(findings) ? 0 : 1;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& app, std::function<int()>& run) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand("doctor", "Whether training can start here, how fast, and what would help");
+  command->footer(
+      "Looks at the software, GPUs and their links, cores, memory and the container's limits, the rendezvous port, "
+      "and\n"
+      "lets ranks all-reduce for real. The exit code is 0 when training can start here, 1 when not.");
+  CLI::Option* parameters =
+      command->add_option("--params", options->model.parameters, "Does a model of so many parameters fit: 7.16M, 1.2G")
+          ->transform(
+              CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}}))
+          ->type_name("N");
+  command->add_option("--optimizer", options->model.optimizer, "sgd, momentum, adam, adamw (default: adam)")
+      ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}))
+      ->needs(parameters)
+      ->type_name("NAME");
+  command->add_flag("--amp", options->model.amp, "In mixed precision")->needs(parameters);
+  command->add_flag("--sharded", options->model.sharded, "With optim::ShardedOptimizer")->needs(parameters);
+  command->add_option("--batch", options->model.batch, "Samples on a device (default: 32)")
+      ->check(CLI::Range(1, 1 << 20))
+      ->needs(parameters)
+      ->type_name("N");
+  command
+      ->add_option("--activation-mb", options->model.activation_mb_per_sample,
+                   "MiB that forward keeps for backward, of one sample")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(parameters)
+      ->type_name("MIB");
+  command->add_option("-n,--ranks", options->ranks, "Ranks to be started here (default: a rank a GPU, or 2)")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("N");
+  command->add_option("--master-addr", options->master_addr, "Where ranks meet (default: MASTER_ADDR, or 127.0.0.1)")
+      ->type_name("HOST");
+  command->add_option("--master-port", options->master_port, "The same (default: MASTER_PORT, or 29500)")
+      ->check(CLI::Range(1, 65535))
+      ->type_name("PORT");
+  command->add_flag("--json", options->json, "One JSON object instead of the report");
+  command->add_option("--as-rank", options->as_rank)->group("");
+  command->callback([options, &run] { run = [options] { return run_doctor(*options); }; });
+}
+
+}  // namespace ddpkit::cli

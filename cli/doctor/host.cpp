@@ -1,0 +1,206 @@
+#include "host.h"
+
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <sstream>
+
+#include <fmt/format.h>
+
+namespace ddpkit::cli {
+namespace {
+
+constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
+constexpr double kRankBytes = 150 * kMiB;                     ///< A rank with nothing but LibTorch's CPU libraries.
+constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  ///< cgroup v1 writes a number like this for "none".
+
+std::string first_line(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::optional<std::uint64_t> number_in(const std::string& text) {
+  std::uint64_t value = 0;
+  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (status != std::errc{} || stop != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+/// The folders of this process's control groups, innermost first, up to the root of the hierarchy: any may limit it.
+std::vector<std::string> cgroup_folders(const std::string& root, const std::string& controller) {
+  std::ifstream file(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool is_v2 = controllers.empty();
+    if (!is_v2 && ("," + controllers + ",").find("," + controller + ",") == std::string::npos) continue;
+    const std::string base = root + "/sys/fs/cgroup" + (is_v2 ? "" : "/" + controller);
+    std::string group = line.substr(second + 1);
+    std::vector<std::string> folders;
+    for (; !group.empty() && group != "/"; group.erase(group.rfind('/'))) folders.push_back(base + group);
+    folders.push_back(base);
+    // In a hybrid hierarchy v2 has no controllers: then v1's line has it.
+    if (is_v2 && !std::ifstream(base + "/cgroup.controllers")) continue;
+    return folders;
+  }
+  return {root + "/sys/fs/cgroup"};
+}
+
+std::optional<std::uint64_t> memory_limit(const std::string& root) {
+  std::optional<std::uint64_t> least;
+  for (const std::string& folder : cgroup_folders(root, "memory")) {
+    for (const char* name : {"/memory.max", "/memory.limit_in_bytes"}) {
+      const auto limit = number_in(first_line(folder + name));  // "max" is none.
+      if (limit && *limit < kUnlimited && (!least || *limit < *least)) least = limit;
+    }
+  }
+  return least;
+}
+
+std::optional<double> cpu_quota(const std::string& root) {
+  std::optional<double> least;
+  const auto consider = [&](const std::string& quota, const std::string& period) {
+    const auto q = number_in(quota), p = number_in(period);
+    if (!q || !p || *p == 0) return;
+    const double cores = static_cast<double>(*q) / static_cast<double>(*p);
+    if (!least || cores < *least) least = cores;
+  };
+  for (const std::string& folder : cgroup_folders(root, "cpu")) {
+    std::istringstream v2(first_line(folder + "/cpu.max"));
+    std::string quota, period;
+    if (v2 >> quota >> period) consider(quota, period);
+    consider(first_line(folder + "/cpu.cfs_quota_us"), first_line(folder + "/cpu.cfs_period_us"));
+  }
+  return least;
+}
+
+/// The word in brackets: "always within_size [advise] never".
+std::string chosen_word(const std::string& line) {
+  const std::size_t open = line.find('['), close = line.find(']');
+  return open == std::string::npos || close == std::string::npos ? "" : line.substr(open + 1, close - open - 1);
+}
+
+std::optional<std::uint64_t> soft_limit(__rlimit_resource resource) {
+  rlimit limit{};
+  if (::getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  return limit.rlim_cur;
+}
+
+}  // namespace
+
+std::string in_units(double bytes) {
+  if (bytes >= kGiB) return fmt::format("{:.1f} GiB", bytes / kGiB);
+  if (bytes >= kMiB) return fmt::format("{:.1f} MiB", bytes / kMiB);
+  return fmt::format("{:.0f} KiB", bytes / 1024);
+}
+
+std::uint64_t HostLimits::usable_memory() const {
+  std::uint64_t least = available;
+  if (memory_limit) least = std::min(least, *memory_limit);
+  if (address_limit) least = std::min(least, *address_limit);
+  return least;
+}
+
+HostLimits read_host_limits(const std::string& root) {
+  HostLimits limits;
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  if (::sched_getaffinity(0, sizeof all, &all) == 0) limits.cores = CPU_COUNT(&all);
+  limits.cores_of_host = static_cast<int>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
+  limits.cpu_quota = cpu_quota(root);
+  std::ifstream meminfo(root + "/proc/meminfo");
+  for (std::string name; meminfo >> name;) {
+    std::uint64_t kilobytes = 0;
+    std::string rest;
+    meminfo >> kilobytes;
+    std::getline(meminfo, rest);
+    if (name == "MemTotal:") limits.memory = kilobytes * 1024;
+    if (name == "MemAvailable:") limits.available = kilobytes * 1024;
+  }
+  limits.memory_limit = memory_limit(root);
+  limits.address_limit = soft_limit(RLIMIT_AS);
+  struct statvfs shm {};
+  if (::statvfs((root + "/dev/shm").c_str(), &shm) == 0) limits.shm = shm.f_blocks * shm.f_frsize;
+  limits.open_files = soft_limit(RLIMIT_NOFILE).value_or(1 << 20);
+  limits.huge_pages = chosen_word(first_line(root + "/sys/kernel/mm/transparent_hugepage/shmem_enabled"));
+  return limits;
+}
+
+Findings examine_host(const HostLimits& limits, int ranks, const std::optional<std::string>& omp_threads,
+                      bool has_gpu) {
+  Findings findings;
+  const auto add = [&](Severity severity, std::string what, std::string advice = {}, double gain = 0) {
+    findings.push_back({"host", severity, std::move(what), std::move(advice), gain});
+  };
+  const double cores = limits.cpu_quota ? std::min<double>(limits.cores, *limits.cpu_quota) : limits.cores;
+  add(Severity::kFine,
+      fmt::format(
+          "{} of {} cores may be used{}", limits.cores, limits.cores_of_host,
+          limits.cpu_quota ? fmt::format(", of which the container's quota leaves {:.1f}", *limits.cpu_quota) : ""));
+  if (ranks > cores)
+    add(Severity::kAdvice, fmt::format("{} ranks share {:.3g} cores", ranks, cores),
+        fmt::format("Start at most {} CPU ranks here: more wait for each other's cores.",
+                    std::max(1, static_cast<int>(cores))),
+        ranks / cores);
+  const int fair = std::max(1, static_cast<int>(cores) / ranks);
+  if (!omp_threads || omp_threads->empty()) {
+    add(Severity::kFine,
+        fmt::format("OMP_NUM_THREADS is not set: ddpkit run sets {} for each of {} ranks", fair, ranks));
+  } else if (const auto threads = number_in(*omp_threads); !threads || *threads == 0) {
+    add(Severity::kProblem, fmt::format("OMP_NUM_THREADS is \"{}\", which is no number of threads", *omp_threads),
+        fmt::format("Set OMP_NUM_THREADS={}, or unset it.", fair));
+  } else if (static_cast<double>(*threads) * ranks > cores) {
+    const double times = static_cast<double>(*threads) * ranks / cores;
+    add(Severity::kAdvice,
+        fmt::format("OMP_NUM_THREADS={} on {} ranks: {} threads share {:.3g} cores, and spin against each other",
+                    *threads, ranks, *threads * static_cast<std::uint64_t>(ranks), cores),
+        fmt::format("Set OMP_NUM_THREADS={}, or unset it: oversubscribed threads make a step several times as long.",
+                    fair),
+        std::max(2.0, times));
+  } else {
+    add(Severity::kFine, fmt::format("OMP_NUM_THREADS={} on {} ranks fits the cores", *threads, ranks));
+  }
+  const auto usable = static_cast<double>(limits.usable_memory());
+  std::string bound;
+  if (limits.memory_limit)
+    bound += fmt::format(", the container's limit is {}", in_units(static_cast<double>(*limits.memory_limit)));
+  if (limits.address_limit)
+    bound += fmt::format(", RLIMIT_AS is {}", in_units(static_cast<double>(*limits.address_limit)));
+  const bool enough = usable >= kRankBytes * ranks;
+  add(enough ? Severity::kFine : Severity::kProblem,
+      fmt::format("memory: {} of {} available{}", in_units(static_cast<double>(limits.available)),
+                  in_units(static_cast<double>(limits.memory)), bound),
+      enough ? ""
+             : fmt::format("{} ranks take {} before they hold a model: start fewer, or raise the limit.", ranks,
+                           in_units(kRankBytes * ranks)));
+  if (enough && usable < 2 * kGiB)
+    add(Severity::kAdvice, fmt::format("only {} may be used", in_units(usable)),
+        "Raise the memory limit of the container (docker run --memory), or see below what a model takes: "
+        "ddpkit doctor --params N.");
+  if (limits.shm < 64 * kMiB)
+    add(has_gpu ? Severity::kAdvice : Severity::kFine,
+        fmt::format("/dev/shm holds {}: the backend shm does not use it{}", in_units(static_cast<double>(limits.shm)),
+                    has_gpu ? ", but NCCL does between GPUs of a host that have no peer access" : ""),
+        has_gpu ? "Give the container more shared memory (docker run --shm-size=1g): NCCL fails without." : "", 1);
+  else
+    add(Severity::kFine, fmt::format("/dev/shm holds {}", in_units(static_cast<double>(limits.shm))));
+  if (limits.open_files < 1024)
+    add(Severity::kAdvice, fmt::format("a process may have {} files open", limits.open_files),
+        "Raise it (ulimit -n 4096): each rank holds several for each other rank.");
+  if (limits.huge_pages == "never")
+    add(Severity::kAdvice, "shared memory gets no huge pages (transparent_hugepage/shmem_enabled is never)",
+        "As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled. Large all-reduces touch fewer "
+        "pages then.",
+        1.05);
+  return findings;
+}
+
+}  // namespace ddpkit::cli

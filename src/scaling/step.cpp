@@ -1,0 +1,76 @@
+#include <ddpkit/scaling/step.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include <fmt/format.h>
+
+namespace ddpkit::scaling {
+namespace {
+
+/// Of `values`, between which it interpolates.
+double quantile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  const double at = q * static_cast<double>(values.size() - 1);
+  const auto low = static_cast<std::size_t>(at);
+  const std::size_t high = std::min(low + 1, values.size() - 1);
+  return values[low] + (at - static_cast<double>(low)) * (values[high] - values[low]);
+}
+
+double check(double value, const char* name) {
+  if (!std::isfinite(value) || value < 0) throw std::invalid_argument(fmt::format("{} is {}", name, value));
+  return value;
+}
+
+}  // namespace
+
+StepProfile assume_step(const AssumedStep& step) {
+  if (check(step.backward_share, "the share of backward") > 1)
+    throw std::invalid_argument(fmt::format("the share of backward is {}", step.backward_share));
+  if (check(step.bucket_bytes, "the bucket's size") == 0 ||
+      check(step.first_bucket_bytes, "the first bucket's size") == 0)
+    throw std::invalid_argument("a bucket holds nothing");
+  StepProfile profile;
+  profile.backward_us = check(step.compute_us, "the compute time") * step.backward_share;
+  profile.forward_us = step.compute_us - profile.backward_us;
+  profile.other_us = check(step.other_us, "the time of the update");
+  const double total = check(step.parameter_bytes, "the parameters' size");
+  for (double done = 0; done < total;) {
+    const double cap = profile.buckets.empty() ? step.first_bucket_bytes : step.bucket_bytes;
+    const double bytes = std::min(cap, total - done);
+    done += bytes;
+    profile.buckets.push_back({.ready_us = profile.backward_us * done / total, .bytes = bytes});
+  }
+  return profile;
+}
+
+StepPrediction predict_step(const StepProfile& profile, const AllReduceModel& all_reduce, int ranks,
+                            const StepOptions& options) {
+  if (ranks < 1) throw std::invalid_argument(fmt::format("{} ranks", ranks));
+  if (options.contention < 1) throw std::invalid_argument(fmt::format("a contention of {}", options.contention));
+  StepPrediction prediction;
+  double end = 0, largest = 0;
+  for (const BucketProfile& bucket : profile.buckets) {
+    const AllReduceTime time = all_reduce(bucket.bytes, ranks);
+    prediction.communication_us += time.us;
+    end = std::max(end, bucket.ready_us) + time.us;
+    if (bucket.bytes > largest) {
+      largest = bucket.bytes;
+      prediction.algorithm = time.algorithm;
+    }
+  }
+  if (!options.overlap) {
+    prediction.exposed_us = prediction.communication_us;
+  } else {
+    prediction.exposed_us = std::max(0.0, end - profile.backward_us);
+    const double hidden = std::max(0.0, prediction.communication_us - prediction.exposed_us);
+    prediction.contention_us = (options.contention - 1) * std::min(hidden, profile.backward_us);
+  }
+  if (options.stragglers && ranks > 1 && !profile.steps_us.empty())
+    prediction.straggler_us = quantile(profile.steps_us, std::pow(.5, 1.0 / ranks)) - quantile(profile.steps_us, .5);
+  prediction.us = profile.step_us() + prediction.exposed_us + prediction.contention_us + prediction.straggler_us;
+  return prediction;
+}
+
+}  // namespace ddpkit::scaling

@@ -1,0 +1,243 @@
+// `ddpkit doctor`: that it tells the truth where something is wrong.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include <fmt/format.h>
+
+#include "cli/run_ddpkit.h"
+#include "doctor/gpus.h"
+#include "doctor/host.h"
+#include "doctor/model.h"
+
+using namespace ddpkit::cli;
+using ddpkit::testing::Folder;
+using ddpkit::testing::Run;
+using ddpkit::testing::run_ddpkit;
+using ddpkit::testing::write_file;
+
+namespace {
+
+constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
+
+HostLimits good_host() {
+  return {.cores = 8,
+          .cores_of_host = 8,
+          .memory = 32 * kGiB,
+          .available = 30 * kGiB,
+          .shm = kGiB,
+          .open_files = 4096,
+          .huge_pages = "advise"};
+}
+
+/// The finding that says `words`; fails the test when there is none.
+Finding about(const Findings& findings, const std::string& words) {
+  for (const Finding& finding : findings) {
+    if (finding.what.find(words) != std::string::npos) return finding;
+  }
+  FAIL("no finding says \"" << words << "\"");
+  return {};
+}
+
+/// Listens on a port of its own choice.
+class TakenPort {
+ public:
+  TakenPort() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* any = reinterpret_cast<sockaddr*>(&address);
+    REQUIRE(::bind(fd_, any, size) == 0);
+    REQUIRE(::listen(fd_, 1) == 0);
+    REQUIRE(::getsockname(fd_, any, &size) == 0);
+    port_ = ntohs(address.sin_port);
+  }
+  ~TakenPort() { ::close(fd_); }
+  TakenPort(const TakenPort&) = delete;
+  TakenPort& operator=(const TakenPort&) = delete;
+  std::string port() const { return std::to_string(port_); }
+
+ private:
+  int fd_;
+  int port_ = 0;
+};
+
+nlohmann::json finding_of(const Run& run, const std::string& words) {
+  REQUIRE(run.lines.size() == 1);
+  const auto document = nlohmann::json::parse(run.lines[0]);
+  for (const auto& finding : document["findings"]) {
+    if (finding["what"].get<std::string>().find(words) != std::string::npos) return finding;
+  }
+  FAIL(run.lines[0] << " says nothing of \"" << words << '"');
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("a host as it should be needs no advice", "[doctor]") {
+  for (const Finding& finding : examine_host(good_host(), 4, std::nullopt, true)) {
+    CAPTURE(finding.what);
+    CHECK(finding.severity == Severity::kFine);
+    CHECK(finding.advice.empty());
+  }
+}
+
+TEST_CASE("what limits a host is named", "[doctor]") {
+  HostLimits host = good_host();
+  CHECK(
+      about(examine_host(host, 4, "8", false), "32 threads share 8 cores").advice.starts_with("Set OMP_NUM_THREADS=2"));
+  CHECK(about(examine_host(host, 4, "2", false), "fits the cores").severity == Severity::kFine);
+  CHECK(about(examine_host(host, 4, "many", false), "\"many\"").severity == Severity::kProblem);
+  CHECK(about(examine_host(host, 16, std::nullopt, false), "16 ranks share 8 cores").severity == Severity::kAdvice);
+  host.cpu_quota = 2.5;
+  CHECK(about(examine_host(host, 4, std::nullopt, false), "4 ranks share 2.5 cores").severity == Severity::kAdvice);
+  host.memory_limit = kGiB;
+  CHECK(host.usable_memory() == kGiB);
+  CHECK(about(examine_host(host, 4, std::nullopt, false), "the container's limit is 1.0 GiB").severity ==
+        Severity::kFine);
+  CHECK(about(examine_host(host, 4, std::nullopt, false), "only 1.0 GiB").advice.find("docker run --memory") !=
+        std::string::npos);
+  CHECK(about(examine_host(host, 8, std::nullopt, false), "the container's limit").severity == Severity::kProblem);
+  host.shm = 64 << 10;
+  CHECK(about(examine_host(host, 2, std::nullopt, false), "/dev/shm holds 64 KiB").severity == Severity::kFine);
+  CHECK(about(examine_host(host, 2, std::nullopt, true), "/dev/shm holds 64 KiB").advice.find("--shm-size") !=
+        std::string::npos);
+}
+
+TEST_CASE("limits of control groups, new and old", "[doctor]") {
+  const Folder root;
+  write_file(root / "proc/meminfo", "MemTotal: 33554432 kB\nMemFree: 1 kB\nMemAvailable: 31457280 kB\n");
+  SECTION("version 2: the least of the group and those around it") {
+    write_file(root / "proc/self/cgroup", "0::/docker/abc\n");
+    write_file(root / "sys/fs/cgroup/cgroup.controllers", "cpu memory\n");
+    write_file(root / "sys/fs/cgroup/docker/memory.max", "1073741824\n");
+    write_file(root / "sys/fs/cgroup/docker/abc/memory.max", "max\n");
+    write_file(root / "sys/fs/cgroup/docker/abc/cpu.max", "150000 100000\n");
+  }
+  SECTION("version 2, seen from within its own namespace") {
+    write_file(root / "proc/self/cgroup", "0::/\n");
+    write_file(root / "sys/fs/cgroup/cgroup.controllers", "cpu memory\n");
+    write_file(root / "sys/fs/cgroup/memory.max", "1073741824\n");
+    write_file(root / "sys/fs/cgroup/cpu.max", "150000 100000\n");
+  }
+  SECTION("version 1") {
+    write_file(root / "proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/a\n0::/a\n");
+    write_file(root / "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1073741824\n");
+    write_file(root / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    write_file(root / "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "150000\n");
+    write_file(root / "sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+  }
+  const HostLimits limits = read_host_limits(root.path());
+  CHECK(limits.memory == 32 * kGiB);
+  CHECK(limits.memory_limit == kGiB);
+  CHECK(limits.cpu_quota == 1.5);
+}
+
+TEST_CASE("GPUs that cannot be used are a problem, with the reason", "[doctor]") {
+  const GpuSystem none;
+  CHECK(about(examine_gpus(none, "", false, 0), "no NVIDIA driver").severity == Severity::kFine);
+  GpuSystem two{.driver = "580.1", .links = {"GPU 0 - GPU 1: PCIe, no peer access"}};
+  two.gpus.assign(2, {.name = "H100", .free_bytes = 70 * kGiB, .total_bytes = 80 * kGiB, .compute_major = 9});
+  const Finding hidden = about(examine_gpus(two, "", true, 0), "CUDA_VISIBLE_DEVICES is empty: it hides all 2 GPUs");
+  CHECK(hidden.severity == Severity::kProblem);
+  CHECK(about(examine_gpus(two, std::nullopt, true, 0), "LibTorch can use none").severity == Severity::kProblem);
+  CHECK(about(examine_gpus(two, std::nullopt, false, 0), "built for CPUs").severity == Severity::kAdvice);
+  CHECK(about(examine_gpus(two, std::nullopt, true, 2), "not all GPUs are joined by NVLink").severity ==
+        Severity::kAdvice);
+  CHECK(can_train(examine_gpus(two, "0", true, 1)));
+  two.gpus[1].free_bytes = kGiB;
+  CHECK(about(examine_gpus(two, std::nullopt, true, 2), "GPU 1 is more than half full").severity == Severity::kAdvice);
+}
+
+TEST_CASE("whether a model fits, item by item", "[doctor]") {
+  ModelPlan plan{.parameters = 1e9, .ranks = 8};
+  double total = 0;
+  for (const MemoryItem& item : memory_items(plan, true)) total += item.bytes;
+  CHECK(total == Approx(16e9 + 1000 * (1 << 20)));
+  CHECK(can_train(examine_model(plan, "H100", 80e9, true)));
+  const Findings small = examine_model(plan, "T4", 15e9, true);
+  CHECK_FALSE(can_train(small));
+  CHECK(small.back().advice.find("ShardedOptimizer") != std::string::npos);
+  plan.sharded = true;
+  CHECK(can_train(examine_model(plan, "T4", 15e9, true)));
+  // CPU ranks all take from one memory.
+  CHECK_FALSE(can_train(examine_model({.parameters = 1e9, .ranks = 2}, "memory", 30e9, false)));
+  CHECK(can_train(examine_model({.parameters = 1e9, .ranks = 1}, "memory", 30e9, false)));
+}
+
+TEST_CASE("ddpkit doctor finds nothing wrong here, and all-reduces", "[doctor]") {
+  const Folder folder;
+  const Run run = run_ddpkit(folder, {"doctor", "--json", "--params", "1M", "--master-port", "0"});
+  CHECK(run.exit_code == 2);  // No port 0.
+  const TakenPort other;
+  const Run good = run_ddpkit(
+      folder, {"doctor", "--json", "--params", "1M", "--master-addr", "192.0.2.1", "--master-port", "29500"});
+  INFO(good.errors);
+  REQUIRE(good.exit_code == 0);
+  CHECK(finding_of(good, "ranks, shm")["what"].get<std::string>().find("4 KiB in") != std::string::npos);
+  CHECK(finding_of(good, "192.0.2.1:29500 is on another host")["severity"] == "fine");
+  CHECK(finding_of(good, "fits into the")["severity"] == "fine");
+}
+
+TEST_CASE("ddpkit doctor tells the truth under faults", "[doctor]") {
+  const Folder folder;
+  const TakenPort taken;
+  const Run port = run_ddpkit(folder, {"doctor", "--json", "--master-port", taken.port()});
+  CHECK(port.exit_code == 1);
+  CHECK(finding_of(port, "127.0.0.1:" + taken.port())["severity"] == "problem");
+
+  const Run name = run_ddpkit(folder, {"doctor", "--json", "--master-addr", "no.such.host.invalid"});
+  CHECK(name.exit_code == 1);
+  CHECK(finding_of(name, "no.such.host.invalid does not resolve")["severity"] == "problem");
+
+  const std::vector<std::string> elsewhere = {"doctor", "--json", "--master-addr", "192.0.2.1"};
+  const Run threads = run_ddpkit(folder, elsewhere, {{"OMP_NUM_THREADS", "512"}});
+  CHECK(threads.exit_code == 0);
+  CHECK(finding_of(threads, "OMP_NUM_THREADS=512")["severity"] == "advice");
+
+  const Run hidden = run_ddpkit(folder, elsewhere, {{"CUDA_VISIBLE_DEVICES", ""}});
+  finding_of(hidden, "CUDA_VISIBLE_DEVICES is");
+
+  // A model that no memory of today holds.
+  const Run large = run_ddpkit(folder, {"doctor", "--json", "--master-addr", "192.0.2.1", "--params", "1000000G"});
+  CHECK(large.exit_code == 1);
+  CHECK(finding_of(large, "does not fit")["severity"] == "problem");
+}
+
+TEST_CASE("ddpkit doctor under a memory limit of 1 GB", "[doctor]") {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  DDPKIT_SKIP("a sanitizer's shadow memory takes terabytes of address space");
+#endif
+  const Folder folder;
+  const std::string command =
+      fmt::format("ulimit -v 1048576; exec {} doctor --json --master-addr 192.0.2.1 --params 60M > {} 2> {}",
+                  DDPKIT_TEST_CLI, (folder / "out").string(), (folder / "errors").string());
+  const int status = std::system(command.c_str());
+  INFO(ddpkit::testing::read_file(folder / "errors"));
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 1);  // 60 M parameters with Adam take 1 GB by themselves.
+  const Run run{.exit_code = 1, .lines = {ddpkit::testing::read_file(folder / "out")}, .errors = {}};
+  CHECK(finding_of(run, "RLIMIT_AS is 1.0 GiB")["severity"] == "fine");
+  CHECK(finding_of(run, "does not fit")["severity"] == "problem");
+}
+
+TEST_CASE("ddpkit doctor with a /dev/shm of 64 KB", "[doctor]") {
+  if (std::system("unshare --mount true 2> /dev/null") != 0) DDPKIT_SKIP("mounting needs root and namespaces");
+  const Folder folder;
+  const std::string command = fmt::format(
+      "unshare --mount sh -c 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {} doctor --json --master-addr "
+      "192.0.2.1' "
+      "> {} 2> {}",
+      DDPKIT_TEST_CLI, (folder / "out").string(), (folder / "errors").string());
+  const int status = std::system(command.c_str());
+  INFO(ddpkit::testing::read_file(folder / "errors"));
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  const Run run{.exit_code = 0, .lines = {ddpkit::testing::read_file(folder / "out")}, .errors = {}};
+  finding_of(run, "/dev/shm holds 64 KiB");
+  CHECK(finding_of(run, "ranks, shm")["severity"] == "fine");  // It does not need it.
+}
