@@ -14,6 +14,11 @@
 #include "asr/audio.h"
 
 namespace asr {
+namespace {
+
+constexpr double kSumsUnit = 1 << 20;
+
+}  // namespace
 
 Batch Batch::to(c10::Device device) const {
   if (device.is_cpu()) return *this;
@@ -67,7 +72,7 @@ Dataset::Dataset(std::vector<Utterance> utterances, const DatasetOptions& option
       log_mel_(options.features),
       faults_(faults),
       cache_bytes_(static_cast<std::size_t>(options.cache_mb * (1 << 20))),
-      sums_(torch::zeros({2, options.features.mels}, torch::kDouble)) {
+      sums_(torch::zeros({2, options.features.mels}, torch::kLong)) {
   scan(options, group);
   cache_.resize(utterances_.size());
 }
@@ -148,10 +153,10 @@ at::Tensor Dataset::features(std::size_t index) const {
   at::Tensor result = normalised(raw);
   const auto bytes = static_cast<std::size_t>(result.numel()) * sizeof(float);
   const at::Tensor wide = raw.to(torch::kDouble);
-  const at::Tensor sums = torch::stack({wide.sum(0), wide.square().sum(0)});
+  const at::Tensor sums = torch::stack({wide.sum(0), wide.square().sum(0)}) * kSumsUnit;
   const std::lock_guard lock(mutex_);
   if (sums.isfinite().all().item<bool>()) {
-    sums_ += sums;
+    sums_ += sums.round().to(torch::kLong);
     frames_ += static_cast<double>(raw.size(0));
   }
   if (!cache_[index].defined() && cached_bytes_ + bytes <= cache_bytes_) {
@@ -201,8 +206,8 @@ std::pair<at::Tensor, at::Tensor> Dataset::statistics(const ddpkit::ProcessGroup
   std::vector<double> values;
   {
     const std::lock_guard lock(mutex_);
-    const auto* sums = sums_.const_data_ptr<double>();
-    values.assign(sums, sums + sums_.numel());
+    const at::Tensor sums = sums_.to(torch::kDouble) / kSumsUnit;
+    values.assign(sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel());
     values.push_back(frames_);
   }
   values = ddpkit::train::sum_over_ranks(values, group);

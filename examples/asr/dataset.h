@@ -88,7 +88,9 @@ class Dataset {
   mutable std::mutex mutex_;
   mutable std::vector<at::Tensor> cache_;  ///< Undefined where it is not kept. [utterance]
   mutable std::size_t cached_bytes_ = 0;
-  mutable at::Tensor sums_;  ///< Of the frames computed: the values' and their squares'. [2, mels] float64
+  /// Of the frames computed: the values' and their squares', times 2^20 and whole, so that they do not depend on which
+  /// thread came first. [2, mels] int64
+  mutable at::Tensor sums_;
   mutable double frames_ = 0;
 };
 

@@ -85,6 +85,7 @@ Options read_options(Config& config) {
   if (distributed.backend == "auto") distributed.backend.clear();
   config.read("distributed.find_unused_parameters", distributed.find_unused_parameters);
   config.read("distributed.sync_batchnorm", distributed.sync_batchnorm);
+  config.read("distributed.arena_mb", distributed.arena_mb, {.least = 0, .most = 1e7});
   EvaluationOptions& evaluation = options.evaluation;
   config.read("evaluation.batch_size", evaluation.batch_size, kCount);
   config.read("evaluation.every_epochs", evaluation.every_epochs, kCount);

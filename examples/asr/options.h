@@ -44,6 +44,9 @@ struct DistributedOptions {
   std::string backend;  ///< shm, gloo or nccl; empty: chosen by device and hosts.
   bool find_unused_parameters = false;
   bool sync_batchnorm = false;
+  /// MiB of a rank's tensors that may come from memory the ranks of a host share: gradients, and what else comes first.
+  /// Batches of all lengths would fill any more of it with blocks that fit no later one.
+  std::int64_t arena_mb = 512;
 };
 
 struct EvaluationOptions {

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <ddpkit/train/config.h>
 #include <ddpkit/train/main.h>
 
@@ -96,24 +98,22 @@ TEST_CASE("configs that include themselves, or grow without bound, are refused",
   CHECK_THROWS_WITH(Config::load(folder / "a.yaml"), ContainsSubstring("b.yaml:3: ") && ContainsSubstring("itself"));
   // 2^7 files by way of two defaults each.
   for (int i = 0; i < 8; ++i)
-    write_file(folder / ("d" + std::to_string(i) + ".yaml"),
-               "defaults: [d" + std::to_string(i + 1) + ", d" + std::to_string(i + 1) + "]\n");
+    write_file(folder / fmt::format("d{}.yaml", i), fmt::format("defaults: [d{}, d{}]\n", i + 1, i + 1));
   write_file(folder / "d8.yaml", "x: 1\n");
   CHECK_THROWS_WITH(Config::load(folder / "d0.yaml"), ContainsSubstring("more than 100 files"));
   std::string bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n";
   for (int i = 1; i < 10; ++i) {
-    const std::string inner = "*a" + std::to_string(i - 1);
-    bomb += "a" + std::to_string(i) + ": &a" + std::to_string(i) + " {";
-    for (int j = 0; j < 10; ++j) bomb += "k" + std::to_string(j) + ": " + inner + ", ";
+    bomb += fmt::format("a{}: &a{} {{", i, i);
+    for (int j = 0; j < 10; ++j) bomb += fmt::format("k{}: *a{}, ", j, i - 1);
     bomb += "}\n";
   }
   write_file(folder / "bomb.yaml", bomb);
   CHECK_THROWS_WITH(Config::load(folder / "bomb.yaml"), ContainsSubstring("more than 10000 values"));
   write_file(folder / "knot.yaml", "a: &a {b: *a}\n");
   CHECK_THROWS_AS(Config::load(folder / "knot.yaml"), UsageError);
-  write_file(folder / "deep.yaml", "a: " + std::string(100'000, '[') + std::string(100'000, ']') + "\n");
+  write_file(folder / "deep.yaml", fmt::format("a: {:[<100000}{:]<100000}\n", "", ""));
   CHECK_THROWS_AS(Config::load(folder / "deep.yaml"), UsageError);
-  write_file(folder / "big.yaml", "a: " + std::string(2 << 20, 'x') + "\n");
+  write_file(folder / "big.yaml", fmt::format("a: {:x<2000000}\n", ""));
   CHECK_THROWS_WITH(Config::load(folder / "big.yaml"), ContainsSubstring("larger than 1 MiB"));
 }
 
