@@ -57,7 +57,9 @@ class Trainer {
              {.find_unused_parameters = options.distributed.find_unused_parameters,
               .parameters_to_ignore = {"feature_mean", "feature_deviation"},
               .arena = options.distributed.arena_mb > 0,
-              .arena_mb = static_cast<double>(options.distributed.arena_mb)}),
+              .arena_mb = options.distributed.arena_mb > 0
+                              ? std::optional<double>(static_cast<double>(options.distributed.arena_mb))
+                              : std::nullopt}),
         optimizer_(model_->parameters(),
                    torch::optim::AdamWOptions(options.training.lr).weight_decay(options.training.weight_decay)),
         scheduler_(optimizer_, schedule(), {.scaling = options.training.lr_scaling, .world_size = group.world_size()}),
