@@ -17,7 +17,8 @@ peer_extras=("safetensors>=0.5,<1" "tensorboard>=2.18,<3")
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
-          catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev)
+          catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev
+          pkg-config libsndfile1-dev libsamplerate0-dev)
 # Headers for the gloo backend, which is left out where a distribution lacks them.
 optional_packages=(libgloo-dev)
 

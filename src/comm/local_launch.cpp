@@ -146,11 +146,15 @@ class Launch {
       if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
     }
     const std::string ranks = std::to_string(options_.ranks);
-    variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
-    variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = ranks;
-    variables["MASTER_ADDR"] = "127.0.0.1";
+    variables["RANK"] = std::to_string(options_.node_rank * options_.ranks + rank);
+    variables["LOCAL_RANK"] = std::to_string(rank);
+    variables["WORLD_SIZE"] = std::to_string(options_.nodes * options_.ranks);
+    variables["LOCAL_WORLD_SIZE"] = ranks;
+    variables["MASTER_ADDR"] = options_.master_addr;
     variables["MASTER_PORT"] = std::to_string(port);
-    variables["TORCHELASTIC_RUN_ID"] = fmt::format("local-{}", ::getpid());
+    // The same on all hosts, which know nothing of one another but where to meet.
+    variables["TORCHELASTIC_RUN_ID"] =
+        options_.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
     variables.erase("TORCHELASTIC_USE_AGENT_STORE");
     variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options_.ranks)));
     for (const auto& [name, value] : options_.environment) variables[name] = value;
@@ -320,6 +324,10 @@ int LocalLaunchResult::exit_code() const noexcept {
 LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));
   if (options.command.empty()) throw InvalidArgument("there is no program to start");
+  if (options.nodes < 1 || options.node_rank < 0 || options.node_rank >= options.nodes)
+    throw InvalidArgument(fmt::format("there is no host {} among {}", options.node_rank, options.nodes));
+  if (options.nodes > 1 && (options.master_port == 0 || options.master_addr == "127.0.0.1"))
+    throw InvalidArgument(fmt::format("{} hosts need the address and the port of host 0 to meet at", options.nodes));
   return Launch(options).run();
 }
 

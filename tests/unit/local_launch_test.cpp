@@ -39,6 +39,23 @@ TEST_CASE("every rank gets torchrun's environment", "[launch]") {
   }
 }
 
+TEST_CASE("the ranks of several hosts are numbered through", "[launch]") {
+  std::string output;
+  const auto result = ddpkit::local_launch(
+      {.command = {"sh", "-c", "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"},
+       .ranks = 1,
+       .nodes = 3,
+       .node_rank = 2,
+       .master_addr = "host0",
+       .master_port = 4321,
+       .on_output = [&](int, const std::string& text) { output += text; }});
+  CHECK(result.exit_code() == 0);
+  CHECK(output == "2 0 3 1 host0 4321\n");
+  CHECK_THROWS_WITH(ddpkit::local_launch({.command = {"true"}, .nodes = 2}), ContainsSubstring("2 hosts need"));
+  CHECK_THROWS_WITH(ddpkit::local_launch({.command = {"true"}, .nodes = 2, .node_rank = 2}),
+                    ContainsSubstring("no host 2 among 2"));
+}
+
 TEST_CASE("a failing rank ends the others and is named", "[launch]") {
   const Run failed = run(3, "if [ $RANK = 1 ]; then exit 7; fi; exec sleep 60");
   CHECK(failed.result.exit_code() == 7);

@@ -14,6 +14,11 @@ namespace ddpkit {
 struct LocalLaunchOptions {
   std::vector<std::string> command;  ///< Program (looked up in PATH) and its arguments.
   int ranks = 1;                     ///< Processes to start.
+  /// Hosts that each start `ranks` of a job's processes, by a call like this one, and this host's number among them.
+  int nodes = 1;
+  int node_rank = 0;
+  /// Where the ranks meet: host 0. Needed with several hosts, as is the port.
+  std::string master_addr = "127.0.0.1";
   /// Rendezvous port; 0 takes a free one.
   int master_port = 0;
   /// Added to each rank's environment, over the inherited one.
@@ -33,7 +38,7 @@ struct LocalLaunchOptions {
 
 /// How one rank ended.
 struct RankExit {
-  int rank = -1;
+  int rank = -1;  ///< Among this host's.
   int pid = -1;
   int exit_code = 0;               ///< Meaningful when `signal` is 0.
   int signal = 0;                  ///< Signal that killed it, 0 for none.
@@ -46,7 +51,7 @@ struct RankExit {
 
 /// How a launch ended.
 struct LocalLaunchResult {
-  std::vector<RankExit> ranks;            ///< [rank]
+  std::vector<RankExit> ranks;            ///< Of this host. [rank]
   std::optional<RankExit> first_failure;  ///< The rank that failed first, by itself.
   bool timed_out = false;                 ///< The time limit ended it.
   int stopped_by_signal = 0;              ///< The signal to this process that ended it, 0 for none.
@@ -58,7 +63,7 @@ struct LocalLaunchResult {
 /// Runs `ranks` copies of a program on this host with the environment torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), OMP_NUM_THREADS = cores / ranks unless it is set, and waits for them.
 /// When one fails the others are ended. The ranks die with this process.
-/// Throws InvalidArgument when the program cannot be started.
+/// Throws InvalidArgument when the program cannot be started, and for hosts that do not fit together.
 LocalLaunchResult local_launch(const LocalLaunchOptions& options);
 
 /// Cores this process may use, from its affinity mask.

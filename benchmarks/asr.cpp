@@ -1,0 +1,156 @@
+// The asr trainer's full model on two ranks, and the same model in Python's DistributedDataParallel beside: what
+// `script/bench asr` runs. Every run is a program of its own; they take turns, and medians are shown.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/train/main.h>
+
+#include "bench/python.h"
+#include "bench/timing.h"
+
+namespace {
+
+using ddpkit::train::UsageError;
+
+struct Options {
+  std::string asr;
+  std::string data = "data/speech/train.jsonl";
+  std::string config = "examples/asr/configs/base_config.yaml";
+  int ranks = 2;
+  int batch_size = 16;
+  int epochs = 3;
+  int rounds = 3;
+  bool peers = false;
+};
+
+// What both sides are given of the model; the rest is what the config says.
+constexpr const char* kModel =
+    R"({"sample_rate": 8000, "mels": 40, "width": 512, "kernel": 5, "strides": [2, 2], "layers": 6, )"
+    R"("memory_channels": 40, "order": 32, "theta": 64, "dropout": 0.1})";
+
+struct Measured {
+  std::vector<double> step_ms;         // Median of each epoch but a run's first.
+  std::vector<double> epoch_seconds;   // The same epochs.
+  std::vector<double> exposed_shares;  // The same epochs; of ddpkit.
+  std::vector<double> first_step_seconds;
+  std::vector<double> peak_mib;  // Of each rank of each run.
+};
+
+double now() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
+
+std::vector<std::string> command_of(bool is_python, const Options& options) {
+  const nlohmann::json model = nlohmann::json::parse(kModel);
+  const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
+  // A core for each rank, where there are enough: else the scheduler deals them out.
+  std::vector<std::string> command;
+  if (options.ranks <= ddpkit::available_cores()) command = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
+  const auto add = [&](const std::vector<std::string>& more) {
+    command.insert(command.end(), more.begin(), more.end());
+  };
+  if (is_python) {
+    add(ddpkit::bench::python_command("asr.py"));
+    add({options.data, epochs, batch, model.dump()});
+    return command;
+  }
+  // Both in float32, without SpecAugment, at a constant rate, and with the features kept.
+  add({options.asr, "--config", options.config, "--json", "data.train=" + options.data,
+       "data.dev=", "run.save_dir=", "training.epochs=" + epochs, "training.batch_size=" + batch, "training.amp=false",
+       "training.schedule=constant", "training.warmup_epochs=0", "training.spec_augment.enabled=false"});
+  for (const auto& [key, value] : model.items()) {
+    const std::string section = key == "sample_rate" || key == "mels" ? "features." : "model.";
+    add({section + key + "=" + value.dump()});
+  }
+  return command;
+}
+
+void run(bool is_python, const Options& options, Measured& measured) {
+  std::string output, errors;
+  const double start = now();
+  const auto result = ddpkit::local_launch(
+      {.command = command_of(is_python, options),
+       .ranks = options.ranks,
+       .environment = {{"OMP_NUM_THREADS", "1"}},
+       .time_limit = std::chrono::minutes(10),
+       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
+  if (result.exit_code() != 0)
+    throw ddpkit::Error(
+        fmt::format("{} ended with code {}: {}", is_python ? "Python" : "asr", result.exit_code(), output + errors));
+  std::istringstream lines(output);
+  int epoch = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("{")) continue;
+    const auto json = nlohmann::json::parse(line);
+    if (++epoch > 1) {
+      measured.step_ms.push_back(json["median_step_ms"]);
+      measured.epoch_seconds.push_back(json["seconds"]);
+      if (!is_python) measured.exposed_shares.push_back(json["exchange_exposed_share"]);
+    }
+    if (epoch < options.epochs) continue;
+    measured.first_step_seconds.push_back(json["first_step_at"].get<double>() - start);
+    for (const double bytes : json["peak_memory_bytes"]) measured.peak_mib.push_back(bytes / (1 << 20));
+  }
+  if (epoch != options.epochs)
+    throw ddpkit::Error(fmt::format("{} epochs of {} were printed: {}", epoch, options.epochs, output + errors));
+}
+
+void print_row(const char* name, const Measured& measured) {
+  using ddpkit::bench::median;
+  fmt::print("| {} | {:.1f} | {:.2f} | {} | {:.2f} | {:.0f} |\n", name, median(measured.step_ms),
+             median(measured.epoch_seconds),
+             measured.exposed_shares.empty() ? "" : fmt::format("{:.1f} %", 100 * median(measured.exposed_shares)),
+             median(measured.first_step_seconds),
+             *std::max_element(measured.peak_mib.begin(), measured.peak_mib.end()));
+}
+
+void measure(const Options& options) {
+  if (!std::filesystem::exists(options.data))
+    throw UsageError(fmt::format("there is no {}: script/data speech fetches it", options.data));
+  if (options.peers) {
+    if (const std::string why = ddpkit::bench::why_no_python(); !why.empty()) throw UsageError(why);
+  }
+  Measured own, python;
+  for (int round = 0; round < options.rounds; ++round) {
+    fmt::print(stderr, "round {}/{}\n", round + 1, options.rounds);
+    run(false, options, own);
+    if (options.peers) run(true, options, python);
+  }
+  fmt::print(
+      "| system, {} ranks | median step, ms | s an epoch | exposed exchange | start to first step, s | peak MiB |\n"
+      "| --- | ---: | ---: | ---: | ---: | ---: |\n",
+      options.ranks);
+  print_row("ddpkit", own);
+  if (!options.peers) return;
+  print_row("Python DDP, Gloo", python);
+  using ddpkit::bench::median;
+  const auto most = [](const std::vector<double>& values) { return *std::max_element(values.begin(), values.end()); };
+  fmt::print("\nddpkit over Python: step {:.2f}, epoch {:.2f}, start to first step {:.3f}, peak memory {:.2f}\n",
+             median(own.step_ms) / median(python.step_ms), median(own.epoch_seconds) / median(python.epoch_seconds),
+             median(own.first_step_seconds) / median(python.first_step_seconds),
+             most(own.peak_mib) / most(python.peak_mib));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("The asr trainer's full model on several ranks, beside Python's DistributedDataParallel.", "bench_asr");
+  Options options;
+  options.asr = std::filesystem::path(argv[0]).parent_path() / "asr";
+  app.option_defaults()->always_capture_default();
+  app.add_option("--data", options.data, "Manifest of 8 kHz WAV files");
+  app.add_option("--config", options.config, "Of the asr trainer: whatever the benchmark does not set");
+  app.add_option("--ranks", options.ranks, "Ranks")->check(CLI::Range(1, 1024));
+  app.add_option("--batch-size", options.batch_size, "Utterances a step, of all ranks")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--epochs", options.epochs, "Of each run; the first is not counted")->check(CLI::Range(2, 1000));
+  app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
+  app.add_flag("--peers", options.peers, "Python's DistributedDataParallel beside");
+  return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
+}

@@ -1,0 +1,112 @@
+#include "asr/audio.h"
+
+#include <samplerate.h>
+#include <sndfile.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <memory>
+
+#include <fmt/format.h>
+
+namespace asr {
+namespace {
+
+struct Close {
+  void operator()(SNDFILE* file) const { sf_close(file); }
+};
+using File = std::unique_ptr<SNDFILE, Close>;
+
+std::uint32_t little_endian(const char* bytes) {
+  std::uint32_t value = 0;
+  for (int i = 3; i >= 0; --i) value = value << 8 | static_cast<unsigned char>(bytes[i]);
+  return value;
+}
+
+// libsndfile reads a WAV that was cut off as if it had been meant to be so short.
+void check_wav_is_whole(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  char header[12];
+  if (!file.read(header, 12) || std::memcmp(header, "RIFF", 4) != 0 || std::memcmp(header + 8, "WAVE", 4) != 0) return;
+  const auto size = static_cast<std::uint64_t>(std::filesystem::file_size(path));
+  constexpr std::uint32_t kUnknown = 0xffffffff;  // Written by who streams to a pipe.
+  for (std::uint64_t at = 12; at + 8 <= size;) {
+    char chunk[8];
+    file.seekg(static_cast<std::streamoff>(at));
+    if (!file.read(chunk, 8)) return;
+    const std::uint32_t length = little_endian(chunk + 4);
+    if (std::memcmp(chunk, "data", 4) == 0) {
+      if (length != kUnknown && at + 8 + length > size)
+        throw AudioError(fmt::format("{}: truncated: it holds {} of the {} bytes of sound that its header announces",
+                                     path.string(), size - at - 8, length));
+      return;
+    }
+    at += 8 + std::uint64_t{length} + length % 2;
+  }
+}
+
+File open(const std::filesystem::path& path, SF_INFO& info) {
+  if (!std::filesystem::exists(path)) throw AudioError(fmt::format("{}: there is no such file", path.string()));
+  File file(sf_open(path.c_str(), SFM_READ, &info));
+  if (!file) {
+    std::string why = sf_strerror(nullptr);
+    while (!why.empty() && (why.back() == '.' || why.back() == '\n')) why.pop_back();
+    throw AudioError(fmt::format("{}: no recording that can be read: {}", path.string(), why));
+  }
+  check_wav_is_whole(path);
+  if (info.frames <= 0 || info.channels <= 0 || info.samplerate <= 0)
+    throw AudioError(fmt::format("{}: an empty recording", path.string()));
+  return file;
+}
+
+std::vector<float> resampled(const std::vector<float>& input, int from, int to, const std::filesystem::path& path) {
+  const double ratio = static_cast<double>(to) / from;
+  std::vector<float> output(static_cast<std::size_t>(std::ceil(static_cast<double>(input.size()) * ratio)) + 16);
+  SRC_DATA data{};
+  data.data_in = input.data();
+  data.data_out = output.data();
+  data.input_frames = static_cast<long>(input.size());
+  data.output_frames = static_cast<long>(output.size());
+  data.src_ratio = ratio;
+  if (const int error = src_simple(&data, SRC_SINC_MEDIUM_QUALITY, 1))
+    throw AudioError(
+        fmt::format("{}: cannot be resampled from {} to {} Hz: {}", path.string(), from, to, src_strerror(error)));
+  output.resize(static_cast<std::size_t>(data.output_frames_gen));
+  return output;
+}
+
+}  // namespace
+
+AudioInfo audio_info(const std::filesystem::path& path) {
+  SF_INFO info{};
+  const File file = open(path, info);
+  return {.samples = info.frames, .sample_rate = info.samplerate};
+}
+
+std::vector<float> read_audio(const std::filesystem::path& path, int sample_rate) {
+  SF_INFO info{};
+  const File file = open(path, info);
+  const auto channels = static_cast<std::size_t>(info.channels);
+  const auto samples = static_cast<std::size_t>(info.frames);
+  // In blocks: a header may announce far more than there is.
+  constexpr std::size_t kBlock = 1 << 16;
+  std::vector<float> mono, block(kBlock * channels);
+  while (mono.size() < samples) {
+    const sf_count_t got = sf_readf_float(file.get(), block.data(), kBlock);
+    if (got <= 0) break;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(got); ++i) {
+      float sum = 0;
+      for (std::size_t channel = 0; channel < channels; ++channel) sum += block[i * channels + channel];
+      mono.push_back(sum / static_cast<float>(channels));
+      if (!std::isfinite(mono.back()))
+        throw AudioError(fmt::format("{}: sample {} is {}", path.string(), mono.size() - 1, mono.back()));
+    }
+  }
+  if (mono.size() < samples)
+    throw AudioError(fmt::format("{}: truncated: it holds {} of the {} samples that its header announces",
+                                 path.string(), mono.size(), samples));
+  return info.samplerate == sample_rate ? mono : resampled(mono, info.samplerate, sample_rate, path);
+}
+
+}  // namespace asr

@@ -1,0 +1,37 @@
+// Tier 1: ATen/core/Tensor.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace asr {
+
+/// Takes the likeliest label of each frame, drops repetitions, then blanks: as the frames come.
+class GreedyDecoder {
+ public:
+  /// `log_probs` [frames, labels], or logits; returns the labels that are new.
+  std::vector<std::int64_t> add(const at::Tensor& log_probs);
+
+ private:
+  std::int64_t last_ = 0;  ///< The last frame's label.
+};
+
+/// All of an utterance's labels.
+std::vector<std::int64_t> greedy_decode(const at::Tensor& log_probs);
+
+struct Hypothesis {
+  std::vector<std::int64_t> labels;
+  double log_probability = 0;  ///< Of all paths that give these labels and that the beam has kept.
+};
+
+/// Prefix beam search: sums the probabilities of all paths that lead to the same labels, where greedy_decode() takes
+/// the best path. Hannun and others 2014 (arXiv 1408.2873, algorithm 1), in the log domain and without a language
+/// model. `log_probs` [frames, labels] float32, normalised; returns at most `beam` hypotheses, the likeliest first.
+/// Labels that are less likely than exp(`least`) in a frame are not tried there. Throws InvalidArgument for a beam
+/// below 1.
+std::vector<Hypothesis> prefix_beam_search(const at::Tensor& log_probs, std::int64_t beam, double least = -14);
+
+}  // namespace asr

@@ -1,0 +1,43 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace asr {
+
+/// The fewest insertions, deletions and substitutions that make `b` of `a` (Levenshtein 1966).
+template <class Sequence>
+std::size_t edit_distance(const Sequence& a, const Sequence& b) {
+  std::vector<std::size_t> row(b.size() + 1);  // Distances of a's first i elements. [elements of b]
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+/// Of a text, by spaces.
+std::vector<std::string> words_of(const std::string& text);
+
+/// What is wrong in transcripts, summed up: the rates weigh each utterance by its length.
+struct ErrorCounts {
+  double utterances = 0;
+  double characters = 0, character_edits = 0;
+  double words = 0, word_edits = 0;
+
+  void add(const std::string& truth, const std::string& heard);
+  double cer() const { return character_edits / characters; }  ///< Character error rate; above 1 is possible.
+  double wer() const { return word_edits / words; }            ///< Word error rate.
+};
+
+}  // namespace asr

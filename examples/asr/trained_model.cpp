@@ -1,0 +1,95 @@
+#include "asr/trained_model.h"
+
+#include <torch/torch.h>
+
+#include <nlohmann/json.hpp>
+
+#include <fmt/format.h>
+
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/main.h>
+#include <ddpkit/train/together.h>
+
+#include "asr/evaluation.h"
+#include "asr/report.h"
+
+namespace asr {
+
+std::unique_ptr<Dataset> open_dataset(const std::string& path, const Options& options, const Recognizer& model,
+                                      Faults& faults, const ddpkit::ProcessGroup& group) {
+  std::vector<Utterance> utterances;
+  ddpkit::train::run_together(group, [&] { utterances = including(read_corpus(path), options.data.include); });
+  return std::make_unique<Dataset>(
+      std::move(utterances),
+      DatasetOptions{.name = path,
+                     .features = options.features,
+                     .cache_mb = options.data.cache_mb,
+                     .output_frames = [&model](std::int64_t frames) { return model.output_frames(frames); }},
+      faults, group);
+}
+
+std::int64_t parameter_count(const torch::nn::Module& module) {
+  std::int64_t count = 0;
+  for (const at::Tensor& parameter : module.parameters()) count += parameter.numel();
+  return count;
+}
+
+TrainedModel load_model(const std::string& save_dir) {
+  if (save_dir.empty())
+    throw ddpkit::train::UsageError("--save-dir FOLDER is required: the run whose model is to be used");
+  const std::filesystem::path checkpoint = std::filesystem::path(save_dir) / "checkpoint.pt";
+  nlohmann::json json = nlohmann::json::parse(ddpkit::train::read_checkpoint_info(checkpoint).config);
+  if (!json.is_object() || json.value("program", "") != "asr")
+    throw ddpkit::InvalidArgument(fmt::format("{} is of another program's run", checkpoint.string()));
+  for (const char* key : {"program", "world_size", "train_utterances"}) json.erase(key);
+  auto config = ddpkit::train::Config::parse(json.dump(), checkpoint.string());
+  TrainedModel result;
+  result.options = read_options(config);
+  result.model = std::make_shared<Recognizer>(result.options.model);
+  ddpkit::optim::FusedAdamW optimizer(result.model->parameters());
+  ddpkit::train::read_checkpoint(checkpoint, *result.model, optimizer);
+  result.model->eval();
+  return result;
+}
+
+void evaluate_run(const Options& given, const ddpkit::ProcessGroup& group) {
+  TrainedModel trained;
+  ddpkit::train::run_together(group, [&] { trained = load_model(given.run.save_dir); });
+  trained.model->to(group.device());
+  Options options = trained.options;
+  options.evaluation = given.evaluation;
+  options.data.on_error = given.data.on_error;
+  if (!given.data.include.empty()) options.data.include = given.data.include;
+  const bool has_own = !given.data.train.empty() || !given.data.dev.empty() || !given.data.test.empty();
+  if (has_own) options.data = given.data;
+  Faults faults(options.data.on_error);
+  bool found = false;
+  for (const auto& [name, path] : {std::pair{"train", has_own ? options.data.train : ""},
+                                   std::pair{"dev", options.data.dev}, std::pair{"test", options.data.test}}) {
+    if (path.empty()) continue;
+    found = true;
+    const auto dataset = open_dataset(path, options, *trained.model, faults, group);
+    const EvaluationResult result = evaluate(*trained.model, *dataset, options.evaluation, group);
+    if (group.rank() != 0) continue;
+    if (given.run.json) {
+      print(nlohmann::ordered_json{{"set", name},
+                                   {"path", path},
+                                   {"utterances", result.errors.utterances},
+                                   {"loss", result.loss},
+                                   {"cer", result.errors.cer()},
+                                   {"wer", result.errors.wer()}}
+                .dump());
+      continue;
+    }
+    print(fmt::format("{}: {} utterances  loss {:.4f}  CER {:.1f} %  WER {:.1f} %", path, result.errors.utterances,
+                      result.loss, 100 * result.errors.cer(), 100 * result.errors.wer()));
+    for (const Sample& sample : result.samples)
+      print(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
+  }
+  if (!found) throw ddpkit::train::UsageError("neither data.dev nor data.test is given, nor data.train");
+  const auto counts = faults.count(group);
+  if (group.rank() == 0) print(describe(counts));
+}
+
+}  // namespace asr

@@ -1,0 +1,16 @@
+// Tier 2: torch/nn/module.h, through options.h.
+#pragma once
+
+#include <string>
+
+#include <ddpkit/comm/process_group.h>
+
+#include "asr/options.h"
+
+namespace asr {
+
+/// Trains on all ranks of the job this process belongs to, with what `config` says (Config::resolved(), kept in the
+/// checkpoint). Rank 0 prints to stdout, after the last epoch what was left out. Throws ddpkit::Error.
+void train(const Options& options, const std::string& config, const ddpkit::ProcessGroup& group);
+
+}  // namespace asr

@@ -1,0 +1,155 @@
+#include <ddpkit/data/length_bucketed_sampler.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/randperm.h>
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+namespace {
+
+using Indices = std::vector<std::size_t>;
+
+Indices shuffled(std::size_t size, const at::Generator& generator) {
+  const at::Tensor permutation = at::randperm(static_cast<std::int64_t>(size), generator, at::kLong);
+  const auto* values = permutation.const_data_ptr<std::int64_t>();
+  return {values, values + size};
+}
+
+// The samples of one batch, from the longest to the shortest, dealt out. [rank]
+std::vector<Indices> deal(const Indices& samples, const std::vector<std::int64_t>& lengths, std::size_t world_size) {
+  const std::size_t least = samples.size() / world_size;
+  std::size_t with_one_more = samples.size() % world_size;  // Ranks that may still get one above `least`.
+  std::vector<Indices> shares(world_size);
+  std::vector<std::int64_t> totals(world_size, 0);
+  for (const std::size_t sample : samples) {
+    std::size_t best = world_size;
+    for (std::size_t rank = 0; rank < world_size; ++rank) {
+      const std::size_t count = shares[rank].size();
+      const bool is_open = count < least || (count == least && with_one_more > 0);
+      if (is_open && (best == world_size || totals[rank] < totals[best])) best = rank;
+    }
+    if (shares[best].size() == least) --with_one_more;
+    shares[best].push_back(sample);
+    totals[best] += lengths[sample];
+  }
+  return shares;
+}
+
+}  // namespace
+
+LengthBucketedSampler::LengthBucketedSampler(std::vector<std::int64_t> lengths, int world_size, int rank,
+                                             const LengthBucketedSamplerOptions& options)
+    : lengths_(std::move(lengths)),
+      world_size_(static_cast<std::size_t>(world_size)),
+      rank_(static_cast<std::size_t>(rank)),
+      options_(options) {
+  if (world_size < 1 || rank < 0 || rank >= world_size)
+    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
+  if (options.batch_size < world_size_)
+    throw InvalidArgument(
+        fmt::format("a batch of {} samples cannot be divided among {} ranks", options.batch_size, world_size));
+  if (options.batches_per_bucket < 1) throw InvalidArgument("batches_per_bucket is 0: at least 1");
+  if (lengths_.empty() || (options.drop_last && lengths_.size() < options.batch_size))
+    throw InvalidArgument(fmt::format("{} samples make no batch of {}", lengths_.size(), options.batch_size));
+  for (std::size_t sample = 0; sample < lengths_.size(); ++sample) {
+    if (lengths_[sample] < 0)
+      throw InvalidArgument(fmt::format("sample {} has length {}: at least 0", sample, lengths_[sample]));
+  }
+  draw();
+}
+
+LengthBucketedSampler::LengthBucketedSampler(std::vector<std::int64_t> lengths, const ProcessGroup& group,
+                                             const LengthBucketedSamplerOptions& options)
+    : LengthBucketedSampler(std::move(lengths), group.world_size(), group.rank(), options) {}
+
+void LengthBucketedSampler::draw() {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + epoch_);
+  Indices order(lengths_.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  if (options_.shuffle) order = shuffled(order.size(), generator);
+  const auto is_longer = [this](std::size_t a, std::size_t b) { return lengths_[a] > lengths_[b]; };
+  const std::size_t bucket = options_.shuffle ? options_.batch_size * options_.batches_per_bucket : order.size();
+  std::vector<Indices> all;  // [batch]
+  for (std::size_t begin = 0; begin < order.size(); begin += bucket) {
+    const auto from = order.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto to = order.begin() + static_cast<std::ptrdiff_t>(std::min(begin + bucket, order.size()));
+    // Equally long ones stay shuffled.
+    std::stable_sort(from, to, is_longer);
+    for (auto at = from; at < to;
+         at += std::min<std::ptrdiff_t>(static_cast<std::ptrdiff_t>(options_.batch_size), to - at))
+      all.emplace_back(at, at + std::min<std::ptrdiff_t>(static_cast<std::ptrdiff_t>(options_.batch_size), to - at));
+  }
+  // Of all but the last bucket, batches are full: what remains is the last one's shortest samples.
+  if (options_.drop_last && all.back().size() < options_.batch_size) all.pop_back();
+  Indices turns(all.size());
+  std::iota(turns.rbegin(), turns.rend(), std::size_t{0});
+  if (options_.shuffle) turns = shuffled(all.size(), generator);
+
+  batches_.clear();
+  double fullest = 0, sum = 0, padded = 0;
+  for (const std::size_t turn : turns) {
+    const Indices& samples = all[turn];
+    std::vector<Indices> shares = deal(samples, lengths_, world_size_);
+    std::int64_t most = 0;
+    for (const Indices& share : shares) {
+      std::int64_t total = 0;
+      for (const std::size_t sample : share) total += lengths_[sample];
+      most = std::max(most, total);
+      sum += static_cast<double>(total);
+      if (!share.empty()) padded += static_cast<double>(lengths_[share.front()]) * static_cast<double>(share.size());
+    }
+    fullest += static_cast<double>(most);
+    LengthBucketedBatch mine{.indices = std::move(shares[rank_]), .repeated = 0, .batch_size = samples.size()};
+    if (mine.indices.empty()) {
+      mine.indices.push_back(samples[rank_ % samples.size()]);
+      mine.repeated = 1;
+    }
+    batches_.push_back(std::move(mine));
+  }
+  balance_.fullest_over_mean = sum > 0 ? fullest * static_cast<double>(world_size_) / sum : 1;
+  balance_.padding = padded > 0 ? 1 - sum / padded : 0;
+}
+
+void LengthBucketedSampler::set_epoch(std::uint64_t epoch) {
+  position_ = 0;
+  if (epoch == epoch_) return;
+  epoch_ = epoch;
+  draw();
+}
+
+std::optional<LengthBucketedBatch> LengthBucketedSampler::next() {
+  if (position_ == batches_.size()) return std::nullopt;
+  return batches_[position_++];
+}
+
+void LengthBucketedSampler::set_position(std::size_t position) {
+  if (position > batches_.size())
+    throw InvalidArgument(fmt::format("there is no batch {} in an epoch of {}", position, batches_.size()));
+  position_ = position;
+}
+
+void LengthBucketedSampler::save(torch::serialize::OutputArchive& archive) const {
+  const auto number = [](std::size_t value) { return torch::tensor(static_cast<std::int64_t>(value), torch::kLong); };
+  archive.write("epoch", number(epoch_), /*is_buffer=*/true);
+  archive.write("position", number(position_), /*is_buffer=*/true);
+}
+
+void LengthBucketedSampler::load(torch::serialize::InputArchive& archive) {
+  torch::Tensor epoch, position;
+  archive.read("epoch", epoch, /*is_buffer=*/true);
+  archive.read("position", position, /*is_buffer=*/true);
+  const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
+  if (saved > num_batches())
+    throw InvalidArgument(
+        fmt::format("the saved sampler stands at batch {}, but an epoch has only {} here", saved, num_batches()));
+  set_epoch(static_cast<std::uint64_t>(epoch.item<std::int64_t>()));
+  position_ = saved;
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,158 @@
+#include "asr_program.h"
+
+using namespace asr::testing;
+
+namespace {
+
+std::vector<double> losses_of(const Run& run) {
+  std::vector<double> losses;
+  for (const std::string& line : run.lines) {
+    if (!line.starts_with("{\"step\"")) continue;
+    losses.push_back(nlohmann::json::parse(line)["loss"]);
+  }
+  return losses;
+}
+
+}  // namespace
+
+TEST_CASE("asr learns made-up speech on two ranks, and writes it down", "[asr]") {
+  const Folder folder;
+  const std::string run_folder = (folder / "run").string();
+  const Run run = run_asr(2, joined(small(), {"--json", "--save-dir", run_folder, "data.dev=" + corpus(),
+                                              "training.epochs=30", "evaluation.every_epochs=30"}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  REQUIRE(run.lines.size() == 31);
+  const auto first = nlohmann::json::parse(run.lines.front()), last = nlohmann::json::parse(run.lines[29]);
+  CHECK(first["epoch"] == 1);
+  CHECK(first["step"] == 6);  // 46 utterances in batches of 8.
+  CHECK_FALSE(first.contains("dev_cer"));
+  CHECK(last["train_loss"].get<double>() < 0.5 * first["train_loss"].get<double>());
+  CHECK(last["dev_utterances"] == 46);  // None dropped, none repeated.
+  CHECK(last["dev_cer"].get<double>() < 0.1);
+  CHECK(last["world_size"] == 2);
+  CHECK(last["wait_seconds"] >= 0);
+  CHECK(run.lines.back() == "no file left out");
+
+  const std::string wav = (std::filesystem::path(corpus()).parent_path() / "12.wav").string();
+  const Run heard = run_asr(0, {"transcribe", wav, "--save-dir", run_folder});
+  INFO(heard.errors);
+  REQUIRE(heard.exit_code == 0);
+  REQUIRE(heard.lines.size() == 1);
+  const Run streamed = run_asr(0, {"transcribe", wav, "--streaming", "--save-dir", run_folder});
+  REQUIRE(streamed.lines.size() == 1);
+  const auto apart = [](const std::string& a, const std::string& b) { return asr::edit_distance(a, b); };
+  CHECK(heard.lines[0].size() >= 4);
+  CHECK(apart(heard.lines[0], streamed.lines[0]) <= 2);
+
+  for (const int ranks : {1, 3}) {
+    const Run evaluated = run_asr(ranks, {"evaluate", "--json", "--save-dir", run_folder});
+    INFO(evaluated.errors);
+    REQUIRE(evaluated.exit_code == 0);
+    const auto line = nlohmann::json::parse(evaluated.lines.front());
+    CHECK(line["utterances"] == 46);
+    CHECK(line["cer"].get<double>() == Approx(last["dev_cer"].get<double>()));
+    CHECK(line["wer"].get<double>() == Approx(last["dev_wer"].get<double>()));
+  }
+  const Run beam = run_asr(1, {"evaluate", "--json", "--save-dir", run_folder, "evaluation.decoder=beam"});
+  CHECK(nlohmann::json::parse(beam.lines.front())["cer"].get<double>() < 0.12);
+}
+
+TEST_CASE("one, two and three ranks have the same loss in 50 steps, dropout and SpecAugment included", "[asr]") {
+  const Arguments arguments = joined(small(), {"--json", "--max-steps", "50", "run.log_steps=1", "training.epochs=20",
+                                               "training.amp=false", "training.lr=2e-3"});
+  const std::vector<double> alone = losses_of(run_asr(1, arguments));
+  REQUIRE(alone.size() == 50);
+  CHECK(alone.back() < alone.front());
+  for (const int ranks : {2, 3}) {
+    const std::vector<double> together = losses_of(run_asr(ranks, arguments));
+    REQUIRE(together.size() == 50);
+    for (std::size_t step = 0; step < 50; ++step) {
+      CAPTURE(ranks, step);
+      CHECK(std::abs(together[step] - alone[step]) < 1e-4);
+    }
+  }
+}
+
+TEST_CASE("under a launcher and by --spawn the weights come out the same, and a stopped run goes on", "[asr]") {
+  const Folder launched, spawned, stopped;
+  const Arguments arguments = joined(small(), {"training.epochs=3"});
+  REQUIRE(run_asr(2, joined(arguments, {"--save-dir", launched.path()})).exit_code == 0);
+  const Run run = run_asr(0, joined(arguments, {"--spawn", "2", "--save-dir", spawned.path()}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  CHECK(same_bits(weights_of(launched.path()), weights_of(spawned.path())));
+  // In the middle of the second epoch.
+  const Arguments pieces = joined(arguments, {"training.checkpoint_steps=1", "--save-dir", stopped.path()});
+  REQUIRE(run_asr(2, joined(pieces, {"--max-steps", "9"})).exit_code == 0);
+  const Run resumed = run_asr(2, pieces);
+  INFO(resumed.errors);
+  REQUIRE(resumed.exit_code == 0);
+  CHECK(same_bits(weights_of(launched.path()), weights_of(stopped.path())));
+}
+
+TEST_CASE("asr check passes on one process and on several", "[asr]") {
+  for (const Arguments& arguments : {Arguments{"check"}, Arguments{"check", "--spawn", "3"}}) {
+    const Run run = run_asr(0, arguments);
+    INFO(run.errors);
+    CHECK(run.exit_code == 0);
+    REQUIRE_FALSE(run.lines.empty());
+    CHECK_THAT(run.lines.back(), ContainsSubstring("the distributed set-up works"));
+  }
+  const Run run = run_asr(2, {"check"});
+  CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("ok  "); }) == 5);
+}
+
+TEST_CASE("two hosts that each spawn a rank meet", "[asr]") {
+  const std::string host = " check --spawn 1 --nnodes 2 --master-addr localhost --master-port 29871 --node-rank ";
+  const Folder folder;
+  const std::string script = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; cd " +
+                             folder.path().string() + "; " DDPKIT_TEST_ASR + host + "1 > one 2>&1 & " DDPKIT_TEST_ASR +
+                             host + "0 > zero 2>&1; wait";
+  REQUIRE(std::system(("cd " + folder.path().string() + "; " + script).c_str()) == 0);
+  const std::string said = read_file(folder / "zero");
+  INFO(said << read_file(folder / "one"));
+  if (said.find("gloo") != std::string::npos && said.find("ok  ") == std::string::npos)
+    DDPKIT_SKIP("this build has no gloo, which several hosts need");
+  CHECK_THAT(said,
+             ContainsSubstring("rank 1 of 2") && ContainsSubstring("the distributed set-up works: 2 ranks, gloo"));
+}
+
+TEST_CASE("batch norm over all ranks trains", "[asr]") {
+  const Run run = run_asr(
+      2, joined(small(), {"--json", "training.epochs=3", "model.batch_norm=true", "distributed.sync_batchnorm=true",
+                          "distributed.find_unused_parameters=true", "data.dev=" + corpus()}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const auto first = nlohmann::json::parse(run.lines.front()), last = nlohmann::json::parse(run.lines[2]);
+  CHECK(last["train_loss"].get<double>() < first["train_loss"].get<double>());
+  CHECK(last["dev_utterances"] == 46);
+}
+
+TEST_CASE("the full model has 7.16 M parameters, and says so", "[asr]") {
+  const Run run = run_asr(1, {"--config", DDPKIT_TEST_CONFIGS "/base_config.yaml", "data.train=" + corpus(),
+                              "data.dev=", "--max-steps", "1", "run.save_dir="});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  REQUIRE(run.lines.size() >= 2);
+  const std::string start = "model with ";
+  REQUIRE(run.lines[1].starts_with(start));
+  CHECK(std::stod(run.lines[1].substr(start.size())) == Approx(7.16e6).epsilon(0.01));
+}
+
+TEST_CASE("asr names what is wrong with its options", "[asr]") {
+  const auto refused = [](const Arguments& arguments, const std::string& message) {
+    CAPTURE(arguments);
+    for (const int ranks : {1, 2}) {
+      const Run run = run_asr(ranks, arguments);
+      CHECK(run.exit_code == 2);
+      CHECK_THAT(run.errors, ContainsSubstring(message));
+      CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
+    }
+  };
+  refused(joined(small(), {"training.lrr=1"}), "unknown key 'training.lrr'; did you mean training.lr?");
+  refused(joined(small(), {"training.lr=no"}), "the command line: training.lr must be a number");
+  refused({"--config", "/nowhere.yaml"}, "there is no config file /nowhere.yaml");
+  refused({}, "data.train is not given");
+  refused({"trian"}, "'trian' is no KEY=VALUE");
+}
