@@ -56,9 +56,7 @@ at::Tensor prepare_clips(const at::Tensor& pixels, const std::vector<Augmentatio
     const at::Tensor from = (rows * width + columns).view({batch, 1, height * width}).expand({batch, frames, -1});
     bytes = pixels.view({batch, frames, height * width}).gather(2, from).view_as(pixels);
   }
-  const at::Tensor clips =
-      at::empty({batch, kClipChannels, frames, height, width},
-                pixels.options().dtype(at::kFloat).memory_format(at::MemoryFormat::ChannelsLast3d));
+  const at::Tensor clips = at::empty({batch, kClipChannels, frames, height, width}, pixels.options().dtype(at::kFloat));
   at::Tensor grey = bytes.to(at::kFloat).mul_(2 / 255.0).sub_(1);
   if (!augmentations.empty())
     grey.mul_(column(augmentations, &Augmentation::gain).to(device))

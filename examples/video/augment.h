@@ -28,8 +28,8 @@ Augmentation draw_augmentation(std::uint64_t seed);
 
 /// What the model takes of clips as they were decoded: on the device, in one pass over the bytes.
 /// `pixels` [batch, frames, height, width] uint8; `augmentations` one a clip, or empty for none.
-/// Returns float32 [batch, 2, frames, height, width], channels last: brightness from -1 to 1, and 4 times its change
-/// since the frame before (0 in the first).
+/// Returns float32 [batch, 2, frames, height, width]: brightness from -1 to 1, and 4 times its change since the frame
+/// before (0 in the first), which is about as large.
 at::Tensor prepare_clips(const at::Tensor& pixels, const std::vector<Augmentation>& augmentations);
 
 }  // namespace video

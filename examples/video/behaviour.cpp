@@ -10,8 +10,8 @@ double radians_a_frame(double period_frames) { return 2 * kPi / period_frames; }
 }  // namespace
 
 Motion::Motion(Behaviour behaviour, int frames, Random& random) {
-  x_ = random.uniform(-0.16, 0.16);
-  y_ = random.uniform(-0.16, 0.16);
+  x_ = random.uniform(-0.06, 0.06);
+  y_ = random.uniform(-0.06, 0.06);
   heading_ = random.angle();
   for (Swing* swing : {&along_, &stretch_, &head_, &front_, &hind_, &breath_}) swing->phase = random.angle();
   breath_.speed = radians_a_frame(random.uniform(10, 14));  // In every class.
@@ -47,7 +47,7 @@ Motion::Motion(Behaviour behaviour, int frames, Random& random) {
 Pose Motion::at(double frame) const {
   Pose pose;
   pose.heading = heading_ + turning_ * frame;
-  const double along = 0.13 * along_.at(frame);
+  const double along = 0.1 * along_.at(frame);
   pose.x = x_ + along * std::cos(pose.heading);
   pose.y = y_ + along * std::sin(pose.heading);
   pose.stretch = 1 + 0.22 * stretch_.at(frame) + 0.015 * breath_.at(frame);

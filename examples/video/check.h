@@ -18,14 +18,13 @@ enum class Check {
 
 struct CheckOptions {
   Check depth = Check::kDecode;
-  OnBadData policy = OnBadData::kStop;
   int num_workers = 1;
 };
 
 /// Looks at the videos of all trials, each on one rank, and takes the bad trials out of `set`: on every rank the same
 /// ones, so that all take the same number of steps whatever they come upon. What was decoded goes into the loader's
-/// cache. With kStop every rank throws InvalidArgument for the first bad trial of the file. Collective. Rank 0 draws a
-/// progress bar on a terminal.
+/// cache. Where `faults` stops, every rank throws InvalidArgument for the first bad trial of the file. Collective. Rank
+/// 0 draws a progress bar on a terminal.
 void check_trials(TrialSet& set, ClipLoader& loader, const CheckOptions& options, const ddpkit::ProcessGroup& group,
                   DataFaults& faults);
 

@@ -22,8 +22,6 @@ void add_block(nn::Sequential& layers, std::int64_t in, std::int64_t out, torch:
 Classifier::Classifier(const ModelOptions& options) {
   const std::int64_t width = options.width;
   nn::Sequential layers;
-  // Brings brightness and change to one scale, whatever the camera.
-  layers->push_back(nn::BatchNorm3d(kClipChannels));
   add_block(layers, kClipChannels, width, {{3, 5, 5}}, {{1, 2, 2}});
   add_block(layers, width, 3 * width, 3, 2);
   add_block(layers, 3 * width, 6 * width, 3, 2);

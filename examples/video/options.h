@@ -22,7 +22,7 @@ enum class Balance {
 
 /// What `video --help` lists.
 struct TrainOptions {
-  ddpkit::train::TrainerOptions trainer = {.epochs = 60, .batch_size = 8, .lr = 2e-3};
+  ddpkit::train::TrainerOptions trainer = {.epochs = 90, .batch_size = 8, .lr = 1e-3};
 
   std::string data;  ///< Folder with trials.csv and videos.
   std::vector<std::string> classes;

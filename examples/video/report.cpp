@@ -8,15 +8,11 @@
 
 namespace video {
 
-using ddpkit::train::ClassificationResult;
-
 namespace {
-
-constexpr std::size_t kWidestName = 24;
 
 std::size_t widest_of(const std::vector<std::string>& names) {
   std::size_t widest = 5;
-  for (const std::string& name : names) widest = std::max(widest, std::min(name.size(), kWidestName));
+  for (const std::string& name : names) widest = std::max(widest, std::min<std::size_t>(name.size(), 24));
   return widest;
 }
 
@@ -78,24 +74,6 @@ std::string class_table(const TrialSet& set, const TrialSplit& split, const std:
   }
   return table + fmt::format("\n{:{}}  {:>6}          {:>8}  {:>10}", "all", widest, set.trials.size(),
                              split.train.size(), split.validation.size());
-}
-
-std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names) {
-  const std::size_t widest = widest_of(class_names);
-  std::size_t digits = 2;
-  for (const auto& row : result.confusion) {
-    for (const std::int64_t count : row) digits = std::max(digits, std::to_string(count).size());
-  }
-  std::string table = fmt::format("{:{}}", "class", widest);
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) table += fmt::format("  {:>{}}", k + 1, digits);
-  table += "      F1   (columns: taken for class number ...)";
-  const std::vector<double> f1 = result.f1();
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) {
-    table += fmt::format("\n{:{}}", class_names[k].substr(0, widest), widest);
-    for (const std::int64_t count : result.confusion[k]) table += fmt::format("  {:>{}}", count, digits);
-    table += fmt::format("  {:6.3f}", f1[k]);
-  }
-  return table + fmt::format("\nmacro F1 {:.3f}", result.macro_f1());
 }
 
 void print(const std::string& line) {

@@ -39,10 +39,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 /// Trials of each class in both sets, and the class's weight: a table for a terminal. `weights`: [class].
 std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights);
 
-/// Where each class went, and its F1: a table for a terminal.
-std::string confusion_table(const ddpkit::train::ClassificationResult& result,
-                            const std::vector<std::string>& class_names);
-
 /// Prints a line to stdout at once.
 void print(const std::string& line);
 

@@ -3,6 +3,11 @@
 #include <algorithm>
 
 namespace video {
+namespace {
+
+constexpr double kZoom = 1.2;  // The mouse is about half as long as the frame is wide.
+
+}  // namespace
 
 Scene::Scene(FrameSize size, Random& random)
     : size_(size),
@@ -32,10 +37,10 @@ Scene::Scene(FrameSize size, Random& random)
 
 void Scene::draw(const Spot& spot, const Pose& pose) {
   const double cos = std::cos(pose.heading), sin = std::sin(pose.heading);
-  const double x = size_.width / 2.0 + scale_ * (pose.x + spot.x * cos - spot.y * sin);
-  const double y = size_.height / 2.0 + scale_ * (pose.y + spot.x * sin + spot.y * cos);
+  const double x = size_.width / 2.0 + scale_ * (pose.x + kZoom * (spot.x * cos - spot.y * sin));
+  const double y = size_.height / 2.0 + scale_ * (pose.y + kZoom * (spot.x * sin + spot.y * cos));
   const double angle = pose.heading + spot.angle, ex = std::cos(angle), ey = std::sin(angle);
-  const double along = std::max(scale_ * spot.along, 0.6), across = std::max(scale_ * spot.across, 0.6);
+  const double along = std::max(scale_ * kZoom * spot.along, 0.6), across = std::max(scale_ * kZoom * spot.across, 0.6);
   const double reach = std::max(along, across) + 1.5;
   const auto clamp = [](double value, int last) { return static_cast<int>(std::clamp(value, 0.0, last + 0.0)); };
   const int left = clamp(x - reach, size_.width), right = clamp(x + reach + 1, size_.width);
@@ -58,7 +63,7 @@ void Scene::render(const Pose& pose, Random& random, std::uint8_t* pixels) {
   const double half = 0.15 * pose.stretch * length_, wide = 0.085 / std::sqrt(pose.stretch);
   const double neck = half * 0.85;
   const double nose_x = neck + 0.1 * std::cos(pose.head), nose_y = 0.1 * std::sin(pose.head);
-  const double front = 0.045 + 0.035 * pose.front_paws, hind = 0.05 + 0.045 * pose.hind_paw;
+  const double front = 0.05 + 0.05 * pose.front_paws, hind = 0.05 + 0.065 * pose.hind_paw;
   // Tail, paws, body, ears, head: what lies on top comes last.
   draw({-half - 0.09, 0.01, 0.11, 0.012, 0.15, coat_ + 45}, pose);
   draw({-half * 0.55, wide + hind, 0.045, 0.026, 0.9, paw_}, pose);

@@ -17,6 +17,7 @@
 #include <ddpkit/train/seed.h>
 #include <ddpkit/train/together.h>
 
+#include "video/balance.h"
 #include "video/best.h"
 #include "video/clips.h"
 #include "video/config_file.h"
@@ -29,17 +30,6 @@ namespace {
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
 
-// As many as a class has training trials, turned round: 1 on average over the clips.
-std::vector<double> inverse_frequencies(const TrialSet& set, const std::vector<std::size_t>& trials) {
-  std::vector<double> counts(set.class_names.size()), weights(counts.size());
-  for (const std::size_t i : trials) ++counts[static_cast<std::size_t>(set.trials[i].label)];
-  double present = 0;
-  for (const double count : counts) present += count > 0;
-  for (std::size_t k = 0; k < counts.size(); ++k)
-    weights[k] = counts[k] > 0 ? static_cast<double>(trials.size()) / (present * counts[k]) : 0;
-  return weights;
-}
-
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const TrialSet& set, const TrialSplit& split, ClipLoader& loader,
@@ -50,8 +40,7 @@ class Trainer {
         loader_(loader),
         group_(group),
         amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
-        class_weights_(options.balance == Balance::kNone ? std::vector<double>(set.class_names.size(), 1)
-                                                         : inverse_frequencies(set, split.train)),
+        class_weights_(weights_of_classes(set, split.train, options.balance)),
         model_(seeded_model()),
         ddp_(model_, group),
         optimizer_(model_->parameters(),
@@ -69,7 +58,7 @@ class Trainer {
     }
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
     if (!speaks()) return;
-    if (!options_.trainer.json) print(confusion_table(best_.result(), set_.class_names));
+    if (!options_.trainer.json) print(ddpkit::train::confusion_table(best_.result(), set_.class_names));
     print(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
   }
 
@@ -96,23 +85,8 @@ class Trainer {
     return decay * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
-  // This rank's trials of an epoch, in order.
   std::vector<std::size_t> order_of(std::int64_t epoch) const {
-    std::vector<std::size_t> places;
-    if (options_.balance == Balance::kSampler) {
-      std::vector<double> weights;
-      for (const std::size_t i : split_.train)
-        weights.push_back(class_weights_[static_cast<std::size_t>(set_.trials[i].label)]);
-      ddpkit::DistributedWeightedSampler sampler(std::move(weights), group_, {.seed = options_.trainer.seed});
-      sampler.set_epoch(static_cast<std::uint64_t>(epoch));
-      places = sampler.indices();
-    } else {
-      ddpkit::DistributedSampler sampler(split_.train.size(), group_, {.seed = options_.trainer.seed});
-      sampler.set_epoch(static_cast<std::uint64_t>(epoch));
-      places = sampler.indices();
-    }
-    for (std::size_t& place : places) place = split_.train[place];
-    return places;
+    return epoch_order(set_, split_.train, class_weights_, options_.balance, options_.trainer.seed, epoch, group_);
   }
 
   const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
@@ -323,9 +297,7 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
                                              .cache_bytes = std::int64_t{options.cache_mb} << 20,
                                              .processes = ddpkit::read_launch_environment().local_world_size});
   });
-  check_trials(set, *loader,
-               {.depth = options.check, .policy = options.on_bad_data, .num_workers = std::max(1, options.num_workers)},
-               group, faults);
+  check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.num_workers)}, group, faults);
   if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
     fmt::print(stderr, "{}\n", summary);
   const TrialSplit split = split_by_video(set, options.validation_share, options.trainer.seed);
