@@ -13,12 +13,13 @@ cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-
 # What the comparisons with Python import beside torch.
 peer_wheels=("torch==$torch_version" "numpy>=1.26,<3")
 # The same, small: what is added here does not fetch the large ones again.
-peer_extras=("safetensors>=0.5,<1" "tensorboard>=2.18,<3")
+peer_extras=("safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18")
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
           catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev
-          pkg-config libsndfile1-dev libsamplerate0-dev)
+          pkg-config libsndfile1-dev libsamplerate0-dev
+          libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
 # Headers for the gloo backend, which is left out where a distribution lacks them.
 optional_packages=(libgloo-dev)
 

@@ -1,56 +1,26 @@
 #include "har/options.h"
 
-#include <CLI/CLI.hpp>
-#include <array>
-#include <utility>
+#include <ddpkit/train/choice.h>
 
 namespace har {
 namespace {
 
 using ddpkit::optim::LearningRateScaling;
+using ddpkit::train::add_choice;
+using ddpkit::train::Choices;
+using ddpkit::train::name_in;
 
-template <class E, std::size_t N>
-using Names = std::array<std::pair<const char*, E>, N>;
-
-constexpr Names<MultiGpu, 4> kMultiGpu = {{{"none", MultiGpu::kNone},
-                                           {"dp", MultiGpu::kDp},
-                                           {"ddp", MultiGpu::kDdp},
-                                           {"libtorch-dp", MultiGpu::kLibTorchDp}}};
-constexpr Names<Mode, 3> kModes = {{{"cnn", Mode::kCnn}, {"flatten", Mode::kFlatten}, {"lstm", Mode::kLstm}}};
-constexpr Names<OptimizerKind, 3> kOptimizers = {
+constexpr Choices<MultiGpu, 4> kMultiGpu = {{{"none", MultiGpu::kNone},
+                                             {"dp", MultiGpu::kDp},
+                                             {"ddp", MultiGpu::kDdp},
+                                             {"libtorch-dp", MultiGpu::kLibTorchDp}}};
+constexpr Choices<Mode, 3> kModes = {{{"cnn", Mode::kCnn}, {"flatten", Mode::kFlatten}, {"lstm", Mode::kLstm}}};
+constexpr Choices<OptimizerKind, 3> kOptimizers = {
     {{"adam", OptimizerKind::kAdam}, {"adamw", OptimizerKind::kAdamW}, {"sgd", OptimizerKind::kSgd}}};
-constexpr Names<LrSchedule, 2> kSchedules = {{{"constant", LrSchedule::kConstant}, {"cosine", LrSchedule::kCosine}}};
-constexpr Names<LearningRateScaling, 3> kScalings = {{{"none", LearningRateScaling::kNone},
-                                                      {"linear", LearningRateScaling::kLinear},
-                                                      {"sqrt", LearningRateScaling::kSquareRoot}}};
-
-template <class E, std::size_t N>
-const char* name_in(const Names<E, N>& names, E value) {
-  for (const auto& [name, there] : names) {
-    if (there == value) return name;
-  }
-  return "?";
-}
-
-template <class E, std::size_t N>
-CLI::Option* add_choice(CLI::App& app, const std::string& option, E& value, const Names<E, N>& names,
-                        const std::string& description) {
-  const auto to_number = [&names](std::string& text) {
-    std::string all;
-    for (const auto& [name, there] : names) {
-      if (text == name) {
-        text = std::to_string(static_cast<int>(there));
-        return std::string();
-      }
-      all += (all.empty() ? "" : ", ") + std::string(name);
-    }
-    return "must be one of " + all + ", not " + text;
-  };
-  return app.add_option(option, value, description)
-      ->transform(CLI::Validator(to_number, ""))
-      ->type_name("NAME")
-      ->default_str(name_in(names, value));
-}
+constexpr Choices<LrSchedule, 2> kSchedules = {{{"constant", LrSchedule::kConstant}, {"cosine", LrSchedule::kCosine}}};
+constexpr Choices<LearningRateScaling, 3> kScalings = {{{"none", LearningRateScaling::kNone},
+                                                        {"linear", LearningRateScaling::kLinear},
+                                                        {"sqrt", LearningRateScaling::kSquareRoot}}};
 
 CLI::Range share(double most = 1) { return {0.0, most}; }
 CLI::Range count(int least) { return {least, 1'000'000}; }

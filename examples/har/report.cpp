@@ -1,14 +1,11 @@
 #include "har/report.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
 
 namespace har {
-
-using ddpkit::train::ClassificationResult;
 
 std::string as_json(const Epoch& epoch) {
   return nlohmann::ordered_json{{"epoch", epoch.epoch},
@@ -46,25 +43,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/samples_per_second", epoch.samples_per_second(), epoch.step);
   writer.flush();
-}
-
-std::string confusion_table(const ClassificationResult& result, const Dataset& dataset) {
-  constexpr std::size_t kWidest = 24;
-  std::size_t widest = 0, digits = 2;
-  for (const std::string& name : dataset.class_names) widest = std::max(widest, std::min(name.size(), kWidest));
-  for (const auto& row : result.confusion) {
-    for (const std::int64_t count : row) digits = std::max(digits, std::to_string(count).size());
-  }
-  std::string table = fmt::format("{:{}}", "class", widest);
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) table += fmt::format("  {:>{}}", k + 1, digits);
-  table += "      F1   (columns: taken for class number ...)";
-  const std::vector<double> f1 = result.f1();
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) {
-    table += fmt::format("\n{:{}}", dataset.class_names[k].substr(0, widest), widest);
-    for (const std::int64_t count : result.confusion[k]) table += fmt::format("  {:>{}}", count, digits);
-    table += fmt::format("  {:6.3f}", f1[k]);
-  }
-  return table + fmt::format("\nmacro F1 {:.3f}", result.macro_f1());
 }
 
 void print(const std::string& line) {

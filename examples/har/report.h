@@ -10,8 +10,6 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/summary_writer.h>
 
-#include "har/dataset.h"
-
 namespace har {
 
 /// A finished epoch.
@@ -37,9 +35,6 @@ std::string as_line(const Epoch& epoch);
 
 /// The scalars of an epoch, by its number of updates.
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
-
-/// Where each class went, and its F1: a table for a terminal.
-std::string confusion_table(const ddpkit::train::ClassificationResult& result, const Dataset& dataset);
 
 /// Prints a line to stdout at once.
 void print(const std::string& line);

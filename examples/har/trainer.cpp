@@ -78,7 +78,7 @@ class Trainer {
     if (timeline_) timeline_->write();
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
-    if (!options_.trainer.json) print(confusion_table(test, dataset_));
+    if (!options_.trainer.json) print(ddpkit::train::confusion_table(test, dataset_.class_names));
     print(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 

@@ -8,6 +8,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/data/distributed_weighted_sampler.h>
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/optim/clip_grad_norm.h>

@@ -162,4 +162,23 @@ double ClassificationResult::macro_f1() const {
   return sum / classes;
 }
 
+std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names) {
+  constexpr std::size_t kWidest = 24;
+  std::size_t widest = 5, digits = 2;
+  for (const std::string& name : class_names) widest = std::max(widest, std::min(name.size(), kWidest));
+  for (const auto& row : result.confusion) {
+    for (const std::int64_t count : row) digits = std::max(digits, std::to_string(count).size());
+  }
+  std::string table = fmt::format("{:{}}", "class", widest);
+  for (std::size_t k = 0; k < result.confusion.size(); ++k) table += fmt::format("  {:>{}}", k + 1, digits);
+  table += "      F1   (columns: taken for class number ...)";
+  const std::vector<double> f1 = result.f1();
+  for (std::size_t k = 0; k < result.confusion.size(); ++k) {
+    table += fmt::format("\n{:{}}", class_names[k].substr(0, widest), widest);
+    for (const std::int64_t count : result.confusion[k]) table += fmt::format("  {:>{}}", count, digits);
+    table += fmt::format("  {:6.3f}", f1[k]);
+  }
+  return table + fmt::format("\nmacro F1 {:.3f}", result.macro_f1());
+}
+
 }  // namespace ddpkit::train

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -51,6 +52,9 @@ struct ClassificationResult {
   /// The mean of f1() over all classes that have samples or were predicted; NaN when there is none.
   double macro_f1() const;
 };
+
+/// Where each class went, and its F1: a table for a terminal. `class_names`: [class].
+std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names);
 
 /// Sums up a classifier's batches on their device, without waiting for it, until reduce(). Several threads may add: the
 /// counts do not depend on their order, the loss's last bits do.

@@ -1,0 +1,37 @@
+// Tier 1: ATen/core/Tensor.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "video/augment.h"
+#include "video/clip_loader.h"
+#include "video/trials.h"
+
+namespace video {
+
+/// A batch as it was decoded, in main memory.
+struct Clips {
+  at::Tensor pixels;                        ///< [batch, frames, height, width] uint8
+  at::Tensor labels;                        ///< [batch] int64
+  std::vector<Augmentation> augmentations;  ///< [batch], or empty.
+
+  std::int64_t size() const { return labels.size(0); }
+};
+
+/// How an epoch varies its clips.
+struct Variation {
+  std::uint64_t seed = 0;
+  std::int64_t epoch = 0;
+  bool augment = true;  ///< Otherwise only the clip's beginning within its trial is drawn.
+};
+
+/// Loads the clips of these trials. With `variation` each is varied as seed, epoch and trial say; without, each is its
+/// trial's middle. `repeat_frame`: each clip is its middle frame over and over. Any thread.
+Clips load_clips(const TrialSet& set, const std::vector<std::size_t>& trials, ClipLoader& loader,
+                 const std::optional<Variation>& variation, bool repeat_frame);
+
+}  // namespace video

@@ -1,0 +1,154 @@
+#include "video/options.h"
+
+#include <fmt/format.h>
+
+#include <ddpkit/train/choice.h>
+
+#include "video/csv.h"
+
+namespace video {
+namespace {
+
+using ddpkit::optim::LearningRateScaling;
+using ddpkit::train::add_choice;
+using ddpkit::train::Choices;
+using ddpkit::train::name_in;
+
+constexpr Choices<Balance, 3> kBalances = {
+    {{"none", Balance::kNone}, {"loss", Balance::kLoss}, {"sampler", Balance::kSampler}}};
+constexpr Choices<LearningRateScaling, 3> kScalings = {{{"none", LearningRateScaling::kNone},
+                                                        {"linear", LearningRateScaling::kLinear},
+                                                        {"sqrt", LearningRateScaling::kSquareRoot}}};
+constexpr Choices<OnBadData, 2> kPolicies = {{{"stop", OnBadData::kStop}, {"skip", OnBadData::kSkip}}};
+constexpr Choices<Check, 2> kChecks = {{{"index", Check::kIndex}, {"decode", Check::kDecode}}};
+
+CLI::Range count(int least) { return {least, 1'000'000}; }
+CLI::Range share(double most = 1) { return {0.0, most}; }
+
+CLI::Option* add_size(CLI::App& app, FrameSize& size, const std::string& description) {
+  const auto parse = [&size](const std::string& text) {
+    const std::size_t cross = text.find('x');
+    const auto width = parse_number(text.substr(0, cross));
+    const auto height = cross == std::string::npos ? width : parse_number(text.substr(cross + 1));
+    if (!width || !height || *width < 16 || *height < 16 || *width > 4096 || *height > 4096)
+      throw CLI::ValidationError("--size", "must be WIDTHxHEIGHT or one number for both, 16 to 4096, not " + text);
+    size = {static_cast<int>(*width), static_cast<int>(*height)};
+  };
+  return app.add_option_function<std::string>("--size", parse, description)
+      ->type_name("WxH")
+      ->default_str(name_of(size));
+}
+
+}  // namespace
+
+const char* name_of(Balance value) { return name_in(kBalances, value); }
+const char* name_of(LearningRateScaling value) { return name_in(kScalings, value); }
+std::string name_of(FrameSize size) { return fmt::format("{}x{}", size.width, size.height); }
+
+void add_train_options(CLI::App& app, TrainOptions& options) {
+  app.add_option("--data", options.data, "Folder with trials.csv (video,start_frame,end_frame,label) and the videos")
+      ->type_name("FOLDER");
+  ddpkit::train::add_trainer_options(app, options.trainer);
+
+  const std::string data = "Data";
+  app.add_option("--classes", options.classes, "Labels in their order [FOLDER/classes.txt, else those there are]")
+      ->delimiter(',')
+      ->type_name("NAME,...")
+      ->group(data);
+  add_size(app, options.size, "Frames are scaled to this")->group(data);
+  app.add_option("--frames", options.frames, "Frames of a clip")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N")
+      ->group(data);
+  app.add_option("--validation-share", options.validation_share, "Share of the videos that are held out")
+      ->check(CLI::Range(0.01, 0.9))
+      ->type_name("X")
+      ->group(data);
+  add_choice(app, "--on-bad-data", options.on_bad_data, kPolicies,
+             "stop at the first trial that cannot be used, or skip those and list them")
+      ->group(data);
+  add_choice(app, "--check", options.check, kChecks,
+             "Before training: index reads the videos' packets, decode also decodes every trial")
+      ->group(data);
+  app.add_flag("--repeat-frame", options.repeat_frame,
+               "Control: each clip shows its middle frame all the time, so that nothing moves")
+      ->group(data);
+
+  const std::string loading = "Loading";
+  app.add_option("--num-workers", options.num_workers, "Decoding threads a rank; 0: the training thread decodes")
+      ->check(CLI::Range(0, 256))
+      ->type_name("N")
+      ->group(loading);
+  app.add_option("--prefetch-factor", options.prefetch_factor, "Batches that each of them may be ahead")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N")
+      ->group(loading);
+  app.add_option("--open-videos", options.open_videos, "Files a rank keeps open with their decoders")
+      ->check(CLI::Range(1, 10'000))
+      ->type_name("N")
+      ->group(loading);
+  app.add_option("--cache-dir", options.cache_dir, "Keep decoded clips in this folder [no cache]")
+      ->type_name("FOLDER")
+      ->group(loading);
+  app.add_option("--cache-mb", options.cache_mb, "What the cache may hold, MiB")
+      ->check(CLI::Range(1, 1 << 30))
+      ->type_name("N")
+      ->group(loading);
+
+  const std::string training = "Training";
+  add_choice(app, "--balance", options.balance, kBalances,
+             "Against uneven classes: none, loss (weights) or sampler (rare clips are drawn more often)")
+      ->group(training);
+  app.add_option("--weight-decay", options.weight_decay, "Of AdamW")->check(share())->type_name("X")->group(training);
+  add_choice(app, "--lr-scaling", options.lr_scaling, kScalings,
+             "How --lr grows with the number of ranks: none, linear or sqrt")
+      ->group(training);
+  app.add_option("--warmup-epochs", options.warmup_epochs, "Epochs in which the learning rate rises")
+      ->check(count(0))
+      ->type_name("N")
+      ->group(training);
+  app.add_flag("--augment,!--no-augment", options.augment, "Mirror, shift and brightness, drawn for each clip [on]")
+      ->group(training);
+  app.add_flag("--sync-batch-norm", options.sync_batch_norm, "Batch statistics over all ranks")->group(training);
+  app.add_flag("--amp", options.amp, "bfloat16 or float16, where the device gains by it")->group(training);
+
+  const std::string model = "Model";
+  app.add_option("--dropout", options.dropout, "Share of features dropped while training")
+      ->check(share(0.95))
+      ->type_name("X")
+      ->group(model);
+  app.add_option("--width", options.width, "Channels of the first layer; 16 makes 3 M parameters")
+      ->check(CLI::Range(1, 256))
+      ->type_name("N")
+      ->group(model);
+
+  app.add_flag("--tensorboard,!--no-tensorboard", options.tensorboard, "Leave events in SAVE_DIR/tensorboard [on]")
+      ->group("Run");
+}
+
+CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptions& options) {
+  CLI::App* generate = app.add_subcommand("generate", "Write a made-up data set: videos, trials.csv, classes.txt");
+  generate->option_defaults()->always_capture_default();
+  generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
+  generate->add_option("--videos", options.videos, "Videos")->check(count(1))->type_name("N");
+  generate->add_option("--trials", options.trials, "Trials in all")->check(count(1))->type_name("N");
+  generate->add_option("--trial-frames", options.trial_frames, "Frames of a trial")
+      ->check(CLI::Range(1, 100'000))
+      ->type_name("N");
+  generate->add_option("--least", options.least_of_class, "Trials that even the rarest class gets")
+      ->check(count(1))
+      ->type_name("N");
+  add_size(*generate, options.size, "Of the videos");
+  generate->add_option("--keyframe-interval", options.keyframe_interval, "Frames from keyframe to keyframe")
+      ->check(CLI::Range(1, 100'000))
+      ->type_name("N");
+  generate->add_option("--codec", options.codec, "FFmpeg's name of the encoder [libx264, else mpeg4]")
+      ->type_name("NAME");
+  generate->add_option("--threads", options.threads, "Threads [one a core]")
+      ->check(CLI::Range(0, 1024))
+      ->type_name("N");
+  generate->add_option("--seed", options.seed, "Same seed, same files")->type_name("N");
+  return generate;
+}
+
+}  // namespace video

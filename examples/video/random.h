@@ -1,0 +1,40 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <numbers>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace video {
+
+/// The same numbers on every machine: the standard library's distributions differ from one implementation to the next,
+/// its engines do not.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+
+  std::uint64_t bits() { return engine_(); }
+  double uniform(double low, double high) {
+    return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53;
+  }
+  double angle() { return uniform(0, 2 * std::numbers::pi); }
+  /// 0 .. count - 1. Its bias is below count / 2^64.
+  std::int64_t below(std::int64_t count) {
+    return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(count));
+  }
+
+  /// Fisher and Yates.
+  template <class T>
+  void shuffle(std::vector<T>& values) {
+    for (std::size_t left = values.size(); left > 1; --left)
+      std::swap(values[left - 1], values[static_cast<std::size_t>(below(static_cast<std::int64_t>(left)))]);
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+}  // namespace video

@@ -1,0 +1,37 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "video/behaviour.h"
+#include "video/video_reader.h"
+
+namespace video {
+
+/// A cage seen from above, with a mouse in it: light, bedding and coat are drawn once for each video.
+class Scene {
+ public:
+  Scene(FrameSize size, Random& random);
+
+  /// One frame in grey, `pixels` [height, width], with the camera's noise.
+  void render(const Pose& pose, Random& random, std::uint8_t* pixels);
+
+ private:
+  struct Spot {
+    double x, y;           // From the mouse's middle, x along its body.
+    double along, across;  // Radii.
+    double angle;          // To the body.
+    double grey;
+  };
+  void draw(const Spot& spot, const Pose& pose);
+
+  FrameSize size_;
+  double scale_;       // Pixels of the smaller side.
+  double coat_, paw_;  // Grey.
+  double length_;      // Of this mouse.
+  std::vector<float> background_;
+  std::vector<float> canvas_;
+};
+
+}  // namespace video

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# examples/video/train_multigpu.sh N [OPTION OF video...]
+#
+# Trains on N GPUs of this host, one rank each; where there is no GPU, on N ranks of the CPU.
+#   MASTER_PORT   rendezvous port, 29500 by default; where that is taken, a free one is looked for
+#   VIDEO, DDPKIT the programs, otherwise those of build/bin
+# For example: examples/video/train_multigpu.sh 2 --data data/mouse --save-dir runs/mouse
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+video=${VIDEO:-$root/build/bin/video}
+ddpkit=${DDPKIT:-$root/build/bin/ddpkit}
+
+die() {
+  printf 'train_multigpu.sh: %s\n' "$*" >&2
+  exit 2
+}
+
+case ${1:-} in
+  -h | --help) sed -n '2,/^[^#]/{s/^# \{0,1\}//p;}' "$0"; exit 0 ;;
+  "") die "how many GPUs? (see --help)" ;;
+esac
+[[ $1 =~ ^[1-9][0-9]{0,3}$ ]] || die "'$1' is not a number of GPUs (see --help)"
+ranks=$1
+shift
+for program in "$video" "$ddpkit"; do
+  [ -x "$program" ] || die "there is no program $program: run script/build first"
+done
+
+gpus=0
+names="no GPU: ranks on the CPU"
+if command -v nvidia-smi >/dev/null 2>&1 && listed=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null); then
+  gpus=$(grep -c . <<<"$listed" || true)
+  if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
+  names="$gpus x $(head -n 1 <<<"$listed")"
+fi
+if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
+  die "$ranks ranks, but this host shows $gpus GPU(s): one rank a GPU"
+fi
+
+# Something listens there when a connection succeeds.
+is_taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+wanted=${MASTER_PORT:-29500}
+if ! [[ $wanted =~ ^[1-9][0-9]{0,4}$ ]] || [ "$wanted" -gt 65535 ]; then die "MASTER_PORT '$wanted' is no port"; fi
+port=$wanted
+while is_taken "$port"; do
+  port=$((port < 65535 ? port + 1 : 1024))
+  [ "$port" -ne "$wanted" ] || die "there is no free port"
+done
+[ "$port" -eq "$wanted" ] || printf 'Port %s is taken: using %s\n' "$wanted" "$port" >&2
+
+line=$(printf '=%.0s' {1..64})
+printf '%s\nVideo behaviour training\n  ranks    %s\n  devices  %s\n  port     %s\n  options  %s\n%s\n' \
+  "$line" "$ranks" "$names" "$port" "${*:-none}" "$line"
+exec "$ddpkit" run -n "$ranks" --master-port "$port" -- "$video" train "$@"

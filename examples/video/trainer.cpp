@@ -1,0 +1,309 @@
+#include "video/trainer.h"
+
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <ddpkit/ddpkit.h>
+#include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/metrics.h>
+#include <ddpkit/train/progress.h>
+#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/seed.h>
+#include <ddpkit/train/together.h>
+
+#include "video/balance.h"
+#include "video/best.h"
+#include "video/clips.h"
+#include "video/config_file.h"
+#include "video/model.h"
+#include "video/report.h"
+
+namespace video {
+namespace {
+
+using ddpkit::train::ClassificationMetrics;
+using ddpkit::train::ClassificationResult;
+
+class Trainer {
+ public:
+  Trainer(const TrainOptions& options, const TrialSet& set, const TrialSplit& split, ClipLoader& loader,
+          const ddpkit::ProcessGroup& group)
+      : options_(options),
+        set_(set),
+        split_(split),
+        loader_(loader),
+        group_(group),
+        amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        class_weights_(weights_of_classes(set, split.train, options.balance)),
+        model_(seeded_model()),
+        ddp_(model_, group),
+        optimizer_(model_->parameters(),
+                   torch::optim::AdamWOptions(options.trainer.lr).weight_decay(options.weight_decay)),
+        batch_size_(options.trainer.batch_size),
+        updates_((static_cast<std::int64_t>(order_of(0).size()) + batch_size_ - 1) / batch_size_),
+        scheduler_(optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = group.world_size()}),
+        scaler_(group, {.enabled = amp_ == at::kHalf}) {}
+
+  void run() {
+    if (!options_.trainer.save_dir.empty()) open_folder();
+    if (speaks() && !options_.trainer.json) print_header();
+    while (info_.epoch < options_.trainer.epochs && !is_out_of_steps()) {
+      if (!train_epoch()) break;
+    }
+    if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
+    if (!speaks()) return;
+    if (!options_.trainer.json) print(ddpkit::train::confusion_table(best_.result(), set_.class_names));
+    print(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
+  }
+
+ private:
+  bool speaks() const { return group_.rank() == 0; }
+  bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
+
+  std::shared_ptr<Classifier> seeded_model() const {
+    torch::manual_seed(options_.trainer.seed);
+    auto model =
+        std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
+                                                  .dropout = options_.dropout,
+                                                  .width = options_.width});
+    model->to(group_.device());
+    if (options_.sync_batch_norm) ddpkit::convert_sync_batchnorm(model, group_);
+    return model;
+  }
+
+  ddpkit::optim::Schedule schedule() const {
+    const ddpkit::optim::Schedule decay = ddpkit::optim::cosine_decay(updates_ * options_.trainer.epochs);
+    if (options_.warmup_epochs == 0) return decay;
+    // The warm-up begins where one rank would have been (Goyal et al., arXiv 1706.02677).
+    const double scale = ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size());
+    return decay * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
+  }
+
+  std::vector<std::size_t> order_of(std::int64_t epoch) const {
+    return epoch_order(set_, split_.train, class_weights_, options_.balance, options_.trainer.seed, epoch, group_);
+  }
+
+  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
+
+  std::string config() const {
+    nlohmann::json config = run_config(options_);
+    config["program"] = "video";
+    config["training_trials"] = split_.train.size();
+    config["validation_trials"] = split_.validation.size();
+    config["classes"] = set_.class_names;
+    config["amp"] = amp_name();
+    config["world_size"] = group_.world_size();
+    return config.dump();
+  }
+
+  std::vector<ddpkit::train::CheckpointPart> parts() {
+    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
+            ddpkit::train::checkpoint_part("best", best_)};
+  }
+
+  void open_folder() {
+    const std::filesystem::path folder = options_.trainer.save_dir;
+    folder_ = ddpkit::train::open_run_folder(folder, config(),
+                                             {.resume = options_.trainer.resume,
+                                              .overwrite = options_.trainer.overwrite,
+                                              .may_differ = {"epochs", "world_size"}},
+                                             group_);
+    if (folder_.to_resume)
+      info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, optimizer_, group_, parts());
+    ddpkit::train::run_together(group_, [&] {
+      if (!speaks()) return;
+      write_config_file(folder / "config.yaml", options_);
+      if (!options_.tensorboard) return;
+      summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
+      summary_->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info_.step);
+    });
+  }
+
+  // The best checkpoint first: the last one, which knows the best score, is never ahead of it.
+  void save(bool is_best) {
+    if (folder_.checkpoint.empty()) return;
+    info_.config = config();
+    if (is_best)
+      ddpkit::train::save_checkpoint(folder_.checkpoint.parent_path() / "best.ckpt", *model_, optimizer_, info_, group_,
+                                     parts());
+    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, optimizer_, info_, group_, parts());
+  }
+
+  void print_header() const {
+    std::int64_t parameters = 0;
+    for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
+    print(fmt::format("{}: {} trials, {} classes, clips of {} frames of {}", set_.folder.string(), set_.trials.size(),
+                      set_.class_names.size(), options_.frames, name_of(options_.size)));
+    print(class_table(set_, split_, class_weights_));
+    print(
+        fmt::format("3D-CNN with {} parameters, batch {} on each of {} rank{} ({}, {}), lr {:.4g}, balance {}, mixed "
+                    "precision {}",
+                    parameters, batch_size_, group_.world_size(), group_.world_size() == 1 ? "" : "s",
+                    group_.backend_name(), group_.device().str(),
+                    options_.trainer.lr * ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size()),
+                    name_of(options_.balance), amp_name()));
+    if (folder_.to_resume) print(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+  }
+
+  ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
+                                 std::optional<Variation> variation) const {
+    const auto all = static_cast<std::int64_t>(trials.size());
+    return {(all + batch - 1) / batch,
+            [this, &trials, batch, all, variation](std::int64_t number) {
+              const std::vector<std::size_t> some(trials.begin() + number * batch,
+                                                  trials.begin() + std::min(all, (number + 1) * batch));
+              return load_clips(set_, some, loader_, variation, options_.repeat_frame);
+            },
+            {.num_workers = options_.num_workers, .prefetch_factor = options_.prefetch_factor}};
+  }
+
+  // False when the run was out of steps before the epoch's end.
+  bool train_epoch() {
+    torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+    const std::vector<std::size_t> order = order_of(info_.epoch);
+    model_->train();
+    ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
+    ddpkit::Prefetcher<Clips> loader =
+        load(order, batch_size_,
+             Variation{.seed = options_.trainer.seed, .epoch = info_.epoch, .augment = options_.augment});
+    ddpkit::train::ProgressBar bar(
+        updates_,
+        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
+    const double lr = scheduler_.learning_rates().front();
+    const auto start = std::chrono::steady_clock::now();
+    std::int64_t update = 0;
+    for (; update < updates_ && !is_out_of_steps(); ++update) {
+      const at::Tensor loss = train_step(*loader.next(), metrics);
+      ++info_.step;
+      bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
+    }
+    const ClassificationResult train = metrics.reduce(group_);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    const double waited = loader.stats().wait_seconds;
+    bar.clear();
+    if (!std::isfinite(train.loss))
+      throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
+                                      options_.trainer.lr),
+                          {.rank = 0});
+    if (update < updates_) return false;
+    ++info_.epoch;
+    const ClassificationResult validation = evaluate();
+    const bool is_best = best_.update(info_.epoch, validation);
+    save(is_best);
+    const Epoch epoch{.epoch = info_.epoch,
+                      .epochs = options_.trainer.epochs,
+                      .step = info_.step,
+                      .world_size = group_.world_size(),
+                      .lr = lr,
+                      .seconds = elapsed.count(),
+                      .wait_seconds = waited,
+                      .peak_memory_bytes = ddpkit::train::peak_memory_of_ranks(group_),
+                      .train = train,
+                      .validation = validation,
+                      .is_best = is_best};
+    if (speaks()) print(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    if (summary_) write_to(*summary_, epoch);
+    return true;
+  }
+
+  at::Tensor train_step(const Clips& clips, ClassificationMetrics& metrics) {
+    optimizer_.zero_grad();
+    const at::Tensor labels = clips.labels.to(group_.device());
+    at::Tensor loss;
+    {
+      const ddpkit::optim::Autocast autocast(group_.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
+                                             {.enabled = amp_ != at::kFloat});
+      const at::Tensor logits =
+          ddp_(prepare_clips(clips.pixels.to(group_.device()), clips.augmentations)).to(at::kFloat);
+      metrics.add_predictions(logits, labels);
+      const at::Tensor each = torch::nn::functional::cross_entropy(
+          logits, labels, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+      // Divided by the number of clips, not by the sum of their weights: so the ranks' mean is that of the joined
+      // batch.
+      if (options_.balance == Balance::kLoss)
+        loss = (each * at::tensor(class_weights_, each.options()).index_select(0, labels)).mean();
+      else
+        loss = each.mean();
+    }
+    scaler_.scale(loss).backward();
+    metrics.add_loss(loss, clips.size());
+    scaler_.step(optimizer_);
+    scaler_.update();
+    scheduler_.step();
+    return loss.detach();
+  }
+
+  // Every validation trial once, each on one rank.
+  ClassificationResult evaluate() {
+    const torch::NoGradGuard no_grad;
+    // Batch normalisation has seen other batches on each rank: all evaluate with rank 0's statistics, which are those
+    // that the checkpoint holds.
+    for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
+    model_->eval();
+    ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
+    const auto share = ddpkit::train::evaluation_share(static_cast<std::int64_t>(split_.validation.size()),
+                                                       group_.rank(), group_.world_size());
+    const std::vector<std::size_t> mine(split_.validation.begin() + share.begin, split_.validation.begin() + share.end);
+    ddpkit::Prefetcher<Clips> loader = load(mine, batch_size_, std::nullopt);
+    while (const auto clips = loader.next()) {
+      const at::Tensor labels = clips->labels.to(group_.device());
+      const at::Tensor logits = model_->forward(prepare_clips(clips->pixels.to(group_.device()), {}));
+      metrics.add(logits, labels, torch::cross_entropy_loss(logits, labels));
+    }
+    return metrics.reduce(group_);
+  }
+
+  const TrainOptions& options_;
+  const TrialSet& set_;
+  const TrialSplit& split_;
+  ClipLoader& loader_;
+  ddpkit::ProcessGroup group_;
+  at::ScalarType amp_;
+  std::vector<double> class_weights_;  // [class]
+  std::shared_ptr<Classifier> model_;
+  ddpkit::DistributedDataParallel<Classifier> ddp_;
+  ddpkit::optim::FusedAdamW optimizer_;
+  std::int64_t batch_size_;
+  std::int64_t updates_;  // An epoch.
+  ddpkit::optim::LearningRateScheduler scheduler_;
+  ddpkit::optim::GradScaler scaler_;
+  Best best_;
+  ddpkit::train::RunFolder folder_;
+  ddpkit::train::CheckpointInfo info_;  // How far the run has come.
+  std::optional<ddpkit::train::SummaryWriter> summary_;
+};
+
+}  // namespace
+
+void train(const TrainOptions& options, ddpkit::train::Program& program) {
+  const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.trainer.backend});
+  const std::filesystem::path folder = options.data;
+  DataFaults faults(trials_file(folder), options.on_bad_data);
+  TrialSet set;
+  std::optional<ClipLoader> loader;
+  ddpkit::train::run_together(group, [&] {
+    set = read_trials(folder, options.classes, options.frames, faults);
+    // A cache is one host's: its ranks share what it may hold.
+    loader.emplace(folder, ClipLoaderOptions{.size = options.size,
+                                             .frames = options.frames,
+                                             .open_videos = options.open_videos,
+                                             .cache_dir = options.cache_dir,
+                                             .cache_bytes = std::int64_t{options.cache_mb} << 20,
+                                             .processes = ddpkit::read_launch_environment().local_world_size});
+  });
+  check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.num_workers)}, group, faults);
+  if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
+    fmt::print(stderr, "{}\n", summary);
+  const TrialSplit split = split_by_video(set, options.validation_share, options.trainer.seed);
+  Trainer(options, set, split, *loader, group).run();
+  if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.trainer.json)
+    print(summary);
+}
+
+}  // namespace video

@@ -1,0 +1,14 @@
+// Tier 1: ATen/core/Tensor.h, through train/main.h.
+#pragma once
+
+#include <ddpkit/train/main.h>
+
+#include "video/options.h"
+
+namespace video {
+
+/// Trains and evaluates, on all ranks of the job this process belongs to. Rank 0 prints to stdout, last the line
+/// "best macro F1 0.NNN (epoch N)". Throws ddpkit::Error.
+void train(const TrainOptions& options, ddpkit::train::Program& program);
+
+}  // namespace video

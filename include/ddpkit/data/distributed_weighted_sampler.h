@@ -1,0 +1,58 @@
+// Tier 2: torch/data/samplers/base.h.
+#pragma once
+
+#include <torch/data/samplers/base.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ddpkit/comm/process_group.h>
+
+namespace ddpkit {
+
+struct DistributedWeightedSamplerOptions {
+  std::uint64_t seed = 0;  ///< The same on every rank.
+  /// Samples of all ranks in an epoch, rounded up so that they divide evenly; empty: as many as there are weights.
+  std::optional<std::size_t> num_samples = std::nullopt;
+};
+
+/// Draws indices with replacement, index i with the probability weights[i] / sum: what Python's
+/// torch.utils.data.WeightedRandomSampler is, over several ranks, which Python lacks.
+///
+/// All ranks draw the same sequence, from seed and epoch alone, and rank r takes every world_size-th of it: the places
+/// are disjoint, all ranks get equally many, and the union over the ranks does not depend on their number (up to the
+/// rounding). A handle: copies share their state, so set_epoch() reaches the copy inside a data loader.
+class DistributedWeightedSampler : public torch::data::samplers::Sampler<> {
+ public:
+  /// `weights` need not sum to 1. [index] Throws InvalidArgument when one is negative or not finite, or none is
+  /// positive, naming the first, and where there is no such rank.
+  DistributedWeightedSampler(std::vector<double> weights, const ProcessGroup& group,
+                             const DistributedWeightedSamplerOptions& options = {});
+  DistributedWeightedSampler(std::vector<double> weights, int world_size, int rank,
+                             const DistributedWeightedSamplerOptions& options = {});
+
+  /// Call before each epoch, or every epoch draws the same. Takes effect at the next reset().
+  void set_epoch(std::uint64_t epoch);
+  std::uint64_t epoch() const noexcept;
+
+  /// Samples this rank sees in an epoch.
+  std::size_t num_samples() const noexcept;
+  /// This rank's indices for the current epoch, in order. [sample]
+  std::vector<std::size_t> indices() const;
+
+  /// Starts the epoch over (a data loader's begin() calls it). A new size must be the number of weights.
+  void reset(std::optional<std::size_t> new_size = std::nullopt) override;
+  /// Up to `batch_size` indices; empty optional at the end.
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
+  /// Epoch and position, so that a loaded sampler goes on with the very next sample.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace ddpkit

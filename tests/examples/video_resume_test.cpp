@@ -1,0 +1,88 @@
+// Runs that are killed and go on.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "video/random.h"
+#include "video_program.h"
+
+using namespace video::testing;
+
+TEST_CASE("a video run killed anywhere and started again ends with the bits of one never killed", "[video]") {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(ranks);
+    const Folder whole, killed;
+    const auto arguments = [&](const Folder& folder) {
+      return joined(quick(), {"--epochs", "10", "--save-dir", folder.path()});
+    };
+    REQUIRE(run_video(ranks, arguments(whole)).exit_code == 0);
+    int kills = 0;
+    for (int attempt = 0;; ++attempt) {
+      REQUIRE(attempt < 40);
+      // Each lives longer than the last, so that it ends.
+      const Run run =
+          run_video(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.5 + 0.3 * attempt});
+      if (run.exit_code == 0) break;
+      ++kills;
+    }
+    CHECK(kills > 0);
+    for (const char* name : {"checkpoint.pt", "best.ckpt"})
+      CHECK(same_bits(weights_in(whole / name), weights_in(killed / name)));
+  }
+}
+
+TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the new one", "[video]") {
+  // A child writes checkpoint after checkpoint, epoch 1, 2, ...; it is killed at a random moment, nearly always within
+  // a write.
+  const char* wanted = std::getenv("DDPKIT_TEST_KILLS");
+  const int kills = std::max(50, wanted ? std::atoi(wanted) : 0);
+  const Folder folder;
+  const auto path = folder / "checkpoint.pt";
+  at::set_num_threads(1);  // A child made by fork() has no others.
+  torch::manual_seed(0);
+  video::Classifier model({.classes = 8, .width = 4});
+  ddpkit::optim::FusedAdamW optimizer(model.parameters());
+  const auto write = [&](std::int64_t epoch) {
+    const torch::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : model.parameters()) parameter.fill_(static_cast<double>(epoch));
+    ddpkit::train::write_checkpoint(path, model, optimizer, {.epoch = epoch, .step = epoch});
+  };
+  write(0);
+  video::Random random(1);
+  std::int64_t last = 0;
+  int within = 0;
+  for (int kill = 0; kill < kills; ++kill) {
+    int done[2];
+    REQUIRE(::pipe(done) == 0);
+    const pid_t child = ::fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      ::close(done[0]);
+      for (std::int64_t epoch = last + 1;; ++epoch) {
+        write(epoch);
+        if (::write(done[1], &epoch, sizeof epoch) != sizeof epoch) ::_exit(1);
+      }
+    }
+    ::close(done[1]);
+    ::usleep(static_cast<useconds_t>(random.uniform(2'000, 60'000)));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    REQUIRE(WIFSIGNALED(status));
+    std::int64_t finished = last;
+    for (std::int64_t epoch = 0; ::read(done[0], &epoch, sizeof epoch) == sizeof epoch;) finished = epoch;
+    ::close(done[0]);
+    within += std::filesystem::exists(path.string() + ".tmp");
+
+    video::Classifier loaded({.classes = 8, .width = 4});
+    ddpkit::optim::FusedAdamW loaded_optimizer(loaded.parameters());
+    const auto info = ddpkit::train::read_checkpoint(path, loaded, loaded_optimizer);
+    CHECK(info.epoch >= finished);
+    CHECK(info.epoch <= finished + 1);
+    for (const at::Tensor& parameter : loaded.parameters())
+      CHECK(parameter.eq(static_cast<double>(info.epoch)).all().item<bool>());
+    last = info.epoch;
+  }
+  CHECK(within > 0);  // Or nothing was tested.
+  CHECK(last > 0);
+}
