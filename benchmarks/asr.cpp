@@ -50,9 +50,19 @@ double now() { return std::chrono::duration<double>(std::chrono::system_clock::n
 std::vector<std::string> command_of(bool is_python, const Options& options) {
   const nlohmann::json model = nlohmann::json::parse(kModel);
   const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
-  // A core for each rank, where there are enough: else the scheduler deals them out.
   std::vector<std::string> command;
-  if (options.ranks <= ddpkit::available_cores()) command = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
+  // Python's ranks are started as its users start them: by torchrun.
+  if (is_python)
+    command = {ddpkit::bench::python_command("asr.py")[0],
+               "-m",
+               "torch.distributed.run",
+               "--standalone",
+               "--nproc-per-node",
+               std::to_string(options.ranks),
+               "--no-python"};
+  // A core for each rank, where there are enough: else the scheduler deals them out.
+  std::vector<std::string> pinned = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
+  if (options.ranks <= ddpkit::available_cores()) command.insert(command.end(), pinned.begin(), pinned.end());
   const auto add = [&](const std::vector<std::string>& more) {
     command.insert(command.end(), more.begin(), more.end());
   };
@@ -77,7 +87,7 @@ void run(bool is_python, const Options& options, Measured& measured) {
   const double start = now();
   const auto result = ddpkit::local_launch(
       {.command = command_of(is_python, options),
-       .ranks = options.ranks,
+       .ranks = is_python ? 1 : options.ranks,
        .environment = {{"OMP_NUM_THREADS", "1"}},
        .time_limit = std::chrono::minutes(10),
        .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});

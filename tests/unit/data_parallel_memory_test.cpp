@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <vector>
 
 #include <ddpkit/parallel/data_parallel.h>
 
@@ -69,7 +70,14 @@ struct Counting {
   Counting() { c10::SetAllocator(c10::kCPU, &counter); }
   ~Counting() { c10::SetAllocator(c10::kCPU, before); }
   c10::Allocator* before = c10::GetAllocator(c10::kCPU);
-  CountingAllocator& counter = *new CountingAllocator;  // Never deleted: blocks refer to it.
+  CountingAllocator& counter = immortal();
+
+ private:
+  /// Never deleted, as blocks refer to it; and remembered, so that it is no leak.
+  static CountingAllocator& immortal() {
+    static auto& all = *new std::vector<CountingAllocator*>;
+    return *all.emplace_back(new CountingAllocator);
+  }
 };
 
 torch::nn::Sequential make_net() {
