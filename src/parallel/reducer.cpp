@@ -1,6 +1,7 @@
 #include "parallel/reducer_impl.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -108,6 +109,18 @@ void Reducer::Impl::install_hook(std::size_t index) {
 }
 
 void Reducer::Impl::follow_parameters() {
+  // A backward that has begun and will not end: something else in the graph threw. (A forward within a backward, as
+  // checkpointing has it, is part of one that goes on.)
+  if (torch::autograd::get_current_graph_task_id() < 0) {
+    const std::lock_guard lock(mutex_);
+    if (in_backward_) {
+      // The other ranks may still write into what has been handed to them.
+      for (Bucket& bucket : buckets_) {
+        if (bucket.work.valid()) bucket.work.wait();
+      }
+      forget_backward();
+    }
+  }
   // A gradient accumulator, and so its hook, runs on the stream that was current when it was made. Made anew where the
   // caller has changed streams, so that no gradient hops from the stream that produced it to another, and that a step
   // can be captured into a graph on a stream of its own.

@@ -28,6 +28,30 @@ struct TablesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Tables);
 
+/// Hands on what it is given; backward through it fails.
+struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    throw std::runtime_error("a node that fails");
+  }
+};
+
+/// Two factors, one after the other.
+struct FactorsImpl : torch::nn::Module {
+  FactorsImpl() {
+    first = register_parameter("first", torch::full({2}, 2.0));
+    second = register_parameter("second", torch::full({2}, 3.0));
+  }
+  torch::Tensor forward(const torch::Tensor& x, bool second_comes_last, bool fails) {
+    torch::Tensor y = x * (second_comes_last ? first : second);
+    if (fails) y = FailsInBackward::apply(y);
+    return y * (second_comes_last ? second : first);
+  }
+  torch::Tensor first, second;
+};
+TORCH_MODULE(Factors);
+
 /// The message of what `action` throws, which comes long before any timeout.
 template <class Expected, class Action>
 std::string failure_of(const Action& action) {
@@ -93,4 +117,29 @@ RANK_TEST("a rank that leaves the loop early is named", "[ddp][failure]", 2, 3) 
   CHECK_THAT(text, ContainsSubstring("rank 1"));
   CHECK_THAT(text, ContainsSubstring("barrier"));
   group.barrier();
+}
+
+RANK_TEST("a backward that fails elsewhere, on all ranks, leaves nothing behind for the next one", "[ddp][failure]", 1,
+          2, 3) {
+  for (const double cap_mb : {0.000001, 1.0}) {
+    for (const bool find_unused : {false, true}) {
+      CAPTURE(cap_mb, find_unused);
+      Factors model;
+      DistributedDataParallel ddp(
+          model, group,
+          {.bucket_cap_mb = cap_mb, .first_bucket_cap_mb = cap_mb, .find_unused_parameters = find_unused});
+      const double own = 1.0 + group.rank(), mean = (1.0 + group.world_size()) / 2;
+      const auto x = torch::full({2}, own);
+      for (int step = 0; step < 4; ++step) {
+        // The last factor's gradient has come by the time it fails; afterwards the other one's comes first.
+        const bool second_comes_last = step % 2 == 0;
+        CHECK_THROWS_WITH(ddp(x, second_comes_last, true).sum().backward(), ContainsSubstring("a node that fails"));
+        model->zero_grad();
+        ddp(x, !second_comes_last, false).sum().backward();
+        CHECK(torch::allclose(model->first.grad(), torch::full({2}, 3 * mean)));
+        CHECK(torch::allclose(model->second.grad(), torch::full({2}, 2 * mean)));
+        model->zero_grad();
+      }
+    }
+  }
 }
