@@ -3,7 +3,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "video/random.h"
 #include "video_program.h"
 
 using namespace video::testing;
