@@ -1,21 +1,18 @@
 // The asr trainer's full model on two ranks, and the same model in Python's DistributedDataParallel beside: what
 // `script/bench asr` runs. Every run is a program of its own; they take turns, and medians are shown.
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/train/main.h>
 
 #include "bench/python.h"
 #include "bench/timing.h"
+#include "trainer_program.h"
 
 namespace {
 
@@ -50,55 +47,42 @@ double now() { return std::chrono::duration<double>(std::chrono::system_clock::n
 std::vector<std::string> command_of(bool is_python, const Options& options) {
   const nlohmann::json model = nlohmann::json::parse(kModel);
   const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
-  std::vector<std::string> command;
-  // Python's ranks are started as its users start them: by torchrun.
-  if (is_python)
-    command = {ddpkit::bench::python_command("asr.py")[0],
-               "-m",
-               "torch.distributed.run",
-               "--standalone",
-               "--nproc-per-node",
-               std::to_string(options.ranks),
-               "--no-python"};
-  // A core for each rank, where there are enough: else the scheduler deals them out.
-  std::vector<std::string> pinned = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
-  if (options.ranks <= ddpkit::available_cores()) command.insert(command.end(), pinned.begin(), pinned.end());
-  const auto add = [&](const std::vector<std::string>& more) {
-    command.insert(command.end(), more.begin(), more.end());
-  };
   if (is_python) {
-    add(ddpkit::bench::python_command("asr.py"));
-    add({options.data, epochs, batch, model.dump()});
-    return command;
+    std::vector<std::string> command = ddpkit::bench::python_command("asr.py");
+    // Python's ranks are started as its users start them: by torchrun.
+    std::vector<std::string> torchrun = {
+        command[0],   "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", std::to_string(options.ranks),
+        "--no-python"};
+    for (const std::string& word : {options.data, epochs, batch, model.dump()}) command.push_back(word);
+    command = ddpkit::bench::on_own_core(std::move(command), options.ranks);
+    torchrun.insert(torchrun.end(), command.begin(), command.end());
+    return torchrun;
   }
   // Both in float32, without SpecAugment, at a constant rate, and with the features kept.
-  add({options.asr, "--config", options.config, "--json", "data.train=" + options.data,
-       "data.dev=", "run.save_dir=", "training.epochs=" + epochs, "training.batch_size=" + batch, "training.amp=false",
-       "training.schedule=constant", "training.warmup_epochs=0", "training.spec_augment.enabled=false"});
+  std::vector<std::string> command = {options.asr,
+                                      "--config",
+                                      options.config,
+                                      "--json",
+                                      "data.train=" + options.data,
+                                      "data.dev=",
+                                      "run.save_dir=",
+                                      "training.epochs=" + epochs,
+                                      "training.batch_size=" + batch,
+                                      "training.amp=false",
+                                      "training.schedule=constant",
+                                      "training.warmup_epochs=0",
+                                      "training.spec_augment.enabled=false"};
   for (const auto& [key, value] : model.items()) {
     const std::string section = key == "sample_rate" || key == "mels" ? "features." : "model.";
-    add({section + key + "=" + value.dump()});
+    command.push_back(section + key + "=" + value.dump());
   }
-  return command;
+  return ddpkit::bench::on_own_core(std::move(command), options.ranks);
 }
 
 void run(bool is_python, const Options& options, Measured& measured) {
-  std::string output, errors;
   const double start = now();
-  const auto result = ddpkit::local_launch(
-      {.command = command_of(is_python, options),
-       .ranks = is_python ? 1 : options.ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::minutes(10),
-       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
-  if (result.exit_code() != 0)
-    throw ddpkit::Error(
-        fmt::format("{} ended with code {}: {}", is_python ? "Python" : "asr", result.exit_code(), output + errors));
-  std::istringstream lines(output);
   int epoch = 0;
-  for (std::string line; std::getline(lines, line);) {
-    if (!line.starts_with("{")) continue;
-    const auto json = nlohmann::json::parse(line);
+  for (const auto& json : ddpkit::bench::run_trainer(command_of(is_python, options), is_python ? 1 : options.ranks)) {
     if (++epoch > 1) {
       measured.step_ms.push_back(json["median_step_ms"]);
       measured.epoch_seconds.push_back(json["seconds"]);
@@ -109,7 +93,7 @@ void run(bool is_python, const Options& options, Measured& measured) {
     for (const double bytes : json["peak_memory_bytes"]) measured.peak_mib.push_back(bytes / (1 << 20));
   }
   if (epoch != options.epochs)
-    throw ddpkit::Error(fmt::format("{} epochs of {} were printed: {}", epoch, options.epochs, output + errors));
+    throw ddpkit::Error(fmt::format("{} printed {} epochs of {}", is_python ? "Python" : "asr", epoch, options.epochs));
 }
 
 void print_row(const char* name, const Measured& measured) {

@@ -34,14 +34,13 @@ namespace {
 using ddpkit::Error;
 using ddpkit::ProcessGroup;
 using ddpkit::bench::median;
+using ddpkit::bench::microseconds;
 using ddpkit::scaling::AllReducePoint;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 2;
 constexpr const char* kAnswer = "bench_estimate: ";
 constexpr double kSecondsARun = 3;
-
-double microseconds(Clock::duration time) { return std::chrono::duration<double, std::micro>(time).count(); }
 
 /// Prints a number for the process that has started this one.
 void answer(const std::string& text) { std::cout << kAnswer << text << std::endl; }

@@ -1,7 +1,6 @@
 // The har trainer on 1, 2 and 4 devices under DataParallel and DistributedDataParallel, and Python's beside: what
 // `script/bench har` runs. Every run is a program of its own; they take turns, and medians are shown.
 #include <torch/cuda.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
@@ -9,7 +8,6 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
 #include <fmt/format.h>
 
@@ -20,6 +18,7 @@
 #include "bench/python.h"
 #include "bench/timing.h"
 #include "har/generate.h"
+#include "trainer_program.h"
 
 namespace {
 
@@ -76,12 +75,8 @@ void run(const System& system, const Options& options, Measured& measured) {
   const bool on_gpus = torch::cuda::device_count() > 0;
   std::vector<std::string> command;
   // A core for each device, where there are enough: else the scheduler deals them out.
-  if (!on_gpus && system.devices <= ddpkit::available_cores()) {
-    if (system.is_one_process())
-      command = {"taskset", "-c", fmt::format("0-{}", system.devices - 1)};
-    else
-      command = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
-  }
+  if (!on_gpus && system.is_one_process() && system.devices <= ddpkit::available_cores())
+    command = {"taskset", "-c", fmt::format("0-{}", system.devices - 1)};
   const auto add = [&](const std::vector<std::string>& more) {
     command.insert(command.end(), more.begin(), more.end());
   };
@@ -103,21 +98,9 @@ void run(const System& system, const Options& options, Measured& measured) {
     else
       add({"dp", "--replicas", std::to_string(system.devices)});
   }
-  std::string output, errors;
-  const auto result = ddpkit::local_launch(
-      {.command = command,
-       .ranks = ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::minutes(10),
-       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
-  if (result.exit_code() != 0)
-    throw ddpkit::Error(fmt::format("{} on {} devices ended with code {}: {}", system.name(), system.devices,
-                                    result.exit_code(), output + errors));
-  std::istringstream lines(output);
+  if (!on_gpus && !system.is_one_process()) command = ddpkit::bench::on_own_core(std::move(command), system.devices);
   int epoch = 0;
-  for (std::string line; std::getline(lines, line);) {
-    if (!line.starts_with("{")) continue;
-    const auto json = nlohmann::json::parse(line);
+  for (const auto& json : ddpkit::bench::run_trainer(command, ranks)) {
     if (++epoch > 1) measured.rates.push_back(json["samples_per_second"]);
     measured.peaks = json["peak_memory_bytes"].get<std::vector<std::int64_t>>();
     measured.on_devices = json["peak_device_bytes"].get<std::vector<std::int64_t>>();
@@ -193,16 +176,11 @@ void measure(Options options) {
   if (options.peers) {
     if (const std::string why = ddpkit::bench::why_no_python(); !why.empty()) throw UsageError(why);
   }
-  std::filesystem::path made;
+  const ddpkit::bench::TemporaryData made("har");
   if (options.data.empty()) {
-    made = std::filesystem::temp_directory_path() / fmt::format("ddpkit-bench-har-{}", ::getpid());
-    options.data = made / "set";
+    options.data = made.path();
     har::generate_ucihar(options.data, {.train = options.windows, .test = 64});
   }
-  const std::unique_ptr<void, std::function<void(void*)>> cleanup(&made, [&](void*) {
-    std::error_code ignored;
-    if (!made.empty()) std::filesystem::remove_all(made, ignored);
-  });
   std::map<System, Measured> all;
   for (const int devices : options.devices) {
     for (const Way way : {Way::kDp, Way::kDdp, Way::kLibTorchDp, Way::kPythonDp, Way::kPythonDdp}) {

@@ -2,23 +2,21 @@
 // `script/bench video` runs. Every run is a program of its own; they take turns, and medians are shown.
 #include <sys/resource.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/main.h>
 
 #include "bench/python.h"
 #include "bench/timing.h"
+#include "trainer_program.h"
 #include "video/clips.h"
 #include "video/generate.h"
 #include "video/model.h"
@@ -116,30 +114,14 @@ struct Result {
 };
 
 Result run(std::vector<std::string> command, int ranks) {
-  // A core for each rank, where there are enough; what decodes in one process gets all of them.
-  if (ranks <= ddpkit::available_cores()) {
-    const std::vector<std::string> pin = {"sh", "-c", R"(exec taskset -c $LOCAL_RANK "$@")", "sh"};
-    if (ranks > 1) command.insert(command.begin(), pin.begin(), pin.end());
-  }
-  std::string output, errors;
-  const auto result = ddpkit::local_launch(
-      {.command = command,
-       .ranks = ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::minutes(10),
-       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
-  if (result.exit_code() != 0)
-    throw ddpkit::Error(fmt::format("{} ended with code {}: {}", command.back(), result.exit_code(), output + errors));
-  std::istringstream lines(output);
+  // What decodes in one process gets all cores.
+  if (ranks > 1) command = ddpkit::bench::on_own_core(std::move(command), ranks);
   std::vector<double> rates;
   Result found;
-  for (std::string line; std::getline(lines, line);) {
-    if (!line.starts_with("{")) continue;
-    const auto json = nlohmann::json::parse(line);
+  for (const auto& json : ddpkit::bench::run_trainer(command, ranks)) {
     rates.push_back(json["clips_per_second"]);
     found.peak_mib = static_cast<double>(json.value("peak_bytes", std::int64_t{0})) / (1 << 20);
   }
-  if (rates.empty()) throw ddpkit::Error(fmt::format("a run printed no figures: {}", output + errors));
   if (rates.size() > 1) rates.erase(rates.begin());  // The first epoch begins cold.
   found.clips_per_second = ddpkit::bench::median(rates);
   return found;
@@ -238,20 +220,15 @@ void measure(Options options) {
   if (options.peers) {
     if (const std::string why = ddpkit::bench::why_no_python(); !why.empty()) throw ddpkit::train::UsageError(why);
   }
-  std::filesystem::path made;
+  const ddpkit::bench::TemporaryData made("video");
   if (options.data.empty()) {
-    made = std::filesystem::temp_directory_path() / fmt::format("ddpkit-bench-video-{}", ::getpid());
-    options.data = made / "set";
+    options.data = made.path();
     fmt::print(stderr, "generating {} videos of {}x{}\n", options.videos, options.video_size, options.video_size);
     video::generate(options.data, {.videos = options.videos,
                                    .trials = options.trials,
                                    .least_of_class = 2,
                                    .size = {options.video_size, options.video_size}});
   }
-  const std::unique_ptr<void, std::function<void(void*)>> cleanup(&made, [&](void*) {
-    std::error_code ignored;
-    if (!made.empty()) std::filesystem::remove_all(made, ignored);
-  });
   compare(options);
   if (!options.batches.empty()) tabulate_batches(options);
 }

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,11 @@ void add_estimate(CLI::App& app, std::function<int()>& run);
 void add_bench(CLI::App& app, std::function<int()>& run);
 void add_bench_collectives(CLI::App& bench, std::function<int()>& run);
 void add_bench_step(CLI::App& bench, std::function<int()>& run);
+
+/// Reads a number of parameters: "7.16M", "1.2G".
+inline CLI::AsNumberWithUnit parameter_count() {
+  return CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}});
+}
 
 /// Cuts the arguments of a command that starts another program: takes off and returns the program and everything behind
 /// it, which is the program's own even where it looks like an option of ours. "--" may stand between.

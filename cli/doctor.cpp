@@ -101,8 +101,7 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
       "lets ranks all-reduce for real. The exit code is 0 when training can start here, 1 when not.");
   CLI::Option* parameters =
       command->add_option("--params", options->model.parameters, "Does a model of so many parameters fit: 7.16M, 1.2G")
-          ->transform(
-              CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}}))
+          ->transform(parameter_count())
           ->type_name("N");
   command->add_option("--optimizer", options->model.optimizer, "sgd, momentum, adam, adamw (default: adam)")
       ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}))

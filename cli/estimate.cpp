@@ -92,8 +92,7 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
           ->check(CLI::PositiveNumber)
           ->type_name("MS");
   CLI::Option* parameters = command->add_option("--params", options->parameters, "Parameters of the model: 7.16M, 1.2G")
-                                ->transform(CLI::AsNumberWithUnit(
-                                    std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}}))
+                                ->transform(parameter_count())
                                 ->type_name("N");
   command->add_option("--other-ms", options->other_ms, "Update, data and the rest, in milliseconds (default: 0)")
       ->check(CLI::NonNegativeNumber)

@@ -25,8 +25,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double microseconds(Clock::duration time) { return std::chrono::duration<double, std::micro>(time).count(); }
-
 /// Largest resident memory of this process so far. Not getrusage's, which counts what was there before exec.
 std::uint64_t peak_bytes() {
   std::ifstream status("/proc/self/status");

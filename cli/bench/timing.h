@@ -1,10 +1,15 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <vector>
 
 namespace ddpkit::bench {
+
+inline double microseconds(std::chrono::steady_clock::duration time) {
+  return std::chrono::duration<double, std::micro>(time).count();
+}
 
 /// How often a call is made; 0 chooses by time.
 struct TimingOptions {

@@ -62,8 +62,7 @@ LinkModel make_links(const Links& links) try {
   const scaling::GpuCluster& cluster = scaling::gpu_cluster(links.cluster);
   return {.all_reduce = scaling::nccl(cluster),
           .name = fmt::format("NCCL on {}, {} GPUs a node", cluster.name, cluster.gpus_per_node),
-          .contention = static_cast<double>(cluster.multiprocessors) /
-                        (cluster.multiprocessors - cluster.collective_multiprocessors),
+          .contention = scaling::contention(cluster),
           .price_per_hour = cluster.price_per_hour};
 } catch (const std::invalid_argument& error) {
   throw InvalidArgument(error.what());

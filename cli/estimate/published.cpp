@@ -12,10 +12,6 @@ using namespace scaling;
 
 constexpr double kKiB = 1024, kMiB = 1024 * kKiB, kGiB = 1024 * kMiB;
 
-double contention(const GpuCluster& cluster) {
-  return static_cast<double>(cluster.multiprocessors) / (cluster.multiprocessors - cluster.collective_multiprocessors);
-}
-
 /// Triton-distributed issue 57 (torch.distributed, 1 KB to 16 MB) and nccl-tests issues 212 and 290 (1 GB).
 void add_h100_all_reduce(std::vector<PublishedPoint>& points) {
   struct Measured {

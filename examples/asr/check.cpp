@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "asr/model.h"
@@ -16,6 +17,8 @@
 
 namespace asr {
 namespace {
+
+using ddpkit::train::print_line;
 
 void expect(bool is_right, const std::string& what) {
   if (!is_right) throw ddpkit::Error(what);
@@ -78,7 +81,7 @@ void check(const ddpkit::ProcessGroup& group) {
                                        fmt::format("rank {} of {}: process {} on {}, {}", group.rank(),
                                                    group.world_size(), ::getpid(), host_name(), group.device().str()),
                                        rank);
-    if (speaks) print(line);
+    if (speaks) print_line(line);
   }
   const std::pair<const char*, void (*)(const ddpkit::ProcessGroup&)> tests[] = {
       {"all_reduce", check_all_reduce},
@@ -90,11 +93,11 @@ void check(const ddpkit::ProcessGroup& group) {
   for (const auto& [name, test] : tests) {
     test(group);
     group.barrier();
-    if (speaks) print(fmt::format("ok  {}", name));
+    if (speaks) print_line(fmt::format("ok  {}", name));
   }
   if (speaks)
-    print(fmt::format("the distributed set-up works: {} rank{}, {}", group.world_size(),
-                      group.world_size() == 1 ? "" : "s", group.backend_name()));
+    print_line(fmt::format("the distributed set-up works: {} rank{}, {}", group.world_size(),
+                           group.world_size() == 1 ? "" : "s", group.backend_name()));
 }
 
 }  // namespace asr

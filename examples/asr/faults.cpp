@@ -8,7 +8,6 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/train/together.h>
 
 namespace asr {
 
@@ -43,13 +42,10 @@ std::array<std::size_t, kFaults> Faults::count(const ddpkit::ProcessGroup& group
     const std::lock_guard lock(mutex_);
     all = files_;
   }
-  if (group.world_size() > 1) {
-    const std::string mine = nlohmann::json(all).dump();
-    for (int rank = 0; rank < group.world_size(); ++rank) {
-      const auto theirs = nlohmann::json::parse(ddpkit::train::broadcast_bytes(group, mine, rank));
-      for (std::size_t i = 0; i < kFaults; ++i) {
-        for (const auto& file : theirs[i]) all[i].insert(file.get<std::string>());
-      }
+  for (const std::string& text : group.all_gather_bytes(nlohmann::json(all).dump())) {
+    const auto theirs = nlohmann::json::parse(text);
+    for (std::size_t i = 0; i < kFaults; ++i) {
+      for (const auto& file : theirs[i]) all[i].insert(file.get<std::string>());
     }
   }
   std::array<std::size_t, kFaults> counts{};

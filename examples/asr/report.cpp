@@ -1,6 +1,5 @@
 #include "asr/report.h"
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
@@ -54,11 +53,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/audio_seconds_per_second", epoch.audio_seconds / epoch.seconds, epoch.step);
   writer.flush();
-}
-
-void print(const std::string& line) {
-  fmt::print("{}\n", line);
-  std::fflush(stdout);
 }
 
 }  // namespace asr

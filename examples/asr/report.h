@@ -44,7 +44,4 @@ std::string as_line(const Epoch& epoch);
 /// The scalars of an epoch, by its number of updates.
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 
-/// Prints a line to stdout at once.
-void print(const std::string& line);
-
 }  // namespace asr

@@ -9,12 +9,15 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "asr/evaluation.h"
 #include "asr/report.h"
 
 namespace asr {
+
+using ddpkit::train::print_line;
 
 std::unique_ptr<Dataset> open_dataset(const std::string& path, const Options& options, const Recognizer& model,
                                       Faults& faults, const ddpkit::ProcessGroup& group) {
@@ -73,23 +76,23 @@ void evaluate_run(const Options& given, const ddpkit::ProcessGroup& group) {
     const EvaluationResult result = evaluate(*trained.model, *dataset, options.evaluation, group);
     if (group.rank() != 0) continue;
     if (given.run.json) {
-      print(nlohmann::ordered_json{{"set", name},
-                                   {"path", path},
-                                   {"utterances", result.errors.utterances},
-                                   {"loss", result.loss},
-                                   {"cer", result.errors.cer()},
-                                   {"wer", result.errors.wer()}}
-                .dump());
+      print_line(nlohmann::ordered_json{{"set", name},
+                                        {"path", path},
+                                        {"utterances", result.errors.utterances},
+                                        {"loss", result.loss},
+                                        {"cer", result.errors.cer()},
+                                        {"wer", result.errors.wer()}}
+                     .dump());
       continue;
     }
-    print(fmt::format("{}: {} utterances  loss {:.4f}  CER {:.1f} %  WER {:.1f} %", path, result.errors.utterances,
-                      result.loss, 100 * result.errors.cer(), 100 * result.errors.wer()));
+    print_line(fmt::format("{}: {} utterances  loss {:.4f}  CER {:.1f} %  WER {:.1f} %", path, result.errors.utterances,
+                           result.loss, 100 * result.errors.cer(), 100 * result.errors.wer()));
     for (const Sample& sample : result.samples)
-      print(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
+      print_line(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
   }
   if (!found) throw ddpkit::train::UsageError("neither data.dev nor data.test is given, nor data.train");
   const auto counts = faults.count(group);
-  if (group.rank() == 0) print(describe(counts));
+  if (group.rank() == 0) print_line(describe(counts));
 }
 
 }  // namespace asr

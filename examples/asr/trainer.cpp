@@ -18,6 +18,7 @@
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/summary_writer.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "asr/evaluation.h"
@@ -26,6 +27,8 @@
 
 namespace asr {
 namespace {
+
+using ddpkit::train::print_line;
 
 using Clock = std::chrono::steady_clock;
 using ddpkit::train::UsageError;
@@ -82,9 +85,9 @@ class Trainer {
     if (!speaks()) return;
     if (!options_.run.json) {
       for (const Sample& sample : samples_)
-        print(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
+        print_line(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
     }
-    print(describe(faults));
+    print_line(describe(faults));
   }
 
  private:
@@ -133,16 +136,16 @@ class Trainer {
   }
 
   void print_header() const {
-    print(fmt::format("{}: {} utterances, {:.1f} minutes; dev: {}", options_.data.train, train_->size(),
-                      train_->seconds() / 60, dev_ ? fmt::format("{} utterances", dev_->size()) : "none"));
-    print(fmt::format(
+    print_line(fmt::format("{}: {} utterances, {:.1f} minutes; dev: {}", options_.data.train, train_->size(),
+                           train_->seconds() / 60, dev_ ? fmt::format("{} utterances", dev_->size()) : "none"));
+    print_line(fmt::format(
         "model with {} parameters ({:.2f} M), {} utterances a step on {} rank{} ({}, {}), mixed precision {}",
         parameter_count(*model_), static_cast<double>(parameter_count(*model_)) / 1e6, options_.training.batch_size,
         group_.world_size(), group_.world_size() == 1 ? "" : "s", group_.backend_name(), group_.device().str(),
         amp_ == at::kFloat  ? "off"
         : amp_ == at::kHalf ? "float16"
                             : "bfloat16"));
-    if (folder_.to_resume) print(fmt::format("resumed from {}, step {}", folder_.checkpoint.string(), info_.step));
+    if (folder_.to_resume) print_line(fmt::format("resumed from {}, step {}", folder_.checkpoint.string(), info_.step));
   }
 
   Augmentation augmentation() const {
@@ -303,9 +306,9 @@ class Trainer {
     const double mean = ddpkit::train::sum_over_ranks({loss}, group_).front();
     if (!speaks()) return;
     if (options_.run.json)
-      print(nlohmann::ordered_json{{"step", info_.step}, {"loss", mean}}.dump());
+      print_line(nlohmann::ordered_json{{"step", info_.step}, {"loss", mean}}.dump());
     else
-      print(fmt::format("step {}  loss {:.6f}", info_.step, mean));
+      print_line(fmt::format("step {}  loss {:.6f}", info_.step, mean));
   }
 
   void report(Epoch& epoch) {
@@ -317,7 +320,7 @@ class Trainer {
     }
     epoch.peak_memory_bytes = ddpkit::train::peak_memory_of_ranks(group_);
     if (!speaks()) return;
-    print(options_.run.json ? as_json(epoch) : as_line(epoch));
+    print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
   }
 

@@ -13,11 +13,14 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/random.h>
 
 #include "har/ucihar.h"
 
 namespace har {
 namespace {
+
+using ddpkit::train::Random;
 
 namespace fs = std::filesystem;
 
@@ -38,22 +41,6 @@ constexpr std::array<Activity, 6> kActivities = {{
     {"STANDING", 0.3, {0.02, 0.01, 0.01}, {1.00, -0.10, 0.00}},
     {"LAYING", 0.2, {0.01, 0.01, 0.02}, {-0.20, 0.75, 0.60}},
 }};
-
-// The standard library's distributions differ from one implementation to the next; its engines do not.
-class Random {
- public:
-  explicit Random(std::uint64_t seed) : engine_(seed) {}
-  double uniform(double low, double high) {
-    return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53;
-  }
-  double normal(double deviation) {
-    const double radius = std::sqrt(-2 * std::log(1 - uniform(0, 1)));
-    return deviation * radius * std::cos(uniform(0, 2 * std::numbers::pi));
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 using Window = std::array<std::vector<double>, kUciSignals.size()>;  // [signal][step]
 

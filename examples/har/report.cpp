@@ -1,6 +1,5 @@
 #include "har/report.h"
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
@@ -43,11 +42,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/samples_per_second", epoch.samples_per_second(), epoch.step);
   writer.flush();
-}
-
-void print(const std::string& line) {
-  fmt::print("{}\n", line);
-  std::fflush(stdout);
 }
 
 }  // namespace har

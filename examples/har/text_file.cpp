@@ -75,11 +75,4 @@ std::optional<float> parse_float(std::string_view text) {
 
 std::optional<int> parse_int(std::string_view text) { return parse<int>(text); }
 
-std::string in_quotes(std::string_view text) {
-  constexpr std::size_t kLongest = 40;
-  std::string result = "'";
-  for (const char c : text.substr(0, kLongest)) result += static_cast<unsigned char>(c) < 0x20 ? '?' : c;
-  return result + (text.size() > kLongest ? "...'" : "'");
-}
-
 }  // namespace har

@@ -43,7 +43,4 @@ std::optional<float> parse_float(std::string_view text);
 /// All of `text` as a whole number.
 std::optional<int> parse_int(std::string_view text);
 
-/// `text` for an error message: in quotes, shortened, without control characters.
-std::string in_quotes(std::string_view text);
-
 }  // namespace har

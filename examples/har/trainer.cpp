@@ -17,6 +17,7 @@
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "har/dataset.h"
@@ -25,6 +26,8 @@
 
 namespace har {
 namespace {
+
+using ddpkit::train::print_line;
 
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
@@ -78,8 +81,8 @@ class Trainer {
     if (timeline_) timeline_->write();
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
-    if (!options_.trainer.json) print(ddpkit::train::confusion_table(test, dataset_.class_names));
-    print(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
+    if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
+    print_line(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 
  private:
@@ -172,20 +175,21 @@ class Trainer {
   void print_header() const {
     std::int64_t parameters = 0;
     for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
-    print(fmt::format("{}: {} training and {} test windows of {} channels x {} steps, {} classes", dataset_.name,
-                      dataset_.train.size(), dataset_.test.size(), dataset_.channels(), dataset_.steps(),
-                      dataset_.classes()));
+    print_line(fmt::format("{}: {} training and {} test windows of {} channels x {} steps, {} classes", dataset_.name,
+                           dataset_.train.size(), dataset_.test.size(), dataset_.channels(), dataset_.steps(),
+                           dataset_.classes()));
     const std::string where =
         options_.multi_gpu == MultiGpu::kDp || options_.multi_gpu == MultiGpu::kLibTorchDp
             ? fmt::format("{} replica{} ({}, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
                           name_of(options_.multi_gpu), group_.device().str())
             : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
                           name_of(options_.multi_gpu), group_.backend_name(), group_.device().str());
-    print(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", name_of(options_.mode),
-                      parameters, name_of(options_.optimizer), options_.trainer.batch_size,
-                      options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
-                      where, amp_name()));
-    if (folder_.to_resume) print(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+    print_line(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}",
+                           name_of(options_.mode), parameters, name_of(options_.optimizer), options_.trainer.batch_size,
+                           options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
+                           where, amp_name()));
+    if (folder_.to_resume)
+      print_line(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
   }
 
   // Of the epoch, which all batches of this process share in order.
@@ -296,7 +300,7 @@ class Trainer {
                       .peak_device_bytes = on_devices,
                       .train = train,
                       .test = *evaluated_};
-    print(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    print_line(options_.trainer.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
   }
 

@@ -7,11 +7,14 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/text.h>
 
 #include "har/text_file.h"
 
 namespace har {
 namespace {
+
+using ddpkit::train::in_quotes;
 
 namespace fs = std::filesystem;
 

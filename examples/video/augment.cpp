@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "video/random.h"
+#include <ddpkit/train/random.h>
 
 namespace video {
 namespace {
@@ -33,7 +33,7 @@ at::Tensor column(const std::vector<Augmentation>& augmentations, double Augment
 }  // namespace
 
 Augmentation draw_augmentation(std::uint64_t seed) {
-  Random random(seed);
+  ddpkit::train::Random random(seed);
   Augmentation one;
   one.mirror_x = random.below(2) == 1;
   one.mirror_y = random.below(2) == 1;

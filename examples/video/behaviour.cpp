@@ -9,7 +9,7 @@ double radians_a_frame(double period_frames) { return 2 * kPi / period_frames; }
 
 }  // namespace
 
-Motion::Motion(Behaviour behaviour, int frames, Random& random) {
+Motion::Motion(Behaviour behaviour, int frames, ddpkit::train::Random& random) {
   x_ = random.uniform(-0.06, 0.06);
   y_ = random.uniform(-0.06, 0.06);
   heading_ = random.angle();

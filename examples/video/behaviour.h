@@ -4,7 +4,7 @@
 #include <array>
 #include <cstddef>
 
-#include "video/random.h"
+#include <ddpkit/train/random.h>
 
 namespace video {
 
@@ -42,7 +42,7 @@ struct Pose {
 /// frame all poses are as likely in one class as in another, and only the change from frame to frame tells them apart.
 class Motion {
  public:
-  Motion(Behaviour behaviour, int frames, Random& random);
+  Motion(Behaviour behaviour, int frames, ddpkit::train::Random& random);
 
   Pose at(double frame) const;
 

@@ -115,11 +115,4 @@ std::optional<long long> parse_number(std::string_view text) {
   return value;
 }
 
-std::string in_quotes(std::string_view text) {
-  constexpr std::size_t kLongest = 40;
-  std::string result = "'";
-  for (const char c : text.substr(0, kLongest)) result += static_cast<unsigned char>(c) < 0x20 ? '?' : c;
-  return result + (text.size() > kLongest ? "...'" : "'");
-}
-
 }  // namespace video

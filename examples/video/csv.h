@@ -31,7 +31,4 @@ std::string csv_field(std::string_view text);
 /// All of `text` as a whole number, blanks around it allowed; empty optional when it is anything else.
 std::optional<long long> parse_number(std::string_view text);
 
-/// `text` for an error message: in quotes, shortened, without control characters.
-std::string in_quotes(std::string_view text);
-
 }  // namespace video

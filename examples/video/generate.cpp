@@ -11,6 +11,7 @@
 #include <ddpkit/comm/local_launch.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/train/progress.h>
+#include <ddpkit/train/random.h>
 #include <ddpkit/train/seed.h>
 
 #include "video/scene.h"
@@ -31,7 +32,7 @@ void write_text(const fs::path& path, const std::string& text) {
 // The lines of trials.csv that are about it.
 std::string make_video(const fs::path& root, int number, const std::vector<Behaviour>& trials,
                        const GenerateOptions& options) {
-  Random random(ddpkit::train::epoch_seed(options.seed, number, 1));
+  ddpkit::train::Random random(ddpkit::train::epoch_seed(options.seed, number, 1));
   const std::string name = fmt::format("videos/{:03}.mp4", number);
   Scene scene(options.size, random);
   VideoWriter writer(root / name,
@@ -98,7 +99,7 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
   std::vector<Behaviour> all;
   for (std::size_t k = 0; k < counts.size(); ++k)
     all.insert(all.end(), static_cast<std::size_t>(counts[k]), static_cast<Behaviour>(k));
-  Random random(options.seed);
+  ddpkit::train::Random random(options.seed);
   random.shuffle(all);
   std::vector<std::vector<Behaviour>> dealt(static_cast<std::size_t>(options.videos));
   for (std::size_t i = 0; i < all.size(); ++i) dealt[i % dealt.size()].push_back(all[i]);

@@ -1,7 +1,6 @@
 #include "video/report.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
@@ -74,11 +73,6 @@ std::string class_table(const TrialSet& set, const TrialSplit& split, const std:
   }
   return table + fmt::format("\n{:{}}  {:>6}          {:>8}  {:>10}", "all", widest, set.trials.size(),
                              split.train.size(), split.validation.size());
-}
-
-void print(const std::string& line) {
-  fmt::print("{}\n", line);
-  std::fflush(stdout);
 }
 
 }  // namespace video

@@ -39,7 +39,4 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 /// Trials of each class in both sets, and the class's weight: a table for a terminal. `weights`: [class].
 std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights);
 
-/// Prints a line to stdout at once.
-void print(const std::string& line);
-
 }  // namespace video

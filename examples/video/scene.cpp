@@ -9,7 +9,7 @@ constexpr double kZoom = 1.2;  // The mouse is about half as long as the frame i
 
 }  // namespace
 
-Scene::Scene(FrameSize size, Random& random)
+Scene::Scene(FrameSize size, ddpkit::train::Random& random)
     : size_(size),
       scale_(std::min(size.width, size.height)),
       coat_(random.uniform(40, 75)),
@@ -58,7 +58,7 @@ void Scene::draw(const Spot& spot, const Pose& pose) {
   }
 }
 
-void Scene::render(const Pose& pose, Random& random, std::uint8_t* pixels) {
+void Scene::render(const Pose& pose, ddpkit::train::Random& random, std::uint8_t* pixels) {
   canvas_ = background_;
   const double half = 0.15 * pose.stretch * length_, wide = 0.085 / std::sqrt(pose.stretch);
   const double neck = half * 0.85;

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include <ddpkit/train/random.h>
+
 #include "video/behaviour.h"
 #include "video/video_reader.h"
 
@@ -12,10 +14,10 @@ namespace video {
 /// A cage seen from above, with a mouse in it: light, bedding and coat are drawn once for each video.
 class Scene {
  public:
-  Scene(FrameSize size, Random& random);
+  Scene(FrameSize size, ddpkit::train::Random& random);
 
   /// One frame in grey, `pixels` [height, width], with the camera's noise.
-  void render(const Pose& pose, Random& random, std::uint8_t* pixels);
+  void render(const Pose& pose, ddpkit::train::Random& random, std::uint8_t* pixels);
 
  private:
   struct Spot {

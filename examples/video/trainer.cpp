@@ -15,6 +15,7 @@
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "video/balance.h"
@@ -26,6 +27,8 @@
 
 namespace video {
 namespace {
+
+using ddpkit::train::print_line;
 
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
@@ -58,8 +61,8 @@ class Trainer {
     }
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
     if (!speaks()) return;
-    if (!options_.trainer.json) print(ddpkit::train::confusion_table(best_.result(), set_.class_names));
-    print(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
+    if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
+    print_line(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
   }
 
  private:
@@ -138,17 +141,18 @@ class Trainer {
   void print_header() const {
     std::int64_t parameters = 0;
     for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
-    print(fmt::format("{}: {} trials, {} classes, clips of {} frames of {}", set_.folder.string(), set_.trials.size(),
-                      set_.class_names.size(), options_.frames, name_of(options_.size)));
-    print(class_table(set_, split_, class_weights_));
-    print(
+    print_line(fmt::format("{}: {} trials, {} classes, clips of {} frames of {}", set_.folder.string(),
+                           set_.trials.size(), set_.class_names.size(), options_.frames, name_of(options_.size)));
+    print_line(class_table(set_, split_, class_weights_));
+    print_line(
         fmt::format("3D-CNN with {} parameters, batch {} on each of {} rank{} ({}, {}), lr {:.4g}, balance {}, mixed "
                     "precision {}",
                     parameters, batch_size_, group_.world_size(), group_.world_size() == 1 ? "" : "s",
                     group_.backend_name(), group_.device().str(),
                     options_.trainer.lr * ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size()),
                     name_of(options_.balance), amp_name()));
-    if (folder_.to_resume) print(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+    if (folder_.to_resume)
+      print_line(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
   }
 
   ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
@@ -207,7 +211,7 @@ class Trainer {
                       .train = train,
                       .validation = validation,
                       .is_best = is_best};
-    if (speaks()) print(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    if (speaks()) print_line(options_.trainer.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
     return true;
   }
@@ -303,7 +307,7 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
   const TrialSplit split = split_by_video(set, options.validation_share, options.trainer.seed);
   Trainer(options, set, split, *loader, group).run();
   if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.trainer.json)
-    print(summary);
+    print_line(summary);
 }
 
 }  // namespace video

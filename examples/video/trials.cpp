@@ -12,12 +12,15 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/random.h>
+#include <ddpkit/train/text.h>
 
 #include "video/csv.h"
-#include "video/random.h"
 
 namespace video {
 namespace {
+
+using ddpkit::train::in_quotes;
 
 constexpr std::array<const char*, 4> kColumns = {"video", "start_frame", "end_frame", "label"};
 
@@ -171,7 +174,7 @@ TrialSplit split_by_video(const TrialSet& set, double validation_share, std::uin
       static_cast<std::size_t>(std::llround(validation_share * static_cast<double>(videos.size()))), 1,
       videos.size() - 1);
 
-  Random random(seed);
+  ddpkit::train::Random random(seed);
   std::vector<std::size_t> order(videos.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::vector<std::size_t> best;

@@ -1,14 +1,13 @@
 #include <ddpkit/data/distributed_sampler.h>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/randperm.h>
 #include <fmt/format.h>
-#include <torch/serialize/archive.h>
 
 #include <cstdio>
 #include <numeric>
 
 #include <ddpkit/comm/error.h>
+
+#include "data/sampling.h"
 
 namespace ddpkit {
 
@@ -36,15 +35,10 @@ struct DistributedSampler::State {
 
   std::vector<std::size_t> draw() const {
     std::vector<std::size_t> all(size);
-    if (options.shuffle) {
-      // What Python does: torch.randperm with a generator of its own, seeded by seed + epoch.
-      const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed + epoch);
-      const at::Tensor permutation = at::randperm(static_cast<std::int64_t>(size), generator, at::kLong);
-      const auto* values = permutation.const_data_ptr<std::int64_t>();
-      std::copy(values, values + size, all.begin());
-    } else {
+    if (options.shuffle)
+      all = sampling::shuffled(size, sampling::generator_of(options.seed, epoch));
+    else
       std::iota(all.begin(), all.end(), std::size_t{0});
-    }
     std::vector<std::size_t> mine;
     mine.reserve(num_samples());
     // Past the end the list starts over, which is the padding.
@@ -56,8 +50,7 @@ struct DistributedSampler::State {
 DistributedSampler::DistributedSampler(std::size_t size, int world_size, int rank,
                                        const DistributedSamplerOptions& options)
     : state_(std::make_shared<State>()) {
-  if (world_size < 1 || rank < 0 || rank >= world_size)
-    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
+  sampling::check_rank(world_size, rank);
   state_->size = size;
   state_->world_size = static_cast<std::size_t>(world_size);
   state_->rank = static_cast<std::size_t>(rank);
@@ -101,33 +94,21 @@ void DistributedSampler::reset(std::optional<std::size_t> new_size) {
 }
 
 std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
-  const std::size_t left = state_->order.size() - state_->position;
-  if (left == 0) return std::nullopt;
-  const auto begin = state_->order.begin() + static_cast<std::ptrdiff_t>(state_->position);
-  const std::size_t count = std::min(left, batch_size);
-  state_->seen = true;
-  state_->position += count;
-  return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
+  auto batch = sampling::take(state_->order, state_->position, batch_size);
+  if (batch) state_->seen = true;
+  return batch;
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("epoch", torch::tensor(static_cast<std::int64_t>(state_->epoch), torch::kLong), /*is_buffer=*/true);
-  archive.write("position", torch::tensor(static_cast<std::int64_t>(state_->position), torch::kLong),
-                /*is_buffer=*/true);
+  sampling::save_position(archive, {state_->epoch, state_->position});
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
-  torch::Tensor epoch, position;
-  archive.read("epoch", epoch, /*is_buffer=*/true);
-  archive.read("position", position, /*is_buffer=*/true);
-  state_->epoch = static_cast<std::uint64_t>(epoch.item<std::int64_t>());
+  const auto saved = sampling::load_position(archive, num_samples(), "sample");
+  state_->epoch = saved.epoch;
   state_->seen = false;
   state_->order = state_->draw();
-  const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
-  if (saved > state_->order.size())
-    throw InvalidArgument(fmt::format("the saved sampler stands at sample {}, but an epoch has only {} here", saved,
-                                      state_->order.size()));
-  state_->position = saved;
+  state_->position = saved.position;
 }
 
 }  // namespace ddpkit

@@ -1,13 +1,14 @@
 #include <ddpkit/data/distributed_weighted_sampler.h>
 
 #include <fmt/format.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
 #include <random>
 
 #include <ddpkit/comm/error.h>
+
+#include "data/sampling.h"
 
 namespace ddpkit {
 
@@ -42,8 +43,7 @@ struct DistributedWeightedSampler::State {
 DistributedWeightedSampler::DistributedWeightedSampler(std::vector<double> weights, int world_size, int rank,
                                                        const DistributedWeightedSamplerOptions& options)
     : state_(std::make_shared<State>()) {
-  if (world_size < 1 || rank < 0 || rank >= world_size)
-    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
+  sampling::check_rank(world_size, rank);
   double sum = 0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (!std::isfinite(weights[i]) || weights[i] < 0)
@@ -81,31 +81,18 @@ void DistributedWeightedSampler::reset(std::optional<std::size_t> new_size) {
 }
 
 std::optional<std::vector<std::size_t>> DistributedWeightedSampler::next(std::size_t batch_size) {
-  const std::size_t left = state_->order.size() - state_->position;
-  if (left == 0) return std::nullopt;
-  const auto begin = state_->order.begin() + static_cast<std::ptrdiff_t>(state_->position);
-  const std::size_t count = std::min(left, batch_size);
-  state_->position += count;
-  return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
+  return sampling::take(state_->order, state_->position, batch_size);
 }
 
 void DistributedWeightedSampler::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("epoch", torch::tensor(static_cast<std::int64_t>(state_->epoch), torch::kLong), /*is_buffer=*/true);
-  archive.write("position", torch::tensor(static_cast<std::int64_t>(state_->position), torch::kLong),
-                /*is_buffer=*/true);
+  sampling::save_position(archive, {state_->epoch, state_->position});
 }
 
 void DistributedWeightedSampler::load(torch::serialize::InputArchive& archive) {
-  torch::Tensor epoch, position;
-  archive.read("epoch", epoch, /*is_buffer=*/true);
-  archive.read("position", position, /*is_buffer=*/true);
-  const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
-  if (saved > state_->samples)
-    throw InvalidArgument(
-        fmt::format("the saved sampler stands at sample {}, but an epoch has only {} here", saved, state_->samples));
-  state_->epoch = static_cast<std::uint64_t>(epoch.item<std::int64_t>());
+  const auto saved = sampling::load_position(archive, state_->samples, "sample");
+  state_->epoch = saved.epoch;
   state_->order = state_->draw();
-  state_->position = saved;
+  state_->position = saved.position;
 }
 
 }  // namespace ddpkit

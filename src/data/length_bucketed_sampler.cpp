@@ -1,25 +1,18 @@
 #include <ddpkit/data/length_bucketed_sampler.h>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/randperm.h>
 #include <fmt/format.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include <ddpkit/comm/error.h>
 
+#include "data/sampling.h"
+
 namespace ddpkit {
 namespace {
 
-using Indices = std::vector<std::size_t>;
-
-Indices shuffled(std::size_t size, const at::Generator& generator) {
-  const at::Tensor permutation = at::randperm(static_cast<std::int64_t>(size), generator, at::kLong);
-  const auto* values = permutation.const_data_ptr<std::int64_t>();
-  return {values, values + size};
-}
+using sampling::Indices;
 
 // The samples of one batch, from the longest to the shortest, dealt out. [rank]
 std::vector<Indices> deal(const Indices& samples, const std::vector<std::int64_t>& lengths, std::size_t world_size) {
@@ -49,8 +42,7 @@ LengthBucketedSampler::LengthBucketedSampler(std::vector<std::int64_t> lengths, 
       world_size_(static_cast<std::size_t>(world_size)),
       rank_(static_cast<std::size_t>(rank)),
       options_(options) {
-  if (world_size < 1 || rank < 0 || rank >= world_size)
-    throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
+  sampling::check_rank(world_size, rank);
   if (options.batch_size < world_size_)
     throw InvalidArgument(
         fmt::format("a batch of {} samples cannot be divided among {} ranks", options.batch_size, world_size));
@@ -69,10 +61,10 @@ LengthBucketedSampler::LengthBucketedSampler(std::vector<std::int64_t> lengths, 
     : LengthBucketedSampler(std::move(lengths), group.world_size(), group.rank(), options) {}
 
 void LengthBucketedSampler::draw() {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + epoch_);
+  const auto generator = sampling::generator_of(options_.seed, epoch_);
   Indices order(lengths_.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  if (options_.shuffle) order = shuffled(order.size(), generator);
+  if (options_.shuffle) order = sampling::shuffled(order.size(), generator);
   const auto is_longer = [this](std::size_t a, std::size_t b) { return lengths_[a] > lengths_[b]; };
   const std::size_t bucket = options_.shuffle ? options_.batch_size * options_.batches_per_bucket : order.size();
   std::vector<Indices> all;  // [batch]
@@ -89,7 +81,7 @@ void LengthBucketedSampler::draw() {
   if (options_.drop_last && all.back().size() < options_.batch_size) all.pop_back();
   Indices turns(all.size());
   std::iota(turns.rbegin(), turns.rend(), std::size_t{0});
-  if (options_.shuffle) turns = shuffled(all.size(), generator);
+  if (options_.shuffle) turns = sampling::shuffled(all.size(), generator);
 
   batches_.clear();
   double fullest = 0, sum = 0, padded = 0;
@@ -135,21 +127,13 @@ void LengthBucketedSampler::set_position(std::size_t position) {
 }
 
 void LengthBucketedSampler::save(torch::serialize::OutputArchive& archive) const {
-  const auto number = [](std::size_t value) { return torch::tensor(static_cast<std::int64_t>(value), torch::kLong); };
-  archive.write("epoch", number(epoch_), /*is_buffer=*/true);
-  archive.write("position", number(position_), /*is_buffer=*/true);
+  sampling::save_position(archive, {epoch_, position_});
 }
 
 void LengthBucketedSampler::load(torch::serialize::InputArchive& archive) {
-  torch::Tensor epoch, position;
-  archive.read("epoch", epoch, /*is_buffer=*/true);
-  archive.read("position", position, /*is_buffer=*/true);
-  const auto saved = static_cast<std::size_t>(position.item<std::int64_t>());
-  if (saved > num_batches())
-    throw InvalidArgument(
-        fmt::format("the saved sampler stands at batch {}, but an epoch has only {} here", saved, num_batches()));
-  set_epoch(static_cast<std::uint64_t>(epoch.item<std::int64_t>()));
-  position_ = saved;
+  const auto saved = sampling::load_position(archive, num_batches(), "batch");
+  set_epoch(saved.epoch);
+  position_ = saved.position;
 }
 
 }  // namespace ddpkit

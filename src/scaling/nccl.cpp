@@ -214,6 +214,10 @@ const GpuCluster& gpu_cluster(const std::string& name) {
   throw std::invalid_argument(fmt::format("there is no cluster \"{}\": there are {}", name, names));
 }
 
+double contention(const GpuCluster& cluster) {
+  return static_cast<double>(cluster.multiprocessors) / (cluster.multiprocessors - cluster.collective_multiprocessors);
+}
+
 AllReduceModel nccl(const GpuCluster& cluster) {
   return [cluster](double bytes, int ranks) -> AllReduceTime {
     if (ranks <= 1) return {0, "none"};

@@ -3,36 +3,25 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <nlohmann/json.hpp>
-#include <optional>
-#include <sstream>
-
-#include <fmt/format.h>
-
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/train/checkpoint.h>
 
 #include "har/generate.h"
 #include "har/model.h"
-#include "support/catch.h"
-#include "support/folder.h"
+#include "support/program.h"
 
 namespace har::testing {
 
+using ddpkit::testing::Arguments;
 using ddpkit::testing::Folder;
+using ddpkit::testing::joined;
+using ddpkit::testing::Kill;
 using ddpkit::testing::names_in;
 using ddpkit::testing::read_file;
+using ddpkit::testing::same_bits;
 using ddpkit::testing::write_file;
-using Arguments = std::vector<std::string>;
 
-struct Run {
-  int exit_code = -1;
-  std::vector<std::string> lines;  ///< Of rank 0's stdout.
-  std::string errors;              ///< Everyone's stderr, and the other ranks' stdout.
-
+struct Run : ddpkit::testing::ProgramRun {
   const std::string& last_line() const { return lines.back(); }
   double accuracy() const {
     const std::string start = "test accuracy ";
@@ -43,38 +32,8 @@ struct Run {
   }
 };
 
-/// kill -9 of a rank some time after its start.
-struct Kill {
-  int rank = 0;
-  double after_seconds = 1;
-};
-
 inline Run run_har(int ranks, const Arguments& arguments, std::optional<Kill> kill = std::nullopt) {
-  const Folder folder;
-  const std::string killed =
-      kill ? fmt::format("[ $RANK = {} ] && set -- timeout -s KILL {} \"$@\"; ", kill->rank, kill->after_seconds) : "";
-  Arguments command = {"sh", "-c", killed + R"(exec "$@" 2> ")" + (folder / "errors").string() + R"(-$RANK")", "sh",
-                       DDPKIT_TEST_HAR};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  std::string output;
-  Run run;
-  const ddpkit::LocalLaunchResult result = ddpkit::local_launch(
-      {.command = command,
-       .ranks = ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::seconds(200),
-       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : run.errors) += text; }});
-  REQUIRE_FALSE(result.timed_out);
-  run.exit_code = result.exit_code();
-  std::istringstream lines(output);
-  for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
-  for (int rank = 0; rank < ranks; ++rank) run.errors += read_file(folder / ("errors-" + std::to_string(rank)));
-  return run;
-}
-
-inline Arguments joined(Arguments a, const Arguments& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
+  return {ddpkit::testing::run_program(DDPKIT_TEST_HAR, ranks, arguments, kill)};
 }
 
 /// One data set for all tests of this process: 120 training and 61 test windows of 64 steps.
@@ -98,21 +57,10 @@ inline std::vector<at::Tensor> weights_of(const Folder& save_dir,
   return tensors;
 }
 
-inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return x.equal(y); });
-}
-
 /// Fails with `code` and says one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
                           const std::vector<int>& worlds = {1, 2}) {
-  for (const int ranks : worlds) {
-    CAPTURE(arguments, ranks);
-    const Run run = run_har(ranks, arguments);
-    CHECK(run.exit_code == code);
-    CHECK_THAT(run.errors, ContainsSubstring(message));
-    CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
-    CHECK(run.lines.empty());
-  }
+  ddpkit::testing::check_program_refuses(DDPKIT_TEST_HAR, arguments, code, message, worlds);
 }
 
 }  // namespace har::testing

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/random.h>
 
 #include "video/balance.h"
 #include "video/behaviour.h"
@@ -15,7 +16,6 @@
 #include "video/clip_loader.h"
 #include "video/csv.h"
 #include "video/generate.h"
-#include "video/random.h"
 #include "video/trials.h"
 #include "video_files.h"
 
@@ -154,7 +154,7 @@ TEST_CASE("threads load the right clips, with and without a cache", "[video]") {
     std::vector<std::thread> threads;
     for (int thread = 0; thread < 4; ++thread) {
       threads.emplace_back([&, thread] {
-        Random random(static_cast<std::uint64_t>(thread));
+        ddpkit::train::Random random(static_cast<std::uint64_t>(thread));
         std::vector<std::uint8_t> pixels(static_cast<std::size_t>(loader.clip_bytes()));
         for (int i = 0; i < 40; ++i) {
           const std::int64_t first = random.below(96);
@@ -230,7 +230,7 @@ TEST_CASE("a single frame says as little of one behaviour as of another", "[vide
   const auto moments = [&](Behaviour behaviour, int frame) {
     std::vector<double> sums(14);
     for (int i = 0; i < kTrials; ++i) {
-      Random random(static_cast<std::uint64_t>(i) * 8 + static_cast<std::uint64_t>(behaviour));
+      ddpkit::train::Random random(static_cast<std::uint64_t>(i) * 8 + static_cast<std::uint64_t>(behaviour));
       const Pose pose = Motion(behaviour, 17, random).at(frame);
       const double values[] = {pose.x,    pose.y,          std::cos(pose.heading), pose.stretch,
                                pose.head, pose.front_paws, pose.hind_paw};

@@ -1,9 +1,9 @@
 #include <numeric>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/random.h>
 
 #include "video/libav.h"
-#include "video/random.h"
 #include "video_files.h"
 
 using namespace video;
@@ -36,7 +36,7 @@ TEST_CASE("every clip begins with the frame that was asked for", "[video]") {
     CHECK(index->width == 64);
     CHECK(index->height == 48);
     VideoReader reader(index);
-    Random random(1);
+    ddpkit::train::Random random(1);
     for (int clip = 0; clip < 25; ++clip) {
       // Also right behind the last one, across keyframes, at the very beginning and end.
       const std::int64_t count = 1 + random.below(17);
@@ -120,7 +120,7 @@ TEST_CASE("what is no video, is cut off, or changes its size is refused by name"
 TEST_CASE("damage anywhere in a file is an error or harmless, never a crash", "[video]") {
   const Folder folder;
   const FrameSize size{64, 64};
-  Random random(2);
+  ddpkit::train::Random random(2);
   for (const char* name : {"a.mp4", "a.mkv", "a.avi"}) {
     write_numbered(folder / name, 40, {.size = size, .keyframe_interval = 8});
     const std::string whole = read_file(folder / name);

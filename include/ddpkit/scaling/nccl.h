@@ -37,6 +37,9 @@ const std::vector<GpuCluster>& gpu_clusters();
 /// Throws std::invalid_argument, with the names that there are.
 const GpuCluster& gpu_cluster(const std::string& name);
 
+/// How much longer compute takes while an all-reduce is under way, at the least: StepOptions::contention.
+double contention(const GpuCluster& cluster);
+
 /// NCCL's all-reduce by NCCL's own cost model: T = latency + n / bandwidth of each algorithm and protocol, of which it
 /// takes the fastest (NVIDIA/nccl 2.30, src/graph/tuning.cc: all constants of latency and bandwidth). To it come the
 /// launch, and on NVLS the efficiency that was measured at 1 to 512 MB, where that model promises up to 1.5 times too

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace video {
+namespace ddpkit::train {
 
 /// The same numbers on every machine: the standard library's distributions differ from one implementation to the next,
 /// its engines do not.
@@ -19,6 +19,11 @@ class Random {
   std::uint64_t bits() { return engine_(); }
   double uniform(double low, double high) {
     return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53;
+  }
+  /// Around 0; by Box and Muller.
+  double normal(double deviation) {
+    const double radius = std::sqrt(-2 * std::log(1 - uniform(0, 1)));
+    return deviation * radius * std::cos(uniform(0, 2 * std::numbers::pi));
   }
   double angle() { return uniform(0, 2 * std::numbers::pi); }
   /// 0 .. count - 1. Its bias is below count / 2^64.
@@ -37,4 +42,4 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-}  // namespace video
+}  // namespace ddpkit::train

@@ -1,0 +1,88 @@
+// Runs of a trainer, as a user starts it, and what they leave behind.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/local_launch.h>
+
+#include "support/catch.h"
+#include "support/folder.h"
+
+namespace ddpkit::testing {
+
+using Arguments = std::vector<std::string>;
+
+struct ProgramRun {
+  int exit_code = -1;
+  std::vector<std::string> lines;  ///< Of rank 0's stdout.
+  std::string errors;              ///< Everyone's stderr, and the other ranks' stdout.
+
+  nlohmann::json json(std::size_t line) const { return nlohmann::json::parse(lines.at(line)); }
+};
+
+/// kill -9 of a rank some time after its start.
+struct Kill {
+  int rank = 0;
+  double after_seconds = 1;
+};
+
+/// Under a launcher on so many ranks; without one for 0 ranks.
+inline ProgramRun run_program(const std::string& program, int ranks, const Arguments& arguments,
+                              std::optional<Kill> kill = std::nullopt) {
+  const Folder folder;
+  const std::string errors = (folder / "errors").string();
+  std::string script = "NAME=${RANK:-0}; ";
+  if (ranks == 0) script += "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; ";
+  if (kill)
+    script += fmt::format("[ $RANK = {} ] && set -- timeout -s KILL {} \"$@\"; ", kill->rank, kill->after_seconds);
+  Arguments command = {"sh", "-c", script + R"(exec "$@" 2> ")" + errors + R"(-$NAME")", "sh", program};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  std::string output;
+  ProgramRun run;
+  const LocalLaunchResult result = local_launch(
+      {.command = command,
+       .ranks = std::max(1, ranks),
+       .environment = {{"OMP_NUM_THREADS", "1"}},
+       .time_limit = std::chrono::seconds(200),
+       .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : run.errors) += text; }});
+  REQUIRE_FALSE(result.timed_out);
+  run.exit_code = result.exit_code();
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
+  for (int rank = 0; rank < std::max(1, ranks); ++rank) run.errors += read_file(errors + "-" + std::to_string(rank));
+  return run;
+}
+
+/// Fails with `code` and says one sentence, once.
+inline void check_program_refuses(const std::string& program, const Arguments& arguments, int code,
+                                  const std::string& message, const std::vector<int>& worlds = {1, 2}) {
+  for (const int ranks : worlds) {
+    CAPTURE(arguments, ranks);
+    const ProgramRun run = run_program(program, ranks, arguments);
+    CHECK(run.exit_code == code);
+    CHECK_THAT(run.errors, ContainsSubstring(message));
+    CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
+    CHECK(run.lines.empty());
+  }
+}
+
+inline Arguments joined(Arguments a, const Arguments& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return x.equal(y); });
+}
+
+}  // namespace ddpkit::testing
