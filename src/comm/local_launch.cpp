@@ -283,8 +283,9 @@ class Launch {
     if (views_[first].failure() == flight::Failure::kPeerLost && local >= 0 && local < options_.ranks) {
       const RankExit& other = result_.ranks[static_cast<std::size_t>(local)];
       const double at_once = std::chrono::duration<double>(kAtOnce).count();
-      if (!other.ok() && (!other.ended_by_launcher || other.seconds - result_.ranks[first].seconds < at_once))
-        first = static_cast<std::size_t>(local);
+      const bool by_itself = !other.ended_by_launcher ||
+                             (other.signal != SIGTERM && other.seconds - result_.ranks[first].seconds < at_once);
+      if (!other.ok() && by_itself) first = static_cast<std::size_t>(local);
     }
     result_.first_failure = result_.ranks[first];
   }
