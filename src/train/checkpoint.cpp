@@ -1,7 +1,9 @@
 #include <ddpkit/train/checkpoint.h>
 
+#include <sys/resource.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
@@ -120,6 +122,8 @@ void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optim
                   module, optimizer, info, parts, states);
     writer_->last_bytes = bytes->size();
     writer_->thread = std::thread([this, files, bytes] {
+      // Only this thread's, on Linux: on full cores the steps go first.
+      ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), 19);
       try {
         write_checkpoint_files(files, [&](const Sink& sink) { sink(bytes->data(), bytes->size()); });
       } catch (...) {

@@ -254,11 +254,9 @@ void write_archive(const Sink& sink, const torch::nn::Module& module, const torc
     archive.write(fmt::format("rank_{}", rank), bytes, /*is_buffer=*/true);
   }
 
-  Seal seal(sink);
-  ArchiveWriter writer([&](const void* data, std::size_t bytes) { seal.write(data, bytes); });
+  ArchiveWriter writer(sink);
   archive.save_to([&](const void* data, std::size_t bytes) { return writer.write(data, bytes); });
   writer.finish();
-  seal.finish();
 }
 
 }  // namespace ddpkit::train

@@ -10,7 +10,7 @@
 
 namespace ddpkit::train {
 
-/// `rank_states`: see gather_rank_states(). What `sink` throws, it throws.
+/// An archive without its seal. `rank_states`: see gather_rank_states(). What `sink` throws, it throws.
 void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                    const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
                    const std::vector<std::string>& rank_states);

@@ -45,7 +45,9 @@ std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) 
 
 void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write) {
   AtomicFile file(files.path);
-  write([&](const void* data, std::size_t bytes) { file.write(data, bytes); });
+  Seal seal([&](const void* data, std::size_t bytes) { file.write(data, bytes); });
+  write([&](const void* data, std::size_t bytes) { seal.write(data, bytes); });
+  seal.finish();
   // The run's other names first: what stands under the path itself is never ahead of them.
   if (files.best) file.commit_as(*files.best);
   if (files.keep > 1) file.commit_as(numbered(files.path, files.step));

@@ -17,8 +17,8 @@ struct CheckpointFiles {
   std::optional<std::filesystem::path> best = std::nullopt;  ///< The new one under this name too.
 };
 
-/// Writes what `write` gives to all names of the new checkpoint, `path` last, and removes those that are too old.
-/// Throws Error; what stood there then stands.
+/// Writes the archive that `write` gives, and its seal, to all names of the new checkpoint, `path` last, and removes
+/// those that are too old. Throws Error; what stood there then stands.
 void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write);
 
 }  // namespace ddpkit::train

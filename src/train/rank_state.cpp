@@ -48,7 +48,7 @@ std::uint32_t checksum_of_buffers(const torch::nn::Module& module) {
   std::uint32_t checksum = 0;
   for (const at::Tensor& buffer : module.buffers()) {
     const at::Tensor host = buffer.detach().cpu().contiguous();
-    checksum = crc32(host.const_data_ptr(), host.nbytes(), checksum);
+    checksum = crc32c(host.const_data_ptr(), host.nbytes(), checksum);
   }
   return checksum;
 }

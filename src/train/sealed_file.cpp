@@ -14,13 +14,13 @@
 namespace ddpkit::train {
 namespace {
 
-constexpr std::string_view kMark = "ddpkit crc32 ";
+constexpr std::string_view kMark = "ddpkit crc32c ";
 constexpr std::size_t kSealBytes = kMark.size() + 8;
 
 }  // namespace
 
 void Seal::pass_on(const void* data, std::size_t bytes) {
-  checksum_ = crc32(data, bytes, checksum_);
+  checksum_ = crc32c(data, bytes, checksum_);
   sink_(data, bytes);
 }
 
@@ -65,7 +65,7 @@ SealState check_seal(std::string_view bytes) {
   if (bytes.size() < kSealBytes || bytes.substr(bytes.size() - kSealBytes, kMark.size()) != kMark)
     return SealState::kNone;
   const std::string_view sealed = bytes.substr(0, bytes.size() - kSealBytes);
-  const std::string expected = fmt::format("{:08x}", crc32(sealed.data(), sealed.size(), 0));
+  const std::string expected = fmt::format("{:08x}", crc32c(sealed.data(), sealed.size()));
   return bytes.substr(bytes.size() - expected.size()) == expected ? SealState::kWhole : SealState::kBroken;
 }
 

@@ -204,16 +204,16 @@ TEST_CASE("an archive that holds code is not read", "[checkpoint]") {
       "def __setstate__(self, state: int):\n    print('this was run')\ndef __getstate__(self) -> int:\n    return 1\n");
   std::ostringstream stream;
   module.save(stream);
-  // As a checkpoint ends: a comment, of whose length the archive's last two bytes tell, with a checksum (ISO 3309).
+  // As a checkpoint ends: a comment, of whose length the archive's last two bytes tell, with a checksum (RFC 3720).
   std::string bytes = stream.str();
-  bytes[bytes.size() - 2] = 21;
+  bytes[bytes.size() - 2] = 22;
   std::uint32_t checksum = ~0U;
   for (const char c : bytes) {
     checksum ^= static_cast<unsigned char>(c);
-    for (int bit = 0; bit < 8; ++bit) checksum = (checksum >> 1) ^ ((checksum & 1) != 0 ? 0xedb88320U : 0U);
+    for (int bit = 0; bit < 8; ++bit) checksum = (checksum >> 1) ^ ((checksum & 1) != 0 ? 0x82f63b78U : 0U);
   }
-  char seal[22];
-  std::snprintf(seal, sizeof seal, "ddpkit crc32 %08x", ~checksum);
+  char seal[23];
+  std::snprintf(seal, sizeof seal, "ddpkit crc32c %08x", ~checksum);
   const Folder folder;
   write_file(folder / "code.pt", bytes + seal);
   CHECK_THROWS_WITH(read_checkpoint_info(folder / "code.pt"), ContainsSubstring("holds code"));
