@@ -27,7 +27,7 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
       ++kills;
     }
     CHECK(kills > 0);
-    for (const char* name : {"checkpoint.pt", "best.ckpt"})
+    for (const char* name : {"checkpoint.pt", "best.pt"})
       CHECK(same_bits(weights_in(whole / name), weights_in(killed / name)));
   }
 }
