@@ -129,6 +129,29 @@ TEST_CASE("a truncated checkpoint is refused and left as it is", "[faults]") {
   add_row("checkpoint truncated at 20 points", "refused in one sentence, left as it is", slowest);
 }
 
+TEST_CASE("a checkpoint with one bit flipped is refused and left as it is", "[faults]") {
+  const Folder folder;
+  const std::vector<std::string> options = {"--epochs", "1", "--json"};
+  FaultRun whole(training(folder.path(), options));
+  REQUIRE(whole.wait() == 0);
+  const std::string checkpoint = read_file(folder / "checkpoint.pt");
+  std::mt19937 random(3);
+  double slowest = 0;
+  for (int i = 0; i < 10; ++i) {
+    const std::size_t at = random() % checkpoint.size();
+    CAPTURE(at, checkpoint.size());
+    std::string damaged = checkpoint;
+    damaged[at] = static_cast<char>(damaged[at] ^ (1 << random() % 8));
+    write_file(folder / "checkpoint.pt", damaged);
+    FaultRun run(training(folder.path(), options, {}, 1));
+    CHECK(run.wait() == 1);
+    CHECK_THAT(run.err(), ContainsSubstring("checkpoint.pt"));
+    CHECK(read_file(folder / "checkpoint.pt") == damaged);
+    slowest = std::max(slowest, run.seconds());
+  }
+  add_row("one bit of the checkpoint flipped, 10 times", "refused in one sentence, left as it is", slowest);
+}
+
 TEST_CASE("stale files of a dead run do not matter", "[faults]") {
   const Folder folder;
   write_file(folder / "checkpoint.pt.tmp", "half of a checkpoint");
