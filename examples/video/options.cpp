@@ -42,6 +42,8 @@ CLI::Option* add_size(CLI::App& app, FrameSize& size, const std::string& descrip
 }  // namespace
 
 const char* name_of(Balance value) { return name_in(kBalances, value); }
+const char* name_of(OnBadData value) { return name_in(kPolicies, value); }
+const char* name_of(Check value) { return name_in(kChecks, value); }
 const char* name_of(LearningRateScaling value) { return name_in(kScalings, value); }
 std::string name_of(FrameSize size) { return fmt::format("{}x{}", size.width, size.height); }
 

@@ -1,5 +1,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <cstdlib>
+
 #include "comm/backends.h"
 
 namespace ddpkit {
@@ -8,10 +10,14 @@ c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c
                                                       const LaunchEnvironment& environment,
                                                       std::chrono::milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  // On one host loopback serves, whatever the host's name resolves to, and nobody outside can connect.
-  const bool one_host = environment.local_world_size == environment.world_size;
-  options->devices.push_back(one_host ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                                      : c10d::ProcessGroupGloo::createDefaultDevice());
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");  // As Python's.
+  if (environment.local_world_size == environment.world_size)
+    // On one host loopback serves, whatever the host's name resolves to, and nobody outside can connect.
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  else if (interface && *interface)
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));
+  else
+    options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, environment.rank, environment.world_size, options);
 }
 

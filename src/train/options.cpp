@@ -192,8 +192,8 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       ->check(whole_number(1))
       ->type_name("N")
       ->group(group);
-  app.add_option("--backend", options.backend, "shm, gloo or nccl; chosen by device when not given")
-      ->check(CLI::IsMember({"shm", "gloo", "nccl"}))
+  app.add_option("--backend", options.backend, "shm, gloo, nccl or hierarchical; chosen by device when not given")
+      ->check(CLI::IsMember({"shm", "gloo", "nccl", "hierarchical"}))
       ->type_name("NAME")
       ->capture_default_str()
       ->group(group);
