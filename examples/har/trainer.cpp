@@ -17,6 +17,7 @@
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -81,6 +82,7 @@ class Trainer {
     }
     if (checkpoint_) checkpoint_->wait();
     if (timeline_) timeline_->write();
+    if (is_stopped_) return say_stopped();
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
     if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
@@ -90,6 +92,12 @@ class Trainer {
  private:
   int all_devices() const { return devices_->count() * group_.world_size(); }  // Of all ranks.
   bool speaks() const { return group_.rank() == 0; }
+  void say_stopped() const {
+    if (!speaks()) return;
+    const std::string done = fmt::format("har: stopped by {} after step {}", stop_.name(), info_.step);
+    if (folder_.checkpoint.empty()) return fmt::print(stderr, "{}; without --save-dir nothing is kept\n", done);
+    fmt::print(stderr, "{}; the same command goes on from there\n", done);
+  }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
   std::shared_ptr<Classifier> seeded_model() const {
@@ -228,7 +236,13 @@ class Trainer {
     const double lr = scheduler_.learning_rates().front();
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
-    for (; update < updates && !is_out_of_steps(); ++update) {
+    const auto save_within_epoch = [&](std::int64_t updates_done) {
+      const std::int64_t taken = updates_done * options_.grad_accum_steps * batch_size_;
+      sampler_.set_position(static_cast<std::size_t>(std::min(taken, samples)));
+      save();
+    };
+    for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
+      ddpkit::note_step(info_.step);
       std::vector<Batch> parts;
       for (int i = 0; i < options_.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));
@@ -237,15 +251,15 @@ class Trainer {
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
       if (update + 1 < updates && checkpoint_ && options_.trainer.checkpoint_steps > 0 &&
-          info_.step % options_.trainer.checkpoint_steps == 0) {
-        const std::int64_t taken = (update + 1) * options_.grad_accum_steps * batch_size_;
-        sampler_.set_position(static_cast<std::size_t>(std::min(taken, samples)));
-        save();
-      }
+          info_.step % options_.trainer.checkpoint_steps == 0)
+        save_within_epoch(update + 1);
     }
+    // Where no update has been made, the last checkpoint is as good.
+    if (is_stopped_ && update > 0 && checkpoint_) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     bar.clear();
+    if (is_stopped_) return false;
     if (!std::isfinite(train.loss)) {
       throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
                                       options_.trainer.lr),
@@ -346,6 +360,8 @@ class Trainer {
   std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.
   std::optional<ddpkit::Timeline> timeline_;
   std::optional<ddpkit::train::SummaryWriter> summary_;
+  ddpkit::train::StopSignal stop_{group_};
+  bool is_stopped_ = false;
 };
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "comm/launch/rank_output.h"
 #include "comm/launch/rank_process.h"
 #include "comm/launch/signal_notes.h"
+#include "comm/launch/summary.h"
 
 extern char** environ;
 
@@ -46,6 +47,7 @@ class Launch {
   explicit Launch(const LocalLaunchOptions& options)
       : options_(options), signals_(options.forward_signals), output_(options) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
+    result_.first_rank = options.node_rank * options.ranks;
   }
 
   LocalLaunchResult run() {
@@ -83,7 +85,7 @@ class Launch {
       if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
     }
     const std::string ranks = std::to_string(options_.ranks);
-    variables["RANK"] = std::to_string(options_.node_rank * options_.ranks + rank);
+    variables["RANK"] = std::to_string(result_.first_rank + rank);
     variables["LOCAL_RANK"] = std::to_string(rank);
     variables["GROUP_RANK"] = std::to_string(options_.node_rank);
     variables["WORLD_SIZE"] = std::to_string(options_.nodes * options_.ranks);
@@ -188,7 +190,7 @@ class Launch {
   void ask_silent_ranks(std::size_t failed) {
     if (views_[failed].failure() != flight::Failure::kTimeout) return;
     std::optional<int> culprit = views_[failed].culprit();
-    if (culprit) *culprit -= options_.node_rank * options_.ranks;
+    if (culprit) *culprit -= result_.first_rank;
     std::vector<int> asked;
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
       if (processes_[rank].running() && (!culprit || *culprit == static_cast<int>(rank)))
@@ -238,25 +240,14 @@ class Launch {
     }
     std::cerr << fmt::format("{:.1f} s after the start:\n",
                              std::chrono::duration<double>(Clock::now() - start_).count());
-    for (const SilentRank& rank : look_at(alive)) std::cerr << rank_text(rank);
+    for (const SilentRank& rank : look_at(alive)) std::cerr << launch::describe(rank, result_.first_rank);
     for (const RankExit& end : result_.ranks) {
-      if (end.pid > 0) std::cerr << fmt::format("  rank {} (pid {}) {}\n", end.rank, end.pid, end.describe());
+      if (end.pid > 0)
+        std::cerr << fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
     }
     std::cerr << std::flush;
   }
 
- public:
-  static std::string rank_text(const SilentRank& rank) {
-    std::string text = fmt::format("  rank {} (pid {}) {}\n", rank.rank, rank.pid, rank.state);
-    for (std::size_t begin = 0; begin < rank.stack.size();) {
-      const std::size_t end = std::min(rank.stack.find('\n', begin), rank.stack.size());
-      text += "    " + rank.stack.substr(begin, end - begin) + "\n";
-      begin = end + 1;
-    }
-    return text;
-  }
-
- private:
   void stop(int number, milliseconds grace) {
     if (!kill_at_) kill_at_ = Clock::now() + grace;
     for (const launch::RankProcess& process : processes_) process.signal(number);
@@ -279,12 +270,13 @@ class Launch {
     if (!first_failure_) return;
     std::size_t first = *first_failure_;
     const auto culprit = views_[first].culprit();
-    const int local = culprit ? *culprit - options_.node_rank * options_.ranks : -1;
+    const int local = culprit ? *culprit - result_.first_rank : -1;
     if (views_[first].failure() == flight::Failure::kPeerLost && local >= 0 && local < options_.ranks) {
       const RankExit& other = result_.ranks[static_cast<std::size_t>(local)];
       const double at_once = std::chrono::duration<double>(kAtOnce).count();
-      if (!other.ok() && (!other.ended_by_launcher || other.seconds - result_.ranks[first].seconds < at_once))
-        first = static_cast<std::size_t>(local);
+      const bool by_itself = !other.ended_by_launcher ||
+                             (other.signal != SIGTERM && other.seconds - result_.ranks[first].seconds < at_once);
+      if (!other.ok() && by_itself) first = static_cast<std::size_t>(local);
     }
     result_.first_failure = result_.ranks[first];
   }
@@ -306,38 +298,6 @@ class Launch {
 };
 
 }  // namespace
-
-std::string RankExit::describe() const {
-  if (signal == 0) return fmt::format("exited with code {}", exit_code);
-  const char* name = ::sigabbrev_np(signal);
-  return fmt::format("was killed by signal {}{}", signal, name ? fmt::format(" (SIG{})", name) : "");
-}
-
-int LocalLaunchResult::exit_code() const noexcept {
-  if (first_failure) return first_failure->signal != 0 ? 128 + first_failure->signal : first_failure->exit_code;
-  if (timed_out) return 124;
-  if (stopped_by_signal != 0) {
-    // Ranks that end cleanly when told to have done what was asked of them.
-    for (const RankExit& end : ranks) {
-      if (!end.ok()) return 128 + stopped_by_signal;
-    }
-  }
-  return 0;
-}
-
-std::string LocalLaunchResult::summary() const {
-  if (!first_failure) return {};
-  const RankExit& first = *first_failure;
-  std::string text = fmt::format("rank {} (pid {}) {}, {:.1f} s after the start", first.rank, first.pid,
-                                 first.describe(), first.seconds);
-  if (ranks.size() > 1) text += "; the other ranks were ended";
-  text += "\n";
-  if (!first.state.empty()) text += fmt::format("  it {}\n", first.state);
-  for (const SilentRank& rank : silent) text += "  waited for:\n" + Launch::rank_text(rank);
-  if (!first.last_lines.empty()) text += "  its last lines on stderr:\n";
-  for (const std::string& line : first.last_lines) text += "    " + line + "\n";
-  return text;
-}
 
 LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));

@@ -8,8 +8,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
+#include <memory>
 #include <new>
 #include <string_view>
+#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
@@ -24,6 +27,7 @@ constexpr int kFailed = 1;
 constexpr int kWrongUsage = 2;
 constexpr std::chrono::milliseconds kTimeToSpeak{500};
 constexpr std::chrono::milliseconds kTimeToStartAndSpeak{3000};
+constexpr std::chrono::milliseconds kStoreLimit{1000};
 
 // Torch puts a stack trace behind the message, for some exceptions even into what_without_backtrace().
 std::string_view without_backtrace(std::string_view text) {
@@ -58,11 +62,23 @@ constexpr std::string_view kReported = "it reports: ";
 // True for the first rank of the job that asks. `without_store` is the answer when the store has gone with its rank.
 bool is_first_to_report(const ProcessGroup& group, bool without_store) {
   if (!group.store()) return true;
+  auto answered = std::make_shared<std::promise<bool>>();
+  std::future<bool> answer = answered->get_future();
+  const auto ask = [answered, without_store, store = group.store()] {
+    try {
+      answered->set_value(store->add("ddpkit/train/reported", 1) == 1);
+    } catch (const std::exception&) {
+      answered->set_value(without_store);
+    }
+  };
+  // In a thread of its own, which is left behind when there is no answer: where the network has gone the store waits
+  // for as long as TCP does.
   try {
-    return group.store()->add("ddpkit/train/reported", 1) == 1;
-  } catch (const std::exception&) {
-    return without_store;
+    std::thread(ask).detach();
+  } catch (const std::system_error&) {
+    ask();  // No memory for a thread.
   }
+  return answer.wait_for(kStoreLimit) == std::future_status::ready ? answer.get() : true;
 }
 
 // Whether this rank is the one to print `error`; tells the others of one that they cannot know of.

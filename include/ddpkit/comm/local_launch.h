@@ -82,6 +82,7 @@ struct SilentRank {
 /// How a launch ended.
 struct LocalLaunchResult {
   std::vector<RankExit> ranks;            ///< Of this host. [rank]
+  int first_rank = 0;                     ///< Number in the job of this host's rank 0.
   std::optional<RankExit> first_failure;  ///< The rank that failed first, by itself.
   std::vector<SilentRank> silent;         ///< Those for which a collective's time ran out.
   bool timed_out = false;                 ///< The time limit ended it.

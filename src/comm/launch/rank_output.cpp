@@ -74,7 +74,7 @@ RankOutput::~RankOutput() {
 std::filesystem::path RankOutput::folder(int rank) const {
   if (options_.log_dir.empty()) return {};
   return std::filesystem::path(options_.log_dir) / fmt::format("attempt_{}", options_.restart_count) /
-         std::to_string(options_.node_rank * options_.ranks + rank);
+         std::to_string(rank_in_job(rank));
 }
 
 int RankOutput::open_log(int rank, const char* name) const {
@@ -166,7 +166,7 @@ void RankOutput::take(Stream& stream, std::string_view text) {
   stream.pending += text;
   std::string lines;
   for (std::size_t end; (end = stream.pending.find('\n')) != std::string::npos; stream.pending.erase(0, end + 1))
-    lines += fmt::format("[rank {}] {}", stream.rank, std::string_view(stream.pending).substr(0, end + 1));
+    lines += fmt::format("[rank {}] {}", rank_in_job(stream.rank), std::string_view(stream.pending).substr(0, end + 1));
   // To stderr both: stdout belongs to rank 0, whose output others may parse.
   write_all(STDERR_FILENO, lines);
 }
@@ -200,7 +200,8 @@ std::vector<std::string> RankOutput::last_lines(int rank) const {
 
 void RankOutput::close(std::size_t index) {
   Stream& stream = streams_[index];
-  if (!stream.pending.empty()) write_all(STDERR_FILENO, fmt::format("[rank {}] {}\n", stream.rank, stream.pending));
+  if (!stream.pending.empty())
+    write_all(STDERR_FILENO, fmt::format("[rank {}] {}\n", rank_in_job(stream.rank), stream.pending));
   ::close(stream.fd);
   if (stream.file >= 0) ::close(stream.file);
   streams_.erase(streams_.begin() + static_cast<std::ptrdiff_t>(index));

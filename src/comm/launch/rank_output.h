@@ -60,6 +60,7 @@ class RankOutput {
     std::string pending = {};
   };
 
+  int rank_in_job(int rank) const { return options_.node_rank * options_.ranks + rank; }
   int open_stream(Stream stream, bool through_terminal);
   int open_log(int rank, const char* name) const;
   void take(Stream& stream, std::string_view text);

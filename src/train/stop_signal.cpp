@@ -1,0 +1,81 @@
+#include <ddpkit/train/stop_signal.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
+#include <signal.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <ddpkit/comm/process_group.h>
+
+namespace ddpkit::train {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenTalks(200);
+constexpr int kNoted[] = {SIGINT, SIGTERM};
+
+volatile sig_atomic_t received = 0;
+volatile sig_atomic_t received_at_ms = 0;  ///< Of a clock that wraps around.
+struct sigaction before[2]{};
+
+void note(int number) {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const auto now_ms = static_cast<sig_atomic_t>((now.tv_sec % 100000) * 1000 + now.tv_nsec / 1000000);
+  if (received != 0 && (now_ms - received_at_ms > 500 || now_ms < received_at_ms)) {
+    ::signal(number, SIG_DFL);
+    ::raise(number);
+    return;
+  }
+  if (received != 0) return;
+  received_at_ms = now_ms;
+  received = number;
+}
+
+}  // namespace
+
+StopSignal::StopSignal(const ProcessGroup& group)
+    : group_(std::make_unique<ProcessGroup>(group)), last_talk_(std::chrono::steady_clock::now()) {
+  received = 0;
+  struct sigaction action {};
+  action.sa_handler = note;
+  action.sa_flags = SA_RESTART;
+  for (int i = 0; i < 2; ++i) ::sigaction(kNoted[i], &action, &before[i]);
+}
+
+StopSignal::~StopSignal() {
+  for (int i = 0; i < 2; ++i) ::sigaction(kNoted[i], &before[i], nullptr);
+}
+
+bool StopSignal::requested() {
+  if (agreed_ != 0) return true;
+  if (group_->world_size() == 1) {
+    agreed_ = received;
+    return agreed_ != 0;
+  }
+  if (calls_left_-- > 0) return false;
+  const auto now = std::chrono::steady_clock::now();
+  // At most twice as long as the last time: one odd step must not make the next talk a late one.
+  const auto spent = std::max<std::chrono::nanoseconds>(now - last_talk_, std::chrono::microseconds(1));
+  const double wanted = static_cast<double>(interval_) * std::chrono::duration<double>(kBetweenTalks) / spent;
+  interval_ = std::clamp<std::int64_t>(static_cast<std::int64_t>(wanted), 1, 2 * interval_);
+  last_talk_ = now;
+  const at::Tensor talk =
+      at::tensor({static_cast<std::int64_t>(received), group_->rank() == 0 ? interval_ : std::int64_t{0}}, at::kLong)
+          .to(group_->device());
+  group_->all_reduce(talk, ReduceOp::kMax);
+  const at::Tensor agreed = talk.cpu();
+  agreed_ = static_cast<int>(agreed.const_data_ptr<std::int64_t>()[0]);
+  interval_ = agreed.const_data_ptr<std::int64_t>()[1];
+  calls_left_ = interval_ - 1;
+  return agreed_ != 0;
+}
+
+std::string StopSignal::name() const {
+  const char* short_name = ::sigabbrev_np(agreed_);
+  return short_name ? std::string("SIG") + short_name : "a signal";
+}
+
+}  // namespace ddpkit::train

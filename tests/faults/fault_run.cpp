@@ -1,0 +1,146 @@
+#include "faults/fault_run.h"
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "support/catch.h"
+
+namespace ddpkit::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr const char* kMark = "DDPKIT_TEST_FAULT";
+
+std::vector<std::string> segments() {
+  return std::filesystem::exists("/dev/shm") ? names_in("/dev/shm") : std::vector<std::string>();
+}
+
+std::vector<int> marked_processes(const std::string& mark) {
+  std::vector<int> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+    const int pid = std::atoi(entry.path().filename().c_str());
+    if (pid <= 0) continue;
+    std::ifstream file(entry.path() / "environ", std::ios::binary);
+    const std::string environment{std::istreambuf_iterator<char>(file), {}};
+    if (environment.find(mark) != std::string::npos) found.push_back(pid);
+  }
+  return found;
+}
+
+}  // namespace
+
+FaultRun::FaultRun(const std::vector<std::string>& arguments, const std::vector<std::string>& prefix) {
+  static int number = 0;
+  mark_ = fmt::format("{}={}-{}", kMark, ::getpid(), number++);
+  std::vector<std::string> command = prefix;
+  command.push_back(DDPKIT_TEST_CLI);
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  std::vector<char*> pointers;
+  for (std::string& argument : command) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  const std::string out = folder_ / "out", err = folder_ / "err";
+  const std::string value = mark_.substr(mark_.find('=') + 1);
+  pid_ = ::fork();
+  REQUIRE(pid_ >= 0);
+  if (pid_ > 0) return;
+  const auto redirect = [](const std::string& path, int fd) {
+    ::dup2(::open(path.c_str(), O_CREAT | O_WRONLY | O_APPEND, 0600), fd);
+  };
+  redirect(out, STDOUT_FILENO);
+  redirect(err, STDERR_FILENO);
+  ::dup2(::open("/dev/null", O_RDONLY), STDIN_FILENO);
+  ::setenv(kMark, value.c_str(), 1);
+  ::execvp(pointers[0], pointers.data());
+  ::_exit(127);
+}
+
+FaultRun::~FaultRun() {
+  if (pid_ > 0) {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+  for (const int pid : marked_processes(mark_)) ::kill(pid, SIGKILL);
+}
+
+int FaultRun::wait(std::chrono::seconds limit) {
+  const auto deadline = Clock::now() + limit;
+  int status = 0;
+  while (::waitpid(pid_, &status, WNOHANG) != pid_) {
+    if (Clock::now() > deadline) FAIL("the run hangs; so far it said:\n" << out() << err());
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  pid_ = -1;
+  seconds_ = std::chrono::duration<double>(Clock::now() - start_).count();
+  ended_at_ = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+void FaultRun::wait_for(const std::string& text, std::chrono::seconds limit) const {
+  const auto deadline = Clock::now() + limit;
+  const auto said = [&] {
+    return std::filesystem::exists(folder_ / "err") && (out() + err()).find(text) != std::string::npos;
+  };
+  while (!said()) {
+    if (Clock::now() > deadline) FAIL("it never said \"" << text << "\", but:\n" << out() << err());
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
+
+std::vector<int> FaultRun::orphans() const {
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  std::vector<int> left;
+  while (!(left = marked_processes(mark_)).empty() && Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  return left;
+}
+
+FaultFolder::FaultFolder() : segments_before_(segments()) {}
+
+std::optional<double> FaultFolder::time_of(const std::string& name) const {
+  double time = 0;
+  return std::ifstream(*this / name) >> time ? std::optional(time) : std::nullopt;
+}
+
+std::string FaultFolder::text_of(const std::string& name) const {
+  return std::filesystem::exists(*this / name) ? read_file(*this / name) : std::string();
+}
+
+int FaultFolder::pid_of(int rank) const {
+  const auto deadline = Clock::now() + std::chrono::seconds(30);
+  for (;;) {
+    int pid = 0;
+    if (std::ifstream(*this / fmt::format("pid-{}", rank)) >> pid) return pid;
+    if (Clock::now() > deadline) FAIL("rank " << rank << " did not start");
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+std::optional<double> FaultFolder::named_after(int rank) const {
+  const auto fault = time_of("fault"), named = time_of(fmt::format("named-{}", rank));
+  return fault && named ? std::optional(*named - *fault) : std::nullopt;
+}
+
+double FaultFolder::ended_after(const FaultRun& run) const {
+  const auto fault = time_of("fault");
+  REQUIRE(fault.has_value());
+  return run.ended_at() - *fault;
+}
+
+bool FaultFolder::leaves_segments() const { return segments() != segments_before_; }
+
+void add_row(const std::string& fault, const std::string& promise, double seconds) {
+  const std::string row = fmt::format("{:<40} {:<62} {:>7.2f} s\n", fault, promise, seconds);
+  std::cout << row << std::flush;
+  std::ofstream(DDPKIT_TEST_FAULT_TABLE, std::ios::app) << row;
+}
+
+}  // namespace ddpkit::testing

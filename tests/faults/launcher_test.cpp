@@ -1,0 +1,166 @@
+// The fault matrix: what happens to the launcher, and where the ranks meet.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "faults/fault_run.h"
+#include "support/catch.h"
+
+using namespace ddpkit::testing;
+using Arguments = std::vector<std::string>;
+
+namespace {
+
+/// A listening socket on a port of its own.
+class Listener {
+ public:
+  Listener() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    REQUIRE(::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+    REQUIRE(::listen(fd_, 1) == 0);
+    REQUIRE(::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0);
+    port_ = ntohs(address.sin_port);
+  }
+  ~Listener() { ::close(fd_); }
+  std::string port() const { return std::to_string(port_); }
+
+ private:
+  int fd_;
+  int port_ = 0;
+};
+
+Arguments joined(const Arguments& launcher, const FaultFolder& folder, const Arguments& options) {
+  Arguments arguments = {"run"};
+  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
+  for (const std::string& argument :
+       {std::string("--"), std::string(DDPKIT_TEST_FAULT_WORKER), std::string("--folder"), folder.path().string()})
+    arguments.push_back(argument);
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  return arguments;
+}
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+TEST_CASE("a killed launcher takes its ranks and what they have started with it", "[faults]") {
+  const FaultFolder folder;
+  FaultRun run(joined({"-n", "2"}, folder, {"--act", "stuck", "--victim", "1"}));
+  folder.pid_of(0);
+  folder.pid_of(1);
+  const double killed = now_seconds();
+  run.signal(SIGKILL);
+  CHECK(run.wait() == 137);
+  CHECK(run.orphans() == std::vector<int>());
+  CHECK_FALSE(folder.leaves_segments());
+  add_row("kill -9 of the launcher", "no rank outlives it", now_seconds() - killed);
+
+  FaultRun family({"run", "-n", "2", "--", "sh", "-c", "sleep 300 & sleep 300; :"});
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  const double family_killed = now_seconds();
+  family.signal(SIGKILL);
+  CHECK(family.wait() == 137);
+  CHECK(family.orphans() == std::vector<int>());
+  add_row("kill -9 of the launcher of shell scripts", "no grandchild outlives it", now_seconds() - family_killed);
+}
+
+TEST_CASE("SIGUSR1 prints what every rank does", "[faults]") {
+  const FaultFolder folder;
+  FaultRun run(joined({"-n", "2", "--grace-seconds", "1"}, folder, {"--act", "stuck", "--victim", "1"}));
+  while (!folder.time_of("fault")) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const double asked = now_seconds();
+  run.signal(SIGUSR1);
+  run.wait_for("stuck_on_purpose");
+  const double answered = now_seconds();
+  CHECK_THAT(run.err(), ContainsSubstring(fmt::format("rank 0 (pid {}) is in ", folder.pid_of(0))));
+  CHECK_THAT(run.err(), ContainsSubstring("bucket 0) at step 20 for"));
+  CHECK_THAT(run.err(),
+             ContainsSubstring(fmt::format("rank 1 (pid {}) is in no collective at step 20", folder.pid_of(1))));
+  // Asking changes nothing: both run on until they are told to stop.
+  run.signal(SIGTERM);
+  CHECK(run.wait() == 128 + SIGTERM);
+  CHECK(run.orphans() == std::vector<int>());
+  add_row("SIGUSR1 to the launcher", "state and stack of all ranks, which run on", answered - asked);
+}
+
+TEST_CASE("ranks that ignore SIGTERM are killed after the grace time", "[faults]") {
+  FaultRun run({"run", "-n", "2", "--grace-seconds", "0.5", "--", "sh", "-c",
+                "trap '' TERM; echo ready; while :; do sleep 0.05; done"});
+  run.wait_for("[rank 1] ready");
+  const double told = now_seconds();
+  run.signal(SIGTERM);
+  CHECK(run.wait() == 128 + SIGTERM);
+  CHECK(run.orphans() == std::vector<int>());
+  add_row("ranks that ignore SIGTERM (grace 0.5 s)", "killed after the grace time", now_seconds() - told);
+}
+
+TEST_CASE("a place to meet that is not there is named", "[faults]") {
+  struct Place {
+    std::string fault;
+    Arguments launcher;
+    std::string words;
+  };
+  const Listener taken;
+  std::string free_port;
+  {
+    const Listener gone;
+    free_port = gone.port();
+  }
+  const std::vector<Place> places = {
+      {"port taken", {"-n", "2", "--master-port", taken.port()}, "MASTER_PORT " + taken.port() + " is already taken"},
+      {"master unreachable (timeout 1 s)",
+       {"-n", "1", "--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.2", "--master-port", free_port},
+       "rank 1 cannot reach rank 0 at 127.0.0.2:" + free_port},
+      {"host name that does not resolve",
+       {"-n", "1", "--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid"},
+       "MASTER_ADDR \"no-such-host.invalid\" does not resolve"},
+      {"a world that never fills (timeout 1 s)",
+       {"-n", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.3", "--master-port", free_port},
+       "rank 1 of 2 did not come within 1.0 s"},
+  };
+  for (const Place& place : places) {
+    CAPTURE(place.fault);
+    const FaultFolder folder;
+    FaultRun run(joined(place.launcher, folder, {"--timeout", "1", "--backend", "shm"}));
+    CHECK(run.wait() == 1);
+    CHECK_THAT(run.err(), ContainsSubstring(place.words));
+    CHECK(run.orphans() == std::vector<int>());
+    CHECK_FALSE(folder.leaves_segments());
+    add_row(place.fault, "one sentence with address and port, exit code 1", run.seconds());
+  }
+}
+
+TEST_CASE("of two runs on one port the second is refused and the first does not notice", "[faults]") {
+  std::string port;
+  {
+    const Listener gone;
+    port = gone.port();
+  }
+  const FaultFolder first_folder, second_folder;
+  FaultRun first(joined({"-n", "2", "--master-port", port}, first_folder, {"--steps", "100000", "--act", "slow"}));
+  const auto first_trains = [&] {
+    first.signal(SIGUSR1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    return first.err().find("at step") != std::string::npos;
+  };
+  first_folder.pid_of(1);
+  while (!first_trains()) REQUIRE(first.out().empty());
+  FaultRun second(joined({"-n", "2", "--master-port", port}, second_folder, {}));
+  CHECK(second.wait() == 1);
+  CHECK_THAT(second.err(), ContainsSubstring("MASTER_PORT " + port + " is already taken"));
+  CHECK_THAT(first.err(), !ContainsSubstring("ddpkit run: "));
+  first.signal(SIGTERM);
+  CHECK(first.wait() == 128 + SIGTERM);
+  add_row("two runs on one port", "the second is refused, the first goes on", second.seconds());
+}

@@ -1,0 +1,108 @@
+// The fault matrix: a network between two nodes, each in a network namespace of its own.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "faults/fault_run.h"
+#include "support/catch.h"
+
+using namespace ddpkit::testing;
+
+namespace {
+
+bool sh(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
+
+/// Two nodes and one cable.
+class TwoNodes {
+ public:
+  TwoNodes() {
+    for (int node = 0; node < 2; ++node) there_ = there_ && sh("ip netns add " + name(node));
+    there_ = there_ && sh(fmt::format("ip link add eth0 netns {} type veth peer name eth0 netns {}", name(0), name(1)));
+    for (int node = 0; node < 2; ++node) {
+      there_ = there_ && sh(fmt::format("ip -n {} addr add {}/24 dev eth0", name(node), address(node))) &&
+               sh(fmt::format("ip -n {} link set lo up", name(node))) && link(node, "up");
+    }
+  }
+  ~TwoNodes() {
+    for (int node = 0; node < 2; ++node) sh("ip netns delete " + name(node));
+  }
+  bool there() const { return there_; }
+  std::string name(int node) const { return fmt::format("ddpkit-{}-{}", ::getpid(), node); }
+  static std::string address(int node) { return fmt::format("10.213.7.{}", node + 1); }
+  bool link(int node, const std::string& state) const {
+    return sh(fmt::format("ip -n {} link set eth0 {}", name(node), state));
+  }
+  /// A megabit a second: a gradient of the worker's takes 0.15 s.
+  bool make_slow() const {
+    return sh(fmt::format("tc -n {} qdisc add dev eth0 root tbf rate 1mbit burst 10kb latency 400ms", name(0)));
+  }
+
+ private:
+  bool there_ = true;
+};
+
+std::vector<std::string> node_of(int node, const FaultFolder& folder, const std::vector<std::string>& options) {
+  std::vector<std::string> arguments = {"run",
+                                        "-n",
+                                        "1",
+                                        "--nnodes",
+                                        "2",
+                                        "--node-rank",
+                                        std::to_string(node),
+                                        "--master-addr",
+                                        TwoNodes::address(0),
+                                        "--",
+                                        DDPKIT_TEST_FAULT_WORKER,
+                                        "--folder",
+                                        folder.path().string()};
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  return arguments;
+}
+
+}  // namespace
+
+TEST_CASE("two nodes whose link is slow are only slower", "[faults]") {
+  const TwoNodes nodes;
+  if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
+  if (!nodes.make_slow()) DDPKIT_SKIP("this kernel cannot shape traffic (tbf)");
+  const FaultFolder folder;
+  FaultRun first(node_of(0, folder, {"--steps", "10"}), {"ip", "netns", "exec", nodes.name(0)});
+  FaultRun second(node_of(1, folder, {"--steps", "10"}), {"ip", "netns", "exec", nodes.name(1)});
+  CHECK(first.wait(std::chrono::seconds(120)) == 0);
+  CHECK(second.wait(std::chrono::seconds(120)) == 0);
+  CAPTURE(first.err(), second.err());
+  CHECK_THAT(first.out(), ContainsSubstring("done after 10 steps"));
+  CHECK(first.orphans() == std::vector<int>());
+  CHECK(second.orphans() == std::vector<int>());
+  add_row("link slow (1 Mbit/s), two nodes on gloo", "only slower: exit code 0", first.seconds());
+}
+
+TEST_CASE("two nodes whose link goes down end with an error within the timeout", "[faults]") {
+  const TwoNodes nodes;
+  if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
+  const FaultFolder folder;
+  const std::vector<std::string> options = {"--steps", "1000000", "--act", "slow", "--timeout", "3"};
+  FaultRun first(node_of(0, folder, options), {"ip", "netns", "exec", nodes.name(0)});
+  FaultRun second(node_of(1, folder, options), {"ip", "netns", "exec", nodes.name(1)});
+  folder.pid_of(0);
+  folder.pid_of(1);
+  const auto trains = [&] {
+    second.signal(SIGUSR1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return second.err().find("at step") != std::string::npos;
+  };
+  while (!trains()) REQUIRE(first.out().empty());
+  REQUIRE(nodes.link(0, "down"));
+  const auto down = std::chrono::steady_clock::now();
+  CHECK(first.wait(std::chrono::seconds(120)) == 1);
+  CHECK(second.wait(std::chrono::seconds(120)) == 1);
+  CAPTURE(first.err(), second.err());
+  CHECK_THAT(first.err() + second.err(), ContainsSubstring("Timed out") || ContainsSubstring("did not"));
+  CHECK(first.orphans() == std::vector<int>());
+  CHECK(second.orphans() == std::vector<int>());
+  add_row("link down, two nodes on gloo (timeout 3 s)", "an error on both within the timeout, exit code 1",
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - down).count());
+}

@@ -1,0 +1,142 @@
+// The fault matrix: what goes wrong in a rank.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "faults/fault_run.h"
+#include "support/catch.h"
+
+using namespace ddpkit::testing;
+using Arguments = std::vector<std::string>;
+
+namespace {
+
+Arguments worker(const FaultFolder& folder, int ranks, const Arguments& options, const Arguments& launcher = {}) {
+  Arguments arguments = {"run", "-n", std::to_string(ranks)};
+  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
+  for (const std::string& argument :
+       {std::string("--"), std::string(DDPKIT_TEST_FAULT_WORKER), std::string("--folder"), folder.path().string()})
+    arguments.push_back(argument);
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  return arguments;
+}
+
+/// Nothing of the run is left: no process, no segment, and in its folder only what the worker itself has put there.
+void check_clean(const FaultRun& run, const FaultFolder& folder) {
+  CHECK(run.orphans() == std::vector<int>());
+  CHECK_FALSE(folder.leaves_segments());
+  for (const std::string& name : names_in(folder.path())) {
+    CAPTURE(name);
+    CHECK((name == "fault" || name.starts_with("named-") || name.starts_with("pid-")));
+  }
+}
+
+struct Death {
+  std::string act;
+  int victim;
+  int exit_code;
+  std::string words;  ///< What the summary says of the victim.
+};
+
+}  // namespace
+
+TEST_CASE("a rank that dies is named by the launcher, with what it did", "[faults]") {
+  const std::vector<Death> deaths = {
+      {"kill", 0, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill", 1, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill-in-all-reduce", 0, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill-in-all-reduce", 1, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill-before-rendezvous", 0, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill-before-rendezvous", 1, 137, "was killed by signal 9 (SIGKILL)"},
+      {"kill-at-exit", 1, 137, "was killed by signal 9 (SIGKILL)"},
+      {"abort", 1, 134, "was killed by signal 6 (SIGABRT)"},
+      {"segfault", 1, 139, "was killed by signal 11 (SIGSEGV)"},
+      {"throw", 1, 1, "exited with code 1"},
+      {"out-of-memory", 1, 1, "exited with code 1"},
+  };
+  for (const Death& death : deaths) {
+    CAPTURE(death.act, death.victim);
+    const FaultFolder folder;
+    FaultRun run(worker(folder, 2, {"--act", death.act, "--victim", std::to_string(death.victim)}));
+    CHECK(run.wait() == death.exit_code);
+    CAPTURE(run.out(), run.err());
+    const std::string first =
+        fmt::format("ddpkit run: rank {} (pid {}) {}", death.victim, folder.pid_of(death.victim), death.words);
+    CHECK_THAT(run.err(), ContainsSubstring(first));
+    const bool trained = death.act == "kill" || death.act == "abort" || death.act == "segfault";
+    if (trained) CHECK_THAT(run.err(), ContainsSubstring("at step 20; its last one was"));
+    if (death.act == "kill-in-all-reduce") CHECK_THAT(run.err(), ContainsSubstring("all_reduce number"));
+    if (death.act == "throw") CHECK_THAT(run.err(), ContainsSubstring("worker: thrown on purpose"));
+    check_clean(run, folder);
+    add_row(fmt::format("{}, rank {}", death.act, death.victim), "named, the others ended, exit code as its own",
+            folder.ended_after(run));
+  }
+}
+
+TEST_CASE("ranks that do not do the same are told so at once", "[faults]") {
+  struct Difference {
+    std::string act, words;
+  };
+  const std::vector<Difference> differences = {
+      {"exit-early", "rank 1"},
+      {"extra", "do not match"},
+      {"other-shape", "all_reduce(sum) of 3 float32"},
+      {"other-dtype", "all_reduce(sum) of 4 float64"},
+      {"other-model", "rank 1"},
+      {"parameter-less", "rank 1"},
+  };
+  for (const Difference& difference : differences) {
+    CAPTURE(difference.act);
+    const FaultFolder folder;
+    FaultRun run(worker(folder, 2, {"--act", difference.act, "--victim", "1"}));
+    CHECK(run.wait() == 1);
+    const std::string named = folder.text_of("named-0");
+    CAPTURE(named, run.err());
+    CHECK_THAT(named + run.err(), ContainsSubstring(difference.words));
+    check_clean(run, folder);
+    const auto after = folder.named_after(0);
+    add_row(difference.act + ", rank 1", "one sentence with both calls or the rank, exit code 1",
+            after ? *after : run.seconds());
+  }
+}
+
+TEST_CASE("a silent rank is named with its stack when the timeout ends", "[faults]") {
+  for (const std::string act : {"stuck", "stop"}) {
+    CAPTURE(act);
+    const FaultFolder folder;
+    FaultRun run(worker(folder, 2, {"--act", act, "--victim", "1", "--timeout", "1"}, {"--grace-seconds", "0.5"}));
+    CHECK(run.wait() == 1);
+    CAPTURE(run.err());
+    CHECK_THAT(folder.text_of("named-0"), ContainsSubstring("for rank 1: rank 1 (pid"));
+    CHECK_THAT(run.err(), ContainsSubstring("waited for:"));
+    CHECK_THAT(run.err(),
+               ContainsSubstring(fmt::format("rank 1 (pid {}) is in no collective at step 20", folder.pid_of(1))));
+    CHECK_THAT(run.err(), ContainsSubstring(act == "stuck" ? "stuck_on_purpose" : "is stopped (SIGSTOP)"));
+    CHECK_THAT(run.err(), ContainsSubstring("bucket 0"));
+    check_clean(run, folder);
+    add_row(act + ", rank 1 (timeout 1 s)", "named with stack, step, last collective, bucket",
+            folder.named_after(0).value_or(-1));
+  }
+}
+
+TEST_CASE("a bad or slow rank harms nobody more than it must", "[faults]") {
+  const FaultFolder nan_folder;
+  FaultRun nan_run(worker(nan_folder, 2, {"--act", "nan", "--victim", "1"}));
+  CHECK(nan_run.wait() == 1);
+  // The same on both: neither goes on with weights that the other does not have.
+  CHECK_THAT(nan_folder.text_of("named-0"), ContainsSubstring("nan"));
+  check_clean(nan_run, nan_folder);
+  add_row("NaN gradient on rank 1", "all ranks refuse the step alike", nan_folder.named_after(0).value_or(-1));
+
+  for (const auto& [act, ranks] : {std::pair("slow", 2), std::pair("none", 16)}) {
+    CAPTURE(act, ranks);
+    const FaultFolder folder;
+    FaultRun run(worker(folder, ranks, {"--act", act, "--victim", "1"}));
+    CHECK(run.wait(std::chrono::seconds(120)) == 0);
+    CAPTURE(run.err());
+    CHECK_THAT(run.out(), ContainsSubstring("done after 60 steps"));
+    check_clean(run, folder);
+    add_row(ranks == 2 ? "rank 1 ten times slower, 60 steps" : fmt::format("{} ranks on this host, 60 steps", ranks),
+            "only slower: exit code 0", run.seconds());
+  }
+}

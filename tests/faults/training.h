@@ -1,0 +1,28 @@
+// Training runs of har under `ddpkit run`, for faults that concern what is kept.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "examples/har_program.h"
+#include "faults/fault_run.h"
+
+namespace ddpkit::testing {
+
+/// `ddpkit run -n RANKS LAUNCHER... -- har --save-dir FOLDER OPTIONS...` on the generated data set.
+inline std::vector<std::string> training(const std::filesystem::path& folder, const std::vector<std::string>& options,
+                                         const std::vector<std::string>& launcher = {}, int ranks = 2) {
+  std::vector<std::string> arguments = {"run", "-n", std::to_string(ranks)};
+  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
+  for (const std::string& argument : {std::string("--"), std::string(DDPKIT_TEST_HAR), std::string("--data"),
+                                      har::testing::generated(), std::string("--save-dir"), folder.string()})
+    arguments.push_back(argument);
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  return arguments;
+}
+
+/// Kills ranks of a training run with restarts at random moments, `kills` times, and compares its weights with those
+/// of a run that nobody disturbs.
+void kill_and_compare(int kills, unsigned seed);
+
+}  // namespace ddpkit::testing

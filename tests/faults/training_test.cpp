@@ -1,0 +1,164 @@
+// The fault matrix: what is kept.
+#include <sys/mount.h>
+
+#include <random>
+#include <thread>
+
+#include <ddpkit/train/checkpoint.h>
+
+#include "faults/training.h"
+
+using namespace ddpkit::testing;
+using har::testing::weights_of;
+
+namespace {
+
+/// A file system of its own in memory; not there without the right to mount.
+class SmallDisk {
+ public:
+  SmallDisk(const std::filesystem::path& at, std::size_t bytes) : at_(at) {
+    std::filesystem::create_directories(at_);
+    mounted_ = ::mount("tmpfs", at_.c_str(), "tmpfs", 0, fmt::format("size={}", bytes).c_str()) == 0;
+  }
+  ~SmallDisk() {
+    if (mounted_) ::umount2(at_.c_str(), MNT_DETACH);
+  }
+  bool mounted() const { return mounted_; }
+  void make_read_only() const { REQUIRE(::mount("tmpfs", at_.c_str(), "tmpfs", MS_REMOUNT | MS_RDONLY, nullptr) == 0); }
+
+ private:
+  std::filesystem::path at_;
+  bool mounted_ = false;
+};
+
+}  // namespace
+
+TEST_CASE("a run with restarts that loses ranks ends with the weights of one never disturbed", "[faults]") {
+  kill_and_compare(5, 1);
+}
+
+TEST_CASE("SIGTERM ends training at a step, and the same command goes on", "[faults]") {
+  const Folder whole, parts;
+  const std::vector<std::string> options = {"--epochs", "40", "--json"};
+  FaultRun calm(training(whole.path(), options));
+  REQUIRE(calm.wait(std::chrono::seconds(120)) == 0);
+  for (const int number : {SIGTERM, SIGINT}) {
+    FaultRun run(training(parts.path(), options));
+    run.wait_for(number == SIGTERM ? "\"epoch\":3," : "\"epoch\":20,");
+    const auto told = std::chrono::steady_clock::now();
+    run.signal(number);
+    CHECK(run.wait() == 0);
+    CAPTURE(run.err());
+    CHECK_THAT(run.err(), ContainsSubstring(number == SIGTERM ? "stopped by SIGTERM after step" : "stopped by SIGINT"));
+    CHECK(run.orphans() == std::vector<int>());
+    add_row(number == SIGTERM ? "SIGTERM to the launcher" : "SIGINT to the launcher",
+            "all ranks end at one step, exit code 0, checkpoint kept",
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - told).count());
+  }
+  FaultRun rest(training(parts.path(), options));
+  REQUIRE(rest.wait(std::chrono::seconds(120)) == 0);
+  CHECK(same_bits(weights_of(whole), weights_of(parts)));
+}
+
+TEST_CASE("kill -9 while a checkpoint is written leaves the last one whole", "[faults]") {
+  double slowest = 0;
+  for (int round = 0; round < 5; ++round) {
+    const FaultFolder folder;
+    const std::vector<std::string> command = {
+        "run",    "-n",       "2", "--", DDPKIT_TEST_FAULT_WORKER, "--folder", folder.path().string(),
+        "--save", "--victim", "0"};
+    std::vector<std::string> killed = command;
+    killed.insert(killed.end(), {"--act", "kill-in-save", "--at-step", std::to_string(5 + round)});
+    FaultRun run(killed);
+    CHECK(run.wait() == 137);
+    CHECK(run.orphans() == std::vector<int>());
+    CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").step >= 4 + round);
+    slowest = std::max(slowest, folder.ended_after(run));
+    // What the dead run left half-written is replaced, and nothing of it stays.
+    FaultRun next(command);
+    CHECK(next.wait() == 0);
+    CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").step == 59);
+    for (const std::string& name : names_in(folder.path())) CHECK(name.find(".tmp") == std::string::npos);
+  }
+  add_row("kill -9 in checkpoint writing, 5 times", "the last checkpoint is whole; the next run leaves no rest",
+          slowest);
+}
+
+TEST_CASE("a disk that is full or read-only keeps the last checkpoint and is named", "[faults]") {
+  const Folder folder;
+  const std::vector<std::string> options = {"--epochs", "3", "--json"};
+  const Folder probe;
+  FaultRun first(training(probe.path(), {"--epochs", "1"}));
+  REQUIRE(first.wait() == 0);
+  const auto bytes = std::filesystem::file_size(probe / "checkpoint.pt");
+  const SmallDisk disk(folder / "small", bytes + bytes / 2);
+  if (!disk.mounted()) DDPKIT_SKIP("mounting a small file system needs root");
+  // One checkpoint fits, and not the next one beside it.
+  FaultRun full(training(folder / "small", options));
+  CHECK(full.wait() == 1);
+  CHECK_THAT(full.err(), ContainsSubstring("No space left on device"));
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "small" / "checkpoint.pt").epoch == 1);
+  CHECK(names_in(folder / "small") == std::vector<std::string>{"checkpoint.pt"});
+  add_row("disk full", "named, the last checkpoint kept, no rest", full.seconds());
+
+  disk.make_read_only();
+  FaultRun read_only(training(folder / "small", options));
+  CHECK(read_only.wait() == 1);
+  CHECK_THAT(read_only.err(), ContainsSubstring("Read-only file system"));
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "small" / "checkpoint.pt").epoch == 1);
+  add_row("folder read-only", "named before the training begins", read_only.seconds());
+}
+
+TEST_CASE("a truncated checkpoint is refused and left as it is", "[faults]") {
+  const Folder folder;
+  const std::vector<std::string> options = {"--epochs", "1", "--json"};
+  FaultRun whole(training(folder.path(), options));
+  REQUIRE(whole.wait() == 0);
+  const std::string checkpoint = read_file(folder / "checkpoint.pt");
+  double slowest = 0;
+  for (std::size_t i = 0; i < 20; ++i) {
+    CAPTURE(i);
+    const std::string damaged = checkpoint.substr(0, checkpoint.size() * i / 20);
+    write_file(folder / "checkpoint.pt", damaged);
+    FaultRun run(training(folder.path(), options, {}, 1));
+    CHECK(run.wait() == 1);
+    CHECK_THAT(run.err(), ContainsSubstring("checkpoint.pt"));
+    CHECK(read_file(folder / "checkpoint.pt") == damaged);
+    slowest = std::max(slowest, run.seconds());
+  }
+  add_row("checkpoint truncated at 20 points", "refused in one sentence, left as it is", slowest);
+}
+
+TEST_CASE("a checkpoint with one bit flipped is refused and left as it is", "[faults]") {
+  const Folder folder;
+  const std::vector<std::string> options = {"--epochs", "1", "--json"};
+  FaultRun whole(training(folder.path(), options));
+  REQUIRE(whole.wait() == 0);
+  const std::string checkpoint = read_file(folder / "checkpoint.pt");
+  std::mt19937 random(3);
+  double slowest = 0;
+  for (int i = 0; i < 10; ++i) {
+    const std::size_t at = random() % checkpoint.size();
+    CAPTURE(at, checkpoint.size());
+    std::string damaged = checkpoint;
+    damaged[at] = static_cast<char>(damaged[at] ^ (1 << random() % 8));
+    write_file(folder / "checkpoint.pt", damaged);
+    FaultRun run(training(folder.path(), options, {}, 1));
+    CHECK(run.wait() == 1);
+    CHECK_THAT(run.err(), ContainsSubstring("checkpoint.pt"));
+    CHECK(read_file(folder / "checkpoint.pt") == damaged);
+    slowest = std::max(slowest, run.seconds());
+  }
+  add_row("one bit of the checkpoint flipped, 10 times", "refused in one sentence, left as it is", slowest);
+}
+
+TEST_CASE("stale files of a dead run do not matter", "[faults]") {
+  const Folder folder;
+  write_file(folder / "checkpoint.pt.tmp", "half of a checkpoint");
+  write_file("/dev/shm/ddpkit-stale", "a segment of another program");
+  FaultRun run(training(folder.path(), {"--epochs", "1", "--json"}));
+  CHECK(run.wait() == 0);
+  std::filesystem::remove("/dev/shm/ddpkit-stale");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt"});
+  add_row("stale files of a dead run", "replaced, and nothing of them stays", run.seconds());
+}

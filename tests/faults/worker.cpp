@@ -1,0 +1,164 @@
+// A small training run that goes wrong on purpose: one rank, the victim, does at one step what --act says.
+#include <signal.h>
+#include <sys/resource.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include <ddpkit/ddpkit.h>
+#include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/main.h>
+
+namespace {
+
+struct Options {
+  std::string act = "none";
+  int victim = 1;
+  int at_step = 20;
+  int steps = 60;
+  double timeout_seconds = 30;
+  std::string backend = {};
+  std::string folder = {};
+  bool save = false;
+};
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+/// The time at which something happened, for the test.
+void mark(const Options& options, const std::string& name, const std::string& text = "") {
+  std::ofstream(options.folder + "/" + name) << fmt::format("{:.6f} {}\n", now_seconds(), text) << std::flush;
+}
+
+void die() { ::kill(::getpid(), SIGKILL); }
+
+/// extern "C" so that the stack shows the name as it stands.
+extern "C" __attribute__((noinline)) void stuck_on_purpose() {
+  static volatile bool for_ever = true;
+  while (for_ever) {
+  }
+}
+
+void die_soon(const Options& options, std::chrono::microseconds after) {
+  std::thread([&options, after] {
+    std::this_thread::sleep_for(after);
+    mark(options, "fault");
+    die();
+  }).detach();
+}
+
+class Run {
+ public:
+  Run(const Options& options, ddpkit::ProcessGroup group)
+      : options_(options), group_(std::move(group)), is_victim_(group_.rank() == options.victim) {}
+
+  void train() {
+    torch::manual_seed(7);
+    const bool other_model = is_victim_ && options_.act == "other-model";
+    const bool no_bias = is_victim_ && options_.act == "parameter-less";
+    torch::nn::Sequential model(torch::nn::Linear(64, other_model ? 48 : 64), torch::nn::ReLU(),
+                                torch::nn::Linear(torch::nn::LinearOptions(other_model ? 48 : 64, 8).bias(!no_bias)));
+    if (other_model || no_bias) mark(options_, "fault");
+    ddpkit::DistributedDataParallel ddp(model.ptr(), group_);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    for (int step = 0; step < options_.steps; ++step) {
+      ddpkit::note_step(step);
+      if (step == options_.at_step && !act()) return;
+      if (is_victim_ && options_.act == "slow") std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      optimizer.zero_grad();
+      torch::Tensor input = torch::randn({32, 64});
+      if (is_victim_ && step == options_.at_step && options_.act == "nan") {
+        mark(options_, "fault");
+        input.mul_(std::nan(""));
+      }
+      ddp(input).square().mean().backward();
+      ddpkit::optim::clip_grad_norm_(model->parameters(), 1.0, 2.0, /*error_if_nonfinite=*/true);
+      optimizer.step();
+      if (options_.save)
+        ddpkit::train::save_checkpoint(options_.folder + "/checkpoint.pt", *model, optimizer, {.step = step}, group_);
+    }
+    if (group_.rank() == 0) fmt::print("done after {} steps\n", options_.steps);
+  }
+
+ private:
+  /// False when the rank is to end early.
+  bool act() {
+    const std::string& what = options_.act;
+    if (what == "other-shape") group_.all_reduce(torch::ones({is_victim_ ? 3 : 4}));
+    if (what == "other-dtype") group_.all_reduce(torch::ones({4}, is_victim_ ? torch::kDouble : torch::kFloat));
+    if (what == "kill-in-all-reduce") {
+      if (is_victim_) die_soon(options_, std::chrono::milliseconds(20));
+      const torch::Tensor tensor = torch::ones({1 << 20});
+      for (;;) group_.all_reduce(tensor);
+    }
+    if (!is_victim_) return true;
+    if (what == "kill-in-save") die_soon(options_, std::chrono::microseconds(1500));
+    if (what == "none" || what == "slow" || what == "nan" || what == "kill-in-save" || what == "kill-at-exit")
+      return true;
+    mark(options_, "fault");
+    if (what == "kill") die();
+    if (what == "abort") std::abort();
+    if (what == "segfault") ::raise(SIGSEGV);
+    if (what == "throw") throw std::runtime_error("thrown on purpose");
+    if (what == "stop") ::raise(SIGSTOP);
+    if (what == "stuck") stuck_on_purpose();
+    if (what == "extra") group_.barrier();
+    if (what == "out-of-memory") {
+      const rlimit limit{std::size_t{1} << 20, std::size_t{1} << 20};
+      ::setrlimit(RLIMIT_AS, &limit);
+      const torch::Tensor large = torch::ones({std::int64_t{1} << 34});
+    }
+    return what != "exit-early";
+  }
+
+  const Options& options_;
+  ddpkit::ProcessGroup group_;
+  bool is_victim_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Goes wrong on purpose.", "worker");
+  Options options;
+  app.add_option("--act", options.act);
+  app.add_option("--victim", options.victim);
+  app.add_option("--at-step", options.at_step);
+  app.add_option("--steps", options.steps);
+  app.add_option("--timeout", options.timeout_seconds);
+  app.add_option("--backend", options.backend);
+  app.add_option("--folder", options.folder)->required();
+  app.add_flag("--save", options.save);
+  const int status = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
+    const int rank = ddpkit::read_launch_environment().rank;
+    std::ofstream(fmt::format("{}/pid-{}", options.folder, rank)) << ::getpid() << std::flush;
+    torch::set_num_threads(1);
+    if (rank == options.victim && options.act == "kill-before-rendezvous") {
+      mark(options, "fault");
+      die();
+    }
+    if (rank == options.victim && options.act == "never-comes") stuck_on_purpose();
+    try {
+      const auto timeout = std::chrono::milliseconds(static_cast<int>(options.timeout_seconds * 1000));
+      Run(options, program.init_process_group({.backend = options.backend, .timeout = timeout})).train();
+    } catch (const std::exception& error) {
+      mark(options, fmt::format("named-{}", rank), error.what());
+      throw;
+    }
+  });
+  const char* rank = std::getenv("RANK");
+  if (options.act == "kill-at-exit" && rank && std::atoi(rank) == options.victim) {
+    mark(options, "fault");
+    die();
+  }
+  return status;
+}
