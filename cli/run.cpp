@@ -1,8 +1,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <filesystem>
 #include <iostream>
+#include <map>
 #include <memory>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -10,59 +13,194 @@
 #include <ddpkit/comm/local_launch.h>
 
 #include "commands.h"
+#include "doctor/gpus.h"
 
 namespace ddpkit::cli {
 namespace {
 
-/// MASTER_PORT when the user has set it, 0 (a free one) when not.
-int port_from_environment() {
-  const char* text = std::getenv("MASTER_PORT");
-  if (!text || !*text) return 0;
-  int port = 0;
+/// torchrun's port where several hosts must agree on one.
+constexpr int kPortOfSeveralHosts = 29500;
+
+struct RunOptions {
+  std::string ranks = "1";  ///< As given: a number, "gpu" or "cpu".
+  int nodes = 1;
+  int node_rank = 0;
+  std::string master_addr = {};
+  int master_port = 0;
+  bool standalone = false;
+  int max_restarts = 0;
+  std::string log_dir = {};
+  int tee = 3;
+  double grace_seconds = 30;
+  NumaBinding numa_binding = NumaBinding::kNode;
+};
+
+/// Of an environment variable, `otherwise` when it is not set.
+int number_from_environment(const char* name, int low, int high, int otherwise) {
+  const char* text = std::getenv(name);
+  if (!text || !*text) return otherwise;
+  int number = 0;
   const char* end = text + std::char_traits<char>::length(text);
-  const auto [stop, status] = std::from_chars(text, end, port);
-  if (status != std::errc{} || stop != end || port < 1 || port > 65535)
-    throw InvalidArgument(fmt::format("MASTER_PORT is \"{}\", which is no port between 1 and 65535", text));
-  return port;
+  const auto [stop, status] = std::from_chars(text, end, number);
+  if (status != std::errc{} || stop != end || number < low || number > high)
+    throw InvalidArgument(fmt::format("{} is \"{}\", which is no number between {} and {}", name, text, low, high));
+  return number;
 }
 
-int run_ranks(LocalLaunchOptions options) {
-  options.forward_signals = true;
-  if (options.master_port == 0) options.master_port = port_from_environment();
-  const LocalLaunchResult result = local_launch(options);
-  if (result.first_failure) {
-    const RankExit& end = *result.first_failure;
-    std::cerr << fmt::format("ddpkit run: rank {} (pid {}) {}", end.rank, end.pid, end.describe());
-    if (options.ranks > 1) std::cerr << "; the other ranks were ended";
-    std::cerr << '\n';
+/// GPUs that the ranks will see.
+int visible_gpus() {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  const auto all = static_cast<int>(read_gpus().gpus.size());
+  if (!visible) return all;
+  const std::string list = visible;
+  return list.empty() ? 0 : std::min<int>(all, static_cast<int>(std::count(list.begin(), list.end(), ',')) + 1);
+}
+
+int count_ranks(const std::string& text) {
+  if (text == "cpu") return available_cores();
+  if (text == "gpu" || text == "auto") {
+    const int gpus = visible_gpus();
+    if (gpus > 0) return gpus;
+    if (text == "auto") return available_cores();
+    throw InvalidArgument("--nproc-per-node gpu: this host has no GPU that can be seen; ddpkit doctor says more");
   }
-  return result.exit_code();
+  int ranks = 0;
+  std::from_chars(text.data(), text.data() + text.size(), ranks);
+  return ranks;
+}
+
+CLI::Validator rank_count() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        if (text == "gpu" || text == "cpu" || text == "auto") return std::string();
+        int ranks = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), ranks);
+        const bool valid = error == std::errc() && end == text.data() + text.size() && ranks >= 1 && ranks <= 4096;
+        return valid ? std::string() : fmt::format("must be a number from 1 to 4096, gpu, cpu or auto, not {}", text);
+      },
+      "");
+}
+
+LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::string>& program) {
+  LocalLaunchOptions launch{.command = program, .ranks = count_ranks(options.ranks), .nodes = options.nodes};
+  launch.node_rank = options.node_rank;
+  launch.max_restarts = options.max_restarts;
+  launch.numa_binding = options.numa_binding;
+  launch.signal_grace = std::chrono::milliseconds(static_cast<std::int64_t>(options.grace_seconds * 1000));
+  launch.grace = std::min(launch.grace, launch.signal_grace);
+  launch.log_dir = options.log_dir;
+  launch.show_stdout = options.tee & 1;
+  launch.show_stderr = options.tee & 2;
+  launch.forward_signals = true;
+  launch.master_port = options.master_port;
+  if (options.nodes == 1) {
+    if (!options.master_addr.empty()) launch.master_addr = options.master_addr;
+    if (launch.master_port == 0 && !options.standalone)
+      launch.master_port = number_from_environment("MASTER_PORT", 1, 65535, 0);
+    return launch;
+  }
+  const char* address = std::getenv("MASTER_ADDR");
+  launch.master_addr = !options.master_addr.empty() ? options.master_addr : address ? address : "";
+  if (launch.master_addr.empty())
+    throw InvalidArgument("--nnodes above 1 needs --master-addr (or MASTER_ADDR): the host that has --node-rank 0");
+  if (launch.master_port == 0)
+    launch.master_port = number_from_environment("MASTER_PORT", 1, 65535, kPortOfSeveralHosts);
+  // Each launcher sees its own host's ranks alone: they would not start anew together.
+  if (options.max_restarts > 0)
+    throw InvalidArgument(
+        "--max-restarts is for one host: with --nnodes above 1 let the scheduler start the whole job anew (Slurm "
+        "--requeue, Kubernetes restartPolicy); the trainers go on from their last checkpoint");
+  if (options.node_rank >= options.nodes)
+    throw InvalidArgument(fmt::format("--node-rank {} is not below --nnodes {}", options.node_rank, options.nodes));
+  return launch;
+}
+
+int run_ranks(const RunOptions& options, const std::vector<std::string>& program) {
+  LocalLaunchOptions launch = resolve(options, program);
+  for (;; ++launch.restart_count) {
+    const LocalLaunchResult result = local_launch(launch);
+    if (result.first_failure) std::cerr << "ddpkit run: " << result.summary();
+    if (result.exit_code() == 0 || result.stopped_by_signal != 0) return result.exit_code();
+    if (launch.restart_count == launch.max_restarts) {
+      if (launch.max_restarts > 0)
+        std::cerr << fmt::format("ddpkit run: all {} restarts are used up\n", launch.max_restarts);
+      return result.exit_code();
+    }
+    std::cerr << fmt::format("ddpkit run: starting all ranks anew (restart {} of {})\n", launch.restart_count + 1,
+                             launch.max_restarts);
+  }
 }
 
 }  // namespace
 
 void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run) {
-  auto options = std::make_shared<LocalLaunchOptions>();
+  auto options = std::make_shared<RunOptions>();
   CLI::App* command = app.add_subcommand("run", "Start a program on several ranks of this host");
   command->footer(
       "Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]\n\n"
-      "Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (cores / N)\n"
-      "where it is not set. Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] "
-      "\".\n"
-      "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).");
-  command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start")
+      "Options are torchrun's, with dashes or underscores. Sets RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE,\n"
+      "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,\n"
+      "TORCHELASTIC_MAX_RESTARTS, and OMP_NUM_THREADS (cores / N) where it is not set.\n\n"
+      "Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
+      "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).\n"
+      "SIGINT and SIGTERM are passed on; a second one kills the ranks. SIGUSR1 prints what each rank is doing.");
+  command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start: a number, gpu, cpu (cores), or auto")
       ->required()
+      ->check(rank_count())
+      ->type_name("N|gpu|cpu");
+  command->add_option("--nnodes", options->nodes, "Hosts of the job, each with a launcher of its own")
       ->check(CLI::Range(1, 4096))
+      ->capture_default_str()
       ->type_name("N");
+  command->add_option("--node-rank", options->node_rank, "This host's number among them")
+      ->check(CLI::Range(0, 4095))
+      ->capture_default_str()
+      ->type_name("N");
+  CLI::Option* master_addr =
+      command->add_option("--master-addr", options->master_addr, "Host of rank 0")->type_name("HOST");
+  CLI::Option* master_port =
+      command
+          ->add_option("--master-port", options->master_port,
+                       "Port at which the ranks meet (default: MASTER_PORT, or a free one; 29500 for several hosts)")
+          ->check(CLI::Range(1, 65535))
+          ->type_name("PORT");
+  command->add_flag("--standalone", options->standalone, "One host and a free port, whatever the environment says")
+      ->excludes(master_addr)
+      ->excludes(master_port)
+      ->excludes("--nnodes");
   command
-      ->add_option("--master-port", options->master_port,
-                   "Port at which the ranks meet (default: MASTER_PORT, or a free one)")
-      ->check(CLI::Range(1, 65535))
-      ->type_name("PORT");
+      ->add_option("--max-restarts", options->max_restarts,
+                   "Start all ranks anew when one has failed, at most so often")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str()
+      ->type_name("N");
+  CLI::Option* log_dir = command
+                             ->add_option("--log-dir", options->log_dir,
+                                          "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and "
+                                          "collectives.txt, its last 256 collectives")
+                             ->type_name("FOLDER");
+  command->add_option("--tee", options->tee, "With --log-dir, show as well: 0 nothing, 1 stdout, 2 stderr, 3 both")
+      ->needs(log_dir)
+      ->check(CLI::Range(0, 3))
+      ->capture_default_str()
+      ->type_name("0..3");
+  command
+      ->add_option("--grace-seconds", options->grace_seconds,
+                   "How long the ranks may take to end after SIGINT or SIGTERM before they are killed")
+      ->check(CLI::Range(0.0, 86400.0))
+      ->capture_default_str()
+      ->type_name("S");
+  const std::map<std::string, NumaBinding> bindings{
+      {"none", NumaBinding::kNone}, {"node", NumaBinding::kNode}, {"exclusive", NumaBinding::kExclusive}};
+  command
+      ->add_option("--numa-binding", options->numa_binding,
+                   "Cores of a rank: those of one NUMA node (node), its own share of one (exclusive), all (none)")
+      ->transform(CLI::CheckedTransformer(bindings).description(""))
+      ->default_str("node")
+      ->type_name("none|node|exclusive");
   command->callback([options, &program, &run] {
     if (program.empty()) throw CLI::ValidationError("run", "there is no program to start");
-    options->command = program;
-    run = [options] { return run_ranks(*options); };
+    run = [options, program] { return run_ranks(*options, program); };
   });
 }
 
@@ -70,9 +208,12 @@ std::vector<std::string> split_program(const CLI::App& command, std::vector<std:
   std::size_t at = 0;
   bool marked = false;
   for (; at < arguments.size() && !marked; ++at) {
-    const std::string& argument = arguments[at];
+    std::string& argument = arguments[at];
     if (argument.empty() || argument[0] != '-') break;
     marked = argument == "--";
+    // As torchrun: --nproc_per_node as well.
+    const auto name_end = argument.begin() + static_cast<std::ptrdiff_t>(std::min(argument.find('='), argument.size()));
+    std::replace(argument.begin(), name_end, '_', '-');
     const bool value_follows = argument.find('=') == std::string::npos && (argument[1] == '-' || argument.size() == 2);
     const CLI::Option* option = marked ? nullptr : command.get_option_no_throw(argument);
     if (option && value_follows && option->get_expected_min() > 0) ++at;

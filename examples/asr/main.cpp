@@ -12,6 +12,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/local_launch.h>
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/text.h>
 
 #include "asr/check.h"
 #include "asr/report.h"
@@ -124,7 +125,7 @@ void transcribe_files(const CommandLine& line) {
   for (const std::string& file : files) {
     const std::string before = files.size() > 1 ? file + ": " : "";
     if (!line.streaming) {
-      asr::print(before + asr::transcribe(*trained.model, options, file));
+      ddpkit::train::print_line(before + asr::transcribe(*trained.model, options, file));
       continue;
     }
     fmt::print("{}", before);
@@ -132,7 +133,7 @@ void transcribe_files(const CommandLine& line) {
       fmt::print("{}", text);
       std::fflush(stdout);
     });
-    asr::print("");
+    ddpkit::train::print_line("");
   }
 }
 

@@ -78,9 +78,10 @@ class Trainer {
     if (speaks() && !options_.run.json) print_header();
     while (info_.epoch < options_.training.epochs && !is_out_of_steps()) {
       const bool is_whole = train_epoch();
-      if (!folder_.checkpoint.empty() && (is_whole || options_.training.checkpoint_steps > 0)) save();
+      if (checkpoint_ && (is_whole || options_.training.checkpoint_steps > 0)) save();
       if (!is_whole) break;
     }
+    if (checkpoint_) checkpoint_->wait();
     const auto faults = faults_.count(group_);
     if (!speaks()) return;
     if (!options_.run.json) {
@@ -121,8 +122,8 @@ class Trainer {
     folder_ = ddpkit::train::open_run_folder(
         folder, config_.dump(),
         {.resume = options_.run.resume, .overwrite = options_.run.overwrite, .may_differ = may_differ()}, group_);
-    if (folder_.to_resume)
-      info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, optimizer_, group_, parts());
+    checkpoint_.emplace(folder_.checkpoint, group_);
+    if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
     ddpkit::train::run_together(group_, [&] {
       if (!options_.run.tensorboard || !speaks()) return;
       summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
@@ -132,7 +133,7 @@ class Trainer {
 
   void save() {
     info_.config = config_.dump();
-    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, optimizer_, info_, group_, parts());
+    checkpoint_->save(*model_, optimizer_, info_, parts());
   }
 
   void print_header() const {
@@ -203,7 +204,7 @@ class Trainer {
       bar.advance([&] { return fmt::format("loss {:.4f}", loss); });
       log_step(loss);
       if (options_.training.checkpoint_steps > 0 && info_.step % options_.training.checkpoint_steps == 0 &&
-          sampler_.position() < sampler_.num_batches() && !folder_.checkpoint.empty()) {
+          sampler_.position() < sampler_.num_batches() && checkpoint_) {
         save();
         step_began = Clock::now();
       }
@@ -342,6 +343,7 @@ class Trainer {
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
   ddpkit::train::RunFolder folder_;
+  std::optional<ddpkit::train::Checkpoint> checkpoint_;
   ddpkit::train::CheckpointInfo info_;  // How far the run has come.
   Sums sums_;                           // Of this epoch, on this rank.
   double first_step_at_ = 0;

@@ -20,13 +20,14 @@ struct Epoch {
   int devices = 1;        ///< Of all ranks.
   int world_size = 1;
   double lr = 0;
-  double seconds = 0;                                ///< Of training.
+  std::int64_t samples = 0;                          ///< Trained on, by all ranks, since the program began the epoch.
+  double seconds = 0;                                ///< Of that.
   std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
   std::vector<std::int64_t> peak_device_bytes = {};  ///< Of each GPU so far; empty on the CPU. [device]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult test;
 
-  double samples_per_second() const { return static_cast<double>(train.samples) / seconds; }
+  double samples_per_second() const { return static_cast<double>(samples) / seconds; }
 };
 
 /// One line of JSON, and one for a reader.

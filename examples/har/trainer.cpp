@@ -69,15 +69,17 @@ class Trainer {
         batches_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
         updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
         scheduler_(*optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = all_devices()}),
-        scaler_(group, {.enabled = amp_ == at::kHalf}) {}
+        scaler_(group, {.enabled = amp_ == at::kHalf}),
+        metrics_(dataset.classes()) {}
 
   void run() {
     if (!options_.trainer.save_dir.empty()) open_folder();
     if (speaks() && !options_.trainer.json) print_header();
     while (info_.epoch < options_.trainer.epochs && !is_out_of_steps()) {
       if (!train_epoch()) break;
-      if (!folder_.checkpoint.empty()) save();
+      if (checkpoint_) save();
     }
+    if (checkpoint_) checkpoint_->wait();
     if (timeline_) timeline_->write();
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
@@ -144,7 +146,9 @@ class Trainer {
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
-    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_)};
+    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
+            ddpkit::train::checkpoint_part("sampler", sampler_),
+            ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)};
   }
 
   void open_folder() {
@@ -154,8 +158,9 @@ class Trainer {
                                               .overwrite = options_.trainer.overwrite,
                                               .may_differ = {"epochs", "world_size", "multi_gpu", "devices"}},
                                              group_);
-    if (folder_.to_resume)
-      info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, *optimizer_, group_, parts());
+    checkpoint_.emplace(folder_.checkpoint, group_,
+                        ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
+    if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, parts());
     if (options_.profile) {
       timeline_.emplace(group_, folder / "trace.json");
       devices_->set_timeline(*timeline_);
@@ -169,7 +174,7 @@ class Trainer {
 
   void save() {
     info_.config = config();
-    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, *optimizer_, info_, group_, parts());
+    checkpoint_->save(*model_, *optimizer_, info_, parts());
   }
 
   void print_header() const {
@@ -189,7 +194,8 @@ class Trainer {
                            options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
                            where, amp_name()));
     if (folder_.to_resume)
-      print_line(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+      print_line(
+          fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
   }
 
   // Of the epoch, which all batches of this process share in order.
@@ -201,31 +207,43 @@ class Trainer {
 
   // False when the run was out of steps before the epoch's end.
   bool train_epoch() {
-    torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const std::vector<std::size_t> order = sampler_.indices();
+    // Within an epoch a run goes on with the generators and the sums that it had, unless other ranks had them.
+    if (order.size() == sampler_.num_samples() || info_.ranks != group_.world_size()) {
+      torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+      metrics_ = ClassificationMetrics(dataset_.classes());
+    }
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
     model_->train();
     evaluated_.reset();
-    ClassificationMetrics metrics(dataset_.classes());
-    ddpkit::Prefetcher<Batch> loader(batches_, [&](std::int64_t number) { return make_batch(indices, number); },
+    const auto samples = static_cast<std::int64_t>(order.size());
+    const std::int64_t batches = (samples + batch_size_ - 1) / batch_size_;
+    const std::int64_t updates = (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
+    ddpkit::Prefetcher<Batch> loader(batches, [&](std::int64_t number) { return make_batch(indices, number); },
                                      {.num_workers = options_.num_workers});
     ddpkit::train::ProgressBar bar(
-        updates_,
+        updates,
         {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
     const double lr = scheduler_.learning_rates().front();
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
-    for (; update < updates_ && !is_out_of_steps(); ++update) {
-      std::vector<Batch> batches;
+    for (; update < updates && !is_out_of_steps(); ++update) {
+      std::vector<Batch> parts;
       for (int i = 0; i < options_.grad_accum_steps; ++i) {
-        if (auto batch = loader.next()) batches.push_back(std::move(*batch));
+        if (auto batch = loader.next()) parts.push_back(std::move(*batch));
       }
-      const at::Tensor loss = train_step(batches, metrics);
+      const at::Tensor loss = train_step(parts);
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
+      if (update + 1 < updates && checkpoint_ && options_.trainer.checkpoint_steps > 0 &&
+          info_.step % options_.trainer.checkpoint_steps == 0) {
+        const std::int64_t taken = (update + 1) * options_.grad_accum_steps * batch_size_;
+        sampler_.set_position(static_cast<std::size_t>(std::min(taken, samples)));
+        save();
+      }
     }
-    const ClassificationResult train = metrics.reduce(group_);
+    const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     bar.clear();
     if (!std::isfinite(train.loss)) {
@@ -233,17 +251,17 @@ class Trainer {
                                       options_.trainer.lr),
                           {.rank = 0});
     }
-    if (update < updates_) return false;
+    if (update < updates) return false;
     ++info_.epoch;
     evaluated_ = evaluate();
     const std::vector<std::int64_t> memory = ddpkit::train::peak_memory_of_ranks(group_);
     const std::vector<std::int64_t> on_devices = ddpkit::train::peak_memory_of_devices(places_, group_);
-    if (speaks()) report(train, lr, elapsed.count(), memory, on_devices);
+    if (speaks()) report(train, lr, samples * group_.world_size(), elapsed.count(), memory, on_devices);
     return true;
   }
 
   // One update by the mean loss over the samples of all `batches`, on all devices of all ranks.
-  at::Tensor train_step(const std::vector<Batch>& batches, ClassificationMetrics& metrics) {
+  at::Tensor train_step(const std::vector<Batch>& batches) {
     const auto samples = std::accumulate(batches.begin(), batches.end(), std::int64_t{0},
                                          [](std::int64_t sum, const Batch& batch) { return sum + batch.size(); });
     optimizer_->zero_grad();
@@ -255,13 +273,13 @@ class Trainer {
         const ddpkit::optim::Autocast autocast(part.windows.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
                                                {.enabled = amp_ != at::kFloat});
         const at::Tensor logits = forward(part.windows);
-        metrics.add_predictions(logits, part.labels);
+        metrics_.add_predictions(logits, part.labels);
         return scaler_.scale(torch::cross_entropy_loss(logits, part.labels) * share);
       };
       const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back()) / scaler_.get_scale();
       mean = mean.defined() ? mean + part : part;
     }
-    metrics.add_loss(mean, samples);
+    metrics_.add_loss(mean, samples);
     scaler_.step(*optimizer_);
     scaler_.update();
     scheduler_.step();
@@ -287,14 +305,15 @@ class Trainer {
     return metrics.reduce(group_);
   }
 
-  void report(const ClassificationResult& train, double lr, double seconds, const std::vector<std::int64_t>& memory,
-              const std::vector<std::int64_t>& on_devices) {
+  void report(const ClassificationResult& train, double lr, std::int64_t samples, double seconds,
+              const std::vector<std::int64_t>& memory, const std::vector<std::int64_t>& on_devices) {
     const Epoch epoch{.epoch = info_.epoch,
                       .epochs = options_.trainer.epochs,
                       .step = info_.step,
                       .devices = all_devices(),
                       .world_size = group_.world_size(),
                       .lr = lr,
+                      .samples = samples,
                       .seconds = seconds,
                       .peak_memory_bytes = memory,
                       .peak_device_bytes = on_devices,
@@ -320,7 +339,9 @@ class Trainer {
   std::int64_t updates_;     // An epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
+  ClassificationMetrics metrics_;  // Of the epoch under way.
   ddpkit::train::RunFolder folder_;
+  std::optional<ddpkit::train::Checkpoint> checkpoint_;
   ddpkit::train::CheckpointInfo info_;             // How far the run has come.
   std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.
   std::optional<ddpkit::Timeline> timeline_;

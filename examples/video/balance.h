@@ -1,16 +1,16 @@
-// Tier 0: the standard library only. What is done about classes of which there are few trials.
+// What is done about classes of which there are few trials.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <variant>
 #include <vector>
+
+#include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/data/distributed_weighted_sampler.h>
 
 #include "video/options.h"
 #include "video/trials.h"
-
-namespace ddpkit {
-class ProcessGroup;
-}
 
 namespace video {
 
@@ -18,10 +18,25 @@ namespace video {
 /// for a class without any. All 1 with kNone. [class]
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance);
 
-/// This rank's trials of an epoch, in order, equally many on all ranks: shuffled, or with kSampler drawn by the weights
-/// of their classes.
-std::vector<std::size_t> epoch_order(const TrialSet& set, const std::vector<std::size_t>& trials,
-                                     const std::vector<double>& class_weights, Balance balance, std::uint64_t seed,
-                                     std::int64_t epoch, const ddpkit::ProcessGroup& group);
+/// This rank's trials of each epoch, in order, equally many on all ranks: shuffled, or with kSampler drawn by the
+/// weights of their classes. Goes on within an epoch as the samplers do: see DistributedSampler::load().
+class TrialSampler {
+ public:
+  TrialSampler(const TrialSet& set, const std::vector<std::size_t>& trials, const std::vector<double>& class_weights,
+               Balance balance, std::uint64_t seed, const ddpkit::ProcessGroup& group);
+
+  void set_epoch(std::int64_t epoch);
+  /// Numbers in the set. [sample]
+  std::vector<std::size_t> trials() const;
+  std::size_t num_samples() const;  ///< Of a whole epoch.
+  /// So many of trials() have been used.
+  void set_position(std::size_t position);
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+ private:
+  std::vector<std::size_t> trials_;
+  std::variant<ddpkit::DistributedSampler, ddpkit::DistributedWeightedSampler> sampler_;
+};
 
 }  // namespace video

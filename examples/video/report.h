@@ -19,14 +19,15 @@ struct Epoch {
   std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
   double lr = 0;
-  double seconds = 0;                                ///< Of training.
+  std::int64_t clips = 0;                            ///< Trained on, by all ranks, since the program began the epoch.
+  double seconds = 0;                                ///< Of that.
   double wait_seconds = 0;                           ///< Of these, what rank 0 has waited for clips.
   std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult validation;
   bool is_best = false;
 
-  double clips_per_second() const { return static_cast<double>(train.samples) / seconds; }
+  double clips_per_second() const { return static_cast<double>(clips) / seconds; }
 };
 
 /// One line of JSON, and one for a reader.

@@ -48,10 +48,12 @@ class Trainer {
         ddp_(model_, group),
         optimizer_(model_->parameters(),
                    torch::optim::AdamWOptions(options.trainer.lr).weight_decay(options.weight_decay)),
+        sampler_(set, split.train, class_weights_, options.balance, options.trainer.seed, group),
         batch_size_(options.trainer.batch_size),
-        updates_((static_cast<std::int64_t>(order_of(0).size()) + batch_size_ - 1) / batch_size_),
+        updates_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
         scheduler_(optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = group.world_size()}),
-        scaler_(group, {.enabled = amp_ == at::kHalf}) {}
+        scaler_(group, {.enabled = amp_ == at::kHalf}),
+        metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
 
   void run() {
     if (!options_.trainer.save_dir.empty()) open_folder();
@@ -59,6 +61,7 @@ class Trainer {
     while (info_.epoch < options_.trainer.epochs && !is_out_of_steps()) {
       if (!train_epoch()) break;
     }
+    if (checkpoint_) checkpoint_->wait();
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
     if (!speaks()) return;
     if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
@@ -88,10 +91,6 @@ class Trainer {
     return decay * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
-  std::vector<std::size_t> order_of(std::int64_t epoch) const {
-    return epoch_order(set_, split_.train, class_weights_, options_.balance, options_.trainer.seed, epoch, group_);
-  }
-
   const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
 
   std::string config() const {
@@ -107,7 +106,8 @@ class Trainer {
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
     return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
-            ddpkit::train::checkpoint_part("best", best_)};
+            ddpkit::train::checkpoint_part("best", best_), ddpkit::train::checkpoint_part("sampler", sampler_),
+            ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)};
   }
 
   void open_folder() {
@@ -117,8 +117,9 @@ class Trainer {
                                               .overwrite = options_.trainer.overwrite,
                                               .may_differ = {"epochs", "world_size"}},
                                              group_);
-    if (folder_.to_resume)
-      info_ = ddpkit::train::load_checkpoint(folder_.checkpoint, *model_, optimizer_, group_, parts());
+    checkpoint_.emplace(folder_.checkpoint, group_,
+                        ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
+    if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
     ddpkit::train::run_together(group_, [&] {
       if (!speaks()) return;
       write_config_file(folder / "config.yaml", options_);
@@ -128,14 +129,10 @@ class Trainer {
     });
   }
 
-  // The best checkpoint first: the last one, which knows the best score, is never ahead of it.
   void save(bool is_best) {
-    if (folder_.checkpoint.empty()) return;
+    if (!checkpoint_) return;
     info_.config = config();
-    if (is_best)
-      ddpkit::train::save_checkpoint(folder_.checkpoint.parent_path() / "best.ckpt", *model_, optimizer_, info_, group_,
-                                     parts());
-    ddpkit::train::save_checkpoint(folder_.checkpoint, *model_, optimizer_, info_, group_, parts());
+    checkpoint_->save(*model_, optimizer_, info_, parts(), is_best);
   }
 
   void print_header() const {
@@ -152,7 +149,8 @@ class Trainer {
                     options_.trainer.lr * ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size()),
                     name_of(options_.balance), amp_name()));
     if (folder_.to_resume)
-      print_line(fmt::format("resumed from {}, epoch {}", folder_.checkpoint.string(), info_.epoch));
+      print_line(
+          fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
   }
 
   ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
@@ -169,25 +167,36 @@ class Trainer {
 
   // False when the run was out of steps before the epoch's end.
   bool train_epoch() {
-    torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
-    const std::vector<std::size_t> order = order_of(info_.epoch);
+    sampler_.set_epoch(info_.epoch);
+    const std::vector<std::size_t> order = sampler_.trials();
+    // Within an epoch a run goes on with the generators and the sums that it had, unless other ranks had them.
+    if (order.size() == sampler_.num_samples() || info_.ranks != group_.world_size()) {
+      torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+      metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
+    }
     model_->train();
-    ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
+    const auto samples = static_cast<std::int64_t>(order.size());
+    const std::int64_t updates = (samples + batch_size_ - 1) / batch_size_;
     ddpkit::Prefetcher<Clips> loader =
         load(order, batch_size_,
              Variation{.seed = options_.trainer.seed, .epoch = info_.epoch, .augment = options_.augment});
     ddpkit::train::ProgressBar bar(
-        updates_,
+        updates,
         {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
     const double lr = scheduler_.learning_rates().front();
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
-    for (; update < updates_ && !is_out_of_steps(); ++update) {
-      const at::Tensor loss = train_step(*loader.next(), metrics);
+    for (; update < updates && !is_out_of_steps(); ++update) {
+      const at::Tensor loss = train_step(*loader.next());
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
+      if (update + 1 < updates && options_.trainer.checkpoint_steps > 0 &&
+          info_.step % options_.trainer.checkpoint_steps == 0) {
+        sampler_.set_position(static_cast<std::size_t>((update + 1) * batch_size_));
+        save(false);
+      }
     }
-    const ClassificationResult train = metrics.reduce(group_);
+    const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const double waited = loader.stats().wait_seconds;
     bar.clear();
@@ -195,7 +204,7 @@ class Trainer {
       throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
                                       options_.trainer.lr),
                           {.rank = 0});
-    if (update < updates_) return false;
+    if (update < updates) return false;
     ++info_.epoch;
     const ClassificationResult validation = evaluate();
     const bool is_best = best_.update(info_.epoch, validation);
@@ -205,6 +214,7 @@ class Trainer {
                       .step = info_.step,
                       .world_size = group_.world_size(),
                       .lr = lr,
+                      .clips = samples * group_.world_size(),
                       .seconds = elapsed.count(),
                       .wait_seconds = waited,
                       .peak_memory_bytes = ddpkit::train::peak_memory_of_ranks(group_),
@@ -216,7 +226,7 @@ class Trainer {
     return true;
   }
 
-  at::Tensor train_step(const Clips& clips, ClassificationMetrics& metrics) {
+  at::Tensor train_step(const Clips& clips) {
     optimizer_.zero_grad();
     const at::Tensor labels = clips.labels.to(group_.device());
     at::Tensor loss;
@@ -225,7 +235,7 @@ class Trainer {
                                              {.enabled = amp_ != at::kFloat});
       const at::Tensor logits =
           ddp_(prepare_clips(clips.pixels.to(group_.device()), clips.augmentations)).to(at::kFloat);
-      metrics.add_predictions(logits, labels);
+      metrics_.add_predictions(logits, labels);
       const at::Tensor each = torch::nn::functional::cross_entropy(
           logits, labels, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
       // Divided by the number of clips, not by the sum of their weights: so the ranks' mean is that of the joined
@@ -236,7 +246,7 @@ class Trainer {
         loss = each.mean();
     }
     scaler_.scale(loss).backward();
-    metrics.add_loss(loss, clips.size());
+    metrics_.add_loss(loss, clips.size());
     scaler_.step(optimizer_);
     scaler_.update();
     scheduler_.step();
@@ -273,12 +283,15 @@ class Trainer {
   std::shared_ptr<Classifier> model_;
   ddpkit::DistributedDataParallel<Classifier> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
+  TrialSampler sampler_;
   std::int64_t batch_size_;
   std::int64_t updates_;  // An epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
+  ClassificationMetrics metrics_;  // Of the epoch under way.
   Best best_;
   ddpkit::train::RunFolder folder_;
+  std::optional<ddpkit::train::Checkpoint> checkpoint_;
   ddpkit::train::CheckpointInfo info_;  // How far the run has come.
   std::optional<ddpkit::train::SummaryWriter> summary_;
 };

@@ -4,6 +4,7 @@
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/error.h>
+#include <ddpkit/comm/flight_recorder.h>
 #include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -63,6 +64,19 @@ c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c
 c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment, c10::Device device,
                                                       std::chrono::milliseconds timeout);
+
+/// One of the backends that a name stands for.
+struct BackendKind {
+  std::string_view name;
+  c10::intrusive_ptr<c10d::Backend> (*create)(const c10::intrusive_ptr<c10d::Store>& store,
+                                              const LaunchEnvironment& environment, c10::Device device,
+                                              std::chrono::milliseconds timeout);
+};
+/// Null for a name that is no backend's.
+const BackendKind* find_backend(std::string_view name);
+/// `source` is where the name comes from, for the message of the InvalidArgument.
+const BackendKind& backend_named(std::string_view name, const char* source);
+
 /// GPUs this process can use: 0 in a build without CUDA.
 int cuda_device_count();
 /// Makes `device` the current one of this thread.

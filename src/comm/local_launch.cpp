@@ -1,24 +1,28 @@
 #include <ddpkit/comm/local_launch.h>
 
-#include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
-#include <sys/prctl.h>
-#include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <csignal>
+#include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <iostream>
 #include <map>
+#include <thread>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+
+#include "comm/flight/view.h"
+#include "comm/launch/cores.h"
+#include "comm/launch/guardian.h"
+#include "comm/launch/port.h"
+#include "comm/launch/rank_output.h"
+#include "comm/launch/rank_process.h"
+#include "comm/launch/signal_notes.h"
 
 extern char** environ;
 
@@ -26,119 +30,52 @@ namespace ddpkit {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
 
-/// A port that nobody listens on now. Another program may take it before rank 0 does; then rank 0 says so.
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  const bool bound = fd >= 0 && ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-                     ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (fd >= 0) ::close(fd);
-  if (!bound) throw Error(fmt::format("no free TCP port on 127.0.0.1: {}", std::strerror(errno)));
-  return ntohs(address.sin_port);
-}
-
-/// One end of a pipe from a rank, cut into lines.
-struct OutputPipe {
-  int fd = -1;
-  int rank = 0;
-  bool is_error = false;
-  std::string pending = {};
-};
-
-struct Child {
-  int rank = 0;
-  pid_t pid = -1;
-  bool running = false;
-};
-
-volatile std::sig_atomic_t received_signal = 0;
-
-void note_signal(int number) { received_signal = number; }
-
-/// Notes SIGINT and SIGTERM instead of dying of them, while it lives.
-class SignalNotes {
- public:
-  explicit SignalNotes(bool active) : active_(active) {
-    if (!active_) return;
-    received_signal = 0;
-    struct sigaction action {};
-    action.sa_handler = note_signal;
-    ::sigaction(SIGINT, &action, &before_[0]);
-    ::sigaction(SIGTERM, &action, &before_[1]);
-  }
-  ~SignalNotes() {
-    if (!active_) return;
-    ::sigaction(SIGINT, &before_[0], nullptr);
-    ::sigaction(SIGTERM, &before_[1], nullptr);
-  }
-  SignalNotes(const SignalNotes&) = delete;
-  SignalNotes& operator=(const SignalNotes&) = delete;
-  int take() const {
-    if (!active_) return 0;
-    const int number = received_signal;
-    received_signal = 0;
-    return number;
-  }
-
- private:
-  bool active_;
-  struct sigaction before_[2]{};
-};
+/// How long a rank may take to write its stack.
+constexpr milliseconds kStackLimit(500);
+/// Between two looks at what the ranks record.
+constexpr milliseconds kLook(250);
+/// A kernel without pidfds: between two looks whether a rank has ended.
+constexpr milliseconds kLookForEnds(10);
+/// Ranks that end within this of the first failure may have failed before it.
+constexpr milliseconds kAtOnce(20);
 
 class Launch {
  public:
-  explicit Launch(const LocalLaunchOptions& options) : options_(options) {
+  explicit Launch(const LocalLaunchOptions& options)
+      : options_(options), signals_(options.forward_signals), output_(options) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
   }
-  ~Launch() {
-    for (const Child& child : children_) {
-      if (child.running) {
-        ::kill(child.pid, SIGKILL);
-        ::waitpid(child.pid, nullptr, 0);
-      }
-    }
-    for (const OutputPipe& pipe : pipes_) ::close(pipe.fd);
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
 
   LocalLaunchResult run() {
-    const SignalNotes signals(options_.forward_signals);
-    const int port = options_.master_port > 0 ? options_.master_port : free_port();
-    for (int rank = 0; rank < options_.ranks; ++rank) start(rank, port);
-    const auto start_time = Clock::now();
-    while (running() > 0 || !pipes_.empty()) {
-      read_output();
+    if (options_.master_port == 0) port_.emplace();
+    cores_ = launch::divide_cores(launch::numa_nodes(launch::allowed_cores()), options_.ranks, options_.numa_binding);
+    for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
+    while (running() > 0 || waits_for_others() || !output_.empty()) {
+      wait();
       reap();
-      if (const int number = signals.take()) {
-        result_.stopped_by_signal = number;
-        stop(number);
-      }
-      if (!result_.timed_out && options_.time_limit && Clock::now() - start_time > *options_.time_limit &&
-          running() > 0) {
+      for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
+      if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit && running() > 0) {
         result_.timed_out = true;
-        stop(SIGTERM);
+        stop(SIGTERM, options_.grace);
       }
-      if (kill_at_ && Clock::now() > *kill_at_) {
-        signal_all(SIGKILL);
-        kill_at_.reset();
-        pipes_close_at_ = Clock::now() + std::chrono::seconds(1);
-      }
-      // A grandchild that outlives its rank may hold a pipe open: its output is not waited for.
-      if (running() == 0) {
-        if (!pipes_close_at_) pipes_close_at_ = Clock::now() + std::chrono::milliseconds(500);
-        if (Clock::now() > *pipes_close_at_) close_pipes();
+      if (kill_at_ && Clock::now() > *kill_at_) kill_all();
+      // Processes that have left their rank's group may hold its output open: they are not waited for.
+      if (running() == 0 && !waits_for_others()) {
+        if (!close_at_) close_at_ = Clock::now() + milliseconds(500);
+        if (Clock::now() > *close_at_) output_.close_all();
       }
     }
+    for (RankExit& end : result_.ranks) end.last_lines = output_.last_lines(end.rank);
+    name_first_failure();
     return std::move(result_);
   }
 
  private:
-  std::vector<std::string> environment_of(int rank, int port) const {
+  int port() const { return port_ ? port_->number() : options_.master_port; }
+
+  std::vector<std::string> environment_of(int rank, int page) const {
     std::map<std::string, std::string> variables;
     for (char** at = environ; *at; ++at) {
       const std::string entry = *at;
@@ -148,14 +85,18 @@ class Launch {
     const std::string ranks = std::to_string(options_.ranks);
     variables["RANK"] = std::to_string(options_.node_rank * options_.ranks + rank);
     variables["LOCAL_RANK"] = std::to_string(rank);
+    variables["GROUP_RANK"] = std::to_string(options_.node_rank);
     variables["WORLD_SIZE"] = std::to_string(options_.nodes * options_.ranks);
     variables["LOCAL_WORLD_SIZE"] = ranks;
     variables["MASTER_ADDR"] = options_.master_addr;
-    variables["MASTER_PORT"] = std::to_string(port);
+    variables["MASTER_PORT"] = std::to_string(port());
     // The same on all hosts, which know nothing of one another but where to meet.
     variables["TORCHELASTIC_RUN_ID"] =
-        options_.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
+        options_.nodes > 1 ? fmt::format("nodes-{}", port()) : fmt::format("local-{}", ::getpid());
+    variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options_.restart_count);
+    variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options_.max_restarts);
     variables.erase("TORCHELASTIC_USE_AGENT_STORE");
+    variables[flight::kPageVariable] = std::to_string(page);
     variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options_.ranks)));
     for (const auto& [name, value] : options_.environment) variables[name] = value;
     std::vector<std::string> entries;
@@ -163,150 +104,213 @@ class Launch {
     return entries;
   }
 
-  void start(int rank, int port) {
-    const bool captured = options_.on_output || rank > 0;
-    int out[2] = {-1, -1}, err[2] = {-1, -1}, report[2] = {-1, -1};
-    const bool piped = !captured || (::pipe2(out, O_CLOEXEC) == 0 && ::pipe2(err, O_CLOEXEC) == 0);
-    if (!piped || ::pipe2(report, O_CLOEXEC) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
-    // Everything that allocates happens before fork.
-    std::vector<std::string> entries = environment_of(rank, port);
-    std::vector<char*> environment, arguments;
-    for (auto& entry : entries) environment.push_back(entry.data());
-    environment.push_back(nullptr);
-    for (const auto& argument : options_.command) arguments.push_back(const_cast<char*>(argument.c_str()));
-    arguments.push_back(nullptr);
-    const pid_t parent = ::getpid();
-    const pid_t pid = ::fork();
-    if (pid < 0) throw Error(fmt::format("cannot start rank {}: {}", rank, std::strerror(errno)));
-    if (pid == 0) {
-      ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // No rank outlives its launcher, however that ends.
-      if (::getppid() != parent) ::_exit(127);
-      if (captured) {
-        ::dup2(out[1], STDOUT_FILENO);
-        ::dup2(err[1], STDERR_FILENO);
-        const int null = ::open("/dev/null", O_RDONLY);
-        if (null >= 0) ::dup2(null, STDIN_FILENO);
-      }
-      ::execvpe(arguments[0], arguments.data(), environment.data());
-      const int error = errno;
-      [[maybe_unused]] const auto written = ::write(report[1], &error, sizeof error);
-      ::_exit(127);
+  void start(int rank) {
+    const flight::View& view = views_.emplace_back();
+    const launch::RankOutput::Ends ends = output_.open(rank);
+    const std::vector<std::string> environment = environment_of(rank, view.descriptor());
+    try {
+      const launch::RankProcess& process =
+          processes_.emplace_back(launch::RankStart{.command = options_.command,
+                                                    .environment = environment,
+                                                    .in = ends.in,
+                                                    .out = ends.out,
+                                                    .err = ends.err,
+                                                    .inherited = view.descriptor(),
+                                                    .cores = cores_[static_cast<std::size_t>(rank)],
+                                                    .own_group = !ends.has_terminal});
+      if (!ends.has_terminal) guardian_.add(process.pid());
+    } catch (...) {
+      output_.close_ends(ends);
+      throw;
     }
-    ::close(report[1]);
-    if (captured) {
-      ::close(out[1]);
-      ::close(err[1]);
-      pipes_.push_back({out[0], rank, false});
-      pipes_.push_back({err[0], rank, true});
-    }
-    int error = 0;
-    const auto got = ::read(report[0], &error, sizeof error);
-    ::close(report[0]);
-    children_.push_back({rank, pid, true});
-    if (got == sizeof error)
-      throw InvalidArgument(fmt::format("cannot start \"{}\": {}", options_.command[0], std::strerror(error)));
+    output_.close_ends(ends);
   }
 
   int running() const {
-    int count = 0;
-    for (const Child& child : children_) count += child.running ? 1 : 0;
-    return count;
+    return static_cast<int>(std::ranges::count_if(processes_, [](const auto& process) { return process.running(); }));
+  }
+
+  /// What ranks have started and left, while all are told to end.
+  bool waits_for_others() const {
+    return kill_at_ && std::ranges::any_of(processes_, [](const auto& process) { return process.has_left_others(); });
+  }
+
+  /// For output, an end, a signal, or the time of the next look.
+  void wait() {
+    std::vector<pollfd> descriptors;
+    output_.add_to(descriptors);
+    descriptors.push_back({signals_.descriptor(), POLLIN, 0});
+    bool sees_ends = true;
+    for (const launch::RankProcess& process : processes_) {
+      if (!process.running()) continue;
+      sees_ends = sees_ends && process.descriptor() >= 0;
+      descriptors.push_back({process.descriptor(), POLLIN, 0});
+    }
+    const bool soon = !sees_ends || kill_at_ || close_at_;
+    const milliseconds limit = soon                  ? kLookForEnds
+                               : options_.time_limit ? std::min(kLook, *options_.time_limit)
+                                                     : kLook;
+    if (::poll(descriptors.data(), descriptors.size(), static_cast<int>(limit.count())) > 0)
+      output_.read(descriptors, 0);
+    if (Clock::now() - sampled_ < kLook) return;
+    sampled_ = Clock::now();
+    for (flight::View& view : views_) view.sample();
   }
 
   void reap() {
-    for (Child& child : children_) {
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      launch::RankProcess& process = processes_[rank];
       int status = 0;
-      if (!child.running || ::waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
-      child.running = false;
-      RankExit& end = result_.ranks[static_cast<std::size_t>(child.rank)];
-      end.rank = child.rank;
-      end.pid = child.pid;
-      end.ended_by_launcher = stopping_;
+      if (!process.reap(status)) continue;
+      RankExit& end = result_.ranks[rank];
+      end.rank = static_cast<int>(rank);
+      end.pid = process.pid();
+      end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+      end.ended_by_launcher = kill_at_.has_value();
+      end.state = views_[rank].state(true);
       if (WIFSIGNALED(status)) {
         end.signal = WTERMSIG(status);
       } else {
         end.exit_code = WEXITSTATUS(status);
       }
-      if (end.ok() || stopping_ || result_.first_failure) continue;
-      result_.first_failure = end;
-      if (options_.stop_on_failure) stop(SIGTERM);
+      if (!kill_at_) process.signal(SIGKILL);  // What it has left in its group.
+      guardian_.remove(process.pid());
+      write_history(static_cast<int>(rank));
+      if (end.ok() || end.ended_by_launcher || first_failure_) continue;
+      first_failure_ = rank;
+      ask_silent_ranks(rank);
     }
+    if (!first_failure_ || kill_at_ || !options_.stop_on_failure) return;
+    stop(SIGTERM, options_.grace);
   }
 
-  void stop(int number) {
-    stopping_ = true;
-    signal_all(number);
-    if (!kill_at_) kill_at_ = Clock::now() + options_.grace;
-  }
-
-  void signal_all(int number) const {
-    for (const Child& child : children_) {
-      if (child.running) ::kill(child.pid, number);
+  /// When a rank's collective was not joined in time: what do those do that it waited for?
+  void ask_silent_ranks(std::size_t failed) {
+    if (views_[failed].failure() != flight::Failure::kTimeout) return;
+    std::optional<int> culprit = views_[failed].culprit();
+    if (culprit) *culprit -= options_.node_rank * options_.ranks;
+    std::vector<int> asked;
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      if (processes_[rank].running() && (!culprit || *culprit == static_cast<int>(rank)))
+        asked.push_back(static_cast<int>(rank));
     }
+    result_.silent = look_at(asked);
   }
 
-  void read_output() {
-    std::vector<pollfd> descriptors;
-    for (const OutputPipe& pipe : pipes_) descriptors.push_back({pipe.fd, POLLIN, 0});
-    // Short enough that an exit is seen soon, long enough to cost nothing.
-    if (::poll(descriptors.data(), descriptors.size(), 10) <= 0) return;
-    for (std::size_t i = descriptors.size(); i-- > 0;) {
-      if (descriptors[i].revents == 0) continue;
-      char buffer[16384];
-      const auto got = ::read(pipes_[i].fd, buffer, sizeof buffer);
-      if (got > 0) {
-        take(pipes_[i], std::string_view(buffer, static_cast<std::size_t>(got)));
-      } else if (got == 0 || errno != EINTR) {
-        close_pipe(i);
+  std::vector<SilentRank> look_at(const std::vector<int>& ranks) {
+    std::vector<bool> asked;
+    for (const int rank : ranks) {
+      const auto index = static_cast<std::size_t>(rank);
+      asked.push_back(views_[index].ask_for_stack(processes_[index].pid()));
+    }
+    const auto deadline = Clock::now() + kStackLimit;
+    const auto is_over = [&] {
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        if (asked[i] && !views_[static_cast<std::size_t>(ranks[i])].has_stack()) return false;
       }
+      return true;
+    };
+    while (!is_over() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(2));
+    std::vector<SilentRank> result;
+    for (const int rank : ranks) {
+      const auto index = static_cast<std::size_t>(rank);
+      const int pid = processes_[index].pid();
+      std::string stack = views_[index].stack();
+      if (stack.empty()) stack = flight::stopped_text(pid);
+      if (stack.empty()) stack = "gives no stack";
+      views_[index].sample();
+      result.push_back({rank, pid, views_[index].state(false), stack});
     }
+    return result;
   }
 
-  void take(OutputPipe& pipe, std::string_view text) {
-    if (options_.on_output) return options_.on_output(pipe.rank, std::string(text));
-    pipe.pending += text;
-    const auto end = pipe.pending.rfind('\n');
-    if (end == std::string::npos) return;
-    print(pipe, pipe.pending.substr(0, end + 1));
-    pipe.pending.erase(0, end + 1);
+  void take_signal(int number) {
+    if (number == SIGUSR1) return print_states();
+    if (result_.stopped_by_signal != 0) return kill_all();  // The second time it is meant.
+    result_.stopped_by_signal = number;
+    stop(number, options_.signal_grace);
   }
 
-  void print(const OutputPipe& pipe, std::string_view lines) const {
-    std::string text;
-    while (!lines.empty()) {
-      const auto end = std::min(lines.find('\n'), lines.size() - 1);
-      text += fmt::format("[rank {}] {}", pipe.rank, lines.substr(0, end + 1));
-      lines.remove_prefix(end + 1);
+  void print_states() {
+    std::vector<int> alive;
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      if (processes_[rank].running()) alive.push_back(static_cast<int>(rank));
     }
-    // To stderr both: stdout belongs to rank 0, whose output others may parse.
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
+    std::cerr << fmt::format("{:.1f} s after the start:\n",
+                             std::chrono::duration<double>(Clock::now() - start_).count());
+    for (const SilentRank& rank : look_at(alive)) std::cerr << rank_text(rank);
+    for (const RankExit& end : result_.ranks) {
+      if (end.pid > 0) std::cerr << fmt::format("  rank {} (pid {}) {}\n", end.rank, end.pid, end.describe());
+    }
+    std::cerr << std::flush;
   }
 
-  void close_pipe(std::size_t index) {
-    OutputPipe& pipe = pipes_[index];
-    if (!pipe.pending.empty()) print(pipe, pipe.pending + "\n");
-    ::close(pipe.fd);
-    pipes_.erase(pipes_.begin() + static_cast<std::ptrdiff_t>(index));
+ public:
+  static std::string rank_text(const SilentRank& rank) {
+    std::string text = fmt::format("  rank {} (pid {}) {}\n", rank.rank, rank.pid, rank.state);
+    for (std::size_t begin = 0; begin < rank.stack.size();) {
+      const std::size_t end = std::min(rank.stack.find('\n', begin), rank.stack.size());
+      text += "    " + rank.stack.substr(begin, end - begin) + "\n";
+      begin = end + 1;
+    }
+    return text;
   }
 
-  void close_pipes() {
-    while (!pipes_.empty()) close_pipe(pipes_.size() - 1);
+ private:
+  void stop(int number, milliseconds grace) {
+    if (!kill_at_) kill_at_ = Clock::now() + grace;
+    for (const launch::RankProcess& process : processes_) process.signal(number);
+  }
+
+  void kill_all() {
+    for (const launch::RankProcess& process : processes_) process.signal(SIGKILL);
+    kill_at_ = Clock::now() + std::chrono::hours(24);
+  }
+
+  void write_history(int rank) const {
+    const std::string history = views_[static_cast<std::size_t>(rank)].history();
+    if (options_.log_dir.empty() || history.empty()) return;
+    std::ofstream(output_.folder(rank) / "collectives.txt")
+        << fmt::format("{:>8}  {:>8}  {:>10}  what\n", "number", "step", "began") << history;
+  }
+
+  /// The first to end is not always the first to fail: a rank that has lost another one may be seen before it.
+  void name_first_failure() {
+    if (!first_failure_) return;
+    std::size_t first = *first_failure_;
+    const auto culprit = views_[first].culprit();
+    const int local = culprit ? *culprit - options_.node_rank * options_.ranks : -1;
+    if (views_[first].failure() == flight::Failure::kPeerLost && local >= 0 && local < options_.ranks) {
+      const RankExit& other = result_.ranks[static_cast<std::size_t>(local)];
+      const double at_once = std::chrono::duration<double>(kAtOnce).count();
+      if (!other.ok() && (!other.ended_by_launcher || other.seconds - result_.ranks[first].seconds < at_once))
+        first = static_cast<std::size_t>(local);
+    }
+    result_.first_failure = result_.ranks[first];
   }
 
   const LocalLaunchOptions& options_;
   LocalLaunchResult result_;
-  std::vector<Child> children_;
-  std::vector<OutputPipe> pipes_;
-  bool stopping_ = false;
-  std::optional<Clock::time_point> kill_at_;
-  std::optional<Clock::time_point> pipes_close_at_;
+  launch::SignalNotes signals_;
+  launch::Guardian guardian_;
+  std::optional<launch::ReservedPort> port_;
+  launch::RankOutput output_;
+  std::vector<std::vector<int>> cores_;         ///< [rank]
+  std::vector<flight::View> views_;             ///< [rank]
+  std::vector<launch::RankProcess> processes_;  ///< [rank]
+  std::optional<std::size_t> first_failure_;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point sampled_ = start_;
+  std::optional<Clock::time_point> kill_at_;  ///< All have been told to end; then they are killed.
+  std::optional<Clock::time_point> close_at_;
 };
 
 }  // namespace
 
 std::string RankExit::describe() const {
-  if (signal != 0) return fmt::format("was killed by signal {} ({})", signal, ::strsignal(signal));
-  return fmt::format("exited with code {}", exit_code);
+  if (signal == 0) return fmt::format("exited with code {}", exit_code);
+  const char* name = ::sigabbrev_np(signal);
+  return fmt::format("was killed by signal {}{}", signal, name ? fmt::format(" (SIG{})", name) : "");
 }
 
 int LocalLaunchResult::exit_code() const noexcept {
@@ -321,6 +325,20 @@ int LocalLaunchResult::exit_code() const noexcept {
   return 0;
 }
 
+std::string LocalLaunchResult::summary() const {
+  if (!first_failure) return {};
+  const RankExit& first = *first_failure;
+  std::string text = fmt::format("rank {} (pid {}) {}, {:.1f} s after the start", first.rank, first.pid,
+                                 first.describe(), first.seconds);
+  if (ranks.size() > 1) text += "; the other ranks were ended";
+  text += "\n";
+  if (!first.state.empty()) text += fmt::format("  it {}\n", first.state);
+  for (const SilentRank& rank : silent) text += "  waited for:\n" + Launch::rank_text(rank);
+  if (!first.last_lines.empty()) text += "  its last lines on stderr:\n";
+  for (const std::string& line : first.last_lines) text += "    " + line + "\n";
+  return text;
+}
+
 LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));
   if (options.command.empty()) throw InvalidArgument("there is no program to start");
@@ -329,13 +347,6 @@ LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
   if (options.nodes > 1 && (options.master_port == 0 || options.master_addr == "127.0.0.1"))
     throw InvalidArgument(fmt::format("{} hosts need the address and the port of host 0 to meet at", options.nodes));
   return Launch(options).run();
-}
-
-int available_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return 1;
-  return std::max(1, CPU_COUNT(&cores));
 }
 
 }  // namespace ddpkit

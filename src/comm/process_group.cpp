@@ -2,29 +2,26 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <iterator>
 #include <string_view>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <ddpkit/comm/error.h>
-#include <ddpkit/comm/shm_backend.h>
 
 #include "comm/backends.h"
+#include "comm/flight/recorder.h"
 #include "comm/registered_memory.h"
-#include "comm/staged_backend.h"
 
 namespace ddpkit {
 
 Work::Work() = default;
 Work::Work(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+Work::Work(c10::intrusive_ptr<c10d::Work> work, std::uint64_t record) : work_(std::move(work)), record_(record) {}
 Work::~Work() = default;
 Work::Work(const Work&) = default;
 Work::Work(Work&&) noexcept = default;
@@ -32,7 +29,22 @@ Work& Work::operator=(const Work&) = default;
 Work& Work::operator=(Work&&) noexcept = default;
 
 void Work::wait() {
-  if (work_) work_->wait();
+  if (!work_) return;
+  if (record_ == kNoRecord) {
+    work_->wait();
+    return;
+  }
+  flight::Recorder& recorder = flight::Recorder::of_process();
+  try {
+    work_->wait();
+  } catch (const std::exception& error) {
+    // c10d's backends say in words alone whether it was the time that ran out.
+    const std::string_view text = error.what();
+    const bool late = text.find("Timed out") != text.npos || text.find("timeout") != text.npos;
+    recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt, text);
+    throw;
+  }
+  recorder.finish(record_);
 }
 
 bool Work::is_completed() { return !work_ || work_->isCompleted(); }
@@ -47,46 +59,23 @@ struct ProcessGroup::State {
   std::atomic<int> splits = 0;
   OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's, as the next.
   AbortableBackend* abortable = nullptr;
+  bool records = false;            ///< The backend does not tell the flight recorder by itself.
+  std::uint32_t group_number = 0;  ///< For the recorder, where `records`, as the next.
+  std::atomic<std::uint64_t> sequence = 0;
+
+  /// What `start` starts, on so many bytes.
+  template <class Start>
+  Work recorded(flight::Call call, const at::Tensor& tensor, const Start& start) {
+    if (!records) return Work(start());
+    const std::uint64_t record =
+        flight::Recorder::of_process().start(call, sequence++, tensor.defined() ? tensor.nbytes() : 0, group_number);
+    return {start(), record};
+  }
 };
 
 namespace {
 
 c10d::ReduceOp c10d_op(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
-
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-
-struct BackendKind {
-  std::string_view name;
-  BackendPtr (*create)(const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
-                       std::chrono::milliseconds timeout);
-};
-
-constexpr BackendKind kBackends[] = {
-    {"shm",
-     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
-        std::chrono::milliseconds timeout) {
-       if (device.is_cpu()) return create_shm_backend(store, environment.rank, environment.world_size, timeout);
-       return create_staged_shm_backend(store, environment.rank, environment.world_size, device, timeout);
-     }},
-    {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
-                std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
-    {"nccl", create_nccl_backend},
-};
-
-/// Null for a name that is no backend's.
-const BackendKind* find_backend(std::string_view name) {
-  const auto* found = std::ranges::find(kBackends, name, &BackendKind::name);
-  return found == std::end(kBackends) ? nullptr : found;
-}
-
-/// `source` is where the name comes from, for the message.
-const BackendKind& backend_named(std::string_view name, const char* source) {
-  if (const BackendKind* kind = find_backend(name)) return *kind;
-  std::vector<std::string_view> names;
-  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
-  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", source, name, fmt::join(names, ", ")));
-}
 
 }  // namespace
 
@@ -102,6 +91,8 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
   state_->abortable = dynamic_cast<AbortableBackend*>(state_->backend.get());
   if (find_backend(state_->backend_name)) state_->timeout = state_->backend->getBackendOptions()->timeout;
+  state_->records = !state_->abortable && state_->backend->getSize() > 1;
+  if (state_->records) state_->group_number = flight::Recorder::of_process().new_group();
   state_->environment.rank = state_->backend->getRank();
   state_->environment.world_size = state_->backend->getSize();
 }
@@ -119,14 +110,16 @@ Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d_op(op);
-  return Work(state_->backend->allreduce(tensors, options));
+  return state_->recorded(flight::Call::kAllReduce, tensor,
+                          [&] { return state_->backend->allreduce(tensors, options); });
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return Work(state_->backend->broadcast(tensors, options));
+  return state_->recorded(flight::Call::kBroadcast, tensor,
+                          [&] { return state_->backend->broadcast(tensors, options); });
 }
 
 void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
@@ -152,7 +145,9 @@ at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
   at::Tensor flat_output = flat(output);
   at::Tensor flat_input = flat(tensor.contiguous());
-  return Work(state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions()));
+  return state_->recorded(flight::Call::kAllGather, tensor, [&] {
+    return state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions());
+  });
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
@@ -170,7 +165,7 @@ void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const
   c10d::ReduceOptions options;
   options.reduceOp = c10d_op(op);
   options.rootRank = root;
-  Work(state_->backend->reduce(tensors, options)).wait();
+  state_->recorded(flight::Call::kReduce, tensor, [&] { return state_->backend->reduce(tensors, options); }).wait();
 }
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
@@ -178,7 +173,8 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
   at::Tensor flat_input = flat(input);
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d_op(op);
-  return Work(state_->backend->_reduce_scatter_base(flat_output, flat_input, options));
+  return state_->recorded(flight::Call::kReduceScatter, input,
+                          [&] { return state_->backend->_reduce_scatter_base(flat_output, flat_input, options); });
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
@@ -195,7 +191,8 @@ at::Tensor ProcessGroup::gather(const at::Tensor& tensor, int root) const {
   }
   c10d::GatherOptions options;
   options.rootRank = root;
-  Work(state_->backend->gather(outputs, inputs, options)).wait();
+  state_->recorded(flight::Call::kGather, tensor, [&] { return state_->backend->gather(outputs, inputs, options); })
+      .wait();
   return stacked;
 }
 
@@ -205,24 +202,32 @@ void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, in
   if (rank() == root) inputs.push_back(input.detach().contiguous().unbind(0));
   c10d::ScatterOptions options;
   options.rootRank = root;
-  Work(state_->backend->scatter(outputs, inputs, options)).wait();
+  state_->recorded(flight::Call::kScatter, output, [&] { return state_->backend->scatter(outputs, inputs, options); })
+      .wait();
 }
 
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               std::vector<std::int64_t> output_splits, std::vector<std::int64_t> input_splits) const {
   at::Tensor target = output.detach();
   at::Tensor source = input.detach().contiguous();
-  Work(state_->backend->alltoall_base(target, source, output_splits, input_splits, c10d::AllToAllOptions())).wait();
+  state_
+      ->recorded(flight::Call::kAllToAll, input,
+                 [&] {
+                   return state_->backend->alltoall_base(target, source, output_splits, input_splits,
+                                                         c10d::AllToAllOptions());
+                 })
+      .wait();
 }
 
 Work ProcessGroup::send_async(const at::Tensor& tensor, int destination, int tag) const {
   std::vector<at::Tensor> tensors{tensor};
-  return Work(state_->backend->send(tensors, destination, tag));
+  return state_->recorded(flight::Call::kSend, tensor,
+                          [&] { return state_->backend->send(tensors, destination, tag); });
 }
 
 Work ProcessGroup::recv_async(const at::Tensor& tensor, int source, int tag) const {
   std::vector<at::Tensor> tensors{tensor};
-  return Work(state_->backend->recv(tensors, source, tag));
+  return state_->recorded(flight::Call::kReceive, tensor, [&] { return state_->backend->recv(tensors, source, tag); });
 }
 
 void ProcessGroup::send(const at::Tensor& tensor, int destination, int tag) const {
@@ -288,7 +293,7 @@ void ProcessGroup::barrier() const {
   if (state_->own) return state_->own->barrier_now();
   c10d::BarrierOptions options;
   if (device().is_cuda()) options.device = device();
-  Work(state_->backend->barrier(options)).wait();
+  state_->recorded(flight::Call::kBarrier, at::Tensor(), [&] { return state_->backend->barrier(options); }).wait();
 }
 
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
@@ -303,45 +308,6 @@ at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) c
 
 void ProcessGroup::abort(const std::string& reason) const noexcept {
   if (state_->abortable) state_->abortable->abort_group(reason);
-}
-
-namespace {
-
-const BackendKind& choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
-  std::string backend = options.backend;
-  const char* from_environment = std::getenv("DDPKIT_BACKEND");
-  const bool named_here = !backend.empty();
-  if (!named_here && from_environment) backend = from_environment;
-  if (backend.empty()) {
-    const bool gpu = options.device ? options.device->is_cuda() : cuda_device_count() > 0;
-    const bool one_host = environment.local_world_size == environment.world_size;
-    backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
-  }
-  return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
-}
-
-at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
-  if (options.device) return *options.device;
-  if (backend != "nccl") return at::kCPU;
-  const int devices = cuda_device_count();
-  if (devices > 0 && environment.local_rank >= devices)
-    throw InvalidArgument(fmt::format(
-        "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
-        "CPU with --backend shm",
-        environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
-  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
-}
-
-}  // namespace
-
-ProcessGroup init_process_group(const InitOptions& options) {
-  const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
-  const BackendKind& backend_kind = choose_backend(options, environment);
-  const at::Device device = choose_device(options, backend_kind.name, environment);
-  if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
-  auto store = connect_store(environment, options.timeout);
-  auto backend = backend_kind.create(store, environment, device, options.timeout);
-  return ProcessGroup(std::move(backend), std::move(store), device, environment);
 }
 
 }  // namespace ddpkit

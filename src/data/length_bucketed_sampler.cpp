@@ -127,13 +127,13 @@ void LengthBucketedSampler::set_position(std::size_t position) {
 }
 
 void LengthBucketedSampler::save(torch::serialize::OutputArchive& archive) const {
-  sampling::save_position(archive, {epoch_, position_});
+  sampling::save_progress(archive, {epoch_, position_});
 }
 
 void LengthBucketedSampler::load(torch::serialize::InputArchive& archive) {
-  const auto saved = sampling::load_position(archive, num_batches(), "batch");
+  const auto saved = sampling::load_progress(archive, num_batches(), "batch");
   set_epoch(saved.epoch);
-  position_ = saved.position;
+  position_ = saved.taken;
 }
 
 }  // namespace ddpkit

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <ddpkit/comm/error.h>
 
@@ -25,33 +26,69 @@ Indices shuffled(std::size_t size, const at::Generator& generator) {
   return {values, values + size};
 }
 
-std::optional<Indices> take(const Indices& order, std::size_t& position, std::size_t batch_size) {
-  const std::size_t count = std::min(order.size() - position, batch_size);
-  if (position == order.size()) return std::nullopt;
-  const auto begin = order.begin() + static_cast<std::ptrdiff_t>(position);
-  position += count;
-  return Indices(begin, begin + static_cast<std::ptrdiff_t>(count));
-}
-
-void save_position(torch::serialize::OutputArchive& archive, const Position& position) {
+void save_progress(torch::serialize::OutputArchive& archive, const Progress& progress) {
   const auto write = [&](const char* name, std::size_t value) {
     archive.write(name, torch::tensor(static_cast<std::int64_t>(value), torch::kLong), /*is_buffer=*/true);
   };
-  write("epoch", position.epoch);
-  write("position", position.position);
+  write("epoch", progress.epoch);
+  write("taken", progress.taken);
 }
 
-Position load_position(torch::serialize::InputArchive& archive, std::size_t count, const char* unit) {
+Progress load_progress(torch::serialize::InputArchive& archive, std::size_t count, const char* unit) {
   const auto read = [&](const char* name) {
     torch::Tensor value;
     archive.read(name, value, /*is_buffer=*/true);
     return static_cast<std::size_t>(value.item<std::int64_t>());
   };
-  const Position saved{.epoch = read("epoch"), .position = read("position")};
-  if (saved.position > count)
+  const Progress saved{.epoch = read("epoch"), .taken = read("taken")};
+  if (saved.taken > count)
     throw InvalidArgument(
-        fmt::format("the saved sampler stands at {} {}, but an epoch has only {} here", unit, saved.position, count));
+        fmt::format("the saved sampler stands at {} {}, but an epoch has only {} here", unit, saved.taken, count));
   return saved;
+}
+
+Walk::Walk(std::size_t length, int world_size, int rank)
+    : length_(length), world_size_(static_cast<std::size_t>(world_size)), rank_(static_cast<std::size_t>(rank)) {
+  check_rank(world_size, rank);
+}
+
+void Walk::set_epoch(std::uint64_t epoch) {
+  if (epoch == progress_.epoch) return;
+  progress_ = {.epoch = epoch};
+  was_loaded_ = false;
+}
+
+void Walk::reset(const Draw& draw) {
+  if (!std::exchange(was_loaded_, false)) progress_.taken = 0;
+  order_ = indices(draw);
+  position_ = 0;
+}
+
+std::optional<Indices> Walk::next(std::size_t batch_size) {
+  if (position_ >= order_.size()) return std::nullopt;
+  const std::size_t count = std::min(order_.size() - position_, batch_size);
+  const auto begin = order_.begin() + static_cast<std::ptrdiff_t>(position_);
+  position_ += count;
+  was_loaded_ = false;
+  return Indices(begin, begin + static_cast<std::ptrdiff_t>(count));
+}
+
+void Walk::set_position(std::size_t position) {
+  const std::size_t left = (length_ - progress_.taken + world_size_ - 1) / world_size_;
+  if (position > left) throw InvalidArgument(fmt::format("there is no sample {} where {} are left", position, left));
+  position_ = position;
+}
+
+void Walk::save(torch::serialize::OutputArchive& archive) const {
+  // What lies behind the order's end is padding.
+  save_progress(archive, {progress_.epoch, std::min(length_, progress_.taken + position_ * world_size_)});
+}
+
+void Walk::load(torch::serialize::InputArchive& archive, const Draw& draw) {
+  progress_ = load_progress(archive, length_, "sample");
+  was_loaded_ = true;
+  order_ = indices(draw);
+  position_ = 0;
 }
 
 }  // namespace ddpkit::sampling

@@ -11,6 +11,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "comm/flight/recorder.h"
 #include "parallel/debug.h"
 #include "parallel/hook_call.h"
 #include "parallel/reducer_events.h"
@@ -140,6 +141,7 @@ void Reducer::Impl::launch(std::size_t b) {
   bucket.timing.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
   memory_->gather(b);
   if (sink_ && b == 0) sink_->begin();
+  flight::Recorder::of_process().set_bucket(b);
   if (!comm_hook_) {
     bucket.work = memory_->start(b);
     return;

@@ -3,8 +3,8 @@
 
 #include <cstddef>
 #include <exception>
-
-#include <ddpkit/train/atomic_file.h>
+#include <functional>
+#include <utility>
 
 namespace ddpkit::train {
 
@@ -12,11 +12,11 @@ namespace ddpkit::train {
 /// is kept, and torch finishes.
 class ArchiveWriter {
  public:
-  explicit ArchiveWriter(AtomicFile& file) : file_(file) {}
+  explicit ArchiveWriter(std::function<void(const void* data, std::size_t bytes)> sink) : sink_(std::move(sink)) {}
 
   std::size_t write(const void* data, std::size_t bytes) noexcept {
     try {
-      if (!failure_) file_.write(data, bytes);
+      if (!failure_) sink_(data, bytes);
     } catch (...) {
       failure_ = std::current_exception();
     }
@@ -24,13 +24,12 @@ class ArchiveWriter {
   }
 
   /// After the archive's end. Throws what write() has kept.
-  void commit() {
+  void finish() {
     if (failure_) std::rethrow_exception(failure_);
-    file_.commit();
   }
 
  private:
-  AtomicFile& file_;
+  std::function<void(const void* data, std::size_t bytes)> sink_;
   std::exception_ptr failure_;
 };
 

@@ -4,14 +4,29 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
 
 namespace ddpkit::train {
+namespace {
+
+// A rename is durable only once the folder is. Some file systems cannot sync a folder: nothing is lost by that but
+// durability, so it is no error.
+void sync_folder_of(const std::filesystem::path& path) {
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return;
+  (void)::fsync(descriptor);
+  ::close(descriptor);
+}
+
+}  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
   temporary_ += ".tmp";
@@ -47,13 +62,37 @@ void AtomicFile::commit() {
   if (::fsync(descriptor_) != 0) fail("write");
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
   ::close(std::exchange(descriptor_, -1));
-  // The rename itself is durable only once the folder is. Some file systems cannot sync a folder: nothing is lost by
-  // that but durability, so it is no error.
-  const std::filesystem::path folder = path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
-  const int folder_descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (folder_descriptor < 0) return;
-  (void)::fsync(folder_descriptor);
-  ::close(folder_descriptor);
+  sync_folder_of(path_);
+}
+
+void AtomicFile::commit_as(const std::filesystem::path& name) {
+  if (::fsync(descriptor_) != 0) fail("write");
+  give_name(temporary_, name);
+}
+
+void AtomicFile::give_name(const std::filesystem::path& path, const std::filesystem::path& name) {
+  std::filesystem::path second = name;
+  second += ".tmp";
+  ::unlink(second.c_str());
+  if (::link(path.c_str(), second.c_str()) != 0) {
+    // Some file systems have no hard links.
+    AtomicFile copy(name);
+    std::ifstream file(path, std::ios::binary);
+    std::vector<char> block(std::size_t{1} << 20);
+    while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
+      copy.write(block.data(), static_cast<std::size_t>(file.gcount()));
+    if (!file.eof()) throw Error(fmt::format("cannot read {}", path.string()));
+    copy.commit();
+    return;
+  }
+  // Where both names are the same file already, rename() leaves the first one there.
+  if (::rename(second.c_str(), name.c_str()) != 0) {
+    const std::string reason = std::generic_category().message(errno);
+    ::unlink(second.c_str());
+    throw Error(fmt::format("cannot rename {} to {}: {}", second.string(), name.string(), reason));
+  }
+  ::unlink(second.c_str());
+  sync_folder_of(name);
 }
 
 }  // namespace ddpkit::train

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/resource.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <sstream>
@@ -104,17 +105,35 @@ void ClassificationMetrics::add_loss(const at::Tensor& mean_loss, std::int64_t s
   sums.loss[1].add_(samples);
 }
 
-ClassificationResult ClassificationMetrics::reduce(const ProcessGroup& group) const {
+at::Tensor ClassificationMetrics::all_sums() const {
   // Counts as doubles: exact up to 2^53, and in one all-reduce with the loss.
   const at::Tensor all = at::zeros({classes_ * classes_ + 2}, at::kDouble);
-  {
-    const std::lock_guard lock(*mutex_);
-    for (const auto& [device, sums] : sums_) {
-      all.narrow(0, 0, classes_ * classes_).add_(sums->confusion.to(at::kCPU, at::kDouble));
-      all.narrow(0, classes_ * classes_, 2).add_(sums->loss.cpu());
-    }
+  const std::lock_guard lock(*mutex_);
+  for (const auto& [device, sums] : sums_) {
+    all.narrow(0, 0, classes_ * classes_).add_(sums->confusion.to(at::kCPU, at::kDouble));
+    all.narrow(0, classes_ * classes_, 2).add_(sums->loss.cpu());
   }
-  const at::Tensor moved = all.to(group.device());
+  return all;
+}
+
+void ClassificationMetrics::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("sums", all_sums(), /*is_buffer=*/true);
+}
+
+void ClassificationMetrics::load(torch::serialize::InputArchive& archive) {
+  at::Tensor all;
+  archive.read("sums", all, /*is_buffer=*/true);
+  if (all.numel() != classes_ * classes_ + 2)
+    throw InvalidArgument(fmt::format("the saved metrics are not of {} classes", classes_));
+  const std::lock_guard lock(*mutex_);
+  sums_.clear();
+  const Sums& sums = sums_on(at::kCPU);
+  sums.confusion.copy_(all.narrow(0, 0, classes_ * classes_));
+  sums.loss.copy_(all.narrow(0, classes_ * classes_, 2));
+}
+
+ClassificationResult ClassificationMetrics::reduce(const ProcessGroup& group) const {
+  const at::Tensor moved = all_sums().to(group.device());
   group.all_reduce(moved);
   const at::Tensor host = moved.cpu();
   const double* values = host.const_data_ptr<double>();

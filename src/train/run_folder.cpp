@@ -64,6 +64,7 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     std::filesystem::create_directories(folder, error);
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
     if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
+      recover_checkpoint(result.checkpoint);
       result.to_resume = examine(result.checkpoint, config, options);
     } else if (options.resume) {
       throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));

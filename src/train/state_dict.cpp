@@ -71,7 +71,7 @@ const std::vector<StateValue>& StateValue::to_items() const {
 void save_state_dict(const std::filesystem::path& path, const StateValue& value) {
   const Pickler pickler(value);
   AtomicFile file(path);
-  ArchiveWriter writer(file);
+  ArchiveWriter writer([&](const void* data, std::size_t bytes) { file.write(data, bytes); });
   caffe2::serialize::PyTorchStreamWriter archive(
       [&](const void* data, std::size_t bytes) { return writer.write(data, bytes); });
   archive.writeRecord("data.pkl", pickler.pickle().data(), pickler.pickle().size());
@@ -81,7 +81,8 @@ void save_state_dict(const std::filesystem::path& path, const StateValue& value)
     archive.writeRecord(fmt::format("data/{}", i), bytes.const_data_ptr(), bytes.nbytes());
   }
   archive.writeEndOfFile();
-  writer.commit();
+  writer.finish();
+  file.commit();
 }
 
 StateValue load_state_dict(const std::filesystem::path& path) {

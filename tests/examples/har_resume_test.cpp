@@ -88,3 +88,66 @@ TEST_CASE("a run killed anywhere and started again ends with the weights of one 
     }
   }
 }
+
+TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[har]") {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(ranks);
+    const Folder whole, killed;
+    const auto arguments = [&](const Folder& folder) {
+      return Arguments{"--data",
+                       generated(),
+                       "--epochs",
+                       "6",
+                       "--batch-size",
+                       "5",
+                       "--dropout",
+                       "0.3",
+                       "--json",
+                       "--save-dir",
+                       folder.path(),
+                       "--grad-accum-steps",
+                       "2",
+                       "--checkpoint-steps",
+                       "1",
+                       "--keep-checkpoints",
+                       "2"};
+    };
+    const Run undisturbed = run_har(ranks, arguments(whole));
+    REQUIRE(undisturbed.exit_code == 0);
+    bool was_within = false;
+    Run last;
+    for (int attempt = 0;; ++attempt) {
+      REQUIRE(attempt < 40);
+      last = run_har(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.35 + 0.1 * attempt});
+      if (last.exit_code == 0) break;
+      if (!std::filesystem::exists(killed / "checkpoint.pt")) continue;
+      const auto info = ddpkit::train::read_checkpoint_info(killed / "checkpoint.pt");
+      const int steps = 120 / ranks / 10;
+      was_within = was_within || info.step % steps != 0;
+    }
+    CHECK(was_within);
+    CHECK(same_bits(weights_of(whole), weights_of(killed)));
+    const auto told = [](const Run& run) {
+      auto json = nlohmann::json::parse(run.lines.at(run.lines.size() - 2));
+      for (const char* key : {"seconds", "samples_per_second", "peak_memory_bytes"}) json.erase(key);
+      return json;
+    };
+    CHECK(told(last) == told(undisturbed));
+  }
+}
+
+TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
+  const Folder folder;
+  const auto arguments = [&](const Arguments& more) {
+    return joined({"--data", generated(), "--epochs", "1", "--batch-size", "4", "--json", "--save-dir", folder.path(),
+                   "--checkpoint-steps", "1"},
+                  more);
+  };
+  REQUIRE(run_har(2, arguments({"--max-steps", "5"})).exit_code == 0);
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").step == 5);
+  const Run rest = run_har(1, arguments({}));
+  INFO(rest.errors);
+  REQUIRE(rest.exit_code == 0);
+  // 120 windows, of which 5 steps of 2 x 4 were taken: 80 are left, in steps of 4.
+  CHECK(rest.json(0)["step"] == 5 + 20);
+}

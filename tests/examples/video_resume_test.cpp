@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <ddpkit/train/random.h>
+
 #include "video_program.h"
 
 using namespace video::testing;
@@ -25,7 +27,7 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
       ++kills;
     }
     CHECK(kills > 0);
-    for (const char* name : {"checkpoint.pt", "best.ckpt"})
+    for (const char* name : {"checkpoint.pt", "best.pt"})
       CHECK(same_bits(weights_in(whole / name), weights_in(killed / name)));
   }
 }
@@ -47,7 +49,7 @@ TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the ne
     ddpkit::train::write_checkpoint(path, model, optimizer, {.epoch = epoch, .step = epoch});
   };
   write(0);
-  video::Random random(1);
+  ddpkit::train::Random random(1);
   std::int64_t last = 0;
   int within = 0;
   for (int kill = 0; kill < kills; ++kill) {

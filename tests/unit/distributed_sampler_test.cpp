@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <sstream>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/data/distributed_sampler.h>
@@ -88,6 +89,89 @@ TEST_CASE("a loaded sampler goes on with the next sample", "[sampler]") {
     CHECK(other.next(5) == expected);
     if (!expected) break;
   }
+}
+
+namespace {
+
+template <class Sampler>
+std::string saved(const Sampler& sampler) {
+  torch::serialize::OutputArchive archive;
+  sampler.save(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+template <class Sampler>
+void load(Sampler& sampler, const std::string& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size());
+  sampler.load(archive);
+}
+
+}  // namespace
+
+TEST_CASE("Any number of ranks goes on where another number stopped, each sample once", "[sampler]") {
+  constexpr std::size_t kSize = 60;
+  for (const int before : {1, 2, 3, 4}) {
+    for (const int after : {1, 2, 3, 5}) {
+      CAPTURE(before, after);
+      std::multiset<std::size_t> seen;
+      std::string state;
+      for (int rank = 0; rank < before; ++rank) {
+        DistributedSampler sampler(kSize, before, rank, {.seed = 5});
+        sampler.set_epoch(2);
+        sampler.reset();
+        for (int batch = 0; batch < 2; ++batch) {
+          const auto indices = sampler.next(3);
+          seen.insert(indices->begin(), indices->end());
+        }
+        if (rank == 0)
+          state = saved(sampler);
+        else
+          CHECK(state == saved(sampler));
+      }
+      std::size_t left = 0;
+      for (int rank = 0; rank < after; ++rank) {
+        DistributedSampler sampler(kSize, after, rank, {.seed = 5});
+        load(sampler, state);
+        const Indices rest = sampler.indices();
+        sampler.set_epoch(2);  // As a loop over epochs does.
+        sampler.reset();       // As a data loader does.
+        Indices taken;
+        while (const auto batch = sampler.next(4)) taken.insert(taken.end(), batch->begin(), batch->end());
+        CHECK(taken == rest);
+        seen.insert(taken.begin(), taken.end());
+        left += taken.size();
+        // The next epoch is whole again.
+        sampler.set_epoch(3);
+        sampler.reset();
+        DistributedSampler fresh(kSize, after, rank, {.seed = 5});
+        fresh.set_epoch(3);
+        CHECK(sampler.indices() == fresh.indices());
+      }
+      const std::size_t padding = left - (kSize - static_cast<std::size_t>(before) * 6);
+      CHECK(padding < static_cast<std::size_t>(after));
+      CHECK(seen.size() == kSize + padding);
+      CHECK(std::set<std::size_t>(seen.begin(), seen.end()).size() == kSize);
+    }
+  }
+}
+
+TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
+  DistributedSampler sampler(20, 2, 1, {.seed = 1});
+  const Indices all = sampler.indices();
+  sampler.set_position(4);
+  DistributedSampler other(20, 2, 1, {.seed = 1});
+  load(other, saved(sampler));
+  CHECK(other.indices() == Indices(all.begin() + 4, all.end()));
+  other.set_position(3);
+  DistributedSampler third(20, 2, 1, {.seed = 1});
+  load(third, saved(other));
+  CHECK(third.indices() == Indices(all.begin() + 7, all.end()));
+  CHECK_THROWS_AS(third.set_position(4), ddpkit::InvalidArgument);
+  DistributedSampler shorter(5, 1, 0);
+  CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
 }
 
 TEST_CASE("impossible samplers are refused", "[sampler]") {

@@ -68,7 +68,7 @@ TEST_CASE("a failing rank ends the others and is named", "[launch]") {
 TEST_CASE("a rank killed by a signal is told apart", "[launch]") {
   const Run killed = run(2, "if [ $RANK = 0 ]; then kill -9 $$; fi; exec sleep 60");
   CHECK(killed.result.exit_code() == 128 + SIGKILL);
-  CHECK(killed.result.first_failure->describe() == "was killed by signal 9 (Killed)");
+  CHECK(killed.result.first_failure->describe() == "was killed by signal 9 (SIGKILL)");
 }
 
 TEST_CASE("a rank that ignores SIGTERM is killed after the grace time", "[launch]") {

@@ -1,10 +1,15 @@
+#include <torch/script.h>
 #include <torch/torch.h>
+
+#include <cstdio>
+#include <sstream>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/train/checkpoint.h>
 
+#include "support/captured_stderr.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
@@ -173,6 +178,158 @@ TEST_CASE("what is no checkpoint is refused with a sentence", "[checkpoint]") {
   }
   torch::save(torch::ones(3), (trained.folder / "tensor.pt").string());
   CHECK_THROWS_WITH(read_checkpoint_info(trained.folder / "tensor.pt"), ContainsSubstring("not a checkpoint"));
+}
+
+TEST_CASE("a checkpoint of which one bit has flipped is refused", "[checkpoint]") {
+  Trained trained;
+  const std::string good = read_file(trained.path);
+  Net other;
+  torch::optim::AdamW optimizer(other->parameters(), torch::optim::AdamWOptions(0.01));
+  const auto before = other->conv->weight.clone();
+  for (std::size_t part = 0; part <= 200; ++part) {
+    std::string bad = good;
+    const std::size_t place = std::min(good.size() - 1, good.size() * part / 200);
+    bad[place] = static_cast<char>(bad[place] ^ (1 << (part % 8)));
+    write_file(trained.folder / "bad", bad);
+    CAPTURE(place);
+    CHECK_THROWS_AS(read_checkpoint(trained.folder / "bad", *other, optimizer), ddpkit::InvalidArgument);
+  }
+  CHECK(other->conv->weight.equal(before));
+  CHECK(optimizer.state().empty());
+}
+
+TEST_CASE("an archive that holds code is not read", "[checkpoint]") {
+  torch::jit::Module module("m");
+  module.define(
+      "def __setstate__(self, state: int):\n    print('this was run')\ndef __getstate__(self) -> int:\n    return 1\n");
+  std::ostringstream stream;
+  module.save(stream);
+  // As a checkpoint ends: a comment, of whose length the archive's last two bytes tell, with a checksum (RFC 3720).
+  std::string bytes = stream.str();
+  bytes[bytes.size() - 2] = 22;
+  std::uint32_t checksum = ~0U;
+  for (const char c : bytes) {
+    checksum ^= static_cast<unsigned char>(c);
+    for (int bit = 0; bit < 8; ++bit) checksum = (checksum >> 1) ^ ((checksum & 1) != 0 ? 0x82f63b78U : 0U);
+  }
+  char seal[23];
+  std::snprintf(seal, sizeof seal, "ddpkit crc32c %08x", ~checksum);
+  const Folder folder;
+  write_file(folder / "code.pt", bytes + seal);
+  CHECK_THROWS_WITH(read_checkpoint_info(folder / "code.pt"), ContainsSubstring("holds code"));
+}
+
+RANK_TEST("the last checkpoints and the best one stay", "[checkpoint]", 1, 2) {
+  const Folder folder;  // Only rank 0's is used.
+  Net net;
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+  for (const bool asynchronous : {false, true}) {
+    CAPTURE(asynchronous);
+    const auto path = folder / (asynchronous ? "a/checkpoint.pt" : "s/checkpoint.pt");
+    std::filesystem::create_directories(path.parent_path());
+    write_file(path.parent_path() / "checkpoint-x.pt", "not ours");
+    {
+      Checkpoint checkpoint(path, group, {.keep = 2, .asynchronous = asynchronous});
+      for (int i = 1; i <= 4; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = 10 * i}, {}, i == 2);
+      checkpoint.wait();
+    }
+    if (group.rank() > 0) continue;
+    CHECK(names_in(path.parent_path()) == std::vector<std::string>{"best.pt", "checkpoint-30.pt", "checkpoint-40.pt",
+                                                                   "checkpoint-x.pt", "checkpoint.pt"});
+    CHECK(read_checkpoint_info(path).step == 40);
+    CHECK(read_checkpoint_info(path.parent_path() / "checkpoint-30.pt").step == 30);
+    CHECK(read_checkpoint_info(path.parent_path() / "best.pt").step == 20);
+  }
+  CHECK_THROWS_AS(Checkpoint(folder / "c", group, {.keep = 0}), ddpkit::InvalidArgument);
+}
+
+RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]", 1, 2) {
+  const Folder made;
+  const std::filesystem::path folder = group.all_gather_bytes(made.path().string())[0];
+  const std::filesystem::path path = folder / "checkpoint.pt";
+  Net net;
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+  Checkpoint checkpoint(path, group, {.keep = 3});
+  for (int i = 1; i <= 3; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = i});
+  checkpoint.wait();
+  // A hard link: both names of the newest one are damaged.
+  if (group.rank() == 0) std::filesystem::resize_file(path, 1000);
+  group.barrier();
+  std::string said;
+  CheckpointInfo info;
+  said = ddpkit::testing::stderr_of([&] { info = checkpoint.load(*net, optimizer); });
+  CHECK(info.step == 2);
+  if (group.rank() == 0) {
+    CHECK_THAT(said, ContainsSubstring("is truncated") && ContainsSubstring("going on from") &&
+                         ContainsSubstring("checkpoint-2.pt"));
+    CHECK(names_in(folder) == std::vector<std::string>{"checkpoint-1.pt", "checkpoint-2.pt", "checkpoint-3.pt",
+                                                       "checkpoint.pt", "checkpoint.pt.damaged"});
+  }
+  group.barrier();
+  checkpoint.save(*net, optimizer, {.epoch = 3, .step = 3});
+  checkpoint.wait();
+  CHECK(read_checkpoint_info(folder / "checkpoint-3.pt").step == 3);
+}
+
+RANK_TEST("what is written behind the training's back is the state of the call, and its failure is told",
+          "[checkpoint]", 2) {
+  const Folder folder;  // Only rank 0's is used.
+  Net net;
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+  step(net, optimizer);
+  const auto then = net->conv->weight.clone();
+  {
+    Checkpoint checkpoint(folder / "checkpoint.pt", group);
+    checkpoint.save(*net, optimizer, {});
+    for (int i = 0; i < 5; ++i) step(net, optimizer);
+  }
+  if (group.rank() == 0) {
+    Net other;
+    torch::optim::AdamW other_optimizer(other->parameters(), torch::optim::AdamWOptions(0.01));
+    read_checkpoint(folder / "checkpoint.pt", *other, other_optimizer);
+    CHECK(other->conv->weight.equal(then));
+  }
+  Checkpoint nowhere("/nonexistent/checkpoint.pt", group);
+  nowhere.save(*net, optimizer, {});
+  CHECK_THROWS_WITH(nowhere.wait(), ContainsSubstring("/nonexistent/checkpoint.pt") && ContainsSubstring("No such"));
+  nowhere.save(*net, optimizer, {});
+  CHECK_THROWS_WITH(nowhere.save(*net, optimizer, {}), ContainsSubstring("No such"));
+  nowhere.wait();  // It has been told.
+  group.barrier();
+}
+
+RANK_TEST("each rank finds its own generators, buffers and parts again", "[checkpoint]", 1, 2, 3) {
+  const Folder made;
+  const std::filesystem::path path = std::filesystem::path(group.all_gather_bytes(made.path().string())[0]) / "c.pt";
+  torch::manual_seed(group.rank());
+  Net net;
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
+  for (int i = 0; i < 2; ++i) step(net, optimizer);  // The batch norms differ from now on.
+  struct Own {
+    std::int64_t value = 0;
+    void save(torch::serialize::OutputArchive& archive) const { archive.write("value", c10::IValue(value)); }
+    void load(torch::serialize::InputArchive& archive) {
+      c10::IValue read;
+      archive.read("value", read);
+      value = read.toInt();
+    }
+  } own{.value = 7 + group.rank()};
+  save_checkpoint(path, *net, optimizer, {}, group, {checkpoint_part("own", own, /*of_each_rank=*/true)});
+  const auto drawn = torch::rand({5});
+  const auto mean = net->norm->running_mean.clone();
+  Net other;
+  torch::optim::AdamW other_optimizer(other->parameters(), torch::optim::AdamWOptions(0.01));
+  own.value = 0;
+  const auto info = load_checkpoint(path, *other, other_optimizer, group, {checkpoint_part("own", own, true)});
+  CHECK(info.ranks == group.world_size());
+  CHECK(own.value == 7 + group.rank());
+  CHECK(torch::rand({5}).equal(drawn));
+  CHECK(other->norm->running_mean.equal(mean));
+  // One process alone takes the weights, and the rest as it finds it.
+  own.value = 1;
+  read_checkpoint(path, *other, other_optimizer, {checkpoint_part("own", own, true)});
+  CHECK(own.value == (group.world_size() == 1 ? 7 : 1));
+  group.barrier();
 }
 
 RANK_TEST("one rank's checkpoint reaches all ranks", "[checkpoint]", 1, 2, 3) {

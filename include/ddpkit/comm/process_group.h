@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,7 +51,12 @@ class Work {
   const c10::intrusive_ptr<c10d::Work>& c10d_work() const noexcept { return work_; }
 
  private:
+  friend class ProcessGroup;
+  static constexpr std::uint64_t kNoRecord = ~std::uint64_t{0};
+  Work(c10::intrusive_ptr<c10d::Work> work, std::uint64_t record);
+
   c10::intrusive_ptr<c10d::Work> work_;
+  std::uint64_t record_ = kNoRecord;  ///< The flight recorder's.
 };
 
 /// A fixed set of ranks that call collectives together. A handle: copies are the same group.

@@ -37,15 +37,22 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
 
   /// Samples this rank sees in an epoch.
   std::size_t num_samples() const noexcept;
-  /// This rank's indices for the current epoch, in order. [sample]
+  /// This rank's indices for the current epoch, in order; after load() those that are left. [sample]
   std::vector<std::size_t> indices() const;
 
-  /// Starts the epoch over (a data loader's begin() calls it). A new size keeps everything else.
+  /// Starts the epoch over (a data loader's begin() calls it), unless it was just loaded. A new size keeps everything
+  /// else.
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
   /// Up to `batch_size` indices; empty optional at the end.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
-  /// Epoch and position, so that a loaded sampler goes on with the very next sample.
+  /// For who takes indices() ahead, in other threads: `position` of them have been used. Throws InvalidArgument beyond
+  /// the end.
+  void set_position(std::size_t position);
+  /// Epoch, and how much of it all ranks have taken.
   void save(torch::serialize::OutputArchive& archive) const override;
+  /// The very next sample comes next, also on another number of ranks: indices(), next() and the first reset() give
+  /// what is left of the epoch, dealt out anew. Throws InvalidArgument, and changes nothing, where the epoch is shorter
+  /// here.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

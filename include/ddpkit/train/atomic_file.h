@@ -23,6 +23,12 @@ class AtomicFile {
   void write(const void* data, std::size_t bytes);
   /// Returns when the file is on the disk under its own name. Throws Error.
   void commit();
+  /// Before commit(): what has been written appears under `name` too, in the same way. Throws Error.
+  void commit_as(const std::filesystem::path& name);
+
+  /// `name`, too, stands for the file `path` from now on: a hard link, or a copy where the file system has none. What
+  /// it stood for is replaced, whole or not at all. Throws Error.
+  static void give_name(const std::filesystem::path& path, const std::filesystem::path& name);
 
  private:
   [[noreturn]] void fail(const char* what) const;

@@ -13,6 +13,11 @@
 
 #include <ddpkit/comm/process_group.h>
 
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
 namespace ddpkit::train {
 
 /// Indices begin .. end-1.
@@ -77,9 +82,15 @@ class ClassificationMetrics {
   /// Everything added so far on all ranks; the same bits on each. Collective, one all-reduce.
   ClassificationResult reduce(const ProcessGroup& group) const;
 
+  /// This rank's sums, so that a run goes on within an epoch: a CheckpointPart of each rank.
+  void save(torch::serialize::OutputArchive& archive) const;
+  /// In place of what was added so far. Throws InvalidArgument for another number of classes.
+  void load(torch::serialize::InputArchive& archive);
+
  private:
   struct Sums;
   Sums& sums_on(c10::Device device);
+  at::Tensor all_sums() const;  // On the host, as doubles: the confusion, then the loss. [classes * classes + 2]
 
   std::int64_t classes_;
   std::unique_ptr<std::mutex> mutex_;

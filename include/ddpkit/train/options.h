@@ -22,14 +22,17 @@ struct TrainerOptions {
   std::uint64_t seed = 0;                                ///< Same seed, same weights, to the bit.
   std::optional<std::int64_t> max_steps = std::nullopt;  ///< Stop after so many optimizer steps.
   std::string save_dir = {};                             ///< Folder of the run's checkpoint; empty: none is written.
+  std::int64_t checkpoint_steps = 0;                     ///< Also every so many steps within an epoch; 0: no.
+  int keep_checkpoints = 1;                              ///< See CheckpointOptions::keep.
   bool resume = false;                                   ///< See RunFolderOptions.
   bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
   bool json = false;                                     ///< One JSON line a finished epoch instead of the table.
   std::string backend = {};                              ///< See InitOptions::backend.
 };
 
-/// Adds --epochs, --batch-size, --lr, --seed, --max-steps, --save-dir, --resume, --overwrite, --json, --backend and
-/// --config to a program. `options` must outlive the parse; the values in it are the defaults that --help shows.
+/// Adds --epochs, --batch-size, --lr, --seed, --max-steps, --save-dir, --checkpoint-steps, --keep-checkpoints,
+/// --resume, --overwrite, --json, --backend and --config to a program. `options` must outlive the parse; the values in
+/// it are the defaults that --help shows.
 void add_trainer_options(CLI::App& app, TrainerOptions& options);
 
 /// Adds --config FILE: YAML whose keys are the program's long option names, grouped into sections or not. The command

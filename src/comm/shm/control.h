@@ -110,10 +110,11 @@ struct alignas(kCacheLine) RankBlock {
   std::atomic<std::uint32_t> failure{0};  ///< FailureKind; what follows is complete before it is set.
   std::int32_t culprit{-1};               ///< The rank at fault, -1 when there is none.
   std::int32_t pid{0};
+  std::int32_t stack_signal{0};  ///< Makes the process write its stack; 0: nothing does.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
   std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
-  std::array<char, 476> failure_text{};
+  std::array<char, 472> failure_text{};
 
   std::array<SharedHeader, kMaxOutstanding> headers{};  ///< [sequence % kMaxOutstanding]
   /// [sequence % kMaxOutstanding][piece]

@@ -99,6 +99,8 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
   }
   locate(*operation);
   block(rank_).headers[sequence % kMaxOutstanding].store(operation->header);
+  operation->record =
+      recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
   operations_.push_back(operation);
   ++next_sequence_;
   raise(mine().posted, next_sequence_);

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/flight/recorder.h"
 #include "control.h"
 #include "data_type.h"
 #include "kernels.h"
@@ -214,6 +215,8 @@ class Engine {
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;
   std::unique_ptr<Mailbox> mailbox_;
+  flight::Recorder& recorder_ = flight::Recorder::of_process();
+  const std::uint32_t group_number_ = recorder_.new_group();  ///< In this process, for the recorder.
 
   struct Background {
     PendingHandle pending;

@@ -1,4 +1,6 @@
 // What the engine says when things go wrong: comparing calls, watching peers, ending the group.
+#include <signal.h>
+
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -188,6 +190,10 @@ void Engine::check_peers(const Message* message) {
 void Engine::throw_timeout(const Message* message, std::chrono::milliseconds waited) {
   const auto missing = missing_ranks(message);
   std::vector<std::string> states;
+  for (const int r : missing) {
+    // The launcher asks for stacks itself where it can read them; elsewhere the silent rank writes its own to stderr.
+    if (const int signal = block(r).stack_signal; signal != 0 && !recorder_.is_read()) ::kill(block(r).pid, signal);
+  }
   for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, block(r).pid, last_call(r)));
   fail(FailureKind::kTimeout,
        fmt::format("rank {} waited {:.1f} s in {} for {}: {}", rank_, std::chrono::duration<double>(waited).count(),
@@ -200,6 +206,8 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   if (!operations_.empty()) context.call = name_of(operations_.front()->header.kind);
   failure_ = make_error(kind, text, std::move(context));
   announce(kind, text, culprit);
+  // A launcher knows the ranks of the whole job, which are those of the first group.
+  recorder_.fail(static_cast<flight::Failure>(kind), group_number_ == 0 ? culprit : std::nullopt, text);
   std::rethrow_exception(failure_);
 }
 

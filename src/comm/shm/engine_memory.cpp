@@ -28,6 +28,7 @@ void Engine::join() {
   own_channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
   self.channels_fd = own_channels.descriptor();
   self.pid = ::getpid();
+  self.stack_signal = recorder_.stack_signal();
   self.staging_fd = own.descriptor();
   cpu_set_t cores;
   CPU_ZERO(&cores);

@@ -156,6 +156,7 @@ bool Engine::finish() {
     done->request.keep_alive.reset();
     done->segments.clear();
     done->finished = true;
+    recorder_.finish(done->record);
   }
 }
 

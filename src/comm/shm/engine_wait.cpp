@@ -142,7 +142,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
       lock.lock();
       continue;
     }
-    if (!start) start = Clock::now();
+    if (!start) {
+      start = Clock::now();
+      if (!message && !operations_.empty()) recorder_.waits(operations_.front()->record);
+    }
     check_peers(message);
     if (done()) return;
     const auto waited = Clock::now() - *start;

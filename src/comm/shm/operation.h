@@ -24,6 +24,7 @@ struct Operation : Pending {
   bool shared_reduce = false;  ///< Its tickets have a reduce step: each rank reduces a slice for all.
   std::uint64_t first_ticket = 0;
   std::uint64_t tickets = 0;
+  std::uint64_t record = 0;       ///< The flight recorder's.
   std::size_t largest_piece = 0;  ///< Elements; all-to-all: of any rank, known when the headers are matched.
 
   std::size_t element_size() const { return size_of(request.dtype); }

@@ -44,12 +44,33 @@ std::uint32_t checksum(const Table& table, const void* data, std::size_t bytes, 
   return ~value;
 }
 
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) std::uint32_t crc32c_by_instruction(const void* data, std::size_t bytes,
+                                                                      std::uint32_t before) {
+  const auto* next = static_cast<const unsigned char*>(data);
+  std::uint64_t value = ~before;
+  for (; bytes >= 8; bytes -= 8, next += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, next, 8);
+    value = __builtin_ia32_crc32di(value, word);
+  }
+  auto low = static_cast<std::uint32_t>(value);
+  for (; bytes > 0; --bytes) low = __builtin_ia32_crc32qi(low, *next++);
+  return ~low;
+}
+#endif
+
 }  // namespace
 
 std::uint32_t crc32(const void* data, std::size_t bytes, std::uint32_t before) {
   return checksum(kIso, data, bytes, before);
 }
 
-std::uint32_t crc32c(const void* data, std::size_t bytes) { return checksum(kCastagnoli, data, bytes, 0); }
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t before) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("sse4.2")) return crc32c_by_instruction(data, bytes, before);
+#endif
+  return checksum(kCastagnoli, data, bytes, before);
+}
 
 }  // namespace ddpkit::train

@@ -1,0 +1,105 @@
+// What saving costs the training:
+//
+//     ddpkit run -n 2 -- bench_checkpoint [MODEL [EVERY [FOLDER]]]
+//
+// trains MODEL (mlp-7.6m) under DistributedDataParallel with AdamW, and compares steps without checkpoints with steps
+// of which one in EVERY (100) is followed by one, written in place or behind the training's back. The three take turns.
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <filesystem>
+#include <iostream>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/ddpkit.h>
+#include <ddpkit/train/checkpoint.h>
+
+#include "bench/step_models.h"
+#include "bench/timing.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using ddpkit::bench::median;
+using ddpkit::bench::microseconds;
+
+constexpr int kTurns = 6;
+
+struct Measured {
+  std::vector<double> turn_us;  ///< Mean of a step over a turn, its checkpoint with it.
+  std::vector<double> save_us;  ///< Of the call.
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  torch::set_num_threads(1);
+  const std::string model = argc > 1 ? argv[1] : "mlp-7.6m";
+  int every = 100;
+  if (argc > 2) {
+    const std::string text = argv[2];
+    const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), every);
+    if (code != std::errc() || end != text.data() + text.size() || every < 1)
+      throw ddpkit::InvalidArgument("bench_checkpoint [MODEL [EVERY [FOLDER]]]");
+  }
+  const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
+  const std::filesystem::path folder =
+      std::filesystem::path(argc > 3 ? argv[3] : std::filesystem::temp_directory_path().string()) /
+      fmt::format("ddpkit-bench-checkpoint-{}", group.all_gather_bytes(std::to_string(::getpid()))[0]);
+  if (group.rank() == 0) std::filesystem::create_directories(folder);
+  group.barrier();
+
+  const auto task = ddpkit::bench::make_step_task(model, 32, group.rank());
+  ddpkit::DistributedDataParallel ddp(task.model, group);
+  ddpkit::optim::FusedAdamW optimizer(task.model->parameters(), torch::optim::AdamWOptions(1e-4));
+  const auto step = [&] {
+    optimizer.zero_grad();
+    torch::cross_entropy_loss(ddp(task.input), task.target).backward();
+    optimizer.step();
+  };
+  for (int i = 0; i < 20; ++i) step();
+
+  std::vector<Measured> all(3);
+  std::uintmax_t bytes = 0;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (std::size_t way = 0; way < all.size(); ++way) {
+      ddpkit::train::Checkpoint checkpoint(folder / "checkpoint.pt", group, {.asynchronous = way == 2});
+      const auto begin = Clock::now();
+      if (way > 0) {
+        checkpoint.save(*task.model, optimizer, {.step = turn});
+        all[way].save_us.push_back(microseconds(Clock::now() - begin));
+      }
+      for (int i = 0; i < every; ++i) step();
+      all[way].turn_us.push_back(microseconds(Clock::now() - begin) / every);
+      checkpoint.wait();
+      if (way > 0 && group.rank() == 0) bytes = std::filesystem::file_size(folder / "checkpoint.pt");
+    }
+  }
+  if (group.rank() == 0) {
+    std::filesystem::remove_all(folder);
+    fmt::print("{}, {} ranks, a checkpoint of {:.1f} MB every {} steps:\n\n", model, group.world_size(),
+               static_cast<double>(bytes) / 1e6, every);
+    fmt::print("| checkpoint | us a step | over none | ms that save() takes |\n| --- | ---: | ---: | ---: |\n");
+    const double none = median(all[0].turn_us);
+    fmt::print("| none | {:.0f} | | |\n", none);
+    for (const std::size_t way : {1, 2}) {
+      // Each turn beside the one without: the machine's moods are in both.
+      std::vector<double> over;
+      for (int turn = 0; turn < kTurns; ++turn)
+        over.push_back(all[way].turn_us[static_cast<std::size_t>(turn)] /
+                       all[0].turn_us[static_cast<std::size_t>(turn)]);
+      fmt::print("| {} | {:.0f} | {:+.1f} % | {:.1f} |\n", way == 1 ? "in place" : "asynchronous",
+                 median(all[way].turn_us), 100 * (median(over) - 1), median(all[way].save_us) / 1000);
+    }
+  }
+  group.barrier();
+  return 0;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
+}

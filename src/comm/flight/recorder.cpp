@@ -1,0 +1,145 @@
+#include "recorder.h"
+
+#include <execinfo.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+
+#include <ddpkit/comm/flight_recorder.h>
+
+namespace ddpkit::flight {
+namespace {
+
+/// Of the signals that nobody uses for anything: programs have SIGUSR1 and SIGUSR2 for themselves.
+constexpr int kSignalsAfterFirst = 7;
+constexpr int kMostFrames = 64;
+
+int page_descriptor() noexcept {
+  const char* text = std::getenv(kPageVariable);
+  if (!text) return -1;
+  int fd = -1;
+  const char* end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, fd);
+  return error == std::errc() && stop == end ? fd : -1;
+}
+
+}  // namespace
+
+const char* name_of(Call call) {
+  constexpr const char* kNames[] = {"barrier",
+                                    "all_reduce",
+                                    "reduce",
+                                    "broadcast",
+                                    "all_gather",
+                                    "gather",
+                                    "scatter",
+                                    "reduce_scatter",
+                                    "all_to_all",
+                                    "all_reduce_coalesced",
+                                    "reduce_scatter_coalesced",
+                                    "send",
+                                    "recv"};
+  const auto index = static_cast<std::size_t>(call);
+  return index < std::size(kNames) ? kNames[index] : "?";
+}
+
+Recorder& Recorder::of_process() noexcept {
+  static Recorder* recorder = new Recorder;
+  return *recorder;
+}
+
+Recorder::Recorder() noexcept {
+  attach();
+  if (!page_) page_ = new Page;
+  install_handler();
+}
+
+void Recorder::attach() noexcept {
+  page_ = nullptr;
+  const int fd = page_descriptor();
+  struct stat file {};
+  // The number may have come to mean another file by now.
+  if (fd < 0 || ::fstat(fd, &file) != 0 || file.st_size != static_cast<off_t>(sizeof(Page))) return;
+  void* memory = ::mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) return;
+  auto* page = static_cast<Page*>(memory);
+  std::int32_t nobody = 0;
+  if (page->layout.load() != kLayout || !page->pid.compare_exchange_strong(nobody, ::getpid())) {
+    ::munmap(memory, sizeof(Page));
+    return;
+  }
+  ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+  page_ = page;
+  fd_ = fd;
+}
+
+void Recorder::install_handler() noexcept {
+  const int signal = SIGRTMIN + kSignalsAfterFirst;
+  struct sigaction current {};
+  if (signal > SIGRTMAX || ::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) return;
+  void* frame = nullptr;
+  ::backtrace(&frame, 1);  // Loads what it needs now, and not in the handler.
+  struct sigaction action {};
+  action.sa_handler = &Recorder::write_stack;
+  action.sa_flags = SA_RESTART;
+  if (::sigaction(signal, &action, nullptr) == 0) page_->stack_signal.store(signal);
+}
+
+void Recorder::write_stack(int) {
+  const int error_before = errno;
+  Recorder& self = of_process();
+  void* frames[kMostFrames];
+  const int count = ::backtrace(frames, kMostFrames);
+  if (self.fd_ < 0) {
+    ::backtrace_symbols_fd(frames + 2, std::max(0, count - 2), STDERR_FILENO);
+  } else {
+    constexpr auto kBegin = static_cast<off_t>(offsetof(Page, stack));
+    // Each line is cut where the page ends: writing on would make the file longer than its readers know.
+    ::lseek(self.fd_, kBegin, SEEK_SET);
+    // The first two are this handler and the kernel's call of it.
+    for (int i = 2; i < count && ::lseek(self.fd_, 0, SEEK_CUR) < kBegin + static_cast<off_t>(kStackBytes) - 1024; ++i)
+      ::backtrace_symbols_fd(frames + i, 1, self.fd_);
+    const off_t end = std::min(::lseek(self.fd_, 0, SEEK_CUR), kBegin + static_cast<off_t>(kStackBytes));
+    self.page_->stack_bytes.store(static_cast<std::uint32_t>(end - kBegin));
+    self.page_->stacks.fetch_add(1);
+  }
+  errno = error_before;
+}
+
+void Recorder::waits(std::uint64_t index) noexcept {
+  Record& record = page_->records[index % kRecords];
+  if (record.index.load(std::memory_order_relaxed) == index && record.started_ms.load(std::memory_order_relaxed) == 0)
+    record.started_ms.store(now_ms(), std::memory_order_relaxed);
+}
+
+void Recorder::fail(Failure failure, std::optional<int> culprit, std::string_view text) noexcept {
+  if (page_->failure.load() != Failure::kNone) return;
+  const std::size_t length = std::min(text.size(), sizeof page_->failure_text - 1);
+  std::memcpy(page_->failure_text, text.data(), length);
+  page_->culprit = culprit.value_or(-1);
+  page_->failure.store(failure);
+}
+
+std::uint64_t Recorder::now_ms() noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1000 + static_cast<std::uint64_t>(now.tv_nsec) / 1000000;
+}
+
+}  // namespace ddpkit::flight
+
+namespace ddpkit {
+
+void note_step(std::int64_t step) noexcept { flight::Recorder::of_process().set_step(step); }
+
+}  // namespace ddpkit

@@ -1,0 +1,84 @@
+// Tier 0: the standard library only. How a process records its collectives.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "page.h"
+
+namespace ddpkit::flight {
+
+/// This process's recorder: writes into the page that the launcher reads, or into memory of its own where there is no
+/// such launcher. A few stores a collective; no lock, and the clock only now and then.
+///
+/// Thread-safe. Two groups' collectives that start on two threads in the same instant may share a record.
+class Recorder {
+ public:
+  /// Never destroyed: the last collectives may come from static objects.
+  static Recorder& of_process() noexcept;
+
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  /// A number for a new group of this process, from 0.
+  std::uint32_t new_group() noexcept { return groups_.fetch_add(1); }
+
+  /// Returns the record, for finish().
+  std::uint64_t start(Call call, std::uint64_t sequence, std::uint64_t bytes, std::uint32_t group) noexcept {
+    Page& page = *page_;
+    const std::uint64_t index = page.next.load(std::memory_order_relaxed);
+    Record& record = page.records[index % kRecords];
+    record.index.store(index, std::memory_order_relaxed);
+    record.finished.store(0, std::memory_order_relaxed);
+    record.sequence.store(sequence, std::memory_order_relaxed);
+    record.bytes.store(bytes, std::memory_order_relaxed);
+    std::uint64_t bucket = bucket_.load(std::memory_order_relaxed);
+    if (bucket != 0) bucket_.store(0, std::memory_order_relaxed);
+    record.what.store(static_cast<std::uint64_t>(call) | (std::uint64_t{group} << 8) | (bucket << 32),
+                      std::memory_order_relaxed);
+    record.step.store(page.step.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    // Reading even the coarse clock takes 6 ns: of a small collective only now and then.
+    const bool look = bytes > kLargeBytes || index % kSmallBetweenLooks == 0;
+    record.started_ms.store(look ? now_ms() : 0, std::memory_order_relaxed);
+    page.next.store(index + 1, std::memory_order_release);
+    return index;
+  }
+  void finish(std::uint64_t index) noexcept {
+    Record& record = page_->records[index % kRecords];
+    if (record.index.load(std::memory_order_relaxed) == index) record.finished.store(1, std::memory_order_release);
+  }
+  /// This rank has begun to wait long for a collective.
+  void waits(std::uint64_t index) noexcept;
+
+  /// The next collective is that of this bucket.
+  void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
+  void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
+  void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
+  /// The first counts.
+  void fail(Failure failure, std::optional<int> culprit, std::string_view text) noexcept;
+
+  /// The signal that makes this process write its stack: into the page, or to stderr where no launcher reads it. 0:
+  /// none.
+  int stack_signal() const noexcept { return page_->stack_signal.load(std::memory_order_relaxed); }
+  /// Whether a launcher reads the page.
+  bool is_read() const noexcept { return fd_ >= 0; }
+
+ private:
+  Recorder() noexcept;
+  void attach() noexcept;
+  void install_handler() noexcept;
+  static void write_stack(int signal);
+  static std::uint64_t now_ms() noexcept;
+
+  static constexpr std::uint64_t kLargeBytes = 32 << 10;
+  static constexpr std::uint64_t kSmallBetweenLooks = 8;
+
+  Page* page_;
+  int fd_ = -1;
+  std::atomic<std::uint64_t> bucket_{0};  ///< Of the next collective, plus one; 0: none.
+  std::atomic<std::uint32_t> groups_{0};
+};
+
+}  // namespace ddpkit::flight

@@ -1,0 +1,95 @@
+// Which backend and which device, and how the ranks meet.
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/shm_backend.h>
+
+#include "comm/backends.h"
+#include "comm/flight/recorder.h"
+#include "comm/staged_backend.h"
+
+namespace ddpkit {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+constexpr BackendKind kBackends[] = {
+    {"shm",
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+        std::chrono::milliseconds timeout) {
+       if (device.is_cpu()) return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+       return create_staged_shm_backend(store, environment.rank, environment.world_size, device, timeout);
+     }},
+    {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
+                std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
+    {"nccl", create_nccl_backend},
+};
+
+}  // namespace
+
+const BackendKind* find_backend(std::string_view name) {
+  const auto* found = std::ranges::find(kBackends, name, &BackendKind::name);
+  return found == std::end(kBackends) ? nullptr : found;
+}
+
+const BackendKind& backend_named(std::string_view name, const char* source) {
+  if (const BackendKind* kind = find_backend(name)) return *kind;
+  std::vector<std::string_view> names;
+  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
+  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", source, name, fmt::join(names, ", ")));
+}
+
+namespace {
+
+const BackendKind& choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
+  std::string backend = options.backend;
+  const char* from_environment = std::getenv("DDPKIT_BACKEND");
+  const bool named_here = !backend.empty();
+  if (!named_here && from_environment) backend = from_environment;
+  if (backend.empty()) {
+    const bool gpu = options.device ? options.device->is_cuda() : cuda_device_count() > 0;
+    const bool one_host = environment.local_world_size == environment.world_size;
+    backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
+  }
+  return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
+}
+
+at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
+  if (options.device) return *options.device;
+  if (backend != "nccl") return at::kCPU;
+  const int devices = cuda_device_count();
+  if (devices > 0 && environment.local_rank >= devices)
+    throw InvalidArgument(fmt::format(
+        "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
+        "CPU with --backend shm",
+        environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
+}
+
+}  // namespace
+
+ProcessGroup init_process_group(const InitOptions& options) {
+  const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
+  const BackendKind& backend_kind = choose_backend(options, environment);
+  const at::Device device = choose_device(options, backend_kind.name, environment);
+  if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
+  flight::Recorder& recorder = flight::Recorder::of_process();
+  recorder.set_phase(flight::Phase::kMeeting);
+  auto store = connect_store(environment, options.timeout);
+  auto backend = backend_kind.create(store, environment, device, options.timeout);
+  recorder.set_phase(flight::Phase::kTraining);
+  return ProcessGroup(std::move(backend), std::move(store), device, environment);
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,213 @@
+#include "rank_output.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::launch {
+namespace {
+
+constexpr std::size_t kLastLines = 12;
+constexpr std::size_t kLongestLine = 500;
+
+bool same_file(int a, int b) {
+  struct stat first {
+  }, second{};
+  return ::fstat(a, &first) == 0 && ::fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino && first.st_rdev == second.st_rdev;
+}
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const auto written = ::write(fd, text.data(), text.size());
+    if (written < 0 && errno != EINTR && errno != EAGAIN) return;
+    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
+  }
+}
+
+/// A pseudo-terminal that hands on every byte as it is and is as wide as the launcher's; false when there is none.
+bool open_terminal(int ends[2]) {
+  ends[0] = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+  if (ends[0] < 0) return false;
+  char name[128];
+  if (::grantpt(ends[0]) == 0 && ::unlockpt(ends[0]) == 0 && ::ptsname_r(ends[0], name, sizeof name) == 0) {
+    ends[1] = ::open(name, O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (ends[1] >= 0) {
+      termios raw{};
+      winsize size{};
+      if (::tcgetattr(ends[1], &raw) == 0) {
+        ::cfmakeraw(&raw);
+        ::tcsetattr(ends[1], TCSANOW, &raw);
+      }
+      if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) ::ioctl(ends[1], TIOCSWINSZ, &size);
+      return true;
+    }
+  }
+  ::close(ends[0]);
+  return false;
+}
+
+}  // namespace
+
+RankOutput::RankOutput(const LocalLaunchOptions& options)
+    : options_(options), last_lines_(static_cast<std::size_t>(options.ranks)) {}
+
+RankOutput::~RankOutput() {
+  for (const Stream& stream : streams_) {
+    ::close(stream.fd);
+    if (stream.file >= 0) ::close(stream.file);
+  }
+}
+
+std::filesystem::path RankOutput::folder(int rank) const {
+  if (options_.log_dir.empty()) return {};
+  return std::filesystem::path(options_.log_dir) / fmt::format("attempt_{}", options_.restart_count) /
+         std::to_string(options_.node_rank * options_.ranks + rank);
+}
+
+int RankOutput::open_log(int rank, const char* name) const {
+  if (options_.log_dir.empty()) return -1;
+  const std::filesystem::path file = folder(rank) / name;
+  std::error_code error;
+  std::filesystem::create_directories(file.parent_path(), error);
+  const int fd = error ? -1 : ::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd >= 0) return fd;
+  throw InvalidArgument(
+      fmt::format("cannot write the log {}: {}", file.string(), error ? error.message() : std::strerror(errno)));
+}
+
+int RankOutput::open_stream(Stream stream, bool through_terminal) {
+  int ends[2] = {-1, -1};
+  if (!(through_terminal && open_terminal(ends)) && ::pipe2(ends, O_CLOEXEC) != 0)
+    throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
+  stream.fd = ends[0];
+  streams_.push_back(std::move(stream));
+  return ends[1];
+}
+
+RankOutput::Ends RankOutput::open(int rank) {
+  Ends ends;
+  const bool to_caller = static_cast<bool>(options_.on_output);
+  const bool tees = !options_.log_dir.empty();
+  if (to_caller || rank > 0) {
+    ends.in = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    ends.out = open_stream(
+        {.rank = rank, .file = open_log(rank, "stdout.log"), .by_line = !to_caller && options_.show_stdout}, false);
+    ends.err = open_stream({.rank = rank,
+                            .is_error = true,
+                            .file = open_log(rank, "stderr.log"),
+                            .by_line = !to_caller && options_.show_stderr},
+                           false);
+    return ends;
+  }
+  // A process that is not in the terminal's foreground group is stopped when it reads it; only one that is alone may.
+  if (::isatty(STDIN_FILENO) != 0) {
+    if (options_.ranks == 1) {
+      ends.has_terminal = true;
+    } else {
+      ends.in = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    }
+  }
+  const bool show_out = options_.show_stdout, show_err = options_.show_stderr;
+  const bool one_way = !tees && show_out && show_err && same_file(STDOUT_FILENO, STDERR_FILENO);
+  ends.err = open_stream(
+      {.rank = 0, .is_error = true, .file = open_log(rank, "stderr.log"), .terminal = show_err ? STDERR_FILENO : -1},
+      show_err && ::isatty(STDERR_FILENO) != 0);
+  if (one_way) {
+    ends.out = ends.err;
+  } else if (tees || !show_out) {
+    ends.out = open_stream({.rank = 0, .file = open_log(rank, "stdout.log"), .terminal = show_out ? STDOUT_FILENO : -1},
+                           show_out && ::isatty(STDOUT_FILENO) != 0);
+  }
+  return ends;
+}
+
+void RankOutput::close_ends(const Ends& ends) {
+  if (ends.in >= 0) ::close(ends.in);
+  if (ends.out >= 0 && ends.out != ends.err) ::close(ends.out);
+  if (ends.err >= 0) ::close(ends.err);
+}
+
+void RankOutput::add_to(std::vector<pollfd>& descriptors) const {
+  for (const Stream& stream : streams_) descriptors.push_back({stream.fd, POLLIN, 0});
+}
+
+void RankOutput::read(const std::vector<pollfd>& descriptors, std::size_t first) {
+  for (std::size_t i = streams_.size(); i-- > 0;) {
+    if (descriptors[first + i].revents == 0) continue;
+    char buffer[16384];
+    const auto got = ::read(streams_[i].fd, buffer, sizeof buffer);
+    if (got > 0) {
+      take(streams_[i], std::string_view(buffer, static_cast<std::size_t>(got)));
+    } else if (got == 0 || errno != EINTR) {
+      close(i);  // A pseudo-terminal that nobody has open any more says EIO.
+    }
+  }
+}
+
+void RankOutput::take(Stream& stream, std::string_view text) {
+  if (stream.file >= 0) write_all(stream.file, text);
+  if (stream.is_error) remember(stream.rank, text);
+  if (options_.on_output) return options_.on_output(stream.rank, std::string(text));
+  if (stream.terminal >= 0) write_all(stream.terminal, text);
+  if (!stream.by_line) return;
+  stream.pending += text;
+  std::string lines;
+  for (std::size_t end; (end = stream.pending.find('\n')) != std::string::npos; stream.pending.erase(0, end + 1))
+    lines += fmt::format("[rank {}] {}", stream.rank, std::string_view(stream.pending).substr(0, end + 1));
+  // To stderr both: stdout belongs to rank 0, whose output others may parse.
+  write_all(STDERR_FILENO, lines);
+}
+
+/// Keeps the last lines, as they look in the end: what a carriage return has written over is gone.
+void RankOutput::remember(int rank, std::string_view text) {
+  auto& lines = last_lines_[static_cast<std::size_t>(rank)];
+  for (const char c : text) {
+    if (lines.empty()) lines.emplace_back();
+    if (c == '\n') {
+      lines.emplace_back();
+      if (lines.size() > kLastLines + 1) lines.pop_front();
+      continue;
+    }
+    std::string& line = lines.back();
+    if (line.ends_with('\r')) line.clear();
+    if (line.size() < kLongestLine || c == '\r') line += c;
+  }
+}
+
+std::vector<std::string> RankOutput::last_lines(int rank) const {
+  std::vector<std::string> lines;
+  for (std::string line : last_lines_[static_cast<std::size_t>(rank)]) {
+    // What a progress bar clears its line with.
+    for (std::size_t at; (at = line.find("\033[K")) != std::string::npos;) line.erase(at, 3);
+    if (line.ends_with('\r')) line.pop_back();
+    if (!line.empty()) lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
+void RankOutput::close(std::size_t index) {
+  Stream& stream = streams_[index];
+  if (!stream.pending.empty()) write_all(STDERR_FILENO, fmt::format("[rank {}] {}\n", stream.rank, stream.pending));
+  ::close(stream.fd);
+  if (stream.file >= 0) ::close(stream.file);
+  streams_.erase(streams_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void RankOutput::close_all() {
+  while (!streams_.empty()) close(streams_.size() - 1);
+}
+
+}  // namespace ddpkit::launch

@@ -1,0 +1,128 @@
+#include "rank_process.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::launch {
+namespace {
+
+/// Between fork and exec: nothing here allocates.
+[[noreturn]] void become(const RankStart& start, char* const* arguments, char* const* environment, pid_t parent,
+                         int report, const cpu_set_t& cores) {
+  // No rank outlives its launcher, however that ends; not even one that ended before this line.
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(127);
+  if (start.own_group) ::setpgid(0, 0);
+  if (start.in >= 0) ::dup2(start.in, STDIN_FILENO);
+  if (start.out >= 0) ::dup2(start.out, STDOUT_FILENO);
+  if (start.err >= 0) ::dup2(start.err, STDERR_FILENO);
+  if (start.inherited >= 0) ::fcntl(start.inherited, F_SETFD, 0);
+  if (!start.cores.empty()) ::sched_setaffinity(0, sizeof cores, &cores);
+  ::execvpe(arguments[0], arguments, environment);
+  const int error = errno;
+  [[maybe_unused]] const auto written = ::write(report, &error, sizeof error);
+  ::_exit(127);
+}
+
+}  // namespace
+
+RankProcess::RankProcess(const RankStart& start) : own_group_(start.own_group) {
+  int report[2];
+  if (::pipe2(report, O_CLOEXEC) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
+  std::vector<char*> environment, arguments;
+  for (const auto& entry : start.environment) environment.push_back(const_cast<char*>(entry.c_str()));
+  environment.push_back(nullptr);
+  for (const auto& argument : start.command) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (const int core : start.cores) CPU_SET(static_cast<std::size_t>(core), &cores);
+  const pid_t parent = ::getpid();
+  pid_ = ::fork();
+  if (pid_ == 0) become(start, arguments.data(), environment.data(), parent, report[1], cores);
+  int error = errno;
+  ::close(report[1]);
+  if (pid_ < 0) {
+    ::close(report[0]);
+    throw Error(fmt::format("cannot start a process: {}", std::strerror(error)));
+  }
+  ssize_t got = 0;
+  while ((got = ::read(report[0], &error, sizeof error)) < 0 && errno == EINTR) {
+  }
+  ::close(report[0]);
+  if (got == sizeof error) {
+    ::waitpid(pid_, nullptr, 0);
+    throw InvalidArgument(fmt::format("cannot start \"{}\": {}", start.command[0], std::strerror(error)));
+  }
+  running_ = true;
+  pidfd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
+}
+
+RankProcess::~RankProcess() {
+  if (running_) {
+    signal(SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+  if (pidfd_ >= 0) ::close(pidfd_);
+}
+
+RankProcess::RankProcess(RankProcess&& other) noexcept
+    : pid_(other.pid_),
+      pidfd_(std::exchange(other.pidfd_, -1)),
+      own_group_(other.own_group_),
+      running_(std::exchange(other.running_, false)) {}
+
+bool RankProcess::reap(int& status) noexcept {
+  if (!running_ || ::waitpid(pid_, &status, WNOHANG) != pid_) return false;
+  running_ = false;
+  return true;
+}
+
+bool RankProcess::has_left_others() const {
+  // While the group has members nobody else can get its number.
+  if (running_ || !own_group_ || ::kill(-pid_, 0) != 0) return false;
+  // Those that have ended and that nobody has waited for do not count.
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+    const std::string name = entry.path().filename();
+    if (name.empty() || name[0] < '0' || name[0] > '9') continue;
+    std::string line;
+    std::getline(std::ifstream(entry.path() / "stat"), line);
+    char state = 0;
+    int parent = 0, group = 0;
+    // The program's name, which may hold anything, stands in parentheses.
+    const auto end_of_name = line.rfind(')');
+    if (end_of_name == std::string::npos ||
+        std::sscanf(line.c_str() + end_of_name + 1, " %c %d %d", &state, &parent, &group) != 3)
+      continue;
+    if (group == pid_ && state != 'Z' && state != 'X') return true;
+  }
+  return false;
+}
+
+void RankProcess::signal(int number) const noexcept {
+  if (own_group_) {
+    ::kill(-pid_, number);
+  } else if (running_) {
+    ::kill(pid_, number);
+  }
+}
+
+}  // namespace ddpkit::launch

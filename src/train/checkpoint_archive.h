@@ -1,0 +1,26 @@
+// What a checkpoint's file holds, and how it gets into a model.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <ddpkit/train/checkpoint.h>
+
+#include "sealed_file.h"
+
+namespace ddpkit::train {
+
+/// An archive without its seal. `rank_states`: see gather_rank_states(). What `sink` throws, it throws.
+void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
+                   const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
+                   const std::vector<std::string>& rank_states);
+
+/// Reads the `bytes` of the file `path` as rank `rank` of `world_size`: see read_checkpoint().
+CheckpointInfo restore_archive(const std::string& path, const std::string& bytes, torch::nn::Module& module,
+                               torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts, int rank,
+                               int world_size);
+
+/// See read_checkpoint_info().
+CheckpointInfo info_of_archive(const std::string& path, const std::string& bytes);
+
+}  // namespace ddpkit::train

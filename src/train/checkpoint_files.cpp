@@ -1,0 +1,92 @@
+#include "checkpoint_files.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/checkpoint.h>
+
+namespace ddpkit::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path numbered(const fs::path& path, std::int64_t step) {
+  return path.parent_path() / fmt::format("{}-{}{}", path.stem().string(), step, path.extension().string());
+}
+
+// The siblings that numbered() names, newest first.
+std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) {
+  std::vector<std::pair<std::int64_t, fs::path>> found;
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  std::error_code error;
+  const std::string start = path.stem().string() + "-", end = path.extension().string();
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(start) || !name.ends_with(end) || name.size() <= start.size() + end.size()) continue;
+    std::int64_t step = 0;
+    const char* last = name.data() + name.size() - end.size();
+    const auto [stop, code] = std::from_chars(name.data() + start.size(), last, step);
+    if (code == std::errc() && stop == last && step >= 0) found.emplace_back(step, entry.path());
+  }
+  std::sort(found.rbegin(), found.rend());
+  return found;
+}
+
+}  // namespace
+
+void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write) {
+  AtomicFile file(files.path);
+  Seal seal([&](const void* data, std::size_t bytes) { file.write(data, bytes); });
+  write([&](const void* data, std::size_t bytes) { seal.write(data, bytes); });
+  seal.finish();
+  // The run's other names first: what stands under the path itself is never ahead of them.
+  if (files.best) file.commit_as(*files.best);
+  if (files.keep > 1) file.commit_as(numbered(files.path, files.step));
+  file.commit();
+  if (files.keep == 1) return;
+  const auto older = older_ones(files.path);
+  // Those of later steps are of a course that this run has left by going back.
+  std::size_t kept = 0;
+  for (const auto& [step, path] : older) {
+    std::error_code ignored;
+    if (step > files.step || ++kept > static_cast<std::size_t>(files.keep)) fs::remove(path, ignored);
+  }
+}
+
+bool recover_checkpoint(const std::filesystem::path& path) {
+  std::string damage;
+  try {
+    read_checkpoint_info(path);
+    return false;
+  } catch (const InvalidArgument& error) {
+    if (std::error_code ignored; !fs::exists(path, ignored)) return false;
+    damage = error.what();
+  }
+  for (const auto& [step, older] : older_ones(path)) {
+    try {
+      read_checkpoint_info(older);
+    } catch (const InvalidArgument&) {
+      continue;
+    }
+    fs::path damaged = path;
+    damaged += ".damaged";
+    // Each name stands for a whole file at any moment: first a second name for the damaged one, then the exchange.
+    AtomicFile::give_name(path, damaged);
+    AtomicFile::give_name(older, path);
+    fmt::print(stderr, "{}; going on from {} (the damaged one is kept as {})\n", damage, older.string(),
+               damaged.string());
+    return true;
+  }
+  return false;
+}
+
+}  // namespace ddpkit::train
