@@ -3,8 +3,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/train/choice.h>
-
-#include "video/csv.h"
+#include <ddpkit/train/csv.h>
 
 namespace video {
 namespace {
@@ -13,6 +12,7 @@ using ddpkit::optim::LearningRateScaling;
 using ddpkit::train::add_choice;
 using ddpkit::train::Choices;
 using ddpkit::train::name_in;
+using ddpkit::train::parse_number;
 
 constexpr Choices<Balance, 3> kBalances = {
     {{"none", Balance::kNone}, {"loss", Balance::kLoss}, {"sampler", Balance::kSampler}}};
