@@ -51,6 +51,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder with trials.csv (video,start_frame,end_frame,label) and the videos")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
+  ddpkit::train::add_checkpoint_options(app, options.trainer);
 
   const std::string data = "Data";
   app.add_option("--classes", options.classes, "Labels in their order [FOLDER/classes.txt, else those there are]")

@@ -54,6 +54,7 @@ RANK_TEST("the hierarchical all-reduce is that of all ranks", "[hierarchical]", 
       for (const std::int64_t size : kSizes) {
         for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax}) {
           if (op == ReduceOp::kAvg && dtype == at::kLong) continue;
+          if (size > 1'000'000 && (dtype != at::kFloat || op != ReduceOp::kAvg)) continue;
           CAPTURE(local, size, c10::toString(dtype), static_cast<int>(op));
           torch::Tensor expected = part(0, {size}, dtype);
           for (int r = 1; r < group.world_size(); ++r) {
