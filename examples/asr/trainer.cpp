@@ -17,6 +17,7 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/summary_writer.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
@@ -78,10 +79,14 @@ class Trainer {
     if (speaks() && !options_.run.json) print_header();
     while (info_.epoch < options_.training.epochs && !is_out_of_steps()) {
       const bool is_whole = train_epoch();
-      if (checkpoint_ && (is_whole || options_.training.checkpoint_steps > 0)) save();
+      if (checkpoint_ && (is_whole || is_stopped_ || options_.training.checkpoint_steps > 0)) save();
       if (!is_whole) break;
     }
     if (checkpoint_) checkpoint_->wait();
+    if (is_stopped_) {
+      if (speaks()) fmt::print(stderr, "asr: {}\n", stop_.describe(info_.step, checkpoint_.has_value()));
+      return;
+    }
     const auto faults = faults_.count(group_);
     if (!speaks()) return;
     if (!options_.run.json) {
@@ -187,7 +192,8 @@ class Trainer {
     double exposed_us = 0;
     const Clock::time_point start = Clock::now();
     Clock::time_point step_began = start;
-    while (sampler_.position() < sampler_.num_batches() && !is_out_of_steps()) {
+    while (sampler_.position() < sampler_.num_batches() && !is_out_of_steps() && !(is_stopped_ = stop_.requested())) {
+      ddpkit::note_step(info_.step);
       const std::optional<Batch> batch = loader.next();
       const double loss = train_step(batch->to(group_.device()));
       for (const std::size_t index : batch->utterances)
@@ -349,6 +355,8 @@ class Trainer {
   double first_step_at_ = 0;
   std::vector<Sample> samples_;
   std::optional<ddpkit::train::SummaryWriter> summary_;
+  ddpkit::train::StopSignal stop_{group_};
+  bool is_stopped_ = false;
 };
 
 }  // namespace

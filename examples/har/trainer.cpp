@@ -82,7 +82,10 @@ class Trainer {
     }
     if (checkpoint_) checkpoint_->wait();
     if (timeline_) timeline_->write();
-    if (is_stopped_) return say_stopped();
+    if (is_stopped_) {
+      if (speaks()) fmt::print(stderr, "har: {}\n", stop_.describe(info_.step, checkpoint_.has_value()));
+      return;
+    }
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
     if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
@@ -92,12 +95,6 @@ class Trainer {
  private:
   int all_devices() const { return devices_->count() * group_.world_size(); }  // Of all ranks.
   bool speaks() const { return group_.rank() == 0; }
-  void say_stopped() const {
-    if (!speaks()) return;
-    const std::string done = fmt::format("har: stopped by {} after step {}", stop_.name(), info_.step);
-    if (folder_.checkpoint.empty()) return fmt::print(stderr, "{}; without --save-dir nothing is kept\n", done);
-    fmt::print(stderr, "{}; the same command goes on from there\n", done);
-  }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
   std::shared_ptr<Classifier> seeded_model() const {

@@ -15,6 +15,7 @@
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -62,6 +63,10 @@ class Trainer {
       if (!train_epoch()) break;
     }
     if (checkpoint_) checkpoint_->wait();
+    if (is_stopped_) {
+      if (speaks()) fmt::print(stderr, "video: {}\n", stop_.describe(info_.step, checkpoint_.has_value()));
+      return;
+    }
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
     if (!speaks()) return;
     if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
@@ -186,20 +191,26 @@ class Trainer {
     const double lr = scheduler_.learning_rates().front();
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
-    for (; update < updates && !is_out_of_steps(); ++update) {
+    const auto save_within_epoch = [&](std::int64_t updates_done) {
+      sampler_.set_position(static_cast<std::size_t>(updates_done * batch_size_));
+      save(false);
+    };
+    for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
+      ddpkit::note_step(info_.step);
       const at::Tensor loss = train_step(*loader.next());
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
       if (update + 1 < updates && options_.trainer.checkpoint_steps > 0 &&
-          info_.step % options_.trainer.checkpoint_steps == 0) {
-        sampler_.set_position(static_cast<std::size_t>((update + 1) * batch_size_));
-        save(false);
-      }
+          info_.step % options_.trainer.checkpoint_steps == 0)
+        save_within_epoch(update + 1);
     }
+    // Where no update has been made, the last checkpoint is as good.
+    if (is_stopped_ && update > 0) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const double waited = loader.stats().wait_seconds;
     bar.clear();
+    if (is_stopped_) return false;
     if (!std::isfinite(train.loss))
       throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
                                       options_.trainer.lr),
@@ -294,6 +305,8 @@ class Trainer {
   std::optional<ddpkit::train::Checkpoint> checkpoint_;
   ddpkit::train::CheckpointInfo info_;  // How far the run has come.
   std::optional<ddpkit::train::SummaryWriter> summary_;
+  ddpkit::train::StopSignal stop_{group_};
+  bool is_stopped_ = false;
 };
 
 }  // namespace

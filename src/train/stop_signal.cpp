@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <fmt/format.h>
+
 #include <ddpkit/comm/process_group.h>
 
 namespace ddpkit::train {
@@ -73,9 +75,10 @@ bool StopSignal::requested() {
   return agreed_ != 0;
 }
 
-std::string StopSignal::name() const {
-  const char* short_name = ::sigabbrev_np(agreed_);
-  return short_name ? std::string("SIG") + short_name : "a signal";
+std::string StopSignal::describe(std::int64_t step, bool is_kept) const {
+  const char* name = ::sigabbrev_np(agreed_);
+  return fmt::format("stopped by SIG{} after step {}; {}", name ? name : "?", step,
+                     is_kept ? "the same command goes on from there" : "without --save-dir nothing is kept");
 }
 
 }  // namespace ddpkit::train

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cstdint>
 #include <fstream>
 #include <random>
 #include <sstream>
@@ -25,17 +27,18 @@ std::vector<int> ranks_of(int launcher) {
 }  // namespace
 
 void kill_and_compare(int kills, unsigned seed) {
-  // Long enough that even the last kill finds the run alive: each costs at least the epoch it falls into.
-  const std::vector<std::string> options = {"--epochs", std::to_string(30 + 20 * kills), "--json"};
+  const std::vector<std::string> options = {"--epochs", std::to_string(20 + 10 * kills), "--json"};
   const Folder whole, disturbed;
   FaultRun calm(training(whole.path(), options));
   REQUIRE(calm.wait(std::chrono::seconds(600)) == 0);
 
+  // Together the kills leave less time than the whole run takes, so that the last one finds it alive; each comes at any
+  // moment between the start of the processes and some epochs later.
+  const auto longest_ms = static_cast<std::uint32_t>(std::max(200.0, 900 * calm.seconds() / kills));
   std::mt19937 random(seed);
   FaultRun run(training(disturbed.path(), options, {"--max-restarts", std::to_string(kills)}));
   std::vector<int> last;
   for (int i = 0; i < kills; ++i) {
-    // New ranks, which have had the time to do anything between nothing and some epochs.
     std::vector<int> ranks;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while ((ranks = ranks_of(run.pid())).size() < 2 || ranks == last) {
@@ -43,7 +46,7 @@ void kill_and_compare(int kills, unsigned seed) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     last = ranks;
-    std::this_thread::sleep_for(std::chrono::milliseconds(random() % 800));
+    std::this_thread::sleep_for(std::chrono::milliseconds(random() % longest_ms));
     const int victim = ranks[random() % 2];
     REQUIRE(::kill(victim, SIGKILL) == 0);
     run.wait_for(fmt::format("restart {} of {}", i + 1, kills));

@@ -25,4 +25,8 @@ inline std::vector<std::string> training(const std::filesystem::path& folder, co
 /// of a run that nobody disturbs.
 void kill_and_compare(int kills, unsigned seed);
 
+/// Cuts a run's checkpoint off at so many points, and flips so many of its bits, each for itself: the same command
+/// refuses what is left, and leaves it as it is.
+void damage_checkpoints(int truncations, int flips);
+
 }  // namespace ddpkit::testing

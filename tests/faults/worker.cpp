@@ -93,6 +93,7 @@ class Run {
   /// False when the rank is to end early.
   bool act() {
     const std::string& what = options_.act;
+    if (is_victim_ && what.starts_with("other-")) mark(options_, "fault");
     if (what == "other-shape") group_.all_reduce(torch::ones({is_victim_ ? 3 : 4}));
     if (what == "other-dtype") group_.all_reduce(torch::ones({4}, is_victim_ ? torch::kDouble : torch::kFloat));
     if (what == "kill-in-all-reduce") {

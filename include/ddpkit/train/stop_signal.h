@@ -28,8 +28,9 @@ class StopSignal {
   /// every rank calls it once a step. The ranks talk of it a few times a second, not each step.
   bool requested();
 
-  /// "SIGTERM", on every rank, once requested() was true.
-  std::string name() const;
+  /// "stopped by SIGTERM after step 7; the same command goes on from there", once requested() was true. `is_kept`:
+  /// there is a checkpoint.
+  std::string describe(std::int64_t step, bool is_kept) const;
 
  private:
   std::unique_ptr<ProcessGroup> group_;
