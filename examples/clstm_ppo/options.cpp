@@ -118,6 +118,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder with NAME.csv (Date,Open,High,Low,Close,Volume) of each asset")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
+  // A run is counted in rounds, after each of which there is a checkpoint.
   app.remove_option(app.get_option("--epochs"));
   app.get_option("--batch-size")->description("Days a batch, on each device");
   app.get_option("--json")->description("Print one line of JSON a finished round");

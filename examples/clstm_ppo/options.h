@@ -15,7 +15,7 @@ namespace clstm_ppo {
 
 /// What `clstm_ppo --help` lists.
 struct TrainOptions {
-  /// A batch is of days; `epochs` is not used.
+  /// A batch is of days; `epochs` and `checkpoint_steps` are not used.
   ddpkit::train::TrainerOptions trainer = {.batch_size = 128, .lr = 2e-3};
 
   std::string data;                 ///< Folder of NAME.csv.
