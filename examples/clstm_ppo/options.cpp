@@ -119,7 +119,8 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
   // A run is counted in rounds, after each of which there is a checkpoint.
-  app.remove_option(app.get_option("--epochs"));
+  ddpkit::train::add_checkpoint_options(app, options.trainer);
+  for (const char* name : {"--epochs", "--checkpoint-steps"}) app.remove_option(app.get_option(name));
   app.get_option("--batch-size")->description("Days a batch, on each device");
   app.get_option("--json")->description("Print one line of JSON a finished round");
   add_data_options(app, options);
