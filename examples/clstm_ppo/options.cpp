@@ -51,6 +51,10 @@ void add_device_options(CLI::App& app, TrainOptions& options) {
       ->check(CLI::Range(-1, 1024))
       ->type_name("N")
       ->group(devices);
+  app.add_option("--threads", options.threads, "Threads of a rank on the CPU; these LSTMs are too small to share out")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N")
+      ->group(devices);
   app.add_flag("--amp,!--no-amp", options.amp, "Mixed precision, with loss scaling, where the device gains by it [on]")
       ->group(devices);
   app.add_flag("--tf32,!--no-tf32", options.tf32, "TensorFloat-32 on GPUs that have it [on]")->group(devices);
@@ -118,7 +122,8 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder with NAME.csv (Date,Open,High,Low,Close,Volume) of each asset")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
-  app.remove_option(app.get_option("--epochs"));
+  // A run is counted in rounds, after each of which there is a checkpoint.
+  for (const char* name : {"--epochs", "--checkpoint-steps"}) app.remove_option(app.get_option(name));
   app.get_option("--batch-size")->description("Days a batch, on each device");
   app.get_option("--json")->description("Print one line of JSON a finished round");
   add_data_options(app, options);

@@ -15,7 +15,7 @@ namespace clstm_ppo {
 
 /// What `clstm_ppo --help` lists.
 struct TrainOptions {
-  /// A batch is of days; `epochs` is not used.
+  /// A batch is of days; `epochs` and `checkpoint_steps` are not used.
   ddpkit::train::TrainerOptions trainer = {.batch_size = 128, .lr = 2e-3};
 
   std::string data;                 ///< Folder of NAME.csv.
@@ -39,6 +39,7 @@ struct TrainOptions {
   double reward_scale = 100;  ///< So that a reward is the change in percent.
   bool lr_decay = true;
   PpoOptions ppo;
+  int threads = 1;  ///< Of each rank on the CPU.
   bool amp = true;
   bool tf32 = true;
   bool cudnn_benchmark = true;

@@ -51,7 +51,8 @@ class DistributedCLSTMPPOTrainer {
   /// Means over the episodes of all ranks.
   EpisodeMetrics gather_metrics(const Rollout& rollout) const;
 
-  /// Rank 0 writes SAVE_DIR/checkpoint.pt, whole or not at all; all ranks wait for it. Nothing without --save-dir.
+  /// Rank 0 writes SAVE_DIR/checkpoint.pt, whole or not at all, behind the training's back; all ranks wait until it
+  /// holds a copy of the state. train() returns when the last one is on the disk. Nothing without --save-dir.
   void save_checkpoint();
 
   /// Of the policy's mean action on the days that training never sees. Rank 0's, on every rank.

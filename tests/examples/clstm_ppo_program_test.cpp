@@ -98,3 +98,15 @@ TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole ro
   CHECK(same_bits(weights_of(whole), weights_of(parts)));
   check_refused(joined(episodes, {"--save-dir", parts.path(), "--gamma", "0.5"}), 1, "already holds a run with gamma");
 }
+
+TEST_CASE("clstm_ppo: two ranks learn a planted pattern", "[clstm_ppo]") {
+  const Folder market;
+  clstm_ppo::generate(market / "set", {});
+  const Run run =
+      run_clstm_ppo(2, {"--data", market / "set", "--test-share", "0.05", "--num-episodes", "640", "--json"});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const nlohmann::json test = run.json(run.lines.size() - 2)["test"];
+  CHECK(test["share_of_best"] > 0.5);
+  CHECK(std::abs(test["buy_and_hold"]["return"].get<double>()) < 0.2);
+}
