@@ -1,5 +1,6 @@
 #include "clstm_ppo/device.h"
 
+#include <ATen/Parallel.h>
 #include <torch/cuda.h>
 
 #include <fmt/format.h>
@@ -26,7 +27,10 @@ c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvir
 }
 
 void set_up_device(const TrainOptions& options, c10::Device device) {
-  if (!device.is_cuda()) return;
+  if (!device.is_cuda()) {
+    at::set_num_threads(options.threads);
+    return;
+  }
   ddpkit::optim::set_precision({.cudnn_benchmark = options.cudnn_benchmark}, device);
   // What has bfloat16 has TensorFloat-32: both came with compute capability 8.0.
   if (ddpkit::optim::fastest_type(device) == c10::kBFloat16)

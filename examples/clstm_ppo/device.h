@@ -14,7 +14,8 @@ namespace clstm_ppo {
 /// for more ranks than GPUs.
 c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment);
 
-/// TensorFloat-32 and cuDNN's benchmark, as the options say and the device allows.
+/// On the CPU the process's threads; on a GPU TensorFloat-32 and cuDNN's benchmark, as the options say and the device
+/// allows.
 void set_up_device(const TrainOptions& options, c10::Device device);
 
 /// Throws ddpkit::train::UsageError for options that do not fit together.

@@ -51,6 +51,10 @@ void add_device_options(CLI::App& app, TrainOptions& options) {
       ->check(CLI::Range(-1, 1024))
       ->type_name("N")
       ->group(devices);
+  app.add_option("--threads", options.threads, "Threads of a rank on the CPU; these LSTMs are too small to share out")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N")
+      ->group(devices);
   app.add_flag("--amp,!--no-amp", options.amp, "Mixed precision, with loss scaling, where the device gains by it [on]")
       ->group(devices);
   app.add_flag("--tf32,!--no-tf32", options.tf32, "TensorFloat-32 on GPUs that have it [on]")->group(devices);

@@ -39,6 +39,7 @@ struct TrainOptions {
   double reward_scale = 100;  ///< So that a reward is the change in percent.
   bool lr_decay = true;
   PpoOptions ppo;
+  int threads = 1;  ///< Of each rank on the CPU.
   bool amp = true;
   bool tf32 = true;
   bool cudnn_benchmark = true;
