@@ -25,3 +25,15 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmak
   COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/ddpkitConfig.cmake" "${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmake"
   "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake" DESTINATION "${package_dir}")
+
+# `cpack` in the build folder makes a package of it. LibTorch comes in no Debian package: it is looked for as
+# FindLibTorch.cmake says, and the programs find it where it stood when they were built.
+set(CPACK_GENERATOR "DEB;TGZ")
+set(CPACK_PACKAGE_CONTACT "ddpkit contributors")
+set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION "libdevel")
+set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libyaml-cpp0.7 | libyaml-cpp0.8")
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "libcli11-dev, nlohmann-json3-dev, libyaml-cpp-dev")
+set(CPACK_STRIP_FILES ON)
+include(CPack)

@@ -5,21 +5,14 @@
 
 #include <fmt/format.h>
 
-#include "svg.h"
+#include <ddpkit/train/svg.h>
 
 namespace ddpkit::bench {
 namespace {
 
-constexpr double kWidth = 640, kHeight = 420, kLeft = 70, kRight = 20, kTop = 50, kBottom = 70;
+namespace svg = train::svg;
 
-/// The lowest of 1, 2 and 5 times a power of 10 that is at least `value`.
-double round_step(double value) {
-  const double power = std::pow(10, std::floor(std::log10(value)));
-  for (const double factor : {1.0, 2.0, 5.0}) {
-    if (factor * power >= value) return factor * power;
-  }
-  return 10 * power;
-}
+constexpr double kWidth = 640, kHeight = 420, kLeft = 70, kRight = 20, kTop = 50, kBottom = 70;
 
 }  // namespace
 
@@ -32,7 +25,7 @@ std::string draw_bars(const std::string& title, const std::string& y_label, cons
       if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   }
-  const double step = highest > 0 ? round_step(highest / 6) : 1;
+  const double step = highest > 0 ? svg::round_step(highest / 6) : 1;
   const double top = step * std::max(1.0, std::ceil(highest / step));
   const double base = kHeight - kBottom, scale = (base - kTop) / top;
   std::string body = svg::text_at(kWidth / 2, 24, "middle", title, " class=\"title\"");

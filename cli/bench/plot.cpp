@@ -6,15 +6,16 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/train/svg.h>
+
 #include "plan.h"
-#include "svg.h"
 
 namespace ddpkit::bench {
 namespace {
 
-using svg::kColours;
-using svg::line;
-using svg::text_at;
+using train::svg::kColours;
+using train::svg::line;
+using train::svg::text_at;
 
 constexpr double kPanelWidth = 560, kPanelHeight = 460;
 constexpr double kLeft = 70, kRight = 20, kTop = 40, kBottom = 110;
@@ -126,7 +127,7 @@ std::string draw_log_log(const std::vector<Panel>& panels, const std::string& y_
     ++drawn;
   }
   const double width = kPanelWidth * std::clamp(drawn, 1, 2), height = kPanelHeight * std::max(1, (drawn + 1) / 2);
-  return svg::document(width, height, body);
+  return train::svg::document(width, height, body);
 }
 
 std::vector<Panel> panels_of(const std::vector<Row>& rows) {

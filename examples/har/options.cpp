@@ -37,6 +37,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder in the UCI-HAR layout, or with NAME_TRAIN.ts and NAME_TEST.ts")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
+  ddpkit::train::add_checkpoint_options(app, options.trainer);
 
   const std::string devices = "Devices";
   add_choice(

@@ -33,8 +33,16 @@ void write_config_file(const std::filesystem::path& path, const TrainOptions& op
   nlohmann::json config = run_config(options);
   // What does not make another run of it, but is needed to start it.
   config["data"] = options.data;
+  config["on_bad_data"] = name_of(options.on_bad_data);
+  config["check"] = name_of(options.check);
   config["num_workers"] = options.num_workers;
+  config["prefetch_factor"] = options.prefetch_factor;
+  config["open_videos"] = options.open_videos;
+  config["cache_mb"] = options.cache_mb;
   config["amp"] = options.amp;
+  config["tensorboard"] = options.tensorboard;
+  config["checkpoint_steps"] = options.trainer.checkpoint_steps;
+  config["keep_checkpoints"] = options.trainer.keep_checkpoints;
   config["save_dir"] = options.trainer.save_dir;
   if (!options.cache_dir.empty()) config["cache_dir"] = options.cache_dir;
   if (!options.classes.empty()) config["classes"] = options.classes;

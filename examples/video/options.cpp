@@ -3,8 +3,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/train/choice.h>
-
-#include "video/csv.h"
+#include <ddpkit/train/csv.h>
 
 namespace video {
 namespace {
@@ -13,6 +12,7 @@ using ddpkit::optim::LearningRateScaling;
 using ddpkit::train::add_choice;
 using ddpkit::train::Choices;
 using ddpkit::train::name_in;
+using ddpkit::train::parse_number;
 
 constexpr Choices<Balance, 3> kBalances = {
     {{"none", Balance::kNone}, {"loss", Balance::kLoss}, {"sampler", Balance::kSampler}}};
@@ -42,6 +42,8 @@ CLI::Option* add_size(CLI::App& app, FrameSize& size, const std::string& descrip
 }  // namespace
 
 const char* name_of(Balance value) { return name_in(kBalances, value); }
+const char* name_of(OnBadData value) { return name_in(kPolicies, value); }
+const char* name_of(Check value) { return name_in(kChecks, value); }
 const char* name_of(LearningRateScaling value) { return name_in(kScalings, value); }
 std::string name_of(FrameSize size) { return fmt::format("{}x{}", size.width, size.height); }
 
@@ -49,6 +51,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder with trials.csv (video,start_frame,end_frame,label) and the videos")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
+  ddpkit::train::add_checkpoint_options(app, options.trainer);
 
   const std::string data = "Data";
   app.add_option("--classes", options.classes, "Labels in their order [FOLDER/classes.txt, else those there are]")

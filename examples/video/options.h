@@ -60,6 +60,8 @@ CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptio
 
 /// As on the command line.
 const char* name_of(Balance value);
+const char* name_of(OnBadData value);
+const char* name_of(Check value);
 const char* name_of(ddpkit::optim::LearningRateScaling value);
 std::string name_of(FrameSize size);
 

@@ -12,15 +12,16 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/csv.h>
 #include <ddpkit/train/random.h>
 #include <ddpkit/train/text.h>
-
-#include "video/csv.h"
 
 namespace video {
 namespace {
 
+using ddpkit::train::CsvRecord;
 using ddpkit::train::in_quotes;
+using ddpkit::train::parse_number;
 
 constexpr std::array<const char*, 4> kColumns = {"video", "start_frame", "end_frame", "label"};
 
@@ -119,7 +120,7 @@ TrialSet read_trials(const std::filesystem::path& folder, std::vector<std::strin
   if (!std::filesystem::is_directory(folder, error))
     throw ddpkit::InvalidArgument(fmt::format("there is no data folder {}", folder.string()));
   const std::filesystem::path csv = trials_file(folder);
-  const std::vector<CsvRecord> records = read_csv(csv);
+  const std::vector<CsvRecord> records = ddpkit::train::read_csv(csv);
   if (records.empty()) throw ddpkit::InvalidArgument(fmt::format("{}:1: is empty", csv.string()));
   const auto places = find_columns(csv, records.front());
   if (classes.empty() && std::filesystem::exists(folder / "classes.txt", error))

@@ -34,3 +34,4 @@
 #include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 #include <ddpkit/parallel/timeline.h>
+#include <ddpkit/version.h>

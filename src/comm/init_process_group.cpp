@@ -16,6 +16,7 @@
 
 #include "comm/backends.h"
 #include "comm/flight/recorder.h"
+#include "comm/hierarchical_backend.h"
 #include "comm/staged_backend.h"
 
 namespace ddpkit {
@@ -34,6 +35,14 @@ constexpr BackendKind kBackends[] = {
     {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
                 std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
     {"nccl", create_nccl_backend},
+    {"hierarchical",
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+        std::chrono::milliseconds timeout) {
+       if (!device.is_cpu())
+         throw InvalidArgument(
+             fmt::format("the hierarchical backend is of the CPU, not of {}: take nccl", device.str()));
+       return create_hierarchical_backend(store, environment, timeout);
+     }},
 };
 
 }  // namespace

@@ -263,9 +263,10 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
     environment.local_world_size = environment.world_size;
     environment.local_rank = environment.rank;
   }
-  return ProcessGroup(
-      backend_named(backend_name(), "the backend").create(store, environment, device(), state_->timeout), store,
-      device(), environment);
+  // Which ranks of a part share a host is not known.
+  const std::string kind = backend_name() == "hierarchical" ? "gloo" : backend_name();
+  return ProcessGroup(backend_named(kind, "the backend").create(store, environment, device(), state_->timeout), store,
+                      device(), environment);
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {

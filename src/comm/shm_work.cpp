@@ -23,14 +23,24 @@ ShmWork::~ShmWork() {
   }
 }
 
+std::exception_ptr ShmWork::exception() const {
+  const std::lock_guard lock(mutex_);
+  return exception_;
+}
+
+void ShmWork::fail() {
+  const std::lock_guard lock(mutex_);
+  if (!exception_) exception_ = std::current_exception();
+}
+
 bool ShmWork::isCompleted() {
-  if (exception_) return true;
+  if (exception()) return true;
   try {
     for (const auto& pending : pending_) {
       if (!engine_->test(pending)) return false;
     }
   } catch (...) {
-    exception_ = std::current_exception();
+    fail();
   }
   return true;
 }
@@ -38,19 +48,22 @@ bool ShmWork::isCompleted() {
 int ShmWork::sourceRank() const { return pending_[0]->message ? pending_[0]->message->peer : -1; }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  if (exception_) std::rethrow_exception(exception_);
+  if (const auto failure = exception()) std::rethrow_exception(failure);
   try {
     for (const auto& pending : pending_) engine_->wait(pending, timeout == kNoTimeout ? timeout_ : timeout);
   } catch (...) {
-    exception_ = std::current_exception();
+    fail();
     throw;
   }
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
-  if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  {
+    const std::lock_guard lock(mutex_);
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  }
   // Complete with the last of several operations; with the first failure.
   auto left = std::make_shared<std::atomic<std::size_t>>(pending_.size());
   for (const auto& pending : pending_) {

@@ -10,7 +10,7 @@
 
 namespace ddpkit {
 
-/// c10d's handle on one or several of the engine's operations.
+/// c10d's handle on one or several of the engine's operations. Any thread may use it.
 class ShmWork : public c10d::Work {
  public:
   ShmWork(std::shared_ptr<shm::Engine> engine, std::vector<shm::PendingHandle> pending, c10d::OpType type,
@@ -19,8 +19,8 @@ class ShmWork : public c10d::Work {
   ~ShmWork() override;
 
   bool isCompleted() override;
-  bool isSuccess() const override { return !exception_; }
-  std::exception_ptr exception() const override { return exception_; }
+  bool isSuccess() const override { return !exception(); }
+  std::exception_ptr exception() const override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   bool wait(std::chrono::milliseconds timeout) override;
@@ -30,11 +30,14 @@ class ShmWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  /// Keeps the exception under way, the first one.
+  void fail();
+
   std::shared_ptr<shm::Engine> engine_;
   std::vector<shm::PendingHandle> pending_;
   std::vector<at::Tensor> outputs_;
   std::chrono::milliseconds timeout_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< Guarded, as exception_, by c10d::Work's mutex_.
 };
 
 }  // namespace ddpkit

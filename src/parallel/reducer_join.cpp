@@ -1,3 +1,5 @@
+#include <unordered_set>
+
 #include "parallel/reducer_impl.h"
 
 #include "parallel/join_session.h"
@@ -26,9 +28,10 @@ void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
   if (factor == 1 || sink_) return;
   const at::NoGradGuard no_grad;
+  std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
   for (Slot& slot : slots_) {
     at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
-    if (gradient.defined()) gradient.mul_(factor);
+    if (gradient.defined() && divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
   }
 }
 

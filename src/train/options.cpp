@@ -192,8 +192,8 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       ->check(whole_number(1))
       ->type_name("N")
       ->group(group);
-  app.add_option("--backend", options.backend, "shm, gloo or nccl; chosen by device when not given")
-      ->check(CLI::IsMember({"shm", "gloo", "nccl"}))
+  app.add_option("--backend", options.backend, "shm, gloo, nccl or hierarchical; chosen by device when not given")
+      ->check(CLI::IsMember({"shm", "gloo", "nccl", "hierarchical"}))
       ->type_name("NAME")
       ->capture_default_str()
       ->group(group);
@@ -202,17 +202,6 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       app.add_option("--save-dir", options.save_dir, "Folder for the run's checkpoint; without it none is written")
           ->type_name("FOLDER")
           ->group(run);
-  app.add_option("--checkpoint-steps", options.checkpoint_steps,
-                 "Save every N optimizer steps too, not only after each epoch; 0: no")
-      ->check(whole_number(0))
-      ->needs(save_dir)
-      ->type_name("N")
-      ->group(run);
-  app.add_option("--keep-checkpoints", options.keep_checkpoints, "Keep the last N")
-      ->check(whole_number(1, most))
-      ->needs(save_dir)
-      ->type_name("N")
-      ->group(run);
   CLI::Option* resume =
       app.add_flag("--resume", options.resume,
                    "Insist on a run in --save-dir to go on with, as happens by itself where there is one");
@@ -221,6 +210,20 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
   app.add_flag("--json", options.json, "Print one line of JSON a finished epoch")->group(run);
   add_config_option(app);
   app.get_config_ptr()->group(run);
+}
+
+void add_checkpoint_options(CLI::App& app, TrainerOptions& options) {
+  app.add_option("--checkpoint-steps", options.checkpoint_steps,
+                 "Save every N optimizer steps too, not only after each epoch; 0: no")
+      ->check(whole_number(0))
+      ->needs(app.get_option("--save-dir"))
+      ->type_name("N")
+      ->group("Run");
+  app.add_option("--keep-checkpoints", options.keep_checkpoints, "Keep the last N")
+      ->check(whole_number(1, std::numeric_limits<int>::max()))
+      ->needs(app.get_option("--save-dir"))
+      ->type_name("N")
+      ->group("Run");
 }
 
 }  // namespace ddpkit::train

@@ -9,6 +9,7 @@
 #include <ddpkit/train/state_dict.h>
 
 #include "asr/corpus.h"
+#include "clstm_ppo/prices.h"
 #include "estimate/profile_file.h"
 #include "har/ts_format.h"
 #include "har/ucihar.h"
@@ -83,14 +84,18 @@ void manifest(const std::string& bytes, const path& folder) {
   asr::read_corpus(file_of(bytes, folder, "manifest.jsonl"));
 }
 
+void prices(const std::string& bytes, const path& folder) {
+  clstm_ppo::read_prices(file_of(bytes, folder, "prices.csv"));
+}
+
 void timeline(const std::string& bytes, const path& folder) {
   cli::read_profile(file_of(bytes, folder, "trace.json").string());
 }
 
 constexpr FuzzTarget kTargets[] = {
-    {"state_dict", state_dict}, {"safetensors", safetensors}, {"checkpoint", checkpoint},
-    {"config", config},         {"har_ts", har_ts},           {"har_ucihar", har_ucihar},
-    {"trials", trials},         {"manifest", manifest},       {"timeline", timeline},
+    {"state_dict", state_dict}, {"safetensors", safetensors}, {"checkpoint", checkpoint}, {"config", config},
+    {"har_ts", har_ts},         {"har_ucihar", har_ucihar},   {"trials", trials},         {"manifest", manifest},
+    {"timeline", timeline},     {"prices", prices},
 };
 
 }  // namespace

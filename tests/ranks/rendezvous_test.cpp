@@ -78,7 +78,8 @@ TEST_CASE("a host name that does not resolve is an error", "[rendezvous]") {
 }
 
 TEST_CASE("an unknown backend is refused with the known ones", "[rendezvous]") {
-  CHECK_THROWS_WITH(init_process_group({.backend = "mpi"}), ContainsSubstring("\"mpi\" is not one of shm, gloo, nccl"));
+  CHECK_THROWS_WITH(init_process_group({.backend = "mpi"}),
+                    ContainsSubstring("\"mpi\" is not one of shm, gloo, nccl, hierarchical"));
 }
 
 TEST_CASE("a world of one needs no network", "[rendezvous]") {

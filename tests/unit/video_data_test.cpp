@@ -14,32 +14,12 @@
 #include "video/behaviour.h"
 #include "video/check.h"
 #include "video/clip_loader.h"
-#include "video/csv.h"
 #include "video/generate.h"
 #include "video/trials.h"
 #include "video_files.h"
 
 using namespace video;
 using namespace video::testing;
-
-TEST_CASE("CSV is read by RFC 4180", "[video]") {
-  const auto records = parse_csv(
-      "\xEF\xBB\xBF"
-      "a,b\r\n\"x,1\",\"say \"\"hi\"\"\"\n\n\"two\nlines\",3\n,\nlast,\"\"");
-  REQUIRE(records.size() == 5);
-  CHECK(records[0].fields == std::vector<std::string>{"a", "b"});
-  CHECK(records[1].fields == std::vector<std::string>{"x,1", "say \"hi\""});
-  CHECK(records[2].fields == std::vector<std::string>{"two\nlines", "3"});
-  CHECK(records[2].line == 4);
-  CHECK(records[3].fields == std::vector<std::string>{"", ""});
-  CHECK(records[3].line == 6);
-  CHECK(records[4].fields == std::vector<std::string>{"last", ""});
-  CHECK(parse_csv("a\n\"never,closed\n")[1].fault == "a quote is never closed");
-  CHECK(parse_csv("\"a\"b,c")[0].fault == "there is text behind a closing quote");
-  CHECK(parse_csv("").empty());
-  for (const std::string text : {"plain", "with,comma", "with \"quotes\"", "two\nlines", ""})
-    CHECK(parse_csv("x," + csv_field(text))[0].fields[1] == text);
-}
 
 TEST_CASE("a trial that cannot be used is named with file and line", "[video]") {
   const Folder folder;

@@ -76,7 +76,7 @@ class ProcessGroup {
   int local_world_size() const noexcept;  ///< Ranks on this host.
   /// Where this rank's model and batches belong: its GPU, or the CPU.
   at::Device device() const noexcept;
-  /// "shm", "gloo", "nccl", or what a wrapped backend calls itself.
+  /// "shm", "gloo", "nccl", "hierarchical", or what a wrapped backend calls itself.
   const std::string& backend_name() const noexcept;
 
   /// Reduces `tensor` element by element over all ranks, in place, the same bits on every rank. Any shape; contiguous.
@@ -155,7 +155,8 @@ class ProcessGroup {
 
 /// Options of init_process_group. What is left empty is chosen.
 struct InitOptions {
-  /// "shm", "gloo" or "nccl". Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
+  /// "shm", "gloo", "nccl", or for CPU ranks on several hosts, equally many on each, "hierarchical": shm within each
+  /// host and gloo between them. Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
   /// elsewhere.
   std::string backend = {};
   /// Where the model goes. Empty: with `nccl` GPU number local_rank, else the CPU. With `shm` a GPU may be named, also

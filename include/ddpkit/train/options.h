@@ -30,10 +30,12 @@ struct TrainerOptions {
   std::string backend = {};                              ///< See InitOptions::backend.
 };
 
-/// Adds --epochs, --batch-size, --lr, --seed, --max-steps, --save-dir, --checkpoint-steps, --keep-checkpoints,
-/// --resume, --overwrite, --json, --backend and --config to a program. `options` must outlive the parse; the values in
-/// it are the defaults that --help shows.
+/// Adds --epochs, --batch-size, --lr, --seed, --max-steps, --save-dir, --resume, --overwrite, --json, --backend and
+/// --config to a program. `options` must outlive the parse; the values in it are the defaults that --help shows.
 void add_trainer_options(CLI::App& app, TrainerOptions& options);
+
+/// Adds --checkpoint-steps and --keep-checkpoints, for trainers that can save within an epoch.
+void add_checkpoint_options(CLI::App& app, TrainerOptions& options);
 
 /// Adds --config FILE: YAML whose keys are the program's long option names, grouped into sections or not. The command
 /// line wins over the file. What is wrong with the file (an unknown key, which is named with the nearest known one; a

@@ -1,4 +1,4 @@
-#include "video/csv.h"
+#include <ddpkit/train/csv.h>
 
 #include <charconv>
 #include <fstream>
@@ -9,7 +9,7 @@
 
 #include <ddpkit/comm/error.h>
 
-namespace video {
+namespace ddpkit::train {
 namespace {
 
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
@@ -86,14 +86,13 @@ std::vector<CsvRecord> parse_csv(std::string_view text) { return Parser(text).al
 
 std::vector<CsvRecord> read_csv(const std::filesystem::path& path) {
   std::error_code error;
-  if (!std::filesystem::exists(path, error))
-    throw ddpkit::InvalidArgument(fmt::format("there is no file {}", path.string()));
+  if (!std::filesystem::exists(path, error)) throw InvalidArgument(fmt::format("there is no file {}", path.string()));
   if (!std::filesystem::is_regular_file(path, error))
-    throw ddpkit::InvalidArgument(fmt::format("{} is not a file", path.string()));
+    throw InvalidArgument(fmt::format("{} is not a file", path.string()));
   std::ifstream file(path, std::ios::binary);
   std::string text;
   if (file) text.assign(std::istreambuf_iterator<char>(file), {});
-  if (!file) throw ddpkit::InvalidArgument(fmt::format("cannot read {}", path.string()));
+  if (!file) throw InvalidArgument(fmt::format("cannot read {}", path.string()));
   return parse_csv(text);
 }
 
@@ -115,4 +114,4 @@ std::optional<long long> parse_number(std::string_view text) {
   return value;
 }
 
-}  // namespace video
+}  // namespace ddpkit::train

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace video {
+namespace ddpkit::train {
 
 /// One record of a CSV file.
 struct CsvRecord {
@@ -19,7 +19,7 @@ struct CsvRecord {
 };
 
 /// Reads a CSV file by RFC 4180 (commas, quotes doubled within quotes, line ends within quotes), with LF or CRLF, with
-/// or without a byte-order mark. Empty lines are left out. Throws ddpkit::InvalidArgument when there is no such file.
+/// or without a byte-order mark. Empty lines are left out. Throws InvalidArgument when there is no such file.
 std::vector<CsvRecord> read_csv(const std::filesystem::path& path);
 
 /// The same of a text.
@@ -31,4 +31,4 @@ std::string csv_field(std::string_view text);
 /// All of `text` as a whole number, blanks around it allowed; empty optional when it is anything else.
 std::optional<long long> parse_number(std::string_view text);
 
-}  // namespace video
+}  // namespace ddpkit::train

@@ -1,8 +1,10 @@
-#include "svg.h"
+#include <ddpkit/train/svg.h>
+
+#include <cmath>
 
 #include <fmt/format.h>
 
-namespace ddpkit::bench::svg {
+namespace ddpkit::train::svg {
 
 std::string escaped(const std::string& text) {
   std::string result;
@@ -28,6 +30,14 @@ std::string line(double x1, double y1, double x2, double y2, const std::string& 
   return fmt::format("<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" {}/>\n", x1, y1, x2, y2, style);
 }
 
+double round_step(double value) {
+  const double power = std::pow(10, std::floor(std::log10(value)));
+  for (const double factor : {1.0, 2.0, 5.0}) {
+    if (factor * power >= value) return factor * power;
+  }
+  return 10 * power;
+}
+
 std::string document(double width, double height, const std::string& body) {
   return fmt::format(
              "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
@@ -38,4 +48,4 @@ std::string document(double width, double height, const std::string& body) {
          body + "</svg>\n";
 }
 
-}  // namespace ddpkit::bench::svg
+}  // namespace ddpkit::train::svg

@@ -3,7 +3,7 @@
 
 #include <string>
 
-namespace ddpkit::bench::svg {
+namespace ddpkit::train::svg {
 
 inline constexpr const char* kColours[] = {"#1f5fbf", "#6baed6", "#e6761b", "#2a9d4a", "#7f3fbf", "#b8860b"};
 
@@ -12,7 +12,9 @@ std::string escaped(const std::string& text);
 std::string text_at(double x, double y, const std::string& anchor, const std::string& text,
                     const std::string& more = "");
 std::string line(double x1, double y1, double x2, double y2, const std::string& style);
+/// The least of 1, 2 and 5 times a power of 10 that is at least `value`, which is above 0: for an axis.
+double round_step(double value);
 /// The whole file; classes "title" and "tick" are for text.
 std::string document(double width, double height, const std::string& body);
 
-}  // namespace ddpkit::bench::svg
+}  // namespace ddpkit::train::svg

@@ -1,0 +1,51 @@
+#include "clstm_ppo/device.h"
+
+#include <ATen/Parallel.h>
+#include <torch/cuda.h>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/precision.h>
+#include <ddpkit/train/main.h>
+
+namespace clstm_ppo {
+
+using ddpkit::train::UsageError;
+
+c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment) {
+  const int there = static_cast<int>(torch::cuda::device_count());
+  if (options.num_gpus > there)
+    throw UsageError(fmt::format("--num-gpus {}: this host shows {}", options.num_gpus,
+                                 there == 0 ? "none" : fmt::format("{}", there)));
+  const int gpus = options.num_gpus < 0 ? there : options.num_gpus;
+  if (gpus == 0 || options.trainer.backend == "shm" || options.trainer.backend == "gloo") return c10::kCPU;
+  if (environment.local_world_size > gpus)
+    throw UsageError(fmt::format("{} ranks on this host, but only {} GPU{} for them: one rank a GPU",
+                                 environment.local_world_size, gpus, gpus == 1 ? "" : "s"));
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank)};
+}
+
+void set_up_device(const TrainOptions& options, c10::Device device) {
+  if (!device.is_cuda()) {
+    at::set_num_threads(options.threads);
+    return;
+  }
+  ddpkit::optim::set_precision({.cudnn_benchmark = options.cudnn_benchmark}, device);
+  // What has bfloat16 has TensorFloat-32: both came with compute capability 8.0.
+  if (ddpkit::optim::fastest_type(device) == c10::kBFloat16)
+    ddpkit::optim::set_precision({.matmul_tf32 = options.tf32, .cudnn_tf32 = options.tf32}, device);
+}
+
+void check_options(const TrainOptions& options) {
+  if (options.episode_steps % options.sequence != 0)
+    throw UsageError(
+        fmt::format("--episode-steps {} is no multiple of --sequence {}", options.episode_steps, options.sequence));
+  if (options.trainer.batch_size % options.sequence != 0)
+    throw UsageError(fmt::format("--batch-size {} is no multiple of --sequence {}: a batch is of whole sequences",
+                                 options.trainer.batch_size, options.sequence));
+  if (!options.plot.empty() && !options.plot.ends_with(".svg"))
+    throw UsageError(fmt::format("--plot draws SVG only: name a file that ends in .svg, not {}", options.plot));
+}
+
+}  // namespace clstm_ppo

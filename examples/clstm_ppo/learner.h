@@ -1,0 +1,63 @@
+// Tier 2: torch/nn/module.h.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/grad_scaler.h>
+#include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/train/checkpoint.h>
+
+#include "clstm_ppo/options.h"
+#include "clstm_ppo/report.h"
+#include "clstm_ppo/rollout.h"
+
+namespace clstm_ppo {
+
+/// The model and what makes it better: PPO's passes over the episodes of all ranks, in minibatches of sequences.
+class Learner {
+ public:
+  struct Result {
+    UpdateMetrics metrics;
+    bool is_complete = true;  ///< False where `after_step` ended it.
+  };
+
+  /// Collective. `model`: on its device.
+  Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, std::int64_t rounds,
+          const ddpkit::ProcessGroup& group);
+
+  /// --ppo-epochs passes over `rollout`, this rank's part. Each update is by the mean loss over --grad-accum-steps
+  /// minibatches of all ranks, whose gradients are exchanged once. Sequences come in an order drawn from `random`, each
+  /// with the memory that the model had before it when it acted. `after_step` is called after each update; false ends.
+  /// Collective.
+  Result learn(const Rollout& rollout, at::Generator random, const std::function<bool()>& after_step);
+
+  CascadedLSTM& model() const noexcept { return *model_; }
+  torch::optim::Optimizer& optimizer() noexcept { return optimizer_; }
+  double lr() const;
+  const char* amp_name() const;
+  std::vector<ddpkit::train::CheckpointPart> parts();
+
+ private:
+  struct Sequences;
+
+  ddpkit::optim::Schedule schedule(std::int64_t rounds) const;
+  PpoLoss loss_of(const Sequences& sequences, const at::Tensor& which);
+
+  TrainOptions options_;
+  ddpkit::ProcessGroup group_;
+  at::ScalarType amp_;
+  std::shared_ptr<CascadedLSTM> model_;
+  ddpkit::DistributedDataParallel<CascadedLSTM> ddp_;
+  ddpkit::optim::FusedAdam optimizer_;
+  std::int64_t batch_;    // Sequences a minibatch.
+  std::int64_t batches_;  // A pass.
+  std::int64_t updates_;  // A pass.
+  ddpkit::optim::LearningRateScheduler scheduler_;
+  ddpkit::optim::GradScaler scaler_;
+};
+
+}  // namespace clstm_ppo

@@ -1,0 +1,74 @@
+// Tier 0: the standard library only. What a run says.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "clstm_ppo/performance.h"
+
+namespace ddpkit::train {
+class SummaryWriter;
+}
+
+namespace clstm_ppo {
+
+/// Means over the episodes of all ranks.
+struct EpisodeMetrics {
+  std::int64_t episodes = 0;  ///< That the means are of.
+  double total_return = 0;
+  double sharpe = 0;
+  double max_drawdown = 0;
+  double reward = 0;  ///< Sum over an episode.
+  double cost = 0;    ///< Paid for trades, as a share of the initial cash.
+};
+
+/// Means over the batches of all ranks.
+struct UpdateMetrics {
+  double policy_loss = 0;
+  double value_loss = 0;
+  double entropy = 0;
+  double kl = 0;
+  double clip_share = 0;
+};
+
+/// How the policy did on the days that training never sees, beside those that need no policy.
+struct TestResult {
+  std::vector<std::string> dates = {};            ///< [day]
+  std::vector<double> policy = {}, waiting = {};  ///< Values of the portfolios; waiting is buy-and-hold. [day]
+  std::vector<double> best = {};                  ///< Best that knows the pattern; empty where there is none. [day]
+  double periods_per_year = 252;
+
+  Performance policy_performance() const { return performance_of(policy, periods_per_year); }
+  /// Of the best return with the pattern.
+  std::optional<double> share_of_best() const;
+};
+
+/// A finished round.
+struct Round {
+  std::int64_t round = 0;  ///< From 1.
+  std::int64_t rounds = 0;
+  std::int64_t episodes = 0;  ///< So far, of all ranks.
+  std::int64_t step = 0;      ///< Updates so far.
+  int world_size = 1;
+  double lr = 0;
+  double seconds = 0;
+  EpisodeMetrics episode = {};
+  UpdateMetrics update = {};
+  std::optional<double> test_return = std::nullopt;  ///< Where it was looked at.
+};
+
+/// One line of JSON, and one for a reader.
+std::string as_json(const Round& round);
+std::string as_line(const Round& round);
+std::string as_json(const TestResult& test);
+/// A table.
+std::string as_table(const TestResult& test);
+/// The equity curves, as an SVG document.
+std::string as_svg(const TestResult& test);
+
+/// The scalars of a round, by its number of updates.
+void write_to(ddpkit::train::SummaryWriter& writer, const Round& round);
+
+}  // namespace clstm_ppo

@@ -1,0 +1,162 @@
+#include "clstm_ppo/trainer.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/environment.h>
+#include <ddpkit/train/metrics.h>
+#include <ddpkit/train/random.h>
+#include <ddpkit/train/together.h>
+
+#include "clstm_ppo/device.h"
+#include "clstm_ppo/trainer_state.h"
+
+namespace clstm_ppo {
+
+DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, ddpkit::train::Program& program)
+    : DistributedCLSTMPPOTrainer(
+          options, program.init_process_group({.backend = options.trainer.backend,
+                                               .device = choose_device(options, ddpkit::read_launch_environment())})) {}
+
+DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, const ddpkit::ProcessGroup& group) {
+  check_options(options);
+  state_ = std::make_unique<State>(options, group);
+}
+
+DistributedCLSTMPPOTrainer::~DistributedCLSTMPPOTrainer() = default;
+
+void DistributedCLSTMPPOTrainer::initialize() {
+  set_up_device(state_->options, state_->group.device());
+  ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
+  state_->make_model();
+  if (!state_->options.trainer.save_dir.empty()) state_->open_folder();
+}
+
+void DistributedCLSTMPPOTrainer::train() {
+  State& state = *state_;
+  if (state.speaks() && !state.options.trainer.json) state.print_header();
+  std::optional<TestResult> test;  // Of the weights as they are now.
+  while (state.info.epoch < state.rounds() && !state.is_out_of_steps()) {
+    const auto start = std::chrono::steady_clock::now();
+    Round round{.rounds = state.rounds(), .world_size = state.group.world_size(), .lr = state.learner->lr()};
+    const Rollout rollout = run_episode();
+    const std::int64_t before = state.info.epoch;
+    round.update = update(rollout);
+    if (state.info.epoch == before) break;  // Out of steps before the round's end.
+    round.episode = gather_metrics(rollout);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    test.reset();
+    if (state.options.evaluate_every > 0 && state.info.epoch % state.options.evaluate_every == 0) {
+      test = evaluate();
+      round.test_return = test->policy_performance().total_return;
+    }
+    round.seconds = elapsed.count();
+    round.round = state.info.epoch;
+    round.episodes = state.info.epoch * state.episodes_a_round();
+    round.step = state.info.step;
+    state.report(round);
+    save_checkpoint();
+  }
+  if (state.checkpoint) state.checkpoint->wait();
+  state.finish(test ? *test : evaluate());
+}
+
+Rollout DistributedCLSTMPPOTrainer::run_episode() {
+  const State& state = *state_;
+  const std::uint64_t seed = state.seed(0);
+  ddpkit::train::Random random(seed);
+  const auto steps = static_cast<std::size_t>(state.options.episode_steps),
+             window = static_cast<std::size_t>(state.options.window);
+  const std::size_t first = state.training.first + window - 1;  // Its window begins with the period.
+  std::vector<std::size_t> first_days;
+  for (int episode = 0; episode < state.options.envs; ++episode)
+    first_days.push_back(
+        first + static_cast<std::size_t>(random.below(static_cast<std::int64_t>(state.training.last - steps - first))));
+  return run_episodes(
+      state_->learner->model(), *state.normalizer, *state.market, state.environment, first_days,
+      {.window = state.options.window, .steps = state.options.episode_steps, .sequence = state.options.sequence},
+      at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
+  State& state = *state_;
+  const auto after_step = [&] {
+    ++state.info.step;
+    if (state.update_hook) state.update_hook();
+    return !state.is_out_of_steps();
+  };
+  const Learner::Result result =
+      state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)), after_step);
+  if (!std::isfinite(result.metrics.policy_loss + result.metrics.value_loss))
+    throw ddpkit::Error(fmt::format("the loss became {} in round {}: lower --lr ({})",
+                                    result.metrics.policy_loss + result.metrics.value_loss, state.info.epoch + 1,
+                                    state.options.trainer.lr),
+                        {.rank = 0});
+  if (!result.is_complete) return result.metrics;
+  state.normalizer->update(rollout.states, state.group);
+  ++state.info.epoch;
+  return result.metrics;
+}
+
+EpisodeMetrics DistributedCLSTMPPOTrainer::gather_metrics(const Rollout& rollout) const {
+  std::vector<double> sums(6, 0.0);
+  for (std::size_t episode = 0; episode < rollout.equity.size(); ++episode) {
+    const Performance performance = performance_of(rollout.equity[episode], state_->market->periods_per_year());
+    sums[0] += 1;
+    sums[1] += performance.total_return;
+    sums[2] += performance.sharpe;
+    sums[3] += performance.max_drawdown;
+    sums[4] += rollout.rewards[static_cast<std::int64_t>(episode)].sum().item<double>();
+    sums[5] += rollout.costs[episode];
+  }
+  sums = ddpkit::train::sum_over_ranks(sums, state_->group);
+  return {.episodes = static_cast<std::int64_t>(sums[0]),
+          .total_return = sums[1] / sums[0],
+          .sharpe = sums[2] / sums[0],
+          .max_drawdown = sums[3] / sums[0],
+          .reward = sums[4] / sums[0],
+          .cost = sums[5] / sums[0]};
+}
+
+void DistributedCLSTMPPOTrainer::save_checkpoint() {
+  State& state = *state_;
+  if (!state.checkpoint) return;
+  state.info.config = state.config();
+  state.checkpoint->save(state.learner->model(), state.learner->optimizer(), state.info, state.parts());
+}
+
+TestResult DistributedCLSTMPPOTrainer::evaluate() const {
+  const State& state = *state_;
+  const Market& market = *state.market;
+  TestResult result{.periods_per_year = market.periods_per_year()};
+  const auto days = static_cast<std::int64_t>(state.test.days());
+  at::Tensor values = torch::empty({days}, torch::kDouble);
+  if (state.speaks()) {
+    const Rollout rollout =
+        run_episodes(state_->learner->model(), *state.normalizer, market, state.environment, {state.test.first},
+                     {.window = state.options.window, .steps = days - 1, .sequence = days}, {});
+    values.copy_(torch::tensor(rollout.equity.front(), torch::kDouble));
+  }
+  values = values.to(state.group.device());
+  state.group.broadcast(values);
+  values = values.to(torch::kCPU);
+  result.policy.assign(values.const_data_ptr<double>(), values.const_data_ptr<double>() + days);
+  for (std::size_t day = state.test.first; day < state.test.last; ++day) result.dates.push_back(market.date(day));
+  result.waiting = buy_and_hold(market, state.test, state.options.initial_cash, state.options.cost);
+  if (market.has_pattern())
+    result.best = best_with_pattern(market, state.test, state.options.initial_cash, state.options.cost);
+  return result;
+}
+
+void DistributedCLSTMPPOTrainer::set_update_hook(std::function<void()> hook) { state_->update_hook = std::move(hook); }
+std::int64_t DistributedCLSTMPPOTrainer::rounds() const { return state_->rounds(); }
+std::int64_t DistributedCLSTMPPOTrainer::round() const { return state_->info.epoch; }
+CascadedLSTM& DistributedCLSTMPPOTrainer::model() { return state_->learner->model(); }
+const RunningNormalizer& DistributedCLSTMPPOTrainer::normalizer() const { return *state_->normalizer; }
+
+}  // namespace clstm_ppo

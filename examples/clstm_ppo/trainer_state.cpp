@@ -1,0 +1,150 @@
+#include "clstm_ppo/trainer_state.h"
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/text.h>
+#include <ddpkit/train/together.h>
+
+namespace clstm_ppo {
+
+using ddpkit::train::print_line;
+
+void DistributedCLSTMPPOTrainer::State::read_market() {
+  const double train_share = 1 - options.test_share;
+  const std::int64_t train_days = std::int64_t{options.window} + options.episode_steps;
+  const std::size_t least =
+      Market::least_days(static_cast<std::size_t>(std::ceil(static_cast<double>(train_days) / train_share)) + 2);
+  std::vector<PriceSeries> series = joined(read_price_folder(options.data, options.assets, least), least);
+  if (options.shuffle_prices) {
+    // Divided where the periods are, so that neither gets days of the other.
+    const auto bars = static_cast<double>(series.front().size()), skipped = static_cast<double>(Market::least_days(0));
+    series = shuffled(series, (skipped + std::floor((bars - skipped) * train_share)) / bars, options.trainer.seed);
+  }
+  market.emplace(series);
+  const auto middle = static_cast<std::size_t>(std::floor(static_cast<double>(market->days()) * train_share));
+  training = {0, middle};
+  test = {middle, market->days()};
+  environment = {.initial_cash = options.initial_cash,
+                 .hmax = options.hmax,
+                 .cost = options.cost,
+                 .turbulence_threshold = market->turbulence_quantile(training, options.turbulence_share)};
+}
+
+void DistributedCLSTMPPOTrainer::State::make_model() {
+  const auto assets = static_cast<std::int64_t>(market->assets());
+  const auto state_size = static_cast<std::int64_t>(TradingEnvironment::state_size(market->assets()));
+  torch::manual_seed(options.trainer.seed);
+  auto model = std::make_shared<CascadedLSTM>(
+      ModelOptions{.state_size = state_size, .assets = assets, .hidden = options.hidden, .log_std = options.log_std});
+  model->to(group.device());
+  normalizer.emplace(state_size);
+  learner.emplace(options, std::move(model), rounds(), group);
+}
+
+std::string DistributedCLSTMPPOTrainer::State::config() const {
+  return nlohmann::json{
+      {"program", "clstm_ppo"},
+      {"assets", market->names()},
+      {"days", market->days()},
+      {"first_day", market->date(0)},
+      {"last_day", market->date(market->days() - 1)},
+      {"test_share", options.test_share},
+      {"shuffle_prices", options.shuffle_prices},
+      {"initial_cash", options.initial_cash},
+      {"hmax", options.hmax.value_or(0)},
+      {"cost", options.cost},
+      {"turbulence_share", options.turbulence_share},
+      {"num_episodes", options.num_episodes},
+      {"envs", options.envs},
+      {"episode_steps", options.episode_steps},
+      {"window", options.window},
+      {"sequence", options.sequence},
+      {"batch_size", options.trainer.batch_size},
+      {"grad_accum_steps", options.grad_accum_steps},
+      {"ppo_epochs", options.ppo_epochs},
+      {"lr", options.trainer.lr},
+      {"lr_decay", options.lr_decay},
+      {"clip", options.ppo.clip},
+      {"gamma", options.ppo.gamma},
+      {"gae_lambda", options.ppo.gae_lambda},
+      {"entropy", options.ppo.entropy},
+      {"value", options.ppo.value},
+      {"max_grad_norm", options.ppo.max_grad_norm},
+      {"reward_scale", options.reward_scale},
+      {"hidden", options.hidden},
+      {"log_std", options.log_std},
+      {"amp", learner->amp_name()},
+      {"seed", options.trainer.seed},
+      {"world_size", group.world_size()},
+  }
+      .dump();
+}
+
+std::vector<ddpkit::train::CheckpointPart> DistributedCLSTMPPOTrainer::State::parts() {
+  auto parts = learner->parts();
+  parts.push_back(ddpkit::train::checkpoint_part("normalizer", *normalizer));
+  return parts;
+}
+
+void DistributedCLSTMPPOTrainer::State::open_folder() {
+  const std::filesystem::path path = options.trainer.save_dir;
+  folder = ddpkit::train::open_run_folder(
+      path, config(),
+      {.resume = options.trainer.resume, .overwrite = options.trainer.overwrite, .may_differ = {"num_episodes"}},
+      group);
+  checkpoint.emplace(folder.checkpoint, group,
+                     ddpkit::train::CheckpointOptions{.keep = options.trainer.keep_checkpoints});
+  if (folder.to_resume) info = checkpoint->load(learner->model(), learner->optimizer(), parts());
+  ddpkit::train::run_together(group, [&] {
+    if (!options.tensorboard || !speaks()) return;
+    summary.emplace(path / "tensorboard", folder.to_resume ? info.step + 1 : 0);
+    summary->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info.step);
+  });
+}
+
+void DistributedCLSTMPPOTrainer::State::print_header() const {
+  std::int64_t parameters = 0;
+  for (const at::Tensor& parameter : learner->model().parameters()) parameters += parameter.numel();
+  print_line(fmt::format("{}: {} days of training, {} to {}, then {} unseen to {}{}", fmt::join(market->names(), ", "),
+                         training.days(), market->date(training.first), market->date(training.last - 1), test.days(),
+                         market->date(test.last - 1), options.shuffle_prices ? "; moves shuffled" : ""));
+  print_line(
+      fmt::format("cascaded LSTM with {} parameters, windows of {} days, {} episodes of {} days on each of {} rank{} "
+                  "({}, {}), batch "
+                  "{} x {}, mixed precision {}",
+                  parameters, options.window, options.envs, options.episode_steps, group.world_size(),
+                  group.world_size() == 1 ? "" : "s", group.backend_name(), group.device().str(),
+                  options.trainer.batch_size, options.grad_accum_steps, learner->amp_name()));
+  if (folder.to_resume) print_line(fmt::format("resumed from {}, round {}", folder.checkpoint.string(), info.epoch));
+}
+
+void DistributedCLSTMPPOTrainer::State::report(const Round& round) {
+  if (!speaks()) return;
+  print_line(options.trainer.json ? as_json(round) : as_line(round));
+  if (summary) write_to(*summary, round);
+}
+
+void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
+  std::string plot = options.plot;
+  if (plot.empty() && !options.trainer.save_dir.empty())
+    plot = (std::filesystem::path(options.trainer.save_dir) / "equity.svg").string();
+  ddpkit::train::run_together(group, [&] {
+    if (!speaks() || plot.empty()) return;
+    const std::string text = as_svg(result);
+    ddpkit::train::AtomicFile file(plot);
+    file.write(text.data(), text.size());
+    file.commit();
+  });
+  if (!speaks()) return;
+  print_line(options.trainer.json ? as_json(result) : as_table(result));
+  print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
+}
+
+}  // namespace clstm_ppo

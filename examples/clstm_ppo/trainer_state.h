@@ -1,0 +1,57 @@
+// Tier 2: torch/nn/module.h. What trainer.cpp and trainer_state.cpp share.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/seed.h>
+#include <ddpkit/train/summary_writer.h>
+
+#include "clstm_ppo/learner.h"
+#include "clstm_ppo/trainer.h"
+
+namespace clstm_ppo {
+
+struct DistributedCLSTMPPOTrainer::State {
+  State(const TrainOptions& given, ddpkit::ProcessGroup ranks) : options(given), group(std::move(ranks)) {}
+
+  bool speaks() const { return group.rank() == 0; }
+  std::int64_t episodes_a_round() const { return std::int64_t{options.envs} * group.world_size(); }
+  std::int64_t rounds() const { return (options.num_episodes + episodes_a_round() - 1) / episodes_a_round(); }
+  bool is_out_of_steps() const { return options.trainer.max_steps && info.step >= *options.trainer.max_steps; }
+
+  /// Of the current round, for this rank; `part` 0 explores, 1 shuffles.
+  std::uint64_t seed(int part) const {
+    return ddpkit::train::epoch_seed(options.trainer.seed, 2 * info.epoch + part, group.rank());
+  }
+
+  void read_market();
+  void make_model();
+  void open_folder();
+  void print_header() const;
+  std::string config() const;
+  std::vector<ddpkit::train::CheckpointPart> parts();
+  void report(const Round& round);
+  void finish(const TestResult& test) const;
+
+  TrainOptions options;
+  ddpkit::ProcessGroup group;
+  std::optional<Market> market;
+  Period training, test;
+  EnvironmentOptions environment;
+  std::optional<RunningNormalizer> normalizer;
+  std::optional<Learner> learner;
+  std::function<void()> update_hook;
+  ddpkit::train::RunFolder folder;
+  std::optional<ddpkit::train::Checkpoint> checkpoint;
+  ddpkit::train::CheckpointInfo info;  // Rounds finished (epoch) and updates made (step).
+  std::optional<ddpkit::train::SummaryWriter> summary;
+};
+
+}  // namespace clstm_ppo

@@ -1,0 +1,304 @@
+#include "comm/hierarchical_backend.h"
+
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+#include <utility>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/shm_backend.h>
+
+namespace ddpkit {
+
+using c10d::OpType;
+using c10d::ReduceOp;
+
+CallQueue::CallQueue() : thread_([this] { run(); }) {}
+
+CallQueue::~CallQueue() {
+  {
+    const std::lock_guard lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void CallQueue::push(std::function<void()> call) {
+  {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back(std::move(call));
+  }
+  changed_.notify_one();
+}
+
+void CallQueue::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return ends_ || !calls_.empty(); });
+    if (calls_.empty()) return;
+    std::function<void()> call = std::move(calls_.front());
+    calls_.pop_front();
+    lock.unlock();
+    call();
+    call = nullptr;  // What it holds goes without the lock.
+    lock.lock();
+  }
+}
+
+/// Complete with the last of its parts.
+class HierarchicalBackend::Job : public c10d::Work {
+ public:
+  Job(int rank, OpType type, Tensors outputs, std::size_t parts)
+      : c10d::Work(rank, type), outputs_(std::move(outputs)), left_(parts) {}
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+
+  void end_part(std::exception_ptr failure = nullptr) {
+    if (failure) {
+      const std::lock_guard lock(failure_mutex_);
+      if (!failure_) failure_ = std::move(failure);
+    }
+    if (left_.fetch_sub(1) == 1) finish(failure_);
+  }
+
+ private:
+  Tensors outputs_;
+  std::atomic<std::size_t> left_;
+  std::mutex failure_mutex_;
+  std::exception_ptr failure_;
+};
+
+struct HierarchicalBackend::Piece {
+  Ptr<Job> job;
+  ReduceOp op;
+  at::Tensor view;    ///< Of the caller's tensor, flat.
+  at::Tensor padded;  ///< A copy whose length the host's ranks divide, where that of `view` is none.
+  at::Tensor slice;   ///< This rank's, of the sum.
+  WorkPtr on_rail;
+
+  at::Tensor& buffer() { return padded.defined() ? padded : view; }
+};
+
+HierarchicalBackend::HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups)
+    : c10d::Backend(rank, world_size), local_world_size_(local_world_size), groups_(std::move(groups)) {}
+
+HierarchicalBackend::~HierarchicalBackend() = default;
+
+void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
+  for (const auto& group : {groups_.in, groups_.out, groups_.rail, groups_.all}) group->setTimeout(timeout);
+}
+
+void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
+  for (const auto& group : {groups_.in, groups_.out}) {
+    if (auto* own = dynamic_cast<AbortableBackend*>(group.get())) own->abort_group(reason);
+  }
+}
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::enqueue(const Ptr<Job>& job, std::function<void()> call) {
+  first_.push([this, job, call = std::move(call)] {
+    try {
+      call();
+      job->end_part();
+    } catch (const std::exception& error) {
+      abort_group(error.what());
+      job->end_part(std::current_exception());
+    }
+  });
+  return job;
+}
+
+namespace {
+
+/// The tensor's elements in their order, and what brings a copy of them back into it.
+struct Flat {
+  explicit Flat(const at::Tensor& of) : tensor(of.detach()), values(tensor.contiguous().view({-1})) {}
+  void put_back() const {
+    if (!tensor.is_contiguous()) tensor.copy_(values.view(tensor.sizes()));
+  }
+  at::Tensor tensor, values;
+};
+
+const at::Tensor& only_tensor(const char* call, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1 || !tensors[0].defined() || tensors[0].layout() != at::kStrided || !tensors[0].is_cpu())
+    throw InvalidArgument(fmt::format("{}: the hierarchical backend takes one dense tensor on the CPU", call));
+  return tensors[0];
+}
+
+}  // namespace
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const ReduceOp::RedOpType op = options.reduceOp.op_;
+  if (op != ReduceOp::SUM && op != ReduceOp::AVG && op != ReduceOp::MIN && op != ReduceOp::MAX &&
+      op != ReduceOp::PRODUCT)
+    return groups_.all->allreduce(tensors, options);
+  const at::Tensor& tensor = only_tensor("all_reduce", tensors);
+  if (op == ReduceOp::AVG && !at::isFloatingType(tensor.scalar_type()))
+    throw InvalidArgument(fmt::format("all_reduce: there is no mean of {}", c10::toString(tensor.scalar_type())));
+  const auto flat = std::make_shared<Flat>(tensor);
+  // Small enough that the network begins early, large enough that its latency does not count.
+  constexpr std::int64_t kPieceBytes = 4 << 20;
+  const std::int64_t local = local_world_size_, all = flat->values.numel();
+  const std::int64_t largest = std::max<std::int64_t>(1, kPieceBytes / (flat->values.element_size() * local)) * local;
+  const std::int64_t pieces = std::max<std::int64_t>(1, (all + largest - 1) / largest);
+  // One part more: the copy back, behind all pieces.
+  auto job = c10::make_intrusive<Job>(rank_, OpType::ALLREDUCE, tensors, static_cast<std::size_t>(pieces) + 1);
+  for (std::int64_t begin = 0; begin < all; begin += largest) {
+    auto piece = std::make_shared<Piece>();
+    piece->job = job;
+    piece->op = options.reduceOp;
+    piece->view = flat->values.narrow(0, begin, std::min(largest, all - begin));
+    first_.push([this, piece] { reduce_piece(piece); });
+  }
+  first_.push([this, job, flat] {
+    second_.push([job, flat] {
+      flat->put_back();
+      job->end_part();
+    });
+  });
+  if (all == 0) job->end_part();
+  return job;
+}
+
+void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
+  const std::int64_t numel = piece->view.numel();
+  const std::int64_t each = (numel + local_world_size_ - 1) / local_world_size_;
+  const ReduceOp::RedOpType op = piece->op.op_ == ReduceOp::AVG ? ReduceOp::SUM : piece->op.op_;
+  try {
+    if (each * local_world_size_ != numel) {
+      piece->padded = at::empty({each * local_world_size_}, piece->view.options());
+      piece->padded.narrow(0, 0, numel).copy_(piece->view);
+      piece->padded.narrow(0, numel, each * local_world_size_ - numel).zero_();
+    }
+    piece->slice = at::empty({each}, piece->view.options());
+    c10d::ReduceScatterOptions scatter;
+    scatter.reduceOp = op;
+    groups_.in->_reduce_scatter_base(piece->slice, piece->buffer(), scatter)->wait();
+    if (hosts() > 1) {
+      Tensors slices{piece->slice};
+      c10d::AllreduceOptions reduce;
+      reduce.reduceOp = op;
+      piece->on_rail = groups_.rail->allreduce(slices, reduce);
+    }
+    second_.push([this, piece] { gather_piece(piece); });
+  } catch (const std::exception& error) {
+    abort_group(error.what());
+    piece->job->end_part(std::current_exception());
+  }
+}
+
+void HierarchicalBackend::gather_piece(const std::shared_ptr<Piece>& piece) {
+  try {
+    if (piece->on_rail) piece->on_rail->wait();
+    if (piece->op.op_ == ReduceOp::AVG) piece->slice.div_(size_);
+    groups_.out->_allgather_base(piece->buffer(), piece->slice, c10d::AllgatherOptions())->wait();
+    if (piece->padded.defined()) piece->view.copy_(piece->padded.narrow(0, 0, piece->view.numel()));
+    piece->job->end_part();
+  } catch (const std::exception& error) {
+    abort_group(error.what());
+    piece->job->end_part(std::current_exception());
+  }
+}
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const auto flat = std::make_shared<Flat>(only_tensor("broadcast", tensors));
+  if (options.rootRank < 0 || options.rootRank >= size_)
+    throw InvalidArgument(fmt::format("broadcast: there is no rank {} in a world of {}", options.rootRank, size_));
+  return enqueue(c10::make_intrusive<Job>(rank_, OpType::BROADCAST, tensors, 1), [this, flat, root = options.rootRank] {
+    Tensors values{flat->values};
+    c10d::BroadcastOptions among;
+    if (hosts() > 1 && local_rank() == root % local_world_size_) {
+      among.rootRank = root / local_world_size_;
+      groups_.rail->broadcast(values, among)->wait();
+    }
+    among.rootRank = root % local_world_size_;
+    groups_.in->broadcast(values, among)->wait();
+    flat->put_back();
+  });
+}
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                                  const c10d::AllgatherOptions& options) {
+  if (hosts() == 1) return groups_.in->_allgather_base(output, input, options);
+  only_tensor("all_gather", {input});
+  only_tensor("all_gather", {output});
+  if (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type())
+    throw InvalidArgument(fmt::format("all_gather: the output holds {} elements of {}, and {} ranks give {} of {} each",
+                                      output.numel(), c10::toString(output.scalar_type()), size_, input.numel(),
+                                      c10::toString(input.scalar_type())));
+  const auto from = std::make_shared<Flat>(input);
+  const auto to = std::make_shared<Flat>(output);
+  return enqueue(c10::make_intrusive<Job>(rank_, OpType::_ALLGATHER_BASE, Tensors{output}, 1), [this, from, to] {
+    const std::int64_t numel = from->values.numel(), local = local_world_size_;
+    const auto across = static_cast<std::int64_t>(hosts());
+    at::Tensor rail = at::empty({across * numel}, from->values.options());
+    groups_.rail->_allgather_base(rail, from->values, c10d::AllgatherOptions())->wait();
+    at::Tensor host = at::empty({local * across * numel}, from->values.options());
+    groups_.in->_allgather_base(host, rail, c10d::AllgatherOptions())->wait();
+    to->values.view({across, local, numel}).copy_(host.view({local, across, numel}).transpose(0, 1));
+    to->put_back();
+  });
+}
+
+HierarchicalBackend::WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& /*options*/) {
+  return enqueue(c10::make_intrusive<Job>(rank_, OpType::BARRIER, Tensors{}, 1), [this] {
+    groups_.in->barrier(c10d::BarrierOptions())->wait();
+    if (hosts() > 1) groups_.rail->barrier(c10d::BarrierOptions())->wait();
+  });
+}
+
+namespace {
+
+/// Throws on all ranks alike: all see the same.
+void check_hosts(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment) {
+  const auto key = [](int rank) { return fmt::format("place-{}", rank); };
+  const std::string own = fmt::format("{} of {}", environment.local_rank, environment.local_world_size);
+  store->set(key(environment.rank), std::vector<std::uint8_t>(own.begin(), own.end()));
+  const std::vector<std::uint8_t> first = store->get(key(0));
+  const std::string text(first.begin(), first.end());
+  const std::string local = text.substr(text.rfind(' ') + 1);
+  const int local_world_size = std::stoi(local);
+  for (int rank = 0; rank < environment.world_size; ++rank) {
+    const std::vector<std::uint8_t> bytes = store->get(key(rank));
+    const std::string place(bytes.begin(), bytes.end());
+    if (place != fmt::format("{} of {}", rank % local_world_size, local_world_size))
+      throw InvalidArgument(
+          fmt::format("the hierarchical backend needs equally many ranks on each host, numbered host by host, but rank "
+                      "{} is number {} on its host, and rank 0 number {}: take gloo",
+                      rank, place, text));
+  }
+  if (environment.world_size % local_world_size != 0)
+    throw InvalidArgument(
+        fmt::format("the hierarchical backend needs equally many ranks on each host, but {} ranks are "
+                    "not a multiple of {}: take gloo",
+                    environment.world_size, local_world_size));
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                              const LaunchEnvironment& environment,
+                                                              std::chrono::milliseconds timeout) {
+  const auto within = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
+  check_hosts(within("hosts"), environment);
+  const int local = environment.local_world_size, hosts = environment.world_size / local;
+  const int host = environment.rank / local;
+  LaunchEnvironment rail = environment;
+  rail.rank = host;
+  rail.world_size = hosts;
+  rail.local_rank = 0;
+  rail.local_world_size = 1;
+  HierarchicalBackend::Groups groups{
+      .in = create_shm_backend(within(fmt::format("in-{}", host)), environment.local_rank, local, timeout),
+      .out = create_shm_backend(within(fmt::format("out-{}", host)), environment.local_rank, local, timeout),
+      .rail = create_gloo_backend(within(fmt::format("rail-{}", environment.local_rank)), rail, timeout),
+      .all = create_gloo_backend(within("all"), environment, timeout)};
+  return c10::make_intrusive<HierarchicalBackend>(environment.rank, environment.world_size, local, std::move(groups));
+}
+
+}  // namespace ddpkit

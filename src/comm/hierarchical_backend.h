@@ -1,0 +1,137 @@
+// Tier 2: c10d's Backend.hpp.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/backends.h"
+
+namespace ddpkit {
+
+/// Calls in the order in which they were handed over, on a thread of its own.
+class CallQueue {
+ public:
+  CallQueue();
+  /// Ends with the calls that are queued.
+  ~CallQueue();
+  CallQueue(const CallQueue&) = delete;
+  CallQueue& operator=(const CallQueue&) = delete;
+
+  void push(std::function<void()> call);
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> calls_;
+  bool ends_ = false;
+  std::thread thread_;
+};
+
+/// Collectives of CPU ranks on several hosts, equally many on each: shared memory within a host, gloo between hosts.
+///
+/// All-reduce: the ranks of a host reduce-scatter in shared memory, each all-reduces its slice with the ranks of its
+/// number on the other hosts (its rail), and the slices are gathered in shared memory: each byte crosses the network
+/// once a host, not once a rank. Large tensors go in pieces, of which one is on the network while the next is reduced
+/// and the last gathered. Broadcast, all-gather and barrier likewise; what else there is, gloo does among all ranks.
+class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
+ public:
+  template <class T>
+  using Ptr = c10::intrusive_ptr<T>;
+  using WorkPtr = Ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  struct Groups {
+    Ptr<c10d::Backend> in;    ///< shm among this host's ranks: what comes before the network.
+    Ptr<c10d::Backend> out;   ///< Another one of the same ranks: what comes behind it.
+    Ptr<c10d::Backend> rail;  ///< gloo among the ranks of this number on all hosts.
+    Ptr<c10d::Backend> all;   ///< gloo among all ranks.
+  };
+
+  /// Rank r is number r % `local_world_size` on host r / `local_world_size`.
+  HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups);
+  /// Waits for what is queued.
+  ~HierarchicalBackend() override;
+
+  const std::string getBackendName() const override { return "hierarchical"; }
+  Ptr<Options> getBackendOptions() override { return groups_.all->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override { return groups_.all->getSequenceNumberForGroup(); }
+  void setSequenceNumberForGroup() override {}
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return groups_.all->reduce(tensors, options);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return groups_.all->allgather(outputs, inputs, options);
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    return groups_.all->gather(outputs, inputs, options);
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    return groups_.all->scatter(outputs, inputs, options);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    return groups_.all->reduce_scatter(outputs, inputs, options);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    return groups_.all->_reduce_scatter_base(output, input, options);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+    return groups_.all->alltoall_base(output, input, output_splits, input_splits, options);
+  }
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    return groups_.all->send(tensors, destination, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int source, int tag) override { return groups_.all->recv(tensors, source, tag); }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override { return groups_.all->recvAnysource(tensors, tag); }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
+    groups_.all->monitoredBarrier(options, wait_all_ranks);
+  }
+
+  void abort_group(const std::string& reason) noexcept override;
+  void abort() override { abort_group("the program called abort()"); }
+
+ private:
+  class Job;
+  struct Piece;
+
+  std::size_t hosts() const { return static_cast<std::size_t>(size_ / local_world_size_); }
+  int local_rank() const { return rank_ % local_world_size_; }
+  int host() const { return rank_ / local_world_size_; }
+  /// What the first queue does of a piece of an all-reduce, and what the second.
+  void reduce_piece(const std::shared_ptr<Piece>& piece);
+  void gather_piece(const std::shared_ptr<Piece>& piece);
+  /// The whole of a collective, on the first queue.
+  WorkPtr enqueue(const Ptr<Job>& job, std::function<void()> call);
+
+  int local_world_size_;
+  Groups groups_;
+  CallQueue second_;  ///< Waits for the network and drives `out`.
+  CallQueue first_;   ///< Drives `in` and begins what the network does. Ends first, as it feeds the other.
+};
+
+/// Collective. Throws InvalidArgument, on all ranks, where hosts have different numbers of ranks or the ranks are not
+/// numbered host by host.
+c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                              const LaunchEnvironment& environment,
+                                                              std::chrono::milliseconds timeout);
+
+}  // namespace ddpkit

@@ -1,0 +1,112 @@
+// The program as a user runs it: it learns, it says what is wrong, it goes on where it was.
+#include "clstm_ppo_program.h"
+
+using namespace clstm_ppo::testing;
+
+namespace {
+
+Arguments with(const Arguments& more) { return joined(quick(), more); }
+
+}  // namespace
+
+TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last", "[clstm_ppo]") {
+  for (const int ranks : {0, 2}) {
+    const Folder folder;
+    const int episodes = 8 * std::max(ranks, 1) * 3 - 1;  // The last round is whole all the same.
+    const Run run = run_clstm_ppo(ranks, with({"--num_episodes", std::to_string(episodes), "--save_dir", folder.path(),
+                                               "--tensorboard", "--evaluate-every=2"}));
+    INFO(run.errors);
+    REQUIRE(run.exit_code == 0);
+    REQUIRE(run.lines.size() == 5);
+    for (std::size_t round = 0; round < 3; ++round) {
+      const nlohmann::json line = run.json(round);
+      CHECK(line["round"] == round + 1);
+      CHECK(line["rounds"] == 3);
+      CHECK(line["world_size"] == std::max(ranks, 1));
+      CHECK(line["episodes"] == 8 * std::max(ranks, 1) * (static_cast<int>(round) + 1));
+      CHECK(line["step"] == 6 * (round + 1));
+      CHECK(line.contains("test_return") == (round == 1));
+    }
+    const nlohmann::json test = run.json(3)["test"];
+    for (const char* name : {"policy", "buy_and_hold", "best_with_the_pattern"})
+      for (const char* figure : {"return", "sharpe", "max_drawdown"}) CHECK(test[name][figure].is_number());
+    CHECK(test["best_with_the_pattern"]["return"] > 0.2);
+    CHECK(run.lines[4] == fmt::format("test return {:+.1f} %", 100 * test["policy"]["return"].get<double>()));
+    CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "equity.svg", "tensorboard"});
+    const std::string plot = read_file(folder / "equity.svg");
+    CHECK(plot.starts_with("<svg"));
+    CHECK(plot.ends_with("</svg>\n"));
+    CHECK(std::count(plot.begin(), plot.end(), '\n') > 10);
+  }
+}
+
+TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence", "[clstm_ppo]") {
+  const Folder folder;
+  const std::string header = "Date,Open,High,Low,Close,Volume\n", row = "2024-01-02,1,1,1,1,1\n";
+  const auto with_prices = [&](const std::string& name, const std::string& text) {
+    write_file(folder / name / "X.csv", text);
+    return Arguments{"--data", folder / name};
+  };
+  check_refused({}, 2, "--data FOLDER is required");
+  check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere");
+  check_refused({"--data", generated(), "--num_gpus", "7"}, 2, "--num-gpus 7: this host shows");
+  check_refused({"--data", generated(), "--sequence", "5"}, 2, "--episode-steps 128 is no multiple of --sequence 5");
+  check_refused({"--data", generated(), "--batch_size", "20"}, 2, "--batch-size 20 is no multiple of --sequence 16");
+  check_refused({"--data", generated(), "--plot", "x.png"}, 2, "name a file that ends in .svg, not x.png", {2});
+  check_refused({"--data", generated(), "--num_episode", "5"}, 2, "did you mean --num-episodes?");
+  check_refused({"--data", generated(), "--assets", "GOOG"}, 1, "there is no file", {2});
+  check_refused({"--data", generated(), "--episode-steps", "800"}, 1,
+                "PLANTED1.csv:501: ends after 500 rows of prices: at least");
+  check_refused(with_prices("row", header + row), 1, "row/X.csv:2: ends after 1 row of prices: at least", {2});
+  check_refused(with_prices("nan", header + row + "2024-01-03,1,1,1,NaN,1\n"), 1, "nan/X.csv:3: Close is 'NaN'", {2});
+  check_refused(with_prices("order", header + row + "2024-01-01,1,1,1,1,1\n"), 1,
+                "order/X.csv:3: 2024-01-01 comes after");
+  check_refused(with_prices("column", "Date,Open\n"), 1, "column/X.csv:1: the column High is missing", {2});
+}
+
+TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits of one never killed", "[clstm_ppo]") {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(ranks);
+    const Folder whole, killed;
+    const auto arguments = [&](const Folder& folder) {
+      return with({"--num-episodes", std::to_string(8 * ranks * 40), "--save-dir", folder.path()});
+    };
+    REQUIRE(run_clstm_ppo(ranks, arguments(whole)).exit_code == 0);
+    int kills = 0;
+    for (int attempt = 0;; ++attempt) {
+      REQUIRE(attempt < 40);
+      // Each lives longer than the last, so that it ends.
+      const Run run =
+          run_clstm_ppo(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.5 + 0.3 * attempt});
+      if (run.exit_code == 0) break;
+      ++kills;
+    }
+    CHECK(kills > 0);
+    CHECK(same_bits(weights_of(whole), weights_of(killed)));
+  }
+}
+
+TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole round", "[clstm_ppo]") {
+  const Folder whole, parts;
+  const Arguments episodes = with({"--num-episodes", "64"});
+  REQUIRE(run_clstm_ppo(2, joined(episodes, {"--save-dir", whole.path()})).exit_code == 0);
+  // 6 updates a round: in the middle of the third.
+  REQUIRE(run_clstm_ppo(2, joined(episodes, {"--save-dir", parts.path(), "--max-steps", "15"})).exit_code == 0);
+  CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 2);
+  const Run resumed = run_clstm_ppo(2, joined(episodes, {"--save-dir", parts.path()}));
+  CHECK(resumed.lines.size() == 4);
+  CHECK(same_bits(weights_of(whole), weights_of(parts)));
+  check_refused(joined(episodes, {"--save-dir", parts.path(), "--gamma", "0.5"}), 1, "already holds a run with gamma");
+}
+
+TEST_CASE("clstm_ppo: two ranks learn a planted pattern", "[clstm_ppo]") {
+  const Folder market;
+  clstm_ppo::generate(market / "set", {});
+  const Run run =
+      run_clstm_ppo(2, {"--data", market / "set", "--test-share", "0.05", "--num-episodes", "640", "--json"});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const nlohmann::json test = run.json(run.lines.size() - 2)["test"];
+  CHECK(test["share_of_best"] > 0.5);
+  CHECK(std::abs(test["buy_and_hold"]["return"].get<double>()) < 0.2);
+}

@@ -1,0 +1,154 @@
+// Ranks that think they are on several hosts: shared memory within each, gloo between them.
+#include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "comm/hierarchical_backend.h"
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using ddpkit::ProcessGroup;
+using ddpkit::ReduceOp;
+
+namespace {
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+
+ProcessGroup on_hosts_of(const ProcessGroup& group, int local, int local_rank = -1) {
+  static int number = 0;
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("hosts-" + std::to_string(number++), group.store());
+  ddpkit::LaunchEnvironment environment;
+  environment.rank = group.rank();
+  environment.world_size = group.world_size();
+  environment.local_world_size = local;
+  environment.local_rank = local_rank < 0 ? group.rank() % local : local_rank;
+  return {ddpkit::create_hierarchical_backend(store, environment, kTimeout), store, at::kCPU, environment};
+}
+
+// Ranks a host that the world divides into.
+std::vector<int> hosts_for(const ProcessGroup& group) {
+  std::vector<int> locals;
+  for (int local = 1; local <= group.world_size(); ++local) {
+    if (group.world_size() % local == 0) locals.push_back(local);
+  }
+  return locals;
+}
+
+torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype) {
+  torch::manual_seed(static_cast<std::uint64_t>(300 + rank));
+  return torch::randint(1, 20, sizes, at::kLong).to(dtype);
+}
+
+// Small, odd, and of several pieces.
+const std::vector<std::int64_t> kSizes = {0, 1, 3, 1000, 70001, 3'000'001};
+
+}  // namespace
+
+RANK_TEST("the hierarchical all-reduce is that of all ranks", "[hierarchical]", 2, 4, 6) {
+  for (const int local : hosts_for(group)) {
+    const ProcessGroup hosts = on_hosts_of(group, local);
+    CHECK(hosts.backend_name() == "hierarchical");
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kLong, at::kHalf, at::kBFloat16}) {
+      for (const std::int64_t size : kSizes) {
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax}) {
+          if (op == ReduceOp::kAvg && dtype == at::kLong) continue;
+          if (size > 1'000'000 && (dtype != at::kFloat || op != ReduceOp::kAvg)) continue;
+          CAPTURE(local, size, c10::toString(dtype), static_cast<int>(op));
+          torch::Tensor expected = part(0, {size}, dtype);
+          for (int r = 1; r < group.world_size(); ++r) {
+            const torch::Tensor other = part(r, {size}, dtype);
+            expected = op == ReduceOp::kMin   ? torch::minimum(expected, other)
+                       : op == ReduceOp::kMax ? torch::maximum(expected, other)
+                                              : expected + other;
+          }
+          if (op == ReduceOp::kAvg) expected = expected / group.world_size();
+          torch::Tensor tensor = part(group.rank(), {size}, dtype);
+          hosts.all_reduce(tensor, op);
+          // Sums of small whole numbers: exact in every order; means are divided once.
+          CHECK(tensor.equal(expected));
+        }
+      }
+    }
+    // A tensor whose elements do not lie in their order.
+    torch::Tensor turned = part(group.rank(), {30, 50}, at::kFloat).t();
+    torch::Tensor expected = part(0, {30, 50}, at::kFloat);
+    for (int r = 1; r < group.world_size(); ++r) expected += part(r, {30, 50}, at::kFloat);
+    hosts.all_reduce(turned);
+    CHECK(turned.equal(expected.t()));
+  }
+}
+
+RANK_TEST("many hierarchical collectives at once keep their order", "[hierarchical]", 4) {
+  const ProcessGroup hosts = on_hosts_of(group, 2);
+  std::vector<torch::Tensor> tensors;
+  std::vector<ddpkit::Work> works;
+  for (int i = 0; i < 40; ++i) {
+    tensors.push_back(part(group.rank() + 10 * i, {(i * 7919) % 200000 + 1}, at::kFloat));
+    works.push_back(i % 5 == 4 ? hosts.broadcast_async(tensors.back(), i % 4) : hosts.all_reduce_async(tensors.back()));
+  }
+  for (std::size_t i = works.size(); i-- > 0;) works[i].wait();
+  for (int i = 0; i < 40; ++i) {
+    CAPTURE(i);
+    const auto of = [&](int rank) { return part(rank + 10 * i, {(i * 7919) % 200000 + 1}, at::kFloat); };
+    const torch::Tensor expected = i % 5 == 4 ? of(i % 4) : of(0) + of(1) + of(2) + of(3);
+    CHECK(tensors[static_cast<std::size_t>(i)].equal(expected));
+  }
+}
+
+RANK_TEST("the other hierarchical collectives", "[hierarchical]", 2, 4, 6) {
+  for (const int local : hosts_for(group)) {
+    CAPTURE(local);
+    const ProcessGroup hosts = on_hosts_of(group, local);
+    for (int root = 0; root < group.world_size(); ++root) {
+      torch::Tensor tensor = part(group.rank(), {1001}, at::kDouble);
+      hosts.broadcast(tensor, root);
+      CHECK(tensor.equal(part(root, {1001}, at::kDouble)));
+    }
+    const torch::Tensor all = hosts.all_gather(part(group.rank(), {3, 7}, at::kFloat));
+    for (int r = 0; r < group.world_size(); ++r) CHECK(all[r].equal(part(r, {3, 7}, at::kFloat)));
+    const auto texts = hosts.all_gather_bytes(std::string(static_cast<std::size_t>(group.rank()) + 1, 'x'));
+    for (std::size_t r = 0; r < texts.size(); ++r) CHECK(texts[r].size() == r + 1);
+    hosts.barrier();
+    const torch::Tensor gathered = hosts.gather(torch::full({2}, group.rank()), 1);
+    if (group.rank() == 1) CHECK(gathered.sum().item<std::int64_t>() == group.world_size() * (group.world_size() - 1));
+    const auto pair = hosts.split({0, 1});
+    CHECK(pair.has_value() == (group.rank() < 2));
+    if (pair) CHECK(pair->backend_name() == "gloo");
+    group.barrier();
+  }
+}
+
+RANK_TEST("DistributedDataParallel over hosts has the gradient of the joined batch, the same bits on all ranks",
+          "[hierarchical]", 4) {
+  const ProcessGroup hosts = on_hosts_of(group, 2);
+  const auto make = [] {
+    torch::manual_seed(1);
+    torch::nn::Sequential model(torch::nn::Linear(20, 300), torch::nn::Tanh(), torch::nn::Linear(300, 5));
+    model->to(at::kDouble);
+    return model;
+  };
+  const auto batch = [](int rank) {
+    torch::manual_seed(static_cast<std::uint64_t>(50 + rank));
+    return torch::randn({6, 20}, at::kDouble);
+  };
+  auto model = make();
+  ddpkit::DistributedDataParallel ddp(model, hosts, {.bucket_cap_mb = 0.01});
+  ddp(batch(group.rank())).pow(2).mean().backward();
+  auto alone = make();
+  alone->forward(torch::cat({batch(0), batch(1), batch(2), batch(3)})).pow(2).mean().backward();
+  for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+    const torch::Tensor gradient = model->parameters()[i].grad();
+    CHECK(torch::allclose(gradient, alone->parameters()[i].grad(), 1e-12, 1e-12));
+    const torch::Tensor all = group.all_gather(gradient.contiguous());
+    for (int r = 1; r < group.world_size(); ++r) CHECK(all[r].equal(all[0]));
+  }
+}
+
+RANK_TEST("ranks that are not dealt out evenly over hosts are told so", "[hierarchical]", 3) {
+  // Two on the first host, one on the second.
+  const int local = group.rank() < 2 ? 2 : 1, number = group.rank() < 2 ? group.rank() : 0;
+  CHECK_THROWS_WITH(on_hosts_of(group, local, number), ContainsSubstring("equally many ranks on each host"));
+  group.barrier();
+}
