@@ -26,7 +26,8 @@ using ddpkit::train::in_quotes;
 
 constexpr std::array<const char*, 6> kColumns = {"Date", "Open", "High", "Low", "Close", "Volume"};
 constexpr const char* kExpectedGrowth = "ExpectedGrowth";
-constexpr double kHighestPrice = 1e12;
+// Beyond these, products of ratios might leave double.
+constexpr double kLowestPrice = 1e-9, kHighestPrice = 1e12;
 
 [[noreturn]] void fail(const std::filesystem::path& file, std::size_t line, const std::string& reason) {
   throw InvalidArgument(fmt::format("{}:{}: {}", file.string(), line, reason));
@@ -127,8 +128,9 @@ class Reader {
   double price(const CsvRecord& row, std::size_t column, const char* name) const {
     const std::string& text = row.fields[column];
     const auto value = parse_double(text);
-    if (!value || *value <= 0 || *value > kHighestPrice)
-      fail(file_, row.line, fmt::format("{} is {}: a price must be a number above 0", name, in_quotes(text)));
+    if (!value || *value < kLowestPrice || *value > kHighestPrice)
+      fail(file_, row.line,
+           fmt::format("{} is {}: a price must be a number above 0 (1e-9 to 1e12)", name, in_quotes(text)));
     return *value;
   }
 

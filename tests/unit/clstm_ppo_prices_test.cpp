@@ -45,6 +45,7 @@ TEST_CASE("prices that are wrong are named with file, line and reason", "[clstm_
            {kHeader + kFirst + "2024-01-03,10,1e400,9,10,1\n", 3, "High is '1e400'"},
            {kHeader + kFirst + "2024-01-03,10,11,-9,10,1\n", 3, "Low is '-9'"},
            {kHeader + kFirst + "2024-01-03,10,11,9,0,1\n", 3, "Close is '0'"},
+           {kHeader + kFirst + "2024-01-03,10,11,9,1e-300,1\n", 3, "Close is '1e-300'"},
            {kHeader + kFirst + "2024-01-03,10,11,9,,1\n", 3, "Close is ''"},
            {kHeader + kFirst + "2024-01-03,10,11,9,ten,1\n", 3, "Close is 'ten'"},
            {kHeader + kFirst + "2024-01-03,10,11,9,10.5x,1\n", 3, "Close is '10.5x'"},
