@@ -7,42 +7,19 @@
 #include <torch/torch.h>
 
 #include <iostream>
-#include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
 
+#include "bench/group_peers.h"
 #include "bench/timing.h"
-
-namespace {
-
-class Ranks : public ddpkit::bench::Peers {
- public:
-  explicit Ranks(const ddpkit::ProcessGroup& group) : group_(group) {}
-  void barrier() override { group_.barrier(); }
-  double from_rank_zero(double value) override {
-    const torch::Tensor shared = torch::full({1}, value, torch::kDouble);
-    group_.broadcast(shared, 0);
-    return shared.item<double>();
-  }
-  void max_over_ranks(std::vector<double>& values) override {
-    const torch::Tensor shared = torch::tensor(values, torch::kDouble);
-    group_.all_reduce(shared, ddpkit::ReduceOp::kMax);
-    std::copy_n(shared.const_data_ptr<double>(), values.size(), values.begin());
-  }
-
- private:
-  const ddpkit::ProcessGroup& group_;
-};
-
-}  // namespace
 
 int main(int argc, char** argv) try {
   if (argc != 2) throw ddpkit::InvalidArgument("bench_hosts BACKEND");
   torch::set_num_threads(1);
   const auto group = ddpkit::init_process_group({.backend = argv[1], .device = torch::Device(torch::kCPU)});
-  Ranks ranks(group);
+  ddpkit::bench::GroupPeers ranks(group);
   for (const std::int64_t kib : {4, 64, 1024, 4096, 32768}) {
     const torch::Tensor tensor = torch::ones({kib * 256});
     const double us = ddpkit::bench::median_us(ranks, [&] { group.all_reduce(tensor, ddpkit::ReduceOp::kMax); },

@@ -140,9 +140,13 @@ void Checkpoint::wait() {
 CheckpointInfo Checkpoint::load(torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                                 const std::vector<CheckpointPart>& parts) {
   wait();
-  run_together(*group_, [&] {
-    if (group_->rank() == 0) recover_checkpoint(path_);
-  });
+  try {
+    return load_checkpoint(path_, module, optimizer, *group_, parts);
+  } catch (const InvalidArgument&) {  // On all ranks alike.
+    bool recovered = false;
+    run_together(*group_, [&] { recovered = group_->rank() == 0 && recover_checkpoint(path_); });
+    if (broadcast_bytes(*group_, recovered ? "recovered" : "").empty()) throw;
+  }
   return load_checkpoint(path_, module, optimizer, *group_, parts);
 }
 

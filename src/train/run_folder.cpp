@@ -64,8 +64,12 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     std::filesystem::create_directories(folder, error);
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
     if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
-      recover_checkpoint(result.checkpoint);
-      result.to_resume = examine(result.checkpoint, config, options);
+      try {
+        result.to_resume = examine(result.checkpoint, config, options);
+      } catch (const InvalidArgument&) {
+        if (!recover_checkpoint(result.checkpoint)) throw;
+        result.to_resume = examine(result.checkpoint, config, options);
+      }
     } else if (options.resume) {
       throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));
     }

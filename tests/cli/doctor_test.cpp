@@ -1,6 +1,4 @@
 // `ddpkit doctor`: that it tells the truth where something is wrong.
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -12,11 +10,13 @@
 #include "doctor/gpus.h"
 #include "doctor/host.h"
 #include "doctor/model.h"
+#include "support/port.h"
 
 using namespace ddpkit::cli;
 using ddpkit::testing::Folder;
 using ddpkit::testing::Run;
 using ddpkit::testing::run_ddpkit;
+using ddpkit::testing::TakenPort;
 using ddpkit::testing::write_file;
 
 namespace {
@@ -41,30 +41,6 @@ Finding about(const Findings& findings, const std::string& words) {
   FAIL("no finding says \"" << words << "\"");
   return {};
 }
-
-/// Listens on a port of its own choice.
-class TakenPort {
- public:
-  TakenPort() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    auto* any = reinterpret_cast<sockaddr*>(&address);
-    REQUIRE(::bind(fd_, any, size) == 0);
-    REQUIRE(::listen(fd_, 1) == 0);
-    REQUIRE(::getsockname(fd_, any, &size) == 0);
-    port_ = ntohs(address.sin_port);
-  }
-  ~TakenPort() { ::close(fd_); }
-  TakenPort(const TakenPort&) = delete;
-  TakenPort& operator=(const TakenPort&) = delete;
-  std::string port() const { return std::to_string(port_); }
-
- private:
-  int fd_;
-  int port_ = 0;
-};
 
 nlohmann::json finding_of(const Run& run, const std::string& words) {
   REQUIRE(run.lines.size() == 1);
@@ -186,9 +162,9 @@ TEST_CASE("ddpkit doctor finds nothing wrong here, and all-reduces", "[doctor]")
 TEST_CASE("ddpkit doctor tells the truth under faults", "[doctor]") {
   const Folder folder;
   const TakenPort taken;
-  const Run port = run_ddpkit(folder, {"doctor", "--json", "--master-port", taken.port()});
+  const Run port = run_ddpkit(folder, {"doctor", "--json", "--master-port", std::to_string(taken.port())});
   CHECK(port.exit_code == 1);
-  CHECK(finding_of(port, "127.0.0.1:" + taken.port())["severity"] == "problem");
+  CHECK(finding_of(port, "127.0.0.1:" + std::to_string(taken.port()))["severity"] == "problem");
 
   const Run name = run_ddpkit(folder, {"doctor", "--json", "--master-addr", "no.such.host.invalid"});
   CHECK(name.exit_code == 1);

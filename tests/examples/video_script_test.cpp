@@ -1,8 +1,7 @@
 // examples/video/train_multigpu.sh
-#include <arpa/inet.h>
-#include <sys/socket.h>
-#include <unistd.h>
+#include <memory>
 
+#include "support/port.h"
 #include "video_program.h"
 
 using namespace video::testing;
@@ -34,20 +33,12 @@ Output run_script(const Arguments& arguments, const std::string& port) {
 }  // namespace
 
 TEST_CASE("train_multigpu.sh trains, and takes another port where its own is taken", "[video]") {
-  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
-  REQUIRE(listener >= 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  REQUIRE(::bind(listener, reinterpret_cast<sockaddr*>(&address), size) == 0);
-  REQUIRE(::listen(listener, 8) == 0);
-  REQUIRE(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) == 0);
-  const std::string port = std::to_string(ntohs(address.sin_port));
+  auto listener = std::make_unique<ddpkit::testing::TakenPort>();
+  const std::string port = std::to_string(listener->port());
 
   Arguments arguments = joined({"2"}, joined(quick(), {"--epochs", "1"}));
   const Output taken = run_script(arguments, port);
-  ::close(listener);
+  listener.reset();
   INFO(taken.text);
   CHECK(taken.exit_code == 0);
   CHECK_THAT(taken.text, ContainsSubstring("Port " + port + " is taken: using ") &&

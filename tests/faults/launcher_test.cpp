@@ -1,6 +1,4 @@
 // The fault matrix: what happens to the launcher, and where the ranks meet.
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,32 +8,12 @@
 
 #include "faults/fault_run.h"
 #include "support/catch.h"
+#include "support/port.h"
 
 using namespace ddpkit::testing;
 using Arguments = std::vector<std::string>;
 
 namespace {
-
-/// A listening socket on a port of its own.
-class Listener {
- public:
-  Listener() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof address;
-    REQUIRE(::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
-    REQUIRE(::listen(fd_, 1) == 0);
-    REQUIRE(::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0);
-    port_ = ntohs(address.sin_port);
-  }
-  ~Listener() { ::close(fd_); }
-  std::string port() const { return std::to_string(port_); }
-
- private:
-  int fd_;
-  int port_ = 0;
-};
 
 Arguments joined(const Arguments& launcher, const FaultFolder& folder, const Arguments& options) {
   Arguments arguments = {"run"};
@@ -111,14 +89,16 @@ TEST_CASE("a place to meet that is not there is named", "[faults]") {
     Arguments launcher;
     std::string words;
   };
-  const Listener taken;
+  const TakenPort taken;
   std::string free_port;
   {
-    const Listener gone;
-    free_port = gone.port();
+    const TakenPort gone;
+    free_port = std::to_string(gone.port());
   }
   const std::vector<Place> places = {
-      {"port taken", {"-n", "2", "--master-port", taken.port()}, "MASTER_PORT " + taken.port() + " is already taken"},
+      {"port taken",
+       {"-n", "2", "--master-port", std::to_string(taken.port())},
+       "MASTER_PORT " + std::to_string(taken.port()) + " is already taken"},
       {"master unreachable (timeout 1 s)",
        {"-n", "1", "--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.2", "--master-port", free_port},
        "rank 1 cannot reach rank 0 at 127.0.0.2:" + free_port},
@@ -144,8 +124,8 @@ TEST_CASE("a place to meet that is not there is named", "[faults]") {
 TEST_CASE("of two runs on one port the second is refused and the first does not notice", "[faults]") {
   std::string port;
   {
-    const Listener gone;
-    port = gone.port();
+    const TakenPort gone;
+    port = std::to_string(gone.port());
   }
   const FaultFolder first_folder, second_folder;
   FaultRun first(joined({"-n", "2", "--master-port", port}, first_folder, {"--steps", "100000", "--act", "slow"}));

@@ -1,37 +1,14 @@
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 
 #include "support/catch.h"
+#include "support/port.h"
 
 using ddpkit::init_process_group;
 using ddpkit::LaunchEnvironment;
+using ddpkit::testing::TakenPort;
 
 namespace {
-
-/// Somebody else's socket on a port of its own.
-class TakenPort {
- public:
-  TakenPort() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof address;
-    REQUIRE(::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
-    REQUIRE(::listen(fd_, 1) == 0);
-    REQUIRE(::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0);
-    port_ = ntohs(address.sin_port);
-  }
-  ~TakenPort() { ::close(fd_); }
-  std::uint16_t port() const { return port_; }
-
- private:
-  int fd_;
-  std::uint16_t port_ = 0;
-};
 
 /// A port that nobody listens on.
 std::uint16_t free_port() { return TakenPort().port(); }

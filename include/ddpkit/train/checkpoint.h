@@ -113,7 +113,7 @@ class Checkpoint {
             const std::vector<CheckpointPart>& parts = {}, bool is_best = false);
   /// Returns when the last one saved is on the disk. Collective. Throws what writing it failed with, on all ranks.
   void wait();
-  /// What load_checkpoint() does, after recover_checkpoint().
+  /// What load_checkpoint() does; of a damaged file after recover_checkpoint().
   CheckpointInfo load(torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                       const std::vector<CheckpointPart>& parts = {});
 

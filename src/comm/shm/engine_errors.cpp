@@ -11,6 +11,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "../flight/page.h"
 #include "engine.h"
 #include "operation.h"
 
@@ -37,19 +38,10 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  constexpr const char* kNames[] = {"barrier",
-                                    "all_reduce",
-                                    "reduce",
-                                    "broadcast",
-                                    "all_gather",
-                                    "gather",
-                                    "scatter",
-                                    "reduce_scatter",
-                                    "all_to_all",
-                                    "all_reduce_coalesced",
-                                    "reduce_scatter_coalesced"};
-  const auto index = static_cast<std::size_t>(kind);
-  return index < std::size(kNames) ? kNames[index] : "?";
+  static_assert(static_cast<int>(CollectiveKind::kReduceScatterCoalesced) ==
+                static_cast<int>(flight::Call::kReduceScatterCoalesced));
+  // Peers write kinds: what is none has no name.
+  return kind > CollectiveKind::kReduceScatterCoalesced ? "?" : flight::name_of(static_cast<flight::Call>(kind));
 }
 
 std::string describe(const CollectiveHeader& header) {
