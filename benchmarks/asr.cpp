@@ -11,6 +11,7 @@
 #include <ddpkit/train/main.h>
 
 #include "bench/python.h"
+#include "bench/ratios.h"
 #include "bench/timing.h"
 #include "trainer_program.h"
 
@@ -126,10 +127,17 @@ void measure(const Options& options) {
   print_row("Python DDP, Gloo", python);
   using ddpkit::bench::median;
   const auto most = [](const std::vector<double>& values) { return *std::max_element(values.begin(), values.end()); };
-  fmt::print("\nddpkit over Python: step {:.2f}, epoch {:.2f}, start to first step {:.3f}, peak memory {:.2f}\n",
-             median(own.step_ms) / median(python.step_ms), median(own.epoch_seconds) / median(python.epoch_seconds),
-             median(own.first_step_seconds) / median(python.first_step_seconds),
-             most(own.peak_mib) / most(python.peak_mib));
+  const std::vector<std::pair<std::string, double>> ratios = {
+      {"step", median(own.step_ms) / median(python.step_ms)},
+      {"epoch", median(own.epoch_seconds) / median(python.epoch_seconds)},
+      {"start to first step", median(own.first_step_seconds) / median(python.first_step_seconds)},
+      {"peak memory", most(own.peak_mib) / most(python.peak_mib)}};
+  std::string line;
+  for (const auto& [what, ratio] : ratios) {
+    line += fmt::format("{} {} {:.3g}", line.empty() ? "" : ",", what, ratio);
+    ddpkit::bench::note_ratio("asr: " + what + ", over Python's DDP", ratio);
+  }
+  fmt::print("\nddpkit over Python:{}\n", line);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
 
+#include "bench/ratios.h"
 #include "bench/step_models.h"
 #include "bench/timing.h"
 
@@ -93,6 +94,8 @@ int main(int argc, char** argv) try {
       for (int turn = 0; turn < kTurns; ++turn)
         over.push_back(all[way].turn_us[static_cast<std::size_t>(turn)] /
                        all[0].turn_us[static_cast<std::size_t>(turn)]);
+      ddpkit::bench::note_ratio(
+          fmt::format("checkpoint: {}, a step over one without", way == 1 ? "in place" : "asynchronous"), median(over));
       fmt::print("| {} | {:.0f} | {:+.1f} % | {:.1f} |\n", way == 1 ? "in place" : "asynchronous",
                  median(all[way].turn_us), 100 * (median(over) - 1), median(all[way].save_us) / 1000);
     }

@@ -16,6 +16,7 @@
 
 #include "bench/bars.h"
 #include "bench/python.h"
+#include "bench/ratios.h"
 #include "bench/timing.h"
 #include "har/generate.h"
 #include "trainer_program.h"
@@ -120,6 +121,12 @@ void print_tables(const std::map<System, Measured>& all, const Options& options)
     const double rate = measured.rate();
     fmt::print("| {} | {} | {:.0f} | {:.2f} | {:.2f}x | {:.0f} % |\n", system.name(), system.devices, rate,
                options.windows / rate, rate / alone, 100 * rate / alone / system.devices);
+    // More devices than cores share them, and say nothing of us.
+    const bool has_cores = system.devices <= ddpkit::available_cores();
+    if (!system.is_python() && has_cores && options.devices.size() > 1)
+      ddpkit::bench::note_ratio(
+          fmt::format("har: {}, time of a window over one rank's, {} devices", system.name(), system.devices),
+          alone / rate);
   }
   fmt::print("\n| system | devices | peak MiB of each process | MiB a device |\n| --- | ---: | --- | ---: |\n");
   for (const auto& [system, measured] : all) {

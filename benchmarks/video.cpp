@@ -15,6 +15,7 @@
 #include <ddpkit/train/main.h>
 
 #include "bench/python.h"
+#include "bench/ratios.h"
 #include "bench/timing.h"
 #include "trainer_program.h"
 #include "video/clips.h"
@@ -195,6 +196,9 @@ void compare(const Options& options) {
   const auto allowed = [&](bool python) { return 1 / (1 / rate(python, 1) + 1 / rate(python, 2)); };
   fmt::print("| what the halves allow | {:.1f} |", allowed(false));
   if (options.peers) fmt::print(" {:.1f} | |", allowed(true));
+  ddpkit::bench::note_ratio("video: what the halves allow over the pipeline's rate", allowed(false) / rate(false, 3));
+  if (options.peers)
+    ddpkit::bench::note_ratio("video: Python's pipeline over the rate of ddpkit's", rate(true, 3) / rate(false, 3));
   fmt::print("\n| of that reached | {:.0f} % |", 100 * rate(false, 3) / allowed(false));
   if (options.peers) fmt::print(" {:.0f} % | |", 100 * rate(true, 3) / allowed(true));
   fmt::print("\n\n");

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 
 #include <fmt/format.h>
@@ -63,8 +64,9 @@ int run_estimate(Options options) try {
   if (options.training.price_per_hour < 0) options.training.price_per_hour = links.price_per_hour;
   if (options.hours > 0) options.training.steps = options.hours * 3.6e9 / profile.step_us();
   const auto estimates = scaling::estimate_training_speedup(profile, links.all_reduce, options.training);
-  std::cout << (options.json ? estimate_json(profile, links, estimates) + "\n"
-                             : estimate_table(profile, links, estimates));
+  const std::optional<Limits> limits = limits_of(profile, links, options.training.step);
+  std::cout << (options.json ? estimate_json(profile, links, estimates, limits) + "\n"
+                             : estimate_table(profile, links, estimates, limits));
   if (options.plot.empty()) return 0;
   auto curve = options.training;
   curve.devices.clear();
@@ -84,7 +86,8 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   command->footer(
       "The step on one device comes from --profile, a timeline that a run of yours has written "
       "(DDPKIT_TIMELINE=FILE),\n"
-      "or from --compute-ms and --params. Each device keeps its batch: the global batch grows with the devices.\n"
+      "or from --compute-ms and --params. Each device keeps its batch, and the global batch grows with the devices,\n"
+      "unless --fixed-global-batch says otherwise.\n"
       "docs/scaling.md explains the model, its constants and how far it was right.");
   CLI::Option* profile = command->add_option("--profile", options->profile, "Timeline of a run")->type_name("FILE");
   CLI::Option* compute =
@@ -131,6 +134,10 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
           ->allow_extra_args(false)
           ->check(CLI::Range(1, 65536))
           ->type_name("N,...");
+  command->add_flag("--fixed-global-batch", options->training.step.fixed_global_batch,
+                    "The devices share the batch of one (strong scaling)");
+  command->add_flag("--sharded-update", options->training.step.sharded_update,
+                    "Each device updates its part of the weights: --other-ms is divided");
   command->add_option("--hours", options->hours, "Of the whole training on one device, for times and cost")
       ->check(CLI::PositiveNumber)
       ->type_name("H");

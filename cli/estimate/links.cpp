@@ -36,7 +36,8 @@ LinkModel read_collectives(const std::string& path) {
   return {.all_reduce = scaling::measured(measured, ranks),
           .name = fmt::format("{} ranks on shared memory, measured in {}", ranks, path),
           .overlap = false,
-          .most_devices = ranks};
+          .most_devices = ranks,
+          .any_number = false};
 }
 
 }  // namespace

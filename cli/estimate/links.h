@@ -23,6 +23,7 @@ struct LinkModel {
   double contention = 1;
   double price_per_hour = 0;
   int most_devices = 4096;  ///< For which the model stands.
+  bool any_number = true;   ///< It stands for any number up to that; false: for that one alone.
 };
 
 /// Throws InvalidArgument for links that nobody knows, a file that cannot be read, or one without all-reduces of

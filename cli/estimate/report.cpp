@@ -18,8 +18,18 @@ double bytes_of(const scaling::StepProfile& profile) {
 
 }  // namespace
 
+std::optional<Limits> limits_of(const scaling::StepProfile& profile, const LinkModel& links,
+                                const scaling::StepOptions& options) {
+  if (!links.any_number) return std::nullopt;
+  const auto below = [&](double efficiency) {
+    return scaling::devices_at_efficiency(profile, links.all_reduce, efficiency, links.most_devices, options);
+  };
+  return Limits{.below_80 = below(.8), .below_50 = below(.5)};
+}
+
 std::string estimate_table(const scaling::StepProfile& profile, const LinkModel& links,
-                           const std::vector<scaling::TrainingEstimate>& estimates) {
+                           const std::vector<scaling::TrainingEstimate>& estimates,
+                           const std::optional<Limits>& limits) {
   const auto any = [&](double scaling::TrainingEstimate::*field) {
     return std::any_of(estimates.begin(), estimates.end(), [&](const auto& e) { return e.*field > 0; });
   };
@@ -39,14 +49,25 @@ std::string estimate_table(const scaling::StepProfile& profile, const LinkModel&
                         e.step.straggler_us / 1e3, has_hours ? fmt::format(" {:>10.2f}", e.hours) : "",
                         has_cost ? fmt::format(" {:>10.2f}", e.cost) : "", e.step.algorithm);
   }
-  return text;
+  if (!limits) return text;
+  const auto from = [&](int devices) {
+    return devices > 0 ? fmt::format("from {} devices on", devices)
+                       : fmt::format("nowhere up to {} devices", links.most_devices);
+  };
+  return text +
+         fmt::format("\nefficiency below 80 %: {}; below 50 %: {}\n", from(limits->below_80), from(limits->below_50));
 }
 
 std::string estimate_json(const scaling::StepProfile& profile, const LinkModel& links,
-                          const std::vector<scaling::TrainingEstimate>& estimates) {
+                          const std::vector<scaling::TrainingEstimate>& estimates,
+                          const std::optional<Limits>& limits) {
   nlohmann::json document = {
       {"links", links.name},          {"forward_us", profile.forward_us},    {"backward_us", profile.backward_us},
       {"other_us", profile.other_us}, {"gradient_bytes", bytes_of(profile)}, {"estimates", nlohmann::json::array()}};
+  if (limits) {
+    document["below_80_percent_from"] = limits->below_80;
+    document["below_50_percent_from"] = limits->below_50;
+  }
   for (const scaling::TrainingEstimate& e : estimates)
     document["estimates"].push_back({{"devices", e.devices},
                                      {"step_us", e.step.us},

@@ -22,7 +22,7 @@ struct Epoch {
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
-  double lr = 0;
+  double lr = 0;                      ///< Of the last update.
   double seconds = 0;                 ///< Of training.
   double median_step_ms = 0;          ///< Of this rank, all of it: waiting for data, forward, backward, update.
   double wait_seconds = 0;            ///< That this rank's steps have waited for data.

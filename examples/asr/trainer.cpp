@@ -38,6 +38,23 @@ double seconds_between(Clock::time_point a, Clock::time_point b) {
   return std::chrono::duration<double>(b - a).count();
 }
 
+// Over an epoch, on one rank.
+struct Sums {
+  double loss = 0, utterances = 0;
+
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("loss", c10::IValue(loss));
+    archive.write("utterances", c10::IValue(utterances));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue value;
+    archive.read("loss", value);
+    loss = value.toDouble();
+    archive.read("utterances", value);
+    utterances = value.toDouble();
+  }
+};
+
 std::shared_ptr<Recognizer> seeded_model(const Options& options, c10::Device device) {
   torch::manual_seed(options.training.seed);
   auto model = std::make_shared<Recognizer>(options.model);
@@ -119,7 +136,8 @@ class Trainer {
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
     return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
-            ddpkit::train::checkpoint_part("sampler", sampler_)};
+            ddpkit::train::checkpoint_part("sampler", sampler_),
+            ddpkit::train::checkpoint_part("sums", sums_, /*of_each_rank=*/true)};
   }
 
   void open_folder() {
@@ -184,10 +202,9 @@ class Trainer {
         {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.training.epochs), .enabled = speaks()});
     Epoch epoch{.epochs = options_.training.epochs,
                 .world_size = group_.world_size(),
-                .lr = scheduler_.learning_rates().front(),
                 .fullest_over_mean = sampler_.balance().fullest_over_mean,
                 .padding = sampler_.balance().padding};
-    sums_ = {};
+    if (begin == 0) sums_ = {};
     std::vector<double> step_seconds;
     double exposed_us = 0;
     const Clock::time_point start = Clock::now();
@@ -195,6 +212,7 @@ class Trainer {
     while (sampler_.position() < sampler_.num_batches() && !is_out_of_steps() && !(is_stopped_ = stop_.requested())) {
       ddpkit::note_step(info_.step);
       const std::optional<Batch> batch = loader.next();
+      epoch.lr = scheduler_.learning_rates().front();
       const double loss = train_step(batch->to(group_.device()));
       for (const std::size_t index : batch->utterances)
         epoch.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
@@ -330,10 +348,6 @@ class Trainer {
     print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
   }
-
-  struct Sums {
-    double loss = 0, utterances = 0;
-  };
 
   const Options& options_;
   nlohmann::json config_;

@@ -41,13 +41,15 @@ void DistributedCLSTMPPOTrainer::train() {
   State& state = *state_;
   if (state.speaks() && !state.options.trainer.json) state.print_header();
   std::optional<TestResult> test;  // Of the weights as they are now.
-  while (state.info.epoch < state.rounds() && !state.is_out_of_steps()) {
+  std::int64_t kept_step = state.info.step;
+  state.stop.emplace(state.group);
+  while (state.info.epoch < state.rounds() && !state.is_out_of_steps() && !state.is_stopped) {
     const auto start = std::chrono::steady_clock::now();
     Round round{.rounds = state.rounds(), .world_size = state.group.world_size(), .lr = state.learner->lr()};
     const Rollout rollout = run_episode();
     const std::int64_t before = state.info.epoch;
     round.update = update(rollout);
-    if (state.info.epoch == before) break;  // Out of steps before the round's end.
+    if (state.info.epoch == before) break;  // Out of steps, or stopped, before the round's end.
     round.episode = gather_metrics(rollout);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     test.reset();
@@ -61,8 +63,15 @@ void DistributedCLSTMPPOTrainer::train() {
     round.step = state.info.step;
     state.report(round);
     save_checkpoint();
+    kept_step = state.info.step;
   }
   if (state.checkpoint) state.checkpoint->wait();
+  if (state.is_stopped) {
+    if (state.speaks())
+      fmt::print(stderr, "clstm_ppo: {}\n", state.stop->describe(kept_step, state.checkpoint.has_value()));
+    return;
+  }
+  state.stop.reset();
   state.finish(test ? *test : evaluate());
 }
 
@@ -88,7 +97,8 @@ UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
   const auto after_step = [&] {
     ++state.info.step;
     if (state.update_hook) state.update_hook();
-    return !state.is_out_of_steps();
+    state.is_stopped = state.stop && state.stop->requested();
+    return !state.is_stopped && !state.is_out_of_steps();
   };
   const Learner::Result result =
       state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)), after_step);

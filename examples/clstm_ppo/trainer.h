@@ -38,7 +38,7 @@ class DistributedCLSTMPPOTrainer {
   void initialize();
 
   /// Runs all rounds that are left, each followed by a checkpoint, and at the end shows how the policy does on the days
-  /// it has never seen.
+  /// it has never seen. SIGINT or SIGTERM to any rank ends it within a round, of which nothing is kept.
   void train();
 
   /// This rank's episodes of the next round, with its own exploration.

@@ -11,6 +11,7 @@
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/summary_writer.h>
 
 #include "clstm_ppo/learner.h"
@@ -52,6 +53,8 @@ struct DistributedCLSTMPPOTrainer::State {
   std::optional<ddpkit::train::Checkpoint> checkpoint;
   ddpkit::train::CheckpointInfo info;  // Rounds finished (epoch) and updates made (step).
   std::optional<ddpkit::train::SummaryWriter> summary;
+  std::optional<ddpkit::train::StopSignal> stop;  // While train() runs.
+  bool is_stopped = false;
 };
 
 }  // namespace clstm_ppo

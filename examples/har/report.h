@@ -19,7 +19,7 @@ struct Epoch {
   std::int64_t step = 0;  ///< Updates so far.
   int devices = 1;        ///< Of all ranks.
   int world_size = 1;
-  double lr = 0;
+  double lr = 0;                                     ///< Of the last update.
   std::int64_t samples = 0;                          ///< Trained on, by all ranks, since the program began the epoch.
   double seconds = 0;                                ///< Of that.
   std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]

@@ -230,7 +230,7 @@ class Trainer {
     ddpkit::train::ProgressBar bar(
         updates,
         {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
-    const double lr = scheduler_.learning_rates().front();
+    double lr = 0;
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
     const auto save_within_epoch = [&](std::int64_t updates_done) {
@@ -244,6 +244,7 @@ class Trainer {
       for (int i = 0; i < options_.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));
       }
+      lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(parts);
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });

@@ -18,7 +18,7 @@ struct Epoch {
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
-  double lr = 0;
+  double lr = 0;                                     ///< Of the last update.
   std::int64_t clips = 0;                            ///< Trained on, by all ranks, since the program began the epoch.
   double seconds = 0;                                ///< Of that.
   double wait_seconds = 0;                           ///< Of these, what rank 0 has waited for clips.

@@ -188,7 +188,7 @@ class Trainer {
     ddpkit::train::ProgressBar bar(
         updates,
         {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
-    const double lr = scheduler_.learning_rates().front();
+    double lr = 0;
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
     const auto save_within_epoch = [&](std::int64_t updates_done) {
@@ -197,6 +197,7 @@ class Trainer {
     };
     for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
       ddpkit::note_step(info_.step);
+      lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(*loader.next());
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });

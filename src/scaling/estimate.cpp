@@ -3,6 +3,14 @@
 #include <stdexcept>
 
 namespace ddpkit::scaling {
+namespace {
+
+// Of what so many devices do in a step of `step_us`, over what one does in its own.
+double speedup_of(const StepProfile& profile, double step_us, int devices, const StepOptions& options) {
+  return (options.fixed_global_batch ? 1 : devices) * profile.step_us() / step_us;
+}
+
+}  // namespace
 
 std::vector<TrainingEstimate> estimate_training_speedup(const StepProfile& profile, const AllReduceModel& all_reduce,
                                                         const TrainingEstimateOptions& options) {
@@ -10,9 +18,9 @@ std::vector<TrainingEstimate> estimate_training_speedup(const StepProfile& profi
   std::vector<TrainingEstimate> estimates;
   for (const int devices : options.devices) {
     TrainingEstimate estimate{.devices = devices, .step = predict_step(profile, all_reduce, devices, options.step)};
-    estimate.efficiency = profile.step_us() / estimate.step.us;
-    estimate.speedup = devices * estimate.efficiency;
-    estimate.hours = options.steps / devices * estimate.step.us / 3.6e9;
+    estimate.speedup = speedup_of(profile, estimate.step.us, devices, options.step);
+    estimate.efficiency = estimate.speedup / devices;
+    estimate.hours = options.steps * profile.step_us() / estimate.speedup / 3.6e9;
     estimate.cost = estimate.hours * devices * options.price_per_hour;
     estimates.push_back(estimate);
   }
@@ -22,7 +30,8 @@ std::vector<TrainingEstimate> estimate_training_speedup(const StepProfile& profi
 int devices_at_efficiency(const StepProfile& profile, const AllReduceModel& all_reduce, double efficiency, int most,
                           const StepOptions& options) {
   for (int devices = 2; devices <= most; devices *= 2) {
-    if (profile.step_us() / predict_step(profile, all_reduce, devices, options).us < efficiency) return devices;
+    const double step_us = predict_step(profile, all_reduce, devices, options).us;
+    if (speedup_of(profile, step_us, devices, options) < efficiency * devices) return devices;
   }
   return 0;
 }

@@ -49,12 +49,14 @@ StepPrediction predict_step(const StepProfile& profile, const AllReduceModel& al
                             const StepOptions& options) {
   if (ranks < 1) throw std::invalid_argument(fmt::format("{} ranks", ranks));
   if (options.contention < 1) throw std::invalid_argument(fmt::format("a contention of {}", options.contention));
+  const double compute = options.fixed_global_batch ? 1.0 / ranks : 1;
+  const double backward_us = compute * profile.backward_us;
   StepPrediction prediction;
   double end = 0, largest = 0;
   for (const BucketProfile& bucket : profile.buckets) {
     const AllReduceTime time = all_reduce(bucket.bytes, ranks);
     prediction.communication_us += time.us;
-    end = std::max(end, bucket.ready_us) + time.us;
+    end = std::max(end, compute * bucket.ready_us) + time.us;
     if (bucket.bytes > largest) {
       largest = bucket.bytes;
       prediction.algorithm = time.algorithm;
@@ -63,13 +65,16 @@ StepPrediction predict_step(const StepProfile& profile, const AllReduceModel& al
   if (!options.overlap) {
     prediction.exposed_us = prediction.communication_us;
   } else {
-    prediction.exposed_us = std::max(0.0, end - profile.backward_us);
+    prediction.exposed_us = std::max(0.0, end - backward_us);
     const double hidden = std::max(0.0, prediction.communication_us - prediction.exposed_us);
-    prediction.contention_us = (options.contention - 1) * std::min(hidden, profile.backward_us);
+    prediction.contention_us = (options.contention - 1) * std::min(hidden, backward_us);
   }
   if (options.stragglers && ranks > 1 && !profile.steps_us.empty())
-    prediction.straggler_us = quantile(profile.steps_us, std::pow(.5, 1.0 / ranks)) - quantile(profile.steps_us, .5);
-  prediction.us = profile.step_us() + prediction.exposed_us + prediction.contention_us + prediction.straggler_us;
+    prediction.straggler_us =
+        compute * (quantile(profile.steps_us, std::pow(.5, 1.0 / ranks)) - quantile(profile.steps_us, .5));
+  const double other_us = options.sharded_update ? profile.other_us / ranks : profile.other_us;
+  prediction.us = compute * profile.forward_us + backward_us + other_us + prediction.exposed_us +
+                  prediction.contention_us + prediction.straggler_us;
   return prediction;
 }
 

@@ -78,7 +78,7 @@ CheckpointInfo read_checkpoint_info(const std::filesystem::path& path) {
 struct Checkpoint::Writer {
   std::thread thread;
   std::exception_ptr failure;
-  std::size_t last_bytes = 0;
+  std::string bytes;  ///< Of the file under way; kept, since fresh memory costs as much as the copy into it.
 
   /// Ends the writing under way; throws what it failed with.
   void finish() {
@@ -116,16 +116,15 @@ void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optim
                              [&](const Sink& sink) { write_archive(sink, module, optimizer, info, parts, states); });
       return;
     }
-    auto bytes = std::make_shared<std::string>();
-    bytes->reserve(writer_->last_bytes);
-    write_archive([&](const void* data, std::size_t size) { bytes->append(static_cast<const char*>(data), size); },
+    std::string& bytes = writer_->bytes;
+    bytes.clear();
+    write_archive([&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); },
                   module, optimizer, info, parts, states);
-    writer_->last_bytes = bytes->size();
-    writer_->thread = std::thread([this, files, bytes] {
+    writer_->thread = std::thread([this, files] {
       // Only this thread's, on Linux: on full cores the steps go first.
       ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), 19);
       try {
-        write_checkpoint_files(files, [&](const Sink& sink) { sink(bytes->data(), bytes->size()); });
+        write_checkpoint_files(files, [&](const Sink& sink) { sink(writer_->bytes.data(), writer_->bytes.size()); });
       } catch (...) {
         writer_->failure = std::current_exception();
       }

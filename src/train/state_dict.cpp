@@ -33,6 +33,13 @@ const T& get(const StateValue& value, std::string_view wanted) {
 
 }  // namespace
 
+StateDict::StateDict() = default;
+StateDict::StateDict(const StateDict& other) = default;
+StateDict::StateDict(StateDict&& other) noexcept = default;
+StateDict& StateDict::operator=(const StateDict& other) = default;
+StateDict& StateDict::operator=(StateDict&& other) noexcept = default;
+StateDict::~StateDict() = default;
+
 StateDict::StateDict(std::initializer_list<StateItem> items) {
   for (const StateItem& item : items) (*this)[item.key] = item.value;
 }

@@ -109,6 +109,15 @@ TEST_CASE("ddpkit estimate prints speed-up, efficiency and cost", "[estimate]") 
   CHECK(estimates[1]["cost"].get<double>() > 20);
   CHECK(ddpkit::testing::read_file(folder / "curve.svg").find("</svg>") != std::string::npos);
 
+  const Run fixed = run_ddpkit(folder, {"estimate", "--compute-ms", "95", "--params", "7.16M", "--other-ms", "2",
+                                        "--fixed-global-batch", "--sharded-update", "--devices", "1,64", "--json"});
+  INFO(fixed.errors);
+  REQUIRE(fixed.exit_code == 0);
+  const auto strong = nlohmann::json::parse(fixed.lines.at(0));
+  CHECK(strong["estimates"][1]["step_us"].get<double>() < 97'000. / 32);
+  CHECK(strong["below_50_percent_from"].get<int>() > 64);
+  CHECK(strong["below_80_percent_from"].get<int>() < strong["below_50_percent_from"].get<int>());
+
   write_file(folder / "run.json", timeline(1, 20));
   write_file(folder / "collectives.csv",
              "collective,backend,ranks,bytes,memory,us,algbw_GBps,busbw_GBps\n"
@@ -121,6 +130,14 @@ TEST_CASE("ddpkit estimate prints speed-up, efficiency and cost", "[estimate]") 
   const auto two = nlohmann::json::parse(measured.lines.at(0))["estimates"].at(1);
   CHECK(two["devices"] == 2);
   CHECK(two["step_us"].get<double>() == Approx(110));  // Nothing is hidden on the CPU.
+
+  write_file(folder / "four.csv",
+             "collective,backend,ranks,bytes,memory,us,algbw_GBps,busbw_GBps\n"
+             "all_reduce,shm,4,1000,symmetric,3.0,0.3,0.3\nall_reduce,shm,4,3000,symmetric,7.0,0.3,0.3\n");
+  const Run four =
+      run_ddpkit(folder, {"estimate", "--profile", folder / "run.json", "--collectives", folder / "four.csv"});
+  INFO(four.errors);
+  CHECK(four.exit_code == 0);
 }
 
 TEST_CASE("ddpkit estimate refuses what it cannot use in one sentence", "[estimate]") {

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/train/checkpoint.h>
+
 #include "asr/score.h"
 #include "asr/trained_model.h"
 #include "support/program.h"
@@ -17,7 +19,9 @@ namespace asr::testing {
 using ddpkit::testing::Arguments;
 using ddpkit::testing::Folder;
 using ddpkit::testing::joined;
+using ddpkit::testing::Kill;
 using ddpkit::testing::read_file;
+using ddpkit::testing::run_until_not_killed;
 using ddpkit::testing::same_bits;
 using ddpkit::testing::spoken;
 using ddpkit::testing::write_file;
@@ -26,8 +30,8 @@ using ddpkit::testing::write_sound;
 using Run = ddpkit::testing::ProgramRun;
 
 /// Under a launcher on so many ranks; without one for 0 ranks.
-inline Run run_asr(int ranks, const Arguments& arguments) {
-  return ddpkit::testing::run_program(DDPKIT_TEST_ASR, ranks, arguments);
+inline Run run_asr(int ranks, const Arguments& arguments, std::optional<Kill> kill = std::nullopt) {
+  return ddpkit::testing::run_program(DDPKIT_TEST_ASR, ranks, arguments, kill);
 }
 
 /// A corpus for all tests of this process: a manifest of 46 "spoken" texts of letters a to e.

@@ -91,6 +91,29 @@ TEST_CASE("under a launcher and by --spawn the weights come out the same, and a 
   CHECK(same_bits(weights_of(launched.path()), weights_of(stopped.path())));
 }
 
+TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits", "[asr]") {
+  const Folder whole, killed;
+  const auto arguments = [&](const Folder& folder) {
+    return joined(small(), {"--json", "training.epochs=5", "training.checkpoint_steps=1", "--save-dir", folder.path()});
+  };
+  const Run undisturbed = run_asr(2, arguments(whole));
+  REQUIRE(undisturbed.exit_code == 0);
+  const std::int64_t steps = ddpkit::train::read_checkpoint_info(whole / "checkpoint.pt").step / 5;
+  bool was_within = false;
+  const auto runs = run_until_not_killed(
+      2, 0.4, 0.15, [&](const Kill& kill) { return run_asr(2, arguments(killed), kill); },
+      [&] {
+        if (!std::filesystem::exists(killed / "checkpoint.pt")) return;
+        was_within = was_within || ddpkit::train::read_checkpoint_info(killed / "checkpoint.pt").step % steps != 0;
+      });
+  CHECK(runs.kills > 0);
+  CHECK(was_within);
+  CHECK(same_bits(weights_of(whole.path()), weights_of(killed.path())));
+  // Where the last kill came behind the last checkpoint, there was no epoch left to tell of.
+  if (runs.last.lines.size() > 1)
+    CHECK(runs.last.json(runs.last.lines.size() - 2)["train_loss"] == undisturbed.json(4)["train_loss"]);
+}
+
 TEST_CASE("asr check passes on one process and on several", "[asr]") {
   for (const Arguments& arguments : {Arguments{"check"}, Arguments{"check", "--spawn", "3"}}) {
     const Run run = run_asr(0, arguments);

@@ -72,16 +72,9 @@ TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits
       return with({"--num-episodes", std::to_string(8 * ranks * 40), "--save-dir", folder.path()});
     };
     REQUIRE(run_clstm_ppo(ranks, arguments(whole)).exit_code == 0);
-    int kills = 0;
-    for (int attempt = 0;; ++attempt) {
-      REQUIRE(attempt < 40);
-      // Each lives longer than the last, so that it ends.
-      const Run run =
-          run_clstm_ppo(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.5 + 0.3 * attempt});
-      if (run.exit_code == 0) break;
-      ++kills;
-    }
-    CHECK(kills > 0);
+    const auto runs = run_until_not_killed(
+        ranks, 0.5, 0.3, [&](const Kill& kill) { return run_clstm_ppo(ranks, arguments(killed), kill); });
+    CHECK(runs.kills > 0);
     CHECK(same_bits(weights_of(whole), weights_of(killed)));
   }
 }
@@ -97,6 +90,31 @@ TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole ro
   CHECK(resumed.lines.size() == 4);
   CHECK(same_bits(weights_of(whole), weights_of(parts)));
   check_refused(joined(episodes, {"--save-dir", parts.path(), "--gamma", "0.5"}), 1, "already holds a run with gamma");
+}
+
+TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same command goes on", "[clstm_ppo]") {
+  const Folder whole, parts;
+  const auto arguments = [&](const Folder& folder) {
+    return with({"--num-episodes", "640", "--save-dir", folder.path()});
+  };
+  REQUIRE(run_clstm_ppo(2, arguments(whole)).exit_code == 0);
+  int stops = 0;
+  for (Run run;;) {
+    run = run_clstm_ppo(2, arguments(parts), Kill{.rank = 1, .after_seconds = 0.8 + 0.4 * stops, .signal = SIGTERM});
+    INFO(run.errors);
+    // A signal that comes before the trainer looks for it ends the process as it ends any.
+    if (run.exit_code != 0) CHECK(run.exit_code == 143);
+    if (run.exit_code == 0 && !run.lines.empty() && run.lines.back().starts_with("test return")) break;
+    if (run.exit_code == 0) {
+      CHECK_THAT(run.errors, ContainsSubstring("clstm_ppo: stopped by SIGTERM after step"));
+      const auto path = parts / "checkpoint.pt";
+      const auto kept = std::filesystem::exists(path) ? ddpkit::train::read_checkpoint_info(path).step : 0;
+      CHECK_THAT(run.errors, ContainsSubstring(fmt::format("after step {};", kept)));
+    }
+    REQUIRE(++stops < 30);
+  }
+  CHECK(stops > 0);
+  CHECK(same_bits(weights_of(whole), weights_of(parts)));
 }
 
 TEST_CASE("clstm_ppo: two ranks learn a planted pattern", "[clstm_ppo]") {

@@ -72,16 +72,10 @@ TEST_CASE("a run killed anywhere and started again ends with the weights of one 
         return Arguments{"--data", data, "--epochs", "12", "--save-dir", folder.path()};
       };
       REQUIRE(run_har(ranks, arguments(whole)).exit_code == 0);
-      int kills = 0;
-      for (int attempt = 0;; ++attempt) {
-        REQUIRE(attempt < 40);
-        // Each lives longer than the last, so that it ends; a rank needs about 0.3 s to start.
-        const Run run =
-            run_har(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.3 + 0.13 * attempt});
-        if (run.exit_code == 0) break;
-        ++kills;
-      }
-      CHECK(kills > 0);
+      // A rank needs about 0.3 s to start.
+      const auto runs = run_until_not_killed(ranks, 0.3, 0.13,
+                                             [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); });
+      CHECK(runs.kills > 0);
       const har::ModelOptions model = data == generated() ? har::ModelOptions{.channels = 9, .steps = 64, .classes = 6}
                                                           : har::ModelOptions{.channels = 2, .steps = 20, .classes = 3};
       CHECK(same_bits(weights_of(whole, model), weights_of(killed, model)));
@@ -115,25 +109,23 @@ TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[
     const Run undisturbed = run_har(ranks, arguments(whole));
     REQUIRE(undisturbed.exit_code == 0);
     bool was_within = false;
-    Run last;
-    for (int attempt = 0;; ++attempt) {
-      REQUIRE(attempt < 40);
-      last = run_har(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.35 + 0.1 * attempt});
-      if (last.exit_code == 0) break;
-      if (!std::filesystem::exists(killed / "checkpoint.pt")) continue;
-      const auto info = ddpkit::train::read_checkpoint_info(killed / "checkpoint.pt");
-      const int steps = 120 / ranks / 10;
-      was_within = was_within || info.step % steps != 0;
-    }
+    const auto runs = run_until_not_killed(
+        ranks, 0.35, 0.1, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
+        [&] {
+          if (!std::filesystem::exists(killed / "checkpoint.pt")) return;
+          const auto info = ddpkit::train::read_checkpoint_info(killed / "checkpoint.pt");
+          const int steps = 120 / ranks / 10;
+          was_within = was_within || info.step % steps != 0;
+        });
     CHECK(was_within);
     CHECK(same_bits(weights_of(whole), weights_of(killed)));
-    const auto told = [](const Run& run) {
+    const auto told = [](const ddpkit::testing::ProgramRun& run) {
       auto json = nlohmann::json::parse(run.lines.at(run.lines.size() - 2));
       for (const char* key : {"seconds", "samples_per_second", "peak_memory_bytes"}) json.erase(key);
       return json;
     };
     // Where the last kill came behind the last checkpoint, there was no epoch left to tell of.
-    if (last.lines.size() > 1) CHECK(told(last) == told(undisturbed));
+    if (runs.last.lines.size() > 1) CHECK(told(runs.last) == told(undisturbed));
   }
 }
 

@@ -18,6 +18,7 @@ using ddpkit::testing::joined;
 using ddpkit::testing::Kill;
 using ddpkit::testing::names_in;
 using ddpkit::testing::read_file;
+using ddpkit::testing::run_until_not_killed;
 using ddpkit::testing::same_bits;
 using ddpkit::testing::write_file;
 

@@ -14,19 +14,20 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
     CAPTURE(ranks);
     const Folder whole, killed;
     const auto arguments = [&](const Folder& folder) {
-      return joined(quick(), {"--epochs", "10", "--save-dir", folder.path()});
+      return joined(quick(), {"--epochs", "10", "--checkpoint-steps", "1", "--save-dir", folder.path()});
     };
     REQUIRE(run_video(ranks, arguments(whole)).exit_code == 0);
-    int kills = 0;
-    for (int attempt = 0;; ++attempt) {
-      REQUIRE(attempt < 40);
-      // Each lives longer than the last, so that it ends.
-      const Run run =
-          run_video(ranks, arguments(killed), Kill{.rank = attempt % ranks, .after_seconds = 0.5 + 0.3 * attempt});
-      if (run.exit_code == 0) break;
-      ++kills;
-    }
-    CHECK(kills > 0);
+    const std::int64_t steps = ddpkit::train::read_checkpoint_info(whole / "checkpoint.pt").step / 10;
+    bool was_within_an_epoch = false;
+    const auto runs = run_until_not_killed(
+        ranks, 0.5, 0.3, [&](const Kill& kill) { return run_video(ranks, arguments(killed), kill); },
+        [&] {
+          if (!std::filesystem::exists(killed / "checkpoint.pt")) return;
+          const auto info = ddpkit::train::read_checkpoint_info(killed / "checkpoint.pt");
+          was_within_an_epoch = was_within_an_epoch || info.step % steps != 0;
+        });
+    CHECK(runs.kills > 0);
+    CHECK(was_within_an_epoch);
     for (const char* name : {"checkpoint.pt", "best.pt"})
       CHECK(same_bits(weights_in(whole / name), weights_in(killed / name)));
   }

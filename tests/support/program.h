@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -30,10 +32,11 @@ struct ProgramRun {
   nlohmann::json json(std::size_t line) const { return nlohmann::json::parse(lines.at(line)); }
 };
 
-/// kill -9 of a rank some time after its start.
+/// A signal to a rank some time after its start: kill -9, if nothing else is said.
 struct Kill {
   int rank = 0;
   double after_seconds = 1;
+  int signal = SIGKILL;
 };
 
 /// Under a launcher on so many ranks; without one for 0 ranks.
@@ -44,7 +47,8 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   std::string script = "NAME=${RANK:-0}; ";
   if (ranks == 0) script += "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; ";
   if (kill)
-    script += fmt::format("[ $RANK = {} ] && set -- timeout -s KILL {} \"$@\"; ", kill->rank, kill->after_seconds);
+    script += fmt::format("[ $RANK = {} ] && set -- timeout --preserve-status -s {} {} \"$@\"; ", kill->rank,
+                          kill->signal, kill->after_seconds);
   Arguments command = {"sh", "-c", script + R"(exec "$@" 2> ")" + errors + R"(-$NAME")", "sh", program};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::string output;
@@ -61,6 +65,25 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
   for (int rank = 0; rank < std::max(1, ranks); ++rank) run.errors += read_file(errors + "-" + std::to_string(rank));
   return run;
+}
+
+struct KilledRuns {
+  int kills = 0;
+  ProgramRun last;  ///< The one that ended by itself.
+};
+
+/// Starts `run` on so many ranks again and again, and kills one of them, each time another one and later, until it ends
+/// by itself. `after_kill` looks at what is left each time.
+inline KilledRuns run_until_not_killed(int ranks, double first_after_seconds, double longer_by_seconds,
+                                       const std::function<ProgramRun(const Kill&)>& run,
+                                       const std::function<void()>& after_kill = {}) {
+  for (KilledRuns runs;; ++runs.kills) {
+    REQUIRE(runs.kills < 40);
+    runs.last =
+        run({.rank = runs.kills % ranks, .after_seconds = first_after_seconds + longer_by_seconds * runs.kills});
+    if (runs.last.exit_code == 0) return runs;
+    if (after_kill) after_kill();
+  }
 }
 
 /// Fails with `code` and says one sentence, once.

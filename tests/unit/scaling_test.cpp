@@ -122,6 +122,31 @@ TEST_CASE("speed-up, efficiency, time and cost", "[scaling]") {
   CHECK_THROWS_AS(estimate_training_speedup({}, constant(1)), std::invalid_argument);
 }
 
+TEST_CASE("a fixed global batch divides compute, a sharded update the update", "[scaling]") {
+  StepProfile profile{.forward_us = 40, .backward_us = 80, .other_us = 8, .buckets = {{40, 1}, {80, 1}}};
+  const StepOptions fixed{.fixed_global_batch = true};
+  // Backward takes 20; the buckets are ready at 10 and 20, and done at 25 and 40.
+  const StepPrediction step = predict_step(profile, constant(15), 4, fixed);
+  CHECK(step.exposed_us == Approx(20));
+  CHECK(step.us == Approx(10 + 20 + 8 + 20));
+  CHECK(predict_step(profile, constant(15), 4, {.fixed_global_batch = true, .sharded_update = true}).us ==
+        Approx(10 + 20 + 2 + 20));
+  CHECK(predict_step(profile, constant(15), 4, {.sharded_update = true}).us == Approx(120 + 2 + 15));
+  CHECK(predict_step(profile, constant(15), 1, fixed).us == Approx(128));
+  const auto estimates = estimate_training_speedup(
+      profile, constant(15), {.devices = {1, 4}, .step = fixed, .steps = 3.6e9 / 128, .price_per_hour = 2});
+  CHECK(estimates[0].hours == Approx(1));
+  CHECK(estimates[1].speedup == Approx(128. / 58));
+  CHECK(estimates[1].efficiency == Approx(128. / 58 / 4));
+  CHECK(estimates[1].hours == Approx(58. / 128));
+  CHECK(estimates[1].cost == Approx(4 * 2 * 58. / 128));
+  CHECK(devices_at_efficiency(profile, constant(15), .5, 64) == 0);
+  CHECK(devices_at_efficiency(profile, constant(15), .6, 64, fixed) == 4);
+  // Steps scatter as much in proportion.
+  for (int us = 50; us <= 150; ++us) profile.steps_us.push_back(us);
+  CHECK(predict_step(profile, constant(0), 2, fixed).straggler_us == Approx((100 * std::sqrt(.5) - 50) / 2));
+}
+
 TEST_CASE("NCCL's model has NCCL's figures", "[scaling]") {
   GpuCluster h100 = gpu_cluster("h100");
   h100.launch_us = 0;

@@ -14,8 +14,8 @@ struct TrainingEstimateOptions {
   double price_per_hour = 0;  ///< Of one device; 0: unknown.
 };
 
-/// Training on so many devices, each with the batch that one has: the global batch grows with them, and an epoch takes
-/// fewer steps.
+/// Training on so many devices. Each has the batch that one has: the global batch grows with them, and an epoch takes
+/// fewer steps; with `fixed_global_batch` they share that batch, and each step takes less.
 struct TrainingEstimate {
   int devices = 1;
   StepPrediction step = {};

@@ -49,6 +49,13 @@ struct StepOptions {
   double contention = 1;
   /// Each step waits for the slowest rank.
   bool stragglers = true;
+  /// The ranks share one device's batch (strong scaling): forward, backward and their scatter take 1 / ranks of the
+  /// time, as if each device were as busy with its part as with the whole. False: each rank has such a batch of its
+  /// own.
+  bool fixed_global_batch = false;
+  /// Each rank updates 1 / ranks of the weights (ShardedOptimizer): `other_us` is divided. Reduce-scatter and
+  /// all-gather move what all-reduce moves.
+  bool sharded_update = false;
 };
 
 /// What a step on several ranks is made of, in microseconds.

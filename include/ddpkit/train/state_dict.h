@@ -34,8 +34,13 @@ struct StateTuple {
 /// A Python dict (also an OrderedDict) in its order.
 class StateDict {
  public:
-  StateDict() = default;
+  StateDict();
   StateDict(std::initializer_list<StateItem> items);
+  StateDict(const StateDict& other);
+  StateDict(StateDict&& other) noexcept;
+  StateDict& operator=(const StateDict& other);
+  StateDict& operator=(StateDict&& other) noexcept;
+  ~StateDict();
 
   /// The key's value; a key that is not there is added at the end, with None.
   StateValue& operator[](const StateKey& key);
@@ -44,13 +49,13 @@ class StateDict {
   /// Throws InvalidArgument, naming the key, where it is not there.
   const StateValue& at(const StateKey& key) const;
   bool contains(const StateKey& key) const { return find(key) != nullptr; }
-  std::size_t size() const noexcept { return items_.size(); }
-  bool empty() const noexcept { return items_.empty(); }
-  std::vector<StateItem>::const_iterator begin() const noexcept { return items_.begin(); }
-  std::vector<StateItem>::const_iterator end() const noexcept { return items_.end(); }
+  std::size_t size() const noexcept;
+  bool empty() const noexcept { return size() == 0; }
+  std::vector<StateItem>::const_iterator begin() const noexcept;
+  std::vector<StateItem>::const_iterator end() const noexcept;
 
  private:
-  std::vector<StateItem> items_;
+  std::vector<StateItem> items_;  // Not yet a complete type: what needs one is defined behind it.
   std::unordered_map<StateKey, std::size_t> index_;
 };
 
@@ -98,6 +103,10 @@ struct StateItem {
   StateKey key;
   StateValue value;
 };
+
+inline std::size_t StateDict::size() const noexcept { return items_.size(); }
+inline std::vector<StateItem>::const_iterator StateDict::begin() const noexcept { return items_.begin(); }
+inline std::vector<StateItem>::const_iterator StateDict::end() const noexcept { return items_.end(); }
 
 /// Writes what Python's torch.load(weights_only=True) reads, whole or not at all. Tensors on a storage that they share
 /// go on sharing it, with their strides; storages are written whole, as torch.save writes them, from any device, and

@@ -1,0 +1,79 @@
+// The clstm_ppo trainer on one rank and on several, in turns: what `script/bench clstm_ppo` runs. Each rank has the
+// same episodes to run and to learn from, so with N ranks N times as many an update.
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/train/main.h>
+
+#include "bench/ratios.h"
+#include "bench/timing.h"
+#include "clstm_ppo/generate.h"
+#include "trainer_program.h"
+
+namespace {
+
+struct Options {
+  std::string program;
+  int ranks = 2;
+  int rounds = 3;
+  int updates = 6;
+};
+
+// Episodes a second, of each round of a run but its first.
+std::vector<double> run(const Options& options, const std::string& data, int ranks) {
+  constexpr int kEpisodes = 32;
+  std::vector<std::string> command = {options.program,
+                                      "--data",
+                                      data,
+                                      "--test-share",
+                                      "0.05",
+                                      "--envs",
+                                      std::to_string(kEpisodes),
+                                      "--num-episodes",
+                                      std::to_string(kEpisodes * ranks * (options.updates + 1)),
+                                      "--lr",
+                                      "2e-3",
+                                      "--json"};
+  std::vector<double> rates;
+  int round = 0;
+  for (const auto& json : ddpkit::bench::run_trainer(ddpkit::bench::on_own_core(std::move(command), ranks), ranks)) {
+    if (json.contains("episodes_per_second") && ++round > 1) rates.push_back(json["episodes_per_second"]);
+  }
+  return rates;
+}
+
+void measure(const Options& options) {
+  const ddpkit::bench::TemporaryData data("clstm-ppo");
+  clstm_ppo::generate(data.path(), {});
+  std::vector<double> alone, together;
+  for (int round = 0; round < options.rounds; ++round) {
+    fmt::print(stderr, "round {}/{}\n", round + 1, options.rounds);
+    for (const double rate : run(options, data.path(), 1)) alone.push_back(rate);
+    for (const double rate : run(options, data.path(), options.ranks)) together.push_back(rate);
+  }
+  const double one = ddpkit::bench::median(alone), all = ddpkit::bench::median(together);
+  fmt::print("| ranks | episodes/s | speed-up | efficiency |\n| ---: | ---: | ---: | ---: |\n");
+  fmt::print("| 1 | {:.1f} | | |\n", one);
+  fmt::print("| {} | {:.1f} | {:.2f}x | {:.0f} % |\n", options.ranks, all, all / one, 100 * all / one / options.ranks);
+  if (options.ranks <= ddpkit::available_cores())
+    ddpkit::bench::note_ratio(fmt::format("clstm_ppo: time of an episode over one rank's, {} ranks", options.ranks),
+                              one / all);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("The clstm_ppo trainer on one rank and on several.", "bench_clstm_ppo");
+  Options options;
+  options.program = std::filesystem::path(argv[0]).parent_path() / "clstm_ppo";
+  app.option_defaults()->always_capture_default();
+  app.add_option("--ranks", options.ranks, "Ranks")->check(CLI::Range(2, 1024));
+  app.add_option("--rounds", options.rounds, "Runs of each")->check(CLI::Range(1, 1000));
+  app.add_option("--updates", options.updates, "Timed rounds of episodes and learning in a run")
+      ->check(CLI::Range(1, 1 << 20));
+  return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
+}

@@ -1,0 +1,159 @@
+# shellcheck shell=bash
+# `script/bench all` and `script/bench check`: every benchmark in one run, and what became of its ratios.
+# Sourced by script/bench.
+
+# Where what is committed lies.
+report=$root/docs/performance.md
+pictures=$root/docs/pictures
+ratios=$root/benchmarks/ratios.tsv
+
+# section TITLE COMMAND...: runs script/bench COMMAND..., whose output becomes the section. What is a table of fixed width
+# is shown as it was printed. The temporary folder $made holds what goes with it.
+section() {
+  local title=$1 start=$SECONDS
+  shift
+  say "$title: script/bench $*"
+  if ! DDPKIT_BENCH_RATIOS=$made/ratios.tsv "$root/script/bench" "$@" >"$made/output" 2>"$made/errors"; then
+    cat "$made/output" "$made/errors" >&2
+    die "script/bench $1 failed (its words are above)"
+  fi
+  {
+    printf '## %s\n\n```sh\nscript/bench %s\n```\n\n' "$title" "${*//$made/.}"
+    if grep -q '^|' "$made/output"; then
+      cat "$made/output"
+    else
+      printf '```\n'
+      sed 's/ *$//' "$made/output"
+      printf '```\n'
+    fi
+    printf '\n'
+  } >>"$made/sections"
+  say "$title: $((SECONDS - start)) s"
+}
+
+picture() {
+  printf '![%s](pictures/%s)\n\n' "$1" "$2" >>"$made/sections"
+}
+
+# note_collectives CSV, note_steps CSV: the ratios in the rows of `ddpkit bench collectives` and `ddpkit bench step`.
+note_collectives() {
+  awk -F, '
+    NR > 1 { us[$1, $3, $4, $2, $5] = $6; if ($2 == "shm") { order[++count] = $1 SUBSEP $3 SUBSEP $4 SUBSEP $5 } }
+    END {
+      for (i = 1; i <= count; ++i) {
+        split(order[i], key, SUBSEP)
+        shm = us[key[1], key[2], key[3], "shm", key[4]]
+        split("gloo openmpi", peers, " ")
+        for (p = 1; p <= 2; ++p) {
+          other = us[key[1], key[2], key[3], peers[p], "private"]
+          if (other > 0)
+            printf "%s of %d bytes, %d ranks, %s memory: shm over %s\t%.4f\n", key[1], key[3], key[2], key[4], peers[p], shm / other
+        }
+      }
+    }' "$1" >>"$made/ratios.tsv"
+}
+
+note_steps() {
+  awk -F, '
+    NR == 1 { for (i = 1; i <= NF; ++i) column[$i] = i; next }
+    {
+      key = $column["model"] ", " $column["optimizer"]
+      if ($column["system"] ~ /^python-ddp/) python[key] = $column["us"]
+      if ($column["system"] ~ /^ddpkit-shm/) {
+        name[++count] = key ": " $column["system"]
+        of[count] = key
+        us[count] = $column["us"]
+        ratio[count] = $column["ratio_to_alone"]
+      }
+    }
+    END {
+      for (i = 1; i <= count; ++i) {
+        printf "step of %s over a step alone\t%.4f\n", name[i], ratio[i]
+        if (python[of[i]] > 0) printf "step of %s over Python DDP\t%.4f\n", name[i], us[i] / python[of[i]]
+      }
+    }' "$1" >>"$made/ratios.tsv"
+}
+
+# Runs everything into $made.
+measure_all() {
+  : >"$made/ratios.tsv"
+  : >"$made/sections"
+  section "All-reduce and its kin, 2 ranks" collectives --collective all_reduce,broadcast,all_gather,reduce_scatter \
+    --csv "$made/collectives.csv" --plot "$made/collectives.svg"
+  note_collectives "$made/collectives.csv"
+  picture "Bus bandwidth over size" collectives.svg
+  section "All-reduce of 8 ranks on these cores" collectives -n 8 --collective all_reduce --memory private \
+    --backend shm,gloo --csv "$made/crowded.csv"
+  note_collectives "$made/crowded.csv"
+  section "A step with SGD, over model sizes" step --peers --backend shm \
+    --model mlp-10k,mlp-106k,mlp-1m,mlp-7.6m,cnn,lstm,transformer --csv "$made/sgd.csv"
+  note_steps "$made/sgd.csv"
+  section "A step with AdamW, by how weights are updated" step --peers --backend shm --optimizer adamw \
+    --model mlp-106k,mlp-7.6m --csv "$made/adamw.csv"
+  note_steps "$made/adamw.csv"
+  section "har: DataParallel and DistributedDataParallel" har --peers --devices 1,2 --plot "$made/har.svg"
+  picture "Throughput of the har trainer" har.svg
+  section "asr: step, start and memory" asr --peers
+  section "video: decoding and model together" video --peers --batches 8
+  section "clstm_ppo: rollouts and updates" clstm_ppo
+  section "Checkpoints" checkpoint
+  if [ "$(id -u)" -eq 0 ]; then section "Two hosts of two ranks" hosts; fi
+  section "What the estimate predicts for two ranks" estimate
+  section "Kernels and optimizers alone" micro
+}
+
+write_report() {
+  {
+    cat <<'EOF'
+# Performance
+
+What `script/bench all` wrote: every figure is of one run, on one machine, ddpkit and its peers on the same work, in turns. Ratios
+are what moves little from machine to machine: they come first, less is better, and `script/bench check` measures them anew and
+fails when one is over 15 % worse than here. [benchmarks.md](benchmarks.md) explains the columns.
+
+EOF
+    printf 'Measured on %s: %s, %s cores, %s GB of memory; %s; LibTorch %s.\n\n' "$(date -u +%F)" \
+      "$(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo)" "$(nproc)" \
+      "$(awk '/^MemTotal:/ { printf "%.0f", $2 / 1048576 }' /proc/meminfo)" "$(c++ --version | head -n 1)" \
+      "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
+    printf 'On GPUs: not yet measured.\n\n## Ratios\n\n| cost | as a share |\n| --- | ---: |\n'
+    awk -F '\t' '{ printf "| %s | %.3f |\n", $1, $2 }' "$made/ratios.tsv"
+    printf '\n'
+    cat "$made/sections"
+  } | cat -s >"$report"
+  mkdir -p "$pictures"
+  cp "$made"/*.svg "$pictures"
+  cp "$made/ratios.tsv" "$ratios"
+  say "Written: ${report#"$root"/}, ${ratios#"$root"/}, ${pictures#"$root"/}"
+}
+
+# compare_ratios BEFORE AFTER: a table; 1 when one is missing or over 15 % worse.
+compare_ratios() {
+  awk -F '\t' '
+    NR == FNR { before[$1] = $2; order[++count] = $1; next }
+    { after[$1] = $2 }
+    END {
+      for (i = 1; i <= count; ++i) {
+        name = order[i]
+        if (!(name in after)) { printf "missing    %8.4f          %s\n", before[name], name; bad = 1; continue }
+        change = after[name] / before[name] - 1
+        verdict = change > 0.15 ? "WORSE" : change < -0.15 ? "better" : "as before"
+        if (change > 0.15) bad = 1
+        printf "%-10s %8.4f %8.4f %+6.1f %%  %s\n", verdict, before[name], after[name], 100 * change, name
+      }
+      exit bad
+    }' "$1" "$2"
+}
+
+bench_report() {
+  [ $# -eq 1 ] || wrong_use "unknown argument '$2'"
+  made=$(mktemp -d)
+  trap 'rm -rf "$made"' EXIT
+  if [ "$1" = check ]; then [ -s "$ratios" ] || die "there is no ${ratios#"$root"/} to compare with: script/bench all writes it"; fi
+  measure_all
+  if [ "$1" = all ]; then
+    write_report
+  elif ! compare_ratios "$ratios" "$made/ratios.tsv"; then
+    die "ratios have worsened by over 15 % or are missing (above)"
+  fi
+}

@@ -1,0 +1,20 @@
+#include "ratios.h"
+
+#include <cstdlib>
+#include <fstream>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::bench {
+
+void note_ratio(const std::string& name, double value) {
+  const char* path = std::getenv("DDPKIT_BENCH_RATIOS");
+  if (path == nullptr || *path == '\0') return;
+  std::ofstream file(path, std::ios::app);
+  if (!(file << fmt::format("{}\t{:.4f}\n", name, value)).flush())
+    throw Error(fmt::format("cannot write {}, which DDPKIT_BENCH_RATIOS names", path));
+}
+
+}  // namespace ddpkit::bench
