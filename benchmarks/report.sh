@@ -18,11 +18,11 @@ section() {
     die "script/bench $1 failed (its words are above)"
   fi
   {
-    printf '## %s\n\n```sh\nscript/bench %s\n```\n\n' "$title" "${*//$made/.}"
+    printf '## %s\n\n<!-- docs-test: options: it measures for minutes -->\n```sh\nscript/bench %s\n```\n\n' "$title" "${*//$made/.}"
     if grep -q '^|' "$made/output"; then
       cat "$made/output"
     else
-      printf '```\n'
+      printf '<!-- docs-test: skip: what a measurement has printed -->\n```text\n'
       sed 's/ *$//' "$made/output"
       printf '```\n'
     fi
