@@ -20,9 +20,11 @@ class Error : public std::runtime_error {
     std::optional<std::size_t> bucket = {};      ///< Gradient bucket.
   };
 
+  /// `message`: one sentence, which what() gives back.
   explicit Error(const std::string& message) : std::runtime_error(message) {}
   Error(const std::string& message, Context context) : std::runtime_error(message), context_(std::move(context)) {}
 
+  /// The facts in the message, for programs.
   const Context& context() const noexcept { return context_; }
 
  private:

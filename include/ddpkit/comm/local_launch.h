@@ -23,17 +23,17 @@ struct LocalLaunchOptions {
   int ranks = 1;                     ///< Processes to start.
   /// Hosts that each start `ranks` of a job's processes, by a call like this one, and this host's number among them.
   int nodes = 1;
-  int node_rank = 0;
+  int node_rank = 0;  ///< 0 .. nodes-1.
   /// Where the ranks meet: host 0. Needed with several hosts, as is the port.
   std::string master_addr = "127.0.0.1";
   /// Rendezvous port; 0 takes a free one, which nobody else on this host is given meanwhile.
   int master_port = 0;
   /// Which start of the same job this is, and how many there may be beyond the first: for the ranks' environment.
   int restart_count = 0;
-  int max_restarts = 0;
+  int max_restarts = 0;  ///< Only told to the ranks: local_launch() starts them once.
   /// Added to each rank's environment, over the inherited one.
   std::vector<std::pair<std::string, std::string>> environment = {};
-  NumaBinding numa_binding = NumaBinding::kNone;
+  NumaBinding numa_binding = NumaBinding::kNone;  ///< Cores of each rank.
   /// After this the ranks are killed. Empty: no limit.
   std::optional<std::chrono::milliseconds> time_limit = std::nullopt;
   /// How long the other ranks have, after SIGTERM, when one has failed, before they are killed.
@@ -45,7 +45,8 @@ struct LocalLaunchOptions {
   /// Receives each rank's output instead of this process's own. Empty: rank 0 has stdin, stdout and stderr, the lines
   /// of the others go to stderr behind "[rank N] ".
   std::function<void(int rank, const std::string& text)> on_output = nullptr;
-  /// Folder for each rank's output as well: attempt_<restart_count>/<rank>/{stdout,stderr}.log. Empty: none.
+  /// Folder for each rank's output as well: `attempt_A/RANK/stdout.log` and `stderr.log`, where A is
+  /// `restart_count`. Empty: none.
   std::string log_dir = {};
   /// Where there is a log folder: show what goes there.
   bool show_stdout = true;
@@ -66,6 +67,7 @@ struct RankExit {
   std::string state = {};                    ///< What it did last, by the flight recorder: "was in all_reduce …".
   std::vector<std::string> last_lines = {};  ///< Of its stderr.
 
+  /// It ended by itself with exit code 0.
   bool ok() const noexcept { return exit_code == 0 && signal == 0; }
   /// "exited with code 3" or "was killed by signal 9 (SIGKILL)".
   std::string describe() const;

@@ -29,8 +29,8 @@ enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 /// read nor written until wait() has returned. Letting it go out of scope neither waits nor cancels.
 class Work {
  public:
-  Work();
-  explicit Work(c10::intrusive_ptr<c10d::Work> work);
+  Work();                                              ///< Behind which there is no collective.
+  explicit Work(c10::intrusive_ptr<c10d::Work> work);  ///< Takes c10d's own.
   ~Work();
   Work(const Work&);
   Work(Work&&) noexcept;
@@ -64,14 +64,19 @@ class Work {
 /// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
 /// compares the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group
 /// come from one thread at a time.
+///
+/// Tensors are dense and lie on device(). A collective throws InvalidArgument for one that does not suit it, PeerLost
+/// when another rank has ended or given up, Timeout when one does not come within InitOptions::timeout. With `shm` the
+/// first failure ends the group: every later call throws it again. An `_async` call is the same collective, begun: its
+/// tensors belong to it until Work::wait(), which throws what it failed with.
 class ProcessGroup {
  public:
   /// Wraps any c10d backend.
   ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, at::Device device,
                const LaunchEnvironment& environment = {});
 
-  int rank() const noexcept;  ///< 0 .. world_size()-1.
-  int world_size() const noexcept;
+  int rank() const noexcept;              ///< 0 .. world_size()-1.
+  int world_size() const noexcept;        ///< Ranks in the group.
   int local_rank() const noexcept;        ///< Position on this host.
   int local_world_size() const noexcept;  ///< Ranks on this host.
   /// Where this rank's model and batches belong: its GPU, or the CPU.
@@ -81,10 +86,12 @@ class ProcessGroup {
 
   /// Reduces `tensor` element by element over all ranks, in place, the same bits on every rank. Any shape; contiguous.
   void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+  /// all_reduce(), begun.
   [[nodiscard]] Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
 
   /// Overwrites `tensor` with rank `root`'s. Any shape; contiguous.
   void broadcast(const at::Tensor& tensor, int root = 0) const;
+  /// broadcast(), begun.
   [[nodiscard]] Work broadcast_async(const at::Tensor& tensor, int root = 0) const;
 
   /// Every rank's `tensor`, stacked: shape [world_size, ...tensor.sizes()], row r from rank r.
@@ -92,6 +99,7 @@ class ProcessGroup {
 
   /// The same into `output`: contiguous, world_size * tensor.numel() elements, rank r's from r * tensor.numel() on.
   void all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const;
+  /// all_gather_into(), begun.
   [[nodiscard]] Work all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const;
 
   /// The reduction over all ranks, in rank `root`'s `tensor`; the others' stay as they are.
@@ -100,6 +108,7 @@ class ProcessGroup {
   /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements;
   /// both contiguous.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum) const;
+  /// reduce_scatter(), begun.
   [[nodiscard]] Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                           ReduceOp op = ReduceOp::kSum) const;
 
@@ -114,11 +123,15 @@ class ProcessGroup {
   void all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits = {},
                   std::vector<std::int64_t> input_splits = {}) const;
 
-  /// Messages between two ranks. Those with one tag arrive in the order they were sent; tag >= 0. With `shm` a send is
-  /// over when its bytes are on their way, and arrives even when nobody waits for it.
+  /// A message to rank `destination`, which receives as many elements of the same type. Those with one tag arrive in
+  /// the order they were sent; tag >= 0. With `shm` a send is over when its bytes are on their way, and arrives even
+  /// when nobody waits for it.
   void send(const at::Tensor& tensor, int destination, int tag = 0) const;
+  /// send(), begun.
   [[nodiscard]] Work send_async(const at::Tensor& tensor, int destination, int tag = 0) const;
+  /// Overwrites `tensor` with rank `source`'s next message of that tag.
   void recv(const at::Tensor& tensor, int source, int tag = 0) const;
+  /// recv(), begun.
   [[nodiscard]] Work recv_async(const at::Tensor& tensor, int source, int tag = 0) const;
   /// From whichever rank sends first; returns its number.
   int recv_any(const at::Tensor& tensor, int tag = 0) const;

@@ -14,7 +14,7 @@ namespace ddpkit {
 
 /// Names and defaults of Python's torch.utils.data.DistributedSampler.
 struct DistributedSamplerOptions {
-  bool shuffle = true;
+  bool shuffle = true;     ///< Another order in each epoch, the same on all ranks; otherwise that of the data set.
   std::uint64_t seed = 0;  ///< The same on every rank.
   /// Drop the tail so that the samples divide evenly over ranks; otherwise repeat samples from the front.
   bool drop_last = false;
@@ -28,12 +28,13 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   /// `size` samples in the dataset. Throws InvalidArgument when the ranks cannot each get one.
   DistributedSampler(std::size_t size, const ProcessGroup& group, const DistributedSamplerOptions& options = {});
+  /// The same without a group, for rank `rank` of `world_size`.
   DistributedSampler(std::size_t size, int world_size, int rank, const DistributedSamplerOptions& options = {});
 
   /// Call before each epoch, or every epoch sees the same order, of which rank 0 warns once. Takes effect at the next
   /// reset().
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept;
+  std::uint64_t epoch() const noexcept;  ///< As set_epoch() or load() said.
 
   /// Samples this rank sees in an epoch.
   std::size_t num_samples() const noexcept;

@@ -12,6 +12,7 @@
 
 namespace ddpkit {
 
+/// Options of DistributedWeightedSampler.
 struct DistributedWeightedSamplerOptions {
   std::uint64_t seed = 0;  ///< The same on every rank.
   /// Samples of all ranks in an epoch, rounded up so that they divide evenly; empty: as many as there are weights.
@@ -30,12 +31,13 @@ class DistributedWeightedSampler : public torch::data::samplers::Sampler<> {
   /// positive, naming the first, and where there is no such rank.
   DistributedWeightedSampler(std::vector<double> weights, const ProcessGroup& group,
                              const DistributedWeightedSamplerOptions& options = {});
+  /// The same without a group, for rank `rank` of `world_size`.
   DistributedWeightedSampler(std::vector<double> weights, int world_size, int rank,
                              const DistributedWeightedSamplerOptions& options = {});
 
   /// Call before each epoch, or every epoch draws the same. Takes effect at the next reset().
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept;
+  std::uint64_t epoch() const noexcept;  ///< As set_epoch() or load() said.
 
   /// Samples this rank sees in an epoch.
   std::size_t num_samples() const noexcept;

@@ -15,6 +15,7 @@ class OutputArchive;
 
 namespace ddpkit {
 
+/// Options of LengthBucketedSampler.
 struct LengthBucketedSamplerOptions {
   std::size_t batch_size = 32;  ///< Samples a step, of all ranks together; at least one a rank.
   bool shuffle = true;          ///< Otherwise batches come from the shortest samples to the longest, in every epoch.
@@ -56,12 +57,13 @@ class LengthBucketedSampler {
   /// ranks, no samples, or (with drop_last) fewer than one batch.
   LengthBucketedSampler(std::vector<std::int64_t> lengths, const ProcessGroup& group,
                         const LengthBucketedSamplerOptions& options = {});
+  /// The same without a group, for rank `rank` of `world_size`.
   LengthBucketedSampler(std::vector<std::int64_t> lengths, int world_size, int rank,
                         const LengthBucketedSamplerOptions& options = {});
 
   /// Begins that epoch at its first batch.
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept { return epoch_; }
+  std::uint64_t epoch() const noexcept { return epoch_; }  ///< As set_epoch() or load() said.
 
   std::size_t num_batches() const noexcept { return batches_.size(); }  ///< Of every epoch.
   /// This rank's share of the current epoch, from its first batch. [batch]

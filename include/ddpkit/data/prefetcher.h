@@ -27,6 +27,7 @@ struct PrefetcherStats {
 /// The part of Prefetcher that does not depend on the batch's type.
 class PrefetcherBase {
  public:
+  /// So far. Any thread.
   PrefetcherStats stats() const;
 
  protected:

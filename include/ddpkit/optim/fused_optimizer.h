@@ -36,7 +36,7 @@ struct FusedOptions {
 /// The float32 copy of a parameter, in a state of FusedOptions::master_weights.
 class MasterWeight {
  public:
-  at::Tensor master_param;
+  at::Tensor master_param;  ///< float32, in the parameter's shape.
 };
 
 /// torch::optim's state of a parameter with its master weight.
@@ -62,7 +62,7 @@ class WithMaster final : public State, public MasterWeight {
 /// The state of those parameters of one group that have one type and device, end to end, so that it can be cut into
 /// parts regardless of the parameters' borders.
 struct FlatState {
-  std::size_t group = 0;
+  std::size_t group = 0;              ///< Index among the optimizer's parameter groups.
   at::ScalarType dtype = at::kFloat;  ///< The parameters'.
   at::Device device = at::kCPU;
   std::vector<at::Tensor> parameters;  ///< [param]
@@ -100,6 +100,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   void save(torch::serialize::OutputArchive& archive) const final;
   void load(torch::serialize::InputArchive& archive) final;
 
+  /// FusedOptions::capturable.
   bool capturable() const noexcept { return fused_options_.capturable; }
   /// For GraphedStep. A captured step() has been counted, but not done.
   void after_capture();
@@ -110,6 +111,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   /// A parameter's state before its first step.
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
 
+  /// As given to the constructor.
   const FusedOptions& fused_options() const noexcept { return fused_options_; }
   /// Whether parameters of that type have master weights here.
   bool has_master(at::ScalarType dtype) const noexcept;

@@ -21,10 +21,10 @@ namespace ddpkit::optim {
 
 /// Names and defaults of Python's torch.amp.GradScaler.
 struct GradScalerOptions {
-  double init_scale = 65536;
-  double growth_factor = 2;
-  double backoff_factor = 0.5;
-  std::int64_t growth_interval = 2000;
+  double init_scale = 65536;            ///< Of the first iterations.
+  double growth_factor = 2;             ///< Above 1.
+  double backoff_factor = 0.5;          ///< Between 0 and 1.
+  std::int64_t growth_interval = 2000;  ///< Iterations.
   /// False: every call passes through as if there were no scaler.
   bool enabled = true;
 };
@@ -63,11 +63,13 @@ class GradScaler {
   /// `growth_factor` after `growth_interval` iterations in a row without, or sets it to `new_scale`.
   void update(std::optional<double> new_scale = std::nullopt);
 
+  /// What scale() multiplies by.
   double get_scale() const noexcept { return options_.enabled ? scale_ : 1; }
   std::int64_t get_growth_tracker() const noexcept { return growth_tracker_; }  ///< Iterations since the last change.
+  /// GradScalerOptions::enabled.
   bool is_enabled() const noexcept { return options_.enabled; }
 
-  /// The scale, the growth tracker and the options.
+  /// The scale, the growth tracker and the options: a CheckpointPart.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -13,6 +13,7 @@ namespace ddpkit::optim {
 
 class FusedOptimizer;
 
+/// Options of GraphedStep.
 struct GraphedStepOptions {
   /// So many calls run as they are before one is captured: for what is made only once, such as NCCL's communicators,
   /// the optimizer's state, the order of DistributedDataParallel's buckets. At least 3.
@@ -40,6 +41,7 @@ struct GraphedStepOptions {
 class GraphedStep {
  public:
   using Tensors = std::vector<at::Tensor>;
+  /// One step of the training: `inputs` as passed to operator(); returns what operator() is to return.
   using Step = std::function<Tensors(const Tensors& inputs)>;
 
   /// `optimizers`: all that `step` calls, made with FusedOptions::capturable; they outlive this. Throws InvalidArgument
@@ -55,6 +57,7 @@ class GraphedStep {
   /// be captured.
   Tensors operator()(const Tensors& inputs);
 
+  /// Whether calls replay the graph by now.
   bool captured() const noexcept;
 
  private:

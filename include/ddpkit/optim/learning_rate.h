@@ -32,8 +32,10 @@ class Schedule {
  public:
   /// The factor 1 throughout.
   Schedule() : Schedule([](std::int64_t) { return 1.0; }) {}
+  /// Of a function of one's own: pure, as it is asked for any step in any order.
   explicit Schedule(std::function<double(std::int64_t step)> factor) : factor_(std::move(factor)) {}
 
+  /// The factor in step `step`, from 0.
   double operator()(std::int64_t step) const { return factor_(step); }
   friend Schedule operator*(const Schedule& a, const Schedule& b) {
     return Schedule([a, b](std::int64_t step) { return a(step) * b(step); });
@@ -60,8 +62,9 @@ Schedule multi_step_decay(std::vector<std::int64_t> milestones, double gamma = 0
 /// `milestones[i]`. One milestone fewer than schedules: Python's SequentialLR.
 Schedule sequential(std::vector<Schedule> schedules, std::vector<std::int64_t> milestones);
 
+/// Options of LearningRateScheduler.
 struct LearningRateOptions {
-  LearningRateScaling scaling = LearningRateScaling::kNone;
+  LearningRateScaling scaling = LearningRateScaling::kNone;  ///< With the number of ranks.
   /// ProcessGroup::world_size().
   int world_size = 1;
 };

@@ -8,6 +8,7 @@
 
 namespace ddpkit::optim {
 
+/// Options of Autocast.
 struct AutocastOptions {
   bool enabled = true;  ///< False: operations keep their types within the scope, whatever surrounds it.
   bool cache = true;    ///< Casts of weights are kept until the outermost scope ends.

@@ -17,6 +17,7 @@ namespace ddpkit::optim {
 
 class SharedWeights;
 
+/// Options of ShardedOptimizer.
 struct ShardedOptions {
   /// With the `shm` backend: the host keeps one copy of the weights, which all ranks read and each rank updates in
   /// part, so that nothing is gathered. Empty: where that is possible. True where it is not: InvalidArgument.
@@ -65,6 +66,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
 
   /// The optimizer of this rank's slices.
   const FusedOptimizer& inner() const noexcept { return *inner_; }
+  /// Whether the host keeps one copy of the weights.
   bool has_shared_weights() const noexcept { return weights_ != nullptr; }
 
   /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; it is let go

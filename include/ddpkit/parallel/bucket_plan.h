@@ -11,7 +11,7 @@ namespace ddpkit {
 
 /// What the bucket plan needs to know of a parameter.
 struct ParameterInfo {
-  std::size_t numel = 0;
+  std::size_t numel = 0;  ///< Elements.
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::Device device = c10::kCPU;
 

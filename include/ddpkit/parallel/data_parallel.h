@@ -19,6 +19,7 @@
 
 namespace ddpkit {
 
+/// Options of DataParallel.
 struct DataParallelOptions {
   /// One replica each, the first of them gathers: all CPUs, or all CUDA devices, of which one may be named several
   /// times. Empty: all GPUs where the module is on one, else `replicas` times the CPU.
@@ -45,15 +46,16 @@ struct DataParallelOptions {
 /// The part of DataParallel that does not depend on the module's type.
 class DataParallelBase {
  public:
-  /// [replica]
+  /// Where each replica is. [replica]
   const std::vector<c10::Device>& devices() const noexcept;
   /// How many replicas there are; a batch of fewer samples runs on fewer.
   int replicas() const noexcept;
+  /// Threads inside a replica's operators.
   int threads_per_replica() const noexcept;
   /// Gradient buckets: indices among the parameters that want a gradient. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
 
-  /// Empty without one.
+  /// What the arena holds; empty without one.
   std::optional<ArenaStats> arena() const;
 
   /// Clones the module anew. Weights, buffers, requires_grad and training mode are followed without it; needed after
@@ -148,6 +150,7 @@ class DataParallel : public DataParallelBase {
     });
   }
 
+  /// The module as it was passed: replica 0's weights are its own.
   M& module() noexcept { return *module_; }
   const M& module() const noexcept { return *module_; }
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }

@@ -66,6 +66,7 @@ class DistributedDataParallelBase : public Joinable {
     bool before_;
   };
 
+  /// Backwards while the guard lives are local. Not collective, but for all ranks alike.
   NoSync no_sync() { return NoSync(*reducer_); }
 
   /// Collective, outside backward: from now on `hook` reduces the buckets of gradients, as Python's
@@ -85,7 +86,9 @@ class DistributedDataParallelBase : public Joinable {
   void join_shadow(int event) override;
   void join_end(int source) override;
 
+  /// The ranks that average.
   const ProcessGroup& group() const noexcept { return group_; }
+  /// What does it: buckets, arena, the last backward's times.
   Reducer& reducer() noexcept { return *reducer_; }
   const Reducer& reducer() const noexcept { return *reducer_; }
 
@@ -166,6 +169,7 @@ class DistributedDataParallel : public DistributedDataParallelBase {
     return forward(std::forward<Args>(args)...);
   }
 
+  /// The bare module: what optimizers, checkpoints and evaluation take.
   M& module() noexcept { return *module_; }
   const M& module() const noexcept { return *module_; }
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }

@@ -36,8 +36,8 @@ struct PowerSGDOptions {
 
 /// What compression has saved, in elements that a rank has handed to all-reduce since the first compressed backward.
 struct PowerSGDStats {
-  std::uint64_t numel_before_compression = 0;
-  std::uint64_t numel_after_compression = 0;
+  std::uint64_t numel_before_compression = 0;  ///< Of the gradients.
+  std::uint64_t numel_after_compression = 0;   ///< Sent for them.
   /// Of the two; 0 before the first.
   double compress_rate() const;
 };
@@ -58,12 +58,13 @@ class PowerSGD {
   /// Throws InvalidArgument for a rank below 1, or a negative rate or epsilon.
   explicit PowerSGD(ProcessGroup group, const PowerSGDOptions& options = {});
 
+  /// The hook. Collective.
   PendingReduction operator()(GradBucket& bucket);
 
   const PowerSGDOptions& options() const noexcept;
   /// Backwards so far.
   std::uint64_t iterations() const noexcept;
-  PowerSGDStats stats() const noexcept;
+  PowerSGDStats stats() const noexcept;  ///< So far, of this rank.
 
   /// Everything that a resumed training needs to go on as if it had not been stopped, options apart. Errors differ from
   /// rank to rank: each rank saves and loads its own file. Not within backward. load() throws InvalidArgument for

@@ -21,12 +21,14 @@ namespace ddpkit {
 
 class JoinSession;
 
+/// A parameter under its name in the module.
 struct NamedParameter {
-  std::string name;
-  at::Tensor tensor;
+  std::string name;     ///< Such as "features.0.weight".
+  at::Tensor tensor;    ///< The parameter itself.
   bool sparse = false;  ///< Its gradient is a sparse tensor.
 };
 
+/// DistributedDataParallelOptions in bytes: its names and meanings.
 struct ReducerOptions {
   std::size_t first_bucket_bytes = std::size_t{1} << 20;
   std::size_t bucket_bytes = std::size_t{25} << 20;
@@ -39,8 +41,8 @@ struct ReducerOptions {
 
 /// When one bucket's reduction ran in the last synchronised backward, on this rank's steady clock.
 struct BucketTiming {
-  std::size_t bytes = 0;
-  std::size_t parameters = 0;
+  std::size_t bytes = 0;                           ///< Of gradients.
+  std::size_t parameters = 0;                      ///< Whose gradients it holds.
   std::size_t sent_bytes = 0;                      ///< Handed to collectives: see PendingReduction.
   std::chrono::steady_clock::time_point ready;     ///< Its last gradient was there.
   std::chrono::steady_clock::time_point started;   ///< Its all-reduce was handed to the backend.
@@ -49,10 +51,10 @@ struct BucketTiming {
 
 /// What happened in the last synchronised backward.
 struct BackwardTrace {
-  std::vector<BucketTiming> buckets;  ///< [bucket], in the order they are reduced.
-  std::chrono::steady_clock::time_point first_gradient;
-  std::chrono::steady_clock::time_point last_gradient;
-  std::chrono::steady_clock::time_point end;  ///< All gradients were reduced.
+  std::vector<BucketTiming> buckets;                     ///< [bucket], in the order they are reduced.
+  std::chrono::steady_clock::time_point first_gradient;  ///< Its hook ran.
+  std::chrono::steady_clock::time_point last_gradient;   ///< Its hook ran: backward has no more to hide behind.
+  std::chrono::steady_clock::time_point end;             ///< All gradients were reduced.
 };
 
 /// Takes averaged gradients over from a Reducer, slice by slice, instead of leaving them in the parameters.
@@ -87,7 +89,7 @@ class Reducer {
 
   /// False: backward leaves gradients local, to accumulate until the next synchronised backward.
   void set_synchronize(bool synchronize) noexcept;
-  bool synchronize() const noexcept;
+  bool synchronize() const noexcept;  ///< As set_synchronize() said; true at first.
 
   /// Collective, not within backward. From the next backward on `hook` reduces the buckets; sparse gradients it does
   /// not see. An empty hook brings the all-reduce back.
@@ -126,6 +128,7 @@ class Reducer {
   /// Synchronised backwards so far, and how often the buckets have been laid out anew.
   std::uint64_t backwards() const noexcept;
   int rebuilds() const noexcept;
+  /// See DistributedDataParallelStats.
   DistributedDataParallelStats stats() const;
   /// Empty without an arena.
   std::optional<ArenaStats> arena() const;

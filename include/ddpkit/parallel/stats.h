@@ -11,7 +11,7 @@ namespace ddpkit {
 /// host's clock: on a GPU, which lags behind the host, they say when work was queued, and nothing is waited for to know
 /// more.
 struct BucketStats {
-  std::size_t parameters = 0;
+  std::size_t parameters = 0;  ///< Whose gradients it holds.
   std::size_t bytes = 0;       ///< Of gradients.
   std::size_t sent_bytes = 0;  ///< Handed to collectives: fewer than `bytes` where a communication hook compresses.
   double ready_us = 0;         ///< Its last gradient was there.
@@ -22,7 +22,7 @@ struct BucketStats {
 /// What DistributedDataParallel has done so far, on this rank. A step is a synchronised backward. Dense gradients only:
 /// sparse ones are gathered when backward ends, and belong to no bucket.
 struct DistributedDataParallelStats {
-  std::uint64_t steps = 0;
+  std::uint64_t steps = 0;       ///< Synchronised backwards.
   int rebuilds = 0;              ///< How often the buckets were laid out anew.
   std::uint64_t bytes = 0;       ///< Of gradients, over all steps.
   std::uint64_t sent_bytes = 0;  ///< Handed to collectives by this rank, over all steps. 0 in a world of one.

@@ -37,6 +37,7 @@ struct BatchNormTensors {
 /// Inputs in bfloat16 or float16 are normalised with float32 statistics (keep weight and buffers in float32).
 class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
  public:
+  /// Over `group`; without one, plain batch norm.
   explicit SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,
                              std::optional<ProcessGroup> group = std::nullopt);
   /// On the parameters and buffers of another batch norm, which `options` describe; each [num_features] or undefined.

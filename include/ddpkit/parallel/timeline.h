@@ -13,6 +13,7 @@ namespace ddpkit {
 
 class TimelineRecorder;
 
+/// Options of Timeline.
 struct TimelineOptions {
   /// Of each rank; later ones are dropped and counted. An event takes about 100 bytes.
   std::size_t max_events = 1'000'000;
@@ -50,6 +51,7 @@ class Timeline {
     std::string name_;
     std::chrono::steady_clock::time_point begin_;
   };
+  /// Begins a span of the caller's own, which ends with the object.
   Span span(std::string_view name) const { return {recorder_, name}; }
 
   /// Collective, and not within backward: rank 0 gathers the events of all ranks so far and writes them to a file,

@@ -9,7 +9,7 @@ namespace ddpkit::scaling {
 
 /// What a model of all-reduce says of one.
 struct AllReduceTime {
-  double us = 0;
+  double us = 0;          ///< Microseconds.
   std::string algorithm;  ///< By which it would be done: "ring", "NVLS".
 };
 

@@ -7,8 +7,9 @@
 
 namespace ddpkit::scaling {
 
+/// Options of estimate_training_speedup().
 struct TrainingEstimateOptions {
-  std::vector<int> devices = {1, 2, 4, 8};
+  std::vector<int> devices = {1, 2, 4, 8};  ///< Numbers of devices to predict for.
   StepOptions step = {};
   double steps = 0;           ///< Of the whole training on one device, for its duration and cost; 0: unknown.
   double price_per_hour = 0;  ///< Of one device; 0: unknown.

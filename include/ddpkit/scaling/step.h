@@ -40,6 +40,7 @@ struct AssumedStep {
 /// Gradients become ready evenly over backward. Throws std::invalid_argument for what is negative or not a number.
 StepProfile assume_step(const AssumedStep& step);
 
+/// How several devices share one step.
 struct StepOptions {
   /// True: the device computes while a collective is under way (GPUs). False: collectives take the processor that
   /// computes (CPU ranks on shared memory), and nothing is hidden.

@@ -35,9 +35,9 @@ struct CheckpointInfo {
 
 /// Something else that a run needs to go on as if it had never stopped: a schedule, a gradient scaler, a sampler.
 struct CheckpointPart {
-  std::string name;
-  std::function<void(torch::serialize::OutputArchive&)> save;
-  std::function<void(torch::serialize::InputArchive&)> load;
+  std::string name;                                            ///< Under which it is kept and found again.
+  std::function<void(torch::serialize::OutputArchive&)> save;  ///< Called in save(), on the ranks that write it.
+  std::function<void(torch::serialize::InputArchive&)> load;   ///< Called in load(); throws for what does not fit.
   /// Each rank has its own (a hook's errors, sums over its samples); false: rank 0's is for all. Left as it is where
   /// the run goes on on another number of ranks.
   bool of_each_rank = false;
@@ -81,6 +81,7 @@ CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Mod
 /// Only where the run stood. Throws InvalidArgument when the file is missing, truncated or no checkpoint.
 CheckpointInfo read_checkpoint_info(const std::filesystem::path& path);
 
+/// Options of Checkpoint.
 struct CheckpointOptions {
   /// So many of the last checkpoints stay. From 2 on, PATH's siblings STEM-STEP.pt are the last ones, PATH the newest
   /// of them (a hard link), and a damaged PATH is replaced by the newest good one.

@@ -9,6 +9,7 @@
 
 namespace ddpkit::train {
 
+/// Options of ProgressBar.
 struct ProgressOptions {
   std::string label = {};      ///< In front of the bar.
   bool enabled = true;         ///< False on every rank but the one that speaks.

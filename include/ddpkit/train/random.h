@@ -14,9 +14,12 @@ namespace ddpkit::train {
 /// its engines do not.
 class Random {
  public:
+  /// The same seed, the same numbers.
   explicit Random(std::uint64_t seed) : engine_(seed) {}
 
+  /// 64 random bits.
   std::uint64_t bits() { return engine_(); }
+  /// From `low` up to, but without, `high`.
   double uniform(double low, double high) {
     return low + (high - low) * static_cast<double>(engine_() >> 11) * 0x1p-53;
   }
@@ -25,6 +28,7 @@ class Random {
     const double radius = std::sqrt(-2 * std::log(1 - uniform(0, 1)));
     return deviation * radius * std::cos(uniform(0, 2 * std::numbers::pi));
   }
+  /// From 0 to 2 pi.
   double angle() { return uniform(0, 2 * std::numbers::pi); }
   /// 0 .. count - 1. Its bias is below count / 2^64.
   std::int64_t below(std::int64_t count) {

@@ -14,6 +14,7 @@ class ProcessGroup;
 
 namespace ddpkit::train {
 
+/// Options of open_run_folder().
 struct RunFolderOptions {
   bool resume = false;     ///< There must be a run to go on with.
   bool overwrite = false;  ///< Replace what is there.

@@ -28,7 +28,7 @@ using StateList = std::vector<StateValue>;
 
 /// A Python tuple, where StateList is a list.
 struct StateTuple {
-  std::vector<StateValue> items;
+  std::vector<StateValue> items;  ///< In order.
 };
 
 /// A Python dict (also an OrderedDict) in its order.
@@ -48,6 +48,7 @@ class StateDict {
   const StateValue* find(const StateKey& key) const;
   /// Throws InvalidArgument, naming the key, where it is not there.
   const StateValue& at(const StateKey& key) const;
+  /// Whether the key is there.
   bool contains(const StateKey& key) const { return find(key) != nullptr; }
   std::size_t size() const noexcept;
   bool empty() const noexcept { return size() == 0; }
@@ -99,6 +100,7 @@ class StateValue {
   Variant value_;
 };
 
+/// An entry of a StateDict.
 struct StateItem {
   StateKey key;
   StateValue value;
@@ -124,6 +126,7 @@ StateValue load_state_dict(const std::filesystem::path& path);
 /// own memory. Of a module in DistributedDataParallel give the bare module.
 StateDict module_state(const torch::nn::Module& module);
 
+/// Options of load_module_state().
 struct LoadModuleOptions {
   /// Every name of the module must be in the state, and the other way round.
   bool strict = true;
