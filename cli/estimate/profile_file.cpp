@@ -106,8 +106,12 @@ class Timeline {
     }
     scaling::StepProfile profile{.forward_us = median(forward), .backward_us = median(backward), .steps_us = period};
     profile.other_us = std::max(0.0, median(period) - profile.forward_us - profile.backward_us);
-    for (const auto& [track, bucket] : steps.back().buckets)
+    for (const auto& [track, bucket] : steps.back().buckets) {
+      if (ready[track].empty())
+        throw InvalidArgument(
+            fmt::format("its last step has a bucket on track {}, which no step before it has", track));
       profile.buckets.push_back({.ready_us = std::max(0.0, median(ready[track])), .bytes = bucket.bytes});
+    }
     return profile;
   }
 

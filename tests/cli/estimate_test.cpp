@@ -75,6 +75,9 @@ TEST_CASE("a file that is no timeline is named, with what is wrong", "[estimate]
   refused("[1, 2]", "is no timeline of ddpkit");
   refused(timeline(1, 20).substr(0, 3000), "is no timeline of ddpkit");
   refused(timeline(1, 8), "it holds 8 steps of rank 0, but 9 are needed");
+  std::string odd = timeline(1, 20);
+  odd.insert(odd.size() - 2, ",\n" + event("bucket 9", 0, 10, 2999, 1, R"("step":19,"bytes":8)"));
+  refused(odd, "its last step has a bucket on track 10, which no step before it has");
   refused(R"({"traceEvents":[{"ph":"X","pid":"zero"}]})", "is no timeline of ddpkit");
   refused(R"([{"ph":"X","pid":0,"tid":0,"name":"forward","ts":1e999,"dur":1}])", "is no timeline of ddpkit");
 }
