@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
+#include <cstdint>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -35,6 +37,16 @@ double number(const json& event, const char* key) {
   return value;
 }
 
+/// A number that Integer can hold, which json's own get() does not look at.
+template <std::signed_integral Integer>
+Integer integer(const json& event, const char* key) {
+  const json& value = event.at(key);
+  if (value.is_number_unsigned() ? std::in_range<Integer>(value.get<std::uint64_t>())
+                                 : value.is_number_integer() && std::in_range<Integer>(value.get<std::int64_t>()))
+    return static_cast<Integer>(value.get<std::int64_t>());
+  throw json::other_error::create(0, fmt::format("{} is {}", key, value.dump()), nullptr);
+}
+
 Span span_of(const json& event) {
   const double begin = number(event, "ts");
   return {begin, begin + number(event, "dur")};
@@ -51,17 +63,17 @@ class Timeline {
  public:
   void add(const json& event) {
     if (event.value("ph", "") != "X") return;
-    const int rank = event.at("pid").get<int>();
+    const int rank = integer<int>(event, "pid");
     ranks_.insert(rank);
     if (rank != 0) return;
     const auto name = event.at("name").get<std::string>();
-    const int track = event.at("tid").get<int>();
+    const int track = integer<int>(event, "tid");
     if (track == 0 && name == "forward") forwards_.push_back(span_of(event));
     if (track == 0 && name == "backward")
-      backwards_.emplace_back(event.at("args").at("step").get<std::int64_t>(), span_of(event));
+      backwards_.emplace_back(integer<std::int64_t>(event.at("args"), "step"), span_of(event));
     if (track > 0 && name.starts_with("bucket ")) {
       const json& details = event.at("args");
-      buckets_[details.at("step").get<std::int64_t>()].emplace(
+      buckets_[integer<std::int64_t>(details, "step")].emplace(
           track, scaling::BucketProfile{.ready_us = number(event, "ts"), .bytes = number(details, "bytes")});
     }
   }

@@ -78,6 +78,8 @@ TEST_CASE("a file that is no timeline is named, with what is wrong", "[estimate]
   std::string odd = timeline(1, 20);
   odd.insert(odd.size() - 2, ",\n" + event("bucket 9", 0, 10, 2999, 1, R"("step":19,"bytes":8)"));
   refused(odd, "its last step has a bucket on track 10, which no step before it has");
+  refused(R"([{"ph":"X","pid":4294967296}])", "pid is 4294967296");
+  refused(R"([{"ph":"X","pid":0,"tid":0,"name":"backward","ts":0,"dur":1,"args":{"step":1e60}}])", "step is 1e+60");
   refused(R"({"traceEvents":[{"ph":"X","pid":"zero"}]})", "is no timeline of ddpkit");
   refused(R"([{"ph":"X","pid":0,"tid":0,"name":"forward","ts":1e999,"dur":1}])", "is no timeline of ddpkit");
 }
