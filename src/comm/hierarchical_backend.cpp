@@ -100,15 +100,22 @@ void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
   }
 }
 
+template <class Call>
+void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    abort_group(error.what());
+    job->end_part(std::current_exception());
+  }
+}
+
 HierarchicalBackend::WorkPtr HierarchicalBackend::enqueue(const Ptr<Job>& job, std::function<void()> call) {
   first_.push([this, job, call = std::move(call)] {
-    try {
+    attempt(job, [&] {
       call();
       job->end_part();
-    } catch (const std::exception& error) {
-      abort_group(error.what());
-      job->end_part(std::current_exception());
-    }
+    });
   });
   return job;
 }
@@ -169,7 +176,7 @@ void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
   const std::int64_t numel = piece->view.numel();
   const std::int64_t each = (numel + local_world_size_ - 1) / local_world_size_;
   const ReduceOp::RedOpType op = piece->op.op_ == ReduceOp::AVG ? ReduceOp::SUM : piece->op.op_;
-  try {
+  attempt(piece->job, [&] {
     if (each * local_world_size_ != numel) {
       piece->padded = at::empty({each * local_world_size_}, piece->view.options());
       piece->padded.narrow(0, 0, numel).copy_(piece->view);
@@ -186,23 +193,17 @@ void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
       piece->on_rail = groups_.rail->allreduce(slices, reduce);
     }
     second_.push([this, piece] { gather_piece(piece); });
-  } catch (const std::exception& error) {
-    abort_group(error.what());
-    piece->job->end_part(std::current_exception());
-  }
+  });
 }
 
 void HierarchicalBackend::gather_piece(const std::shared_ptr<Piece>& piece) {
-  try {
+  attempt(piece->job, [&] {
     if (piece->on_rail) piece->on_rail->wait();
     if (piece->op.op_ == ReduceOp::AVG) piece->slice.div_(size_);
     groups_.out->_allgather_base(piece->buffer(), piece->slice, c10d::AllgatherOptions())->wait();
     if (piece->padded.defined()) piece->view.copy_(piece->padded.narrow(0, 0, piece->view.numel()));
     piece->job->end_part();
-  } catch (const std::exception& error) {
-    abort_group(error.what());
-    piece->job->end_part(std::current_exception());
-  }
+  });
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {

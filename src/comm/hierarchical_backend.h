@@ -116,6 +116,9 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
   std::size_t hosts() const { return static_cast<std::size_t>(size_ / local_world_size_); }
   int local_rank() const { return rank_ % local_world_size_; }
   int host() const { return rank_ / local_world_size_; }
+  /// `call`; what it throws aborts the group and ends a part of the job.
+  template <class Call>
+  void attempt(const Ptr<Job>& job, const Call& call);
   /// What the first queue does of a piece of an all-reduce, and what the second.
   void reduce_piece(const std::shared_ptr<Piece>& piece);
   void gather_piece(const std::shared_ptr<Piece>& piece);

@@ -20,6 +20,7 @@ using ddpkit::testing::names_in;
 using ddpkit::testing::read_file;
 using ddpkit::testing::run_until_not_killed;
 using ddpkit::testing::same_bits;
+using ddpkit::testing::stands_within_epoch;
 using ddpkit::testing::write_file;
 
 using Run = ddpkit::testing::ProgramRun;

@@ -80,7 +80,7 @@ int FaultRun::wait(std::chrono::seconds limit) {
   }
   pid_ = -1;
   seconds_ = std::chrono::duration<double>(Clock::now() - start_).count();
-  ended_at_ = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  ended_at_ = now_seconds();
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
@@ -136,6 +136,17 @@ double FaultFolder::ended_after(const FaultRun& run) const {
 }
 
 bool FaultFolder::leaves_segments() const { return segments() != segments_before_; }
+
+std::vector<std::string> worker_command(const FaultFolder& folder, const std::vector<std::string>& launcher,
+                                        const std::vector<std::string>& options) {
+  std::vector<std::string> arguments = {"run"};
+  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
+  arguments.insert(arguments.end(), {"--", DDPKIT_TEST_FAULT_WORKER, "--folder", folder.path().string()});
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  return arguments;
+}
+
+double now_seconds() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
 void add_row(const std::string& fault, const std::string& promise, double seconds) {
   const std::string row = fmt::format("{:<40} {:<62} {:>7.2f} s\n", fault, promise, seconds);

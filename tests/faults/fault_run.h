@@ -65,6 +65,13 @@ class FaultFolder : public Folder {
   std::vector<std::string> segments_before_;
 };
 
+/// What a FaultRun starts: `run LAUNCHER... -- fault_worker --folder FOLDER OPTIONS...`.
+std::vector<std::string> worker_command(const FaultFolder& folder, const std::vector<std::string>& launcher,
+                                        const std::vector<std::string>& options = {});
+
+/// Of steady_clock.
+double now_seconds();
+
 /// One line of the table that script/test prints: what happened, what was promised, and how long it took.
 void add_row(const std::string& fault, const std::string& promise, double seconds);
 

@@ -13,27 +13,9 @@
 using namespace ddpkit::testing;
 using Arguments = std::vector<std::string>;
 
-namespace {
-
-Arguments joined(const Arguments& launcher, const FaultFolder& folder, const Arguments& options) {
-  Arguments arguments = {"run"};
-  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
-  for (const std::string& argument :
-       {std::string("--"), std::string(DDPKIT_TEST_FAULT_WORKER), std::string("--folder"), folder.path().string()})
-    arguments.push_back(argument);
-  arguments.insert(arguments.end(), options.begin(), options.end());
-  return arguments;
-}
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-}  // namespace
-
 TEST_CASE("a killed launcher takes its ranks and what they have started with it", "[faults]") {
   const FaultFolder folder;
-  FaultRun run(joined({"-n", "2"}, folder, {"--act", "stuck", "--victim", "1"}));
+  FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "stuck", "--victim", "1"}));
   folder.pid_of(0);
   folder.pid_of(1);
   const double killed = now_seconds();
@@ -54,7 +36,7 @@ TEST_CASE("a killed launcher takes its ranks and what they have started with it"
 
 TEST_CASE("SIGUSR1 prints what every rank does", "[faults]") {
   const FaultFolder folder;
-  FaultRun run(joined({"-n", "2", "--grace-seconds", "1"}, folder, {"--act", "stuck", "--victim", "1"}));
+  FaultRun run(worker_command(folder, {"-n", "2", "--grace-seconds", "1"}, {"--act", "stuck", "--victim", "1"}));
   while (!folder.time_of("fault")) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   const double asked = now_seconds();
@@ -112,7 +94,7 @@ TEST_CASE("a place to meet that is not there is named", "[faults]") {
   for (const Place& place : places) {
     CAPTURE(place.fault);
     const FaultFolder folder;
-    FaultRun run(joined(place.launcher, folder, {"--timeout", "1", "--backend", "shm"}));
+    FaultRun run(worker_command(folder, place.launcher, {"--timeout", "1", "--backend", "shm"}));
     CHECK(run.wait() == 1);
     CHECK_THAT(run.err(), ContainsSubstring(place.words));
     CHECK(run.orphans() == std::vector<int>());
@@ -128,7 +110,8 @@ TEST_CASE("of two runs on one port the second is refused and the first does not 
     port = std::to_string(gone.port());
   }
   const FaultFolder first_folder, second_folder;
-  FaultRun first(joined({"-n", "2", "--master-port", port}, first_folder, {"--steps", "100000", "--act", "slow"}));
+  FaultRun first(
+      worker_command(first_folder, {"-n", "2", "--master-port", port}, {"--steps", "100000", "--act", "slow"}));
   const auto first_trains = [&] {
     first.signal(SIGUSR1);
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -136,7 +119,7 @@ TEST_CASE("of two runs on one port the second is refused and the first does not 
   };
   first_folder.pid_of(1);
   while (!first_trains()) REQUIRE(first.out().empty());
-  FaultRun second(joined({"-n", "2", "--master-port", port}, second_folder, {}));
+  FaultRun second(worker_command(second_folder, {"-n", "2", "--master-port", port}));
   CHECK(second.wait() == 1);
   CHECK_THAT(second.err(), ContainsSubstring("MASTER_PORT " + port + " is already taken"));
   CHECK_THAT(first.err(), !ContainsSubstring("ddpkit run: "));

@@ -45,21 +45,9 @@ class TwoNodes {
 };
 
 std::vector<std::string> node_of(int node, const FaultFolder& folder, const std::vector<std::string>& options) {
-  std::vector<std::string> arguments = {"run",
-                                        "-n",
-                                        "1",
-                                        "--nnodes",
-                                        "2",
-                                        "--node-rank",
-                                        std::to_string(node),
-                                        "--master-addr",
-                                        TwoNodes::address(0),
-                                        "--",
-                                        DDPKIT_TEST_FAULT_WORKER,
-                                        "--folder",
-                                        folder.path().string()};
-  arguments.insert(arguments.end(), options.begin(), options.end());
-  return arguments;
+  return worker_command(
+      folder, {"-n", "1", "--nnodes", "2", "--node-rank", std::to_string(node), "--master-addr", TwoNodes::address(0)},
+      options);
 }
 
 }  // namespace

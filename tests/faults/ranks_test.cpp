@@ -7,19 +7,8 @@
 #include "support/catch.h"
 
 using namespace ddpkit::testing;
-using Arguments = std::vector<std::string>;
 
 namespace {
-
-Arguments worker(const FaultFolder& folder, int ranks, const Arguments& options, const Arguments& launcher = {}) {
-  Arguments arguments = {"run", "-n", std::to_string(ranks)};
-  arguments.insert(arguments.end(), launcher.begin(), launcher.end());
-  for (const std::string& argument :
-       {std::string("--"), std::string(DDPKIT_TEST_FAULT_WORKER), std::string("--folder"), folder.path().string()})
-    arguments.push_back(argument);
-  arguments.insert(arguments.end(), options.begin(), options.end());
-  return arguments;
-}
 
 /// Nothing of the run is left: no process, no segment, and in its folder only what the worker itself has put there.
 void check_clean(const FaultRun& run, const FaultFolder& folder) {
@@ -57,7 +46,7 @@ TEST_CASE("a rank that dies is named by the launcher, with what it did", "[fault
   for (const Death& death : deaths) {
     CAPTURE(death.act, death.victim);
     const FaultFolder folder;
-    FaultRun run(worker(folder, 2, {"--act", death.act, "--victim", std::to_string(death.victim)}));
+    FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", death.act, "--victim", std::to_string(death.victim)}));
     CHECK(run.wait() == death.exit_code);
     CAPTURE(run.out(), run.err());
     const std::string first =
@@ -88,7 +77,7 @@ TEST_CASE("ranks that do not do the same are told so at once", "[faults]") {
   for (const Difference& difference : differences) {
     CAPTURE(difference.act);
     const FaultFolder folder;
-    FaultRun run(worker(folder, 2, {"--act", difference.act, "--victim", "1"}));
+    FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", difference.act, "--victim", "1"}));
     CHECK(run.wait() == 1);
     const std::string named = folder.text_of("named-0");
     CAPTURE(named, run.err());
@@ -104,7 +93,8 @@ TEST_CASE("a silent rank is named with its stack when the timeout ends", "[fault
   for (const std::string act : {"stuck", "stop"}) {
     CAPTURE(act);
     const FaultFolder folder;
-    FaultRun run(worker(folder, 2, {"--act", act, "--victim", "1", "--timeout", "1"}, {"--grace-seconds", "0.5"}));
+    FaultRun run(worker_command(folder, {"-n", "2", "--grace-seconds", "0.5"},
+                                {"--act", act, "--victim", "1", "--timeout", "1"}));
     CHECK(run.wait() == 1);
     CAPTURE(run.err());
     CHECK_THAT(folder.text_of("named-0"), ContainsSubstring("for rank 1: rank 1 (pid"));
@@ -121,7 +111,7 @@ TEST_CASE("a silent rank is named with its stack when the timeout ends", "[fault
 
 TEST_CASE("a bad or slow rank harms nobody more than it must", "[faults]") {
   const FaultFolder nan_folder;
-  FaultRun nan_run(worker(nan_folder, 2, {"--act", "nan", "--victim", "1"}));
+  FaultRun nan_run(worker_command(nan_folder, {"-n", "2"}, {"--act", "nan", "--victim", "1"}));
   CHECK(nan_run.wait() == 1);
   // The same on both: neither goes on with weights that the other does not have.
   CHECK_THAT(nan_folder.text_of("named-0"), ContainsSubstring("nan"));
@@ -131,7 +121,7 @@ TEST_CASE("a bad or slow rank harms nobody more than it must", "[faults]") {
   for (const auto& [act, ranks] : {std::pair("slow", 2), std::pair("none", 16)}) {
     CAPTURE(act, ranks);
     const FaultFolder folder;
-    FaultRun run(worker(folder, ranks, {"--act", act, "--victim", "1"}));
+    FaultRun run(worker_command(folder, {"-n", std::to_string(ranks)}, {"--act", act, "--victim", "1"}));
     CHECK(run.wait(std::chrono::seconds(120)) == 0);
     CAPTURE(run.err());
     CHECK_THAT(run.out(), ContainsSubstring("done after 60 steps"));

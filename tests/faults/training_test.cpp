@@ -63,9 +63,7 @@ TEST_CASE("kill -9 while a checkpoint is written leaves the last one whole", "[f
   double slowest = 0;
   for (int round = 0; round < 3; ++round) {
     const FaultFolder folder;
-    const std::vector<std::string> command = {
-        "run",    "-n",       "2", "--", DDPKIT_TEST_FAULT_WORKER, "--folder", folder.path().string(),
-        "--save", "--victim", "0"};
+    const std::vector<std::string> command = worker_command(folder, {"-n", "2"}, {"--save", "--victim", "0"});
     std::vector<std::string> killed = command;
     killed.insert(killed.end(), {"--act", "kill-in-save", "--at-step", std::to_string(5 + round)});
     FaultRun run(killed);

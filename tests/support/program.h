@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,6 +17,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/train/checkpoint.h>
 
 #include "support/catch.h"
 #include "support/folder.h"
@@ -65,6 +67,11 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
   for (int rank = 0; rank < std::max(1, ranks); ++rank) run.errors += read_file(errors + "-" + std::to_string(rank));
   return run;
+}
+
+/// Whether a run of so many `steps` an epoch has left a checkpoint from within one.
+inline bool stands_within_epoch(const std::filesystem::path& checkpoint, std::int64_t steps) {
+  return std::filesystem::exists(checkpoint) && train::read_checkpoint_info(checkpoint).step % steps != 0;
 }
 
 struct KilledRuns {
