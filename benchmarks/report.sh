@@ -35,21 +35,29 @@ picture() {
   printf '![%s](pictures/%s)\n\n' "$1" "$2" >>"$made/sections"
 }
 
-# note_collectives CSV, note_steps CSV: the ratios in the rows of `ddpkit bench collectives` and `ddpkit bench step`.
+# note_collectives CSV, note_steps CSV: the ratios in the rows of `ddpkit bench collectives` and `ddpkit bench step`. Of an
+# all-reduce three, of the other collectives one: geometric means over the sizes, since a single size of a peer's varies
+# from run to run by more than what is looked for here.
 note_collectives() {
   awk -F, '
-    NR > 1 { us[$1, $3, $4, $2, $5] = $6; if ($2 == "shm") { order[++count] = $1 SUBSEP $3 SUBSEP $4 SUBSEP $5 } }
+    function note(key, other, ratio) {
+      key = key ": shm over " other
+      if (!(key in count)) order[++keys] = key
+      sum[key] += log(ratio)
+      ++count[key]
+    }
+    NR > 1 { us[$1, $3, $4, $2, $5] = $6; if ($2 == "shm") { rows[++shm_rows] = $0 } }
     END {
-      for (i = 1; i <= count; ++i) {
-        split(order[i], key, SUBSEP)
-        shm = us[key[1], key[2], key[3], "shm", key[4]]
+      for (i = 1; i <= shm_rows; ++i) {
+        split(rows[i], row, ",")
+        range = row[1] != "all_reduce" ? "" : row[4] <= 65536 ? " of 4 to 64 KiB" : row[4] <= 4194304 ? " of 256 KiB to 4 MiB" : " of 16 to 96 MiB"
         split("gloo openmpi", peers, " ")
         for (p = 1; p <= 2; ++p) {
-          other = us[key[1], key[2], key[3], peers[p], "private"]
-          if (other > 0)
-            printf "%s of %d bytes, %d ranks, %s memory: shm over %s\t%.4f\n", key[1], key[3], key[2], key[4], peers[p], shm / other
+          other = us[row[1], row[3], row[4], peers[p], "private"]
+          if (other > 0) note(row[1] range ", " row[3] " ranks, " row[5] " memory", peers[p], row[6] / other)
         }
       }
+      for (i = 1; i <= keys; ++i) printf "%s\t%.4f\n", order[i], exp(sum[order[i]] / count[order[i]])
     }' "$1" >>"$made/ratios.tsv"
 }
 
@@ -116,8 +124,8 @@ EOF
       "$(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo)" "$(nproc)" \
       "$(awk '/^MemTotal:/ { printf "%.0f", $2 / 1048576 }' /proc/meminfo)" "$(c++ --version | head -n 1)" \
       "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
-    printf 'On GPUs: not yet measured.\n\n## Ratios\n\n| cost | as a share |\n| --- | ---: |\n'
-    awk -F '\t' '{ printf "| %s | %.3f |\n", $1, $2 }' "$made/ratios.tsv"
+    printf 'On GPUs: not yet measured.\n\n## Ratios\n\n| cost | as a share | 1 / share |\n| --- | ---: | ---: |\n'
+    awk -F '\t' '{ printf "| %s | %.3f | %.3g |\n", $1, $2, 1 / $2 }' "$made/ratios.tsv"
     printf '\n'
     cat "$made/sections"
   } | cat -s >"$report"
