@@ -1,11 +1,13 @@
 // Google Benchmark of an optimizer's step alone, on the parameters of an MLP: 561 inputs, four hidden layers of 1,500
 // (7.6 M parameters) or three of 128 (106 k), 6 classes. ns_per_element is what to compare; `limit_adam` and
-// `limit_sgd` read and write the same memory as the update does, and compute next to nothing.
+// `limit_sgd` read and write the same memory as the update does, and compute next to nothing. Where there is a GPU, the
+// same on it, behind "gpu/", where the limit is a copy of as many bytes.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
@@ -28,10 +30,11 @@ torch::nn::Sequential mlp(std::int64_t hidden, int layers) {
 }
 
 /// The model that the benchmark's argument names, with gradients.
-std::vector<torch::Tensor> parameters_of(const benchmark::State& state) {
+std::vector<torch::Tensor> parameters_of(const benchmark::State& state, torch::Device device = torch::kCPU) {
   torch::manual_seed(0);
-  const auto net = state.range(0) == 0 ? mlp(128, 3) : mlp(1500, 4);
-  for (auto& parameter : net->parameters()) parameter.mutable_grad() = torch::randn(parameter.sizes()) * 0.01;
+  auto net = state.range(0) == 0 ? mlp(128, 3) : mlp(1500, 4);
+  net->to(device);
+  for (auto& parameter : net->parameters()) parameter.mutable_grad() = torch::randn_like(parameter) * 0.01;
   return net->parameters();
 }
 
@@ -122,6 +125,52 @@ void limit_sgd(benchmark::State& state) { limit<1>(state); }
 BENCHMARK(limit_adam)->Arg(0)->Arg(1);
 BENCHMARK(limit_sgd)->Arg(0)->Arg(1);
 
+const torch::Device kGpu(torch::kCUDA, 0);
+/// The host waits for the GPU only after so many calls, as it does in a training.
+constexpr int kCallsPerWait = 50;
+
+template <class Call>
+void time_on_gpu(benchmark::State& state, const Call& call) {
+  call();
+  torch::cuda::synchronize();
+  while (state.KeepRunningBatch(kCallsPerWait)) {
+    for (int i = 0; i < kCallsPerWait; ++i) call();
+    torch::cuda::synchronize();
+  }
+}
+
+template <class Optimizer, class Options>
+void step_on_gpu(benchmark::State& state, const Options& options, int bytes_per_element) {
+  const auto parameters = parameters_of(state, kGpu);
+  Optimizer optimizer(parameters, options);
+  time_on_gpu(state, [&] { optimizer.step(); });
+  state.SetBytesProcessed(state.iterations() * elements_of(parameters) * bytes_per_element);
+}
+
+void limit_on_gpu(benchmark::State& state, int bytes_per_element) {
+  const std::int64_t bytes = elements_of(parameters_of(state)) * bytes_per_element;
+  const auto options = torch::dtype(torch::kByte).device(kGpu);
+  const auto from = torch::zeros({bytes / 2}, options), to = torch::empty_like(from);
+  time_on_gpu(state, [&] { to.copy_(from); });
+  state.SetBytesProcessed(state.iterations() * bytes);
+}
+
+void register_on_gpu() {
+  const auto add = [](const std::string& name, auto function) {
+    benchmark::RegisterBenchmark(("gpu/" + name).c_str(), function)->Arg(0)->Arg(1)->UseRealTime();
+  };
+  const auto adamw = torch::optim::AdamWOptions(1e-5);
+  const auto sgd = torch::optim::SGDOptions(1e-5).momentum(0.9);
+  add("adamw<torch::optim::AdamW>", [=](auto& state) { step_on_gpu<torch::optim::AdamW>(state, adamw, kAdamBytes); });
+  add("adamw<ddpkit::optim::FusedAdamW>",
+      [=](auto& state) { step_on_gpu<ddpkit::optim::FusedAdamW>(state, adamw, kAdamBytes); });
+  add("limit_adam", [](auto& state) { limit_on_gpu(state, kAdamBytes); });
+  add("sgd_momentum<torch::optim::SGD>", [=](auto& state) { step_on_gpu<torch::optim::SGD>(state, sgd, kSgdBytes); });
+  add("sgd_momentum<ddpkit::optim::FusedSGD>",
+      [=](auto& state) { step_on_gpu<ddpkit::optim::FusedSGD>(state, sgd, kSgdBytes); });
+  add("limit_sgd", [](auto& state) { limit_on_gpu(state, kSgdBytes); });
+}
+
 /// Nothing to clip: the norm alone.
 void clip_libtorch(benchmark::State& state) {
   const auto parameters = parameters_of(state);
@@ -140,6 +189,7 @@ BENCHMARK(clip_ddpkit)->Arg(0)->Arg(1);
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
+  if (torch::cuda::is_available()) register_on_gpu();
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();

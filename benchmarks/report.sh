@@ -1,11 +1,14 @@
 # shellcheck shell=bash
-# `script/bench all` and `script/bench check`: every benchmark in one run, and what became of its ratios.
+# `script/bench all`, `script/bench check` and `script/bench --gpu`: every benchmark in one run, and what became of its ratios.
 # Sourced by script/bench.
 
 # Where what is committed lies.
 report=$root/docs/performance.md
 pictures=$root/docs/pictures
 ratios=$root/benchmarks/ratios.tsv
+
+# What stands before a section's title.
+heading="##"
 
 # section TITLE COMMAND...: runs script/bench COMMAND..., whose output becomes the section. What is a table of fixed width
 # is shown as it was printed. The temporary folder $made holds what goes with it.
@@ -18,7 +21,7 @@ section() {
     die "script/bench $1 failed (its words are above)"
   fi
   {
-    printf '## %s\n\n<!-- docs-test: options: it measures for minutes -->\n```sh\nscript/bench %s\n```\n\n' "$title" "${*//$made/.}"
+    printf '%s %s\n\n<!-- docs-test: options: it measures for minutes -->\n```sh\nscript/bench %s\n```\n\n' "$heading" "$title" "${*//$made/.}"
     if grep -q '^|' "$made/output"; then
       cat "$made/output"
     else
@@ -67,7 +70,7 @@ note_steps() {
     {
       key = $column["model"] ", " $column["optimizer"]
       if ($column["system"] ~ /^python-ddp/) python[key] = $column["us"]
-      if ($column["system"] ~ /^ddpkit-shm/) {
+      if ($column["system"] ~ /^(ddpkit|alone)-(shm|nccl|fused|graphed)/) {
         name[++count] = key ": " $column["system"]
         of[count] = key
         us[count] = $column["us"]
@@ -80,6 +83,22 @@ note_steps() {
         if (python[of[i]] > 0) printf "step of %s over Python DDP\t%.4f\n", name[i], us[i] / python[of[i]]
       }
     }' "$1" >>"$made/ratios.tsv"
+}
+
+# Runs everything for GPUs into $made.
+measure_gpus() {
+  : >"$made/ratios.tsv"
+  : >"$made/sections"
+  heading="###"
+  section "A step with SGD on GPUs" --gpu step --peers --model mlp-106k,mlp-7.6m,mlp-50m,cnn,lstm,transformer \
+    --csv "$made/sgd.csv"
+  note_steps "$made/sgd.csv"
+  section "A step with AdamW on GPUs" --gpu step --peers --optimizer adamw --model mlp-106k,mlp-7.6m,mlp-50m,transformer \
+    --csv "$made/adamw.csv"
+  note_steps "$made/adamw.csv"
+  section "Optimizers alone on a GPU" --gpu micro '^gpu/'
+  section "Collectives on GPUs" --gpu collectives --collective all_reduce,all_gather,reduce_scatter,broadcast
+  section "har on GPUs" --gpu har --peers
 }
 
 # Runs everything into $made.
@@ -108,6 +127,35 @@ measure_all() {
   if [ "$(id -u)" -eq 0 ]; then section "Two hosts of two ranks" hosts; fi
   section "What the estimate predicts for two ranks" estimate
   section "Kernels and optimizers alone" micro
+  section "The headers" headers
+}
+
+# The table of what is in $made/ratios.tsv.
+ratios_table() {
+  printf '| cost | as a share | 1 / share |\n| --- | ---: | ---: |\n'
+  awk -F '\t' '{ printf "| %s | %.3f | %.3g |\n", $1, $2, 1 / $2 }' "$made/ratios.tsv"
+  printf '\n'
+}
+
+# The report's part about GPUs, as it is there, or as it begins.
+part_of_gpus() {
+  if grep -q '^## On GPUs' "$report" 2>/dev/null; then
+    sed -n '/^## On GPUs/,$p' "$report"
+  else
+    printf '## On GPUs\n\nNot yet measured: `script/bench --gpu`, on a host with NVIDIA GPUs, measures and writes this part.\n'
+  fi
+}
+
+write_report_of_gpus() {
+  {
+    if [ -e "$report" ]; then sed '/^## On GPUs/,$d' "$report"; else printf '# Performance\n\n'; fi
+    printf '## On GPUs\n\nMeasured on %s: %s.\n\n' "$(date -u +%F)" \
+      "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort | uniq -c | sed 's/^ *\([0-9]*\) \(.*\), \(.*\)/\1 x \2, driver \3/' | paste -sd ';')"
+    ratios_table
+    cat "$made/sections"
+  } | cat -s >"$made/report"
+  cp "$made/report" "$report"
+  say "Written: ${report#"$root"/}"
 }
 
 write_report() {
@@ -124,11 +172,12 @@ EOF
       "$(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo)" "$(nproc)" \
       "$(awk '/^MemTotal:/ { printf "%.0f", $2 / 1048576 }' /proc/meminfo)" "$(c++ --version | head -n 1)" \
       "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
-    printf 'On GPUs: not yet measured.\n\n## Ratios\n\n| cost | as a share | 1 / share |\n| --- | ---: | ---: |\n'
-    awk -F '\t' '{ printf "| %s | %.3f | %.3g |\n", $1, $2, 1 / $2 }' "$made/ratios.tsv"
-    printf '\n'
+    printf '## Ratios\n\n'
+    ratios_table
     cat "$made/sections"
-  } | cat -s >"$report"
+    part_of_gpus
+  } | cat -s >"$made/report"
+  cp "$made/report" "$report"
   mkdir -p "$pictures"
   cp "$made"/*.svg "$pictures"
   cp "$made/ratios.tsv" "$ratios"
@@ -157,6 +206,11 @@ bench_report() {
   [ $# -eq 1 ] || wrong_use "unknown argument '$2'"
   made=$(mktemp -d)
   trap 'rm -rf "$made"' EXIT
+  if [ "$1" = gpus ]; then
+    measure_gpus
+    write_report_of_gpus
+    return
+  fi
   if [ "$1" = check ]; then [ -s "$ratios" ] || die "there is no ${ratios#"$root"/} to compare with: script/bench all writes it"; fi
   measure_all
   if [ "$1" = all ]; then

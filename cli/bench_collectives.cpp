@@ -10,6 +10,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
 
+#include "bench/device.h"
 #include "bench/limit.h"
 #include "bench/openmpi.h"
 #include "bench/plan.h"
@@ -25,14 +26,33 @@ using namespace bench;
 
 struct Options {
   Plan plan;
-  std::vector<int> ranks = {2};
-  std::vector<std::string> backends = {"shm", "gloo", "openmpi", "limit"};
+  std::vector<int> ranks = {};             ///< Empty: ranks_on() the device.
+  std::vector<std::string> backends = {};  ///< Empty: all that the device has.
   bool backends_asked_for = false;
   bool batch_asked_for = false;
   std::string csv;
   std::string plot;
   std::string as_rank;  ///< Hidden: the backend that this process measures as one of its ranks.
 };
+
+/// What follows from other options.
+void complete(Options& options) {
+  const std::string& device = options.plan.device;
+  const bool on_cpu = device == "cpu";
+  if (options.ranks.empty()) options.ranks = {ranks_on(device, 0)};
+  for (const int ranks : options.ranks) {
+    ranks_on(device, ranks);
+    // A GPU alone shows what a call costs; cores alone share memory with nobody.
+    if (on_cpu && ranks < 2) throw InvalidArgument("--ranks: at least 2 on the CPU");
+  }
+  if (options.backends.empty())
+    options.backends =
+        on_cpu ? std::vector<std::string>{"shm", "gloo", "openmpi", "limit"} : std::vector<std::string>{"nccl"};
+  for (const std::string& backend : options.backends) {
+    if (on_cpu == (backend == "nccl"))
+      throw InvalidArgument(fmt::format("--backend {} has no use for --device {}", backend, device));
+  }
+}
 
 void check(Options& options) {
   const std::vector<std::string> known = group_collectives();
@@ -103,8 +123,8 @@ class Bench {
   }
 
   static void say(int ranks, const std::string& backend) {
-    std::cerr << fmt::format("measuring {} on {} ranks\n", backend, ranks);
-    if (ranks > available_cores())
+    std::cerr << fmt::format("measuring {} on {} rank{}\n", backend, ranks, ranks == 1 ? "" : "s");
+    if (backend != "nccl" && ranks > available_cores())
       std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
   }
 
@@ -166,18 +186,20 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
       "after\n"
       "it is timed; wrong elements are counted in #wrong and make the exit code 1. docs/benchmarks.md explains the "
       "columns.");
-  command->add_option("-n,--ranks", options->ranks, "Numbers of ranks (default: 2)")
+  command
+      ->add_option("-n,--ranks", options->ranks, "Numbers of ranks (default: 2; with --device cuda, one on each GPU)")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(CLI::Range(2, 4096))
+      ->check(CLI::Range(1, 4096))
       ->type_name("N,...");
-  CLI::Option* backends = command
-                              ->add_option("--backend", options->backends,
-                                           "shm, gloo, openmpi, limit: a bare loop (default: all there are)")
-                              ->delimiter(',')
-                              ->allow_extra_args(false)
-                              ->check(CLI::IsMember({"shm", "gloo", "openmpi", "limit"}))
-                              ->type_name("NAME,...");
+  CLI::Option* backends =
+      command
+          ->add_option("--backend", options->backends,
+                       "shm, gloo, openmpi, limit: a bare loop (default: all there are); on GPUs nccl")
+          ->delimiter(',')
+          ->allow_extra_args(false)
+          ->check(CLI::IsMember({"shm", "gloo", "openmpi", "limit", "nccl"}))
+          ->type_name("NAME,...");
   add_plan_options(*command, options->plan);
   command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
   command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
@@ -186,6 +208,7 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
     options->backends_asked_for = backends->count() > 0;
     options->batch_asked_for = command->count("--batch-us") > 0;
     try {
+      if (options->as_rank.empty()) complete(*options);
       check(*options);
     } catch (const InvalidArgument& error) {
       throw CLI::ValidationError(error.what());

@@ -9,6 +9,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
 
+#include "bench/device.h"
 #include "bench/python.h"
 #include "bench/step_rank.h"
 #include "bench/step_systems.h"
@@ -29,6 +30,21 @@ struct Options {
   std::string control;  ///< Hidden: the pipes by which it is asked.
 };
 
+/// What follows from other options.
+void complete(StepOptions& step) {
+  const bool on_cpu = step.plan.device == "cpu";
+  step.plan.ranks = ranks_on(step.plan.device, step.plan.ranks);
+  if (step.backends.empty())
+    step.backends = on_cpu ? std::vector<std::string>{"shm", "gloo"} : std::vector<std::string>{"nccl"};
+  for (const std::string& backend : step.backends) {
+    if (on_cpu ? backend == "nccl" : backend == "gloo")
+      throw InvalidArgument(fmt::format("--backend {} has no use for --device {}", backend, step.plan.device));
+  }
+  const std::vector<std::string> updates = updates_of(step.plan);
+  if (on_cpu && std::find(updates.begin(), updates.end(), kGraphedUpdate) != updates.end())
+    throw InvalidArgument("--update graphed needs --device cuda: a CPU has no graphs");
+}
+
 void check(const Options& options) {
   for (const std::string& model : options.step.plan.models) mlp_shape(model);
   for (const std::string& cap : options.step.plan.bucket_caps_mb) bucket_caps(cap);
@@ -44,7 +60,8 @@ void check(const Options& options) {
 
 /// How many times as fast as Python each of our systems was, with its best bucket cap.
 void compare_with_python(const std::vector<StepRow>& rows) {
-  const auto python = std::find_if(rows.begin(), rows.end(), [](const StepRow& r) { return r.system == kPythonDdp; });
+  const auto python =
+      std::find_if(rows.begin(), rows.end(), [](const StepRow& r) { return r.system.starts_with("python-ddp"); });
   if (python == rows.end()) return;
   for (const StepRow& row : rows) {
     if (row.system.starts_with("ddpkit-"))
@@ -60,7 +77,7 @@ int run_bench(const Options& options) {
     csv.open(options.csv, std::ios::trunc);
     csv << kStepCsvHeader << std::endl;
   }
-  if (options.step.plan.ranks > available_cores())
+  if (options.step.plan.device == "cpu" && options.step.plan.ranks > available_cores())
     std::cerr << fmt::format("{} ranks on {} cores: no rank has one to itself\n", options.step.plan.ranks,
                              available_cores());
   std::cout << step_table_header() << std::endl;
@@ -99,20 +116,21 @@ void add_bench_step(CLI::App& bench, std::function<int()>& run) {
   CLI::Option* layers = command->add_option("--layers", options->layers, "Its hidden layers (default: 3)")
                             ->check(CLI::Range(1, 1024))
                             ->type_name("N");
-  command->add_option("-n,--ranks", plan.ranks, "Number of ranks (default: 2)")
+  command->add_option("-n,--ranks", plan.ranks, "Number of ranks (default: 2; with --device cuda, one on each GPU)")
       ->check(CLI::Range(1, 4096))
       ->type_name("N");
-  CLI::Option* backends = command->add_option("--backend", options->step.backends, "shm, gloo (default: all there are)")
-                              ->delimiter(',')
-                              ->allow_extra_args(false)
-                              ->check(CLI::IsMember({"shm", "gloo"}))
-                              ->type_name("NAME,...");
+  CLI::Option* backends =
+      command->add_option("--backend", options->step.backends, "shm, gloo, nccl (default: shm and gloo; on GPUs nccl)")
+          ->delimiter(',')
+          ->allow_extra_args(false)
+          ->check(CLI::IsMember({"shm", "gloo", "nccl"}))
+          ->type_name("NAME,...");
   command->add_option("--steps", plan.steps, "Timed steps of each system (default: what 1.5 s hold)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
   command->add_flag(
       "--peers", options->step.peers,
-      "Measure Python's DistributedDataParallel with Gloo too, by the Python that DDPKIT_PEER_PYTHON names");
+      "Measure Python's DistributedDataParallel too, with Gloo or NCCL, by the Python that DDPKIT_PEER_PYTHON names");
   command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
   command->add_option("--as-rank", options->as_rank)->group("");
   command->add_option("--control", options->control)->group("");
@@ -124,6 +142,7 @@ void add_bench_step(CLI::App& bench, std::function<int()>& run) {
       plan.models.push_back(fmt::format("mlp-{}x{}", options->hidden, options->layers));
     }
     try {
+      if (options->as_rank.empty()) complete(options->step);
       check(*options);
     } catch (const InvalidArgument& error) {
       throw CLI::ValidationError(error.what());

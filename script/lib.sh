@@ -40,6 +40,18 @@ wrong_use() {
 
 has_nvidia() { [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null 2>&1; }
 
+# The folder with include/ and lib/ that a path names, by the rules of cmake/FindLibTorch.cmake.
+torch_folder() {
+  local candidate
+  for candidate in "$1" "$1/torch" "$1/libtorch" "$1"/lib/python3*/site-packages/torch "$1"/python3*/site-packages/torch; do
+    if [ -e "$candidate/include/torch/csrc/api/include/torch/torch.h" ]; then
+      (cd "$candidate" && pwd -P)
+      return
+    fi
+  done
+  return 1
+}
+
 # A Python that can make a virtual environment and has wheels of this LibTorch. The distribution's
 # comes first: one earlier in PATH often lacks pip or venv.
 find_python() {

@@ -1,5 +1,5 @@
-"""Python's side of `ddpkit bench step --peers`, which starts it: one rank of a DistributedDataParallel with Gloo, or
-with --alone a process that trains without.
+"""Python's side of `ddpkit bench step --peers`, which starts it: one rank of a DistributedDataParallel with Gloo (on GPUs
+NCCL), or with --alone a process that trains without.
 
 The same models, data, batch, thread and pinning as cli/bench/step_models.cpp and step_rank.cpp, and the same questions
 and answers (cli/bench/workers.h, step_row.h)."""
@@ -12,6 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--batch", type=int, required=True)
 parser.add_argument("--optimizer", choices=("sgd", "adamw"), required=True)
+parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 parser.add_argument("--no-pin", action="store_true")
 parser.add_argument("--alone", action="store_true")
 parser.add_argument("--control", required=True)
@@ -20,7 +21,7 @@ rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 # Before torch starts a thread, all of which inherit it.
 cores = sorted(os.sched_getaffinity(0))
-if not arguments.no_pin and len(cores) >= ranks:
+if arguments.device == "cpu" and not arguments.no_pin and len(cores) >= ranks:
     os.sched_setaffinity(0, {cores[rank]})
 
 import torch  # noqa: E402
@@ -28,6 +29,7 @@ import torch.distributed  # noqa: E402
 from torch import nn  # noqa: E402
 
 torch.set_num_threads(1)
+device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", rank)
 CLASSES = 6
 
 
@@ -68,7 +70,7 @@ class Transformer(nn.Module):
             nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0) for _ in range(2)
         )
         # Not a buffer, which would be broadcast.
-        self.mask = nn.Transformer.generate_square_subsequent_mask(self.LENGTH)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(self.LENGTH).to(device)
 
     def forward(self, tokens):
         x = self.embedding(tokens.t()) + self.position
@@ -95,6 +97,8 @@ def make_task(name, batch):
 
 
 def peak_bytes():
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
@@ -122,10 +126,19 @@ def answer(words):
 
 
 if not arguments.alone:
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
-model, x, y = make_task(arguments.model, arguments.batch)
-forward = model if arguments.alone else nn.parallel.DistributedDataParallel(model)
-# The fastest that Python has for a CPU.
+    torch.distributed.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        timeout=datetime.timedelta(minutes=2),
+        device_id=None if device.type == "cpu" else device,
+    )
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+model, x, y = (part.to(device) for part in make_task(arguments.model, arguments.batch))
+if arguments.alone:
+    forward = model
+else:
+    forward = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+# The fastest that Python has.
 if arguments.optimizer == "sgd":
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
 else:
@@ -139,6 +152,26 @@ def train():
     optimizer.step()
 
 
+def timed(steps):
+    """As StepClock in C++: when it began, and the steps' times, in microseconds."""
+    if device.type == "cpu":
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            train()
+            times.append(time.perf_counter())
+        # perf_counter is std::chrono::steady_clock's clock.
+        return times[0] * 1e6, [(b - a) * 1e6 for a, b in zip(times, times[1:])]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    events[0].record()
+    for event in events[1:]:
+        train()
+        event.record()
+    events[-1].synchronize()
+    return start * 1e6, [a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:])]
+
+
 answer("ready")
 for words in questions():
     if words[0] == "end":
@@ -150,12 +183,7 @@ for words in questions():
     warmup, steps = map(int, words[1:])
     for _ in range(warmup):
         train()
-    times = [time.perf_counter()]
-    for _ in range(steps):
-        train()
-        times.append(time.perf_counter())
-    # perf_counter is std::chrono::steady_clock's clock.
-    durations = ",".join(f"{(b - a) * 1e6:.3f}" for a, b in zip(times, times[1:]))
-    answer(f"turn {times[0] * 1e6:.3f} {durations} ")
+    start, durations = timed(steps)
+    answer(f"turn {start:.3f} {','.join(f'{us:.3f}' for us in durations)} ")
 if not arguments.alone:
     torch.distributed.destroy_process_group()

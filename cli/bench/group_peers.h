@@ -1,14 +1,16 @@
 // Tier 1: ATen/core/Tensor.h, through process_group.h.
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/item.h>
 
 #include <cstdint>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
 
+#include "step_clock.h"
 #include "timing.h"
 
 namespace ddpkit::bench {
@@ -18,21 +20,23 @@ class GroupPeers : public Peers {
  public:
   explicit GroupPeers(const ProcessGroup& group) : group_(group) {}
   void barrier() override { group_.barrier(); }
+  void finish() override { wait_for(group_.device()); }
   double from_rank_zero(double value) override {
-    const at::Tensor tensor = at::empty({1}, at::kDouble);
-    *tensor.data_ptr<double>() = value;
+    const at::Tensor tensor = at::full({1}, value, at::device(group_.device()).dtype(at::kDouble));
     group_.broadcast(tensor, 0);
-    return *tensor.data_ptr<double>();
+    return tensor.item<double>();
   }
   void max_over_ranks(std::vector<double>& values) override {
-    group_.all_reduce(at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())}, at::kDouble),
-                      ReduceOp::kMax);
+    const at::Tensor mine = at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())}, at::kDouble);
+    const at::Tensor there = mine.to(group_.device());
+    group_.all_reduce(there, ReduceOp::kMax);
+    mine.copy_(there);
   }
   std::uint64_t sum_over_ranks(std::uint64_t value) const {
-    const at::Tensor tensor = at::empty({1}, at::kLong);
-    *tensor.data_ptr<std::int64_t>() = static_cast<std::int64_t>(value);
+    const at::Tensor tensor =
+        at::full({1}, static_cast<std::int64_t>(value), at::device(group_.device()).dtype(at::kLong));
     group_.all_reduce(tensor);
-    return static_cast<std::uint64_t>(*tensor.data_ptr<std::int64_t>());
+    return static_cast<std::uint64_t>(tensor.item<std::int64_t>());
   }
 
  private:

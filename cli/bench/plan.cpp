@@ -28,6 +28,9 @@ void add_plan_options(CLI::App& command, Plan& plan) {
   command.add_option("-f,--step-factor", plan.step_factor, "Each size is the one before times this (default: 4)")
       ->check(CLI::Range(2, 1 << 20))
       ->type_name("N");
+  command.add_option("--device", plan.device, "cpu or cuda: a GPU a rank (default: cpu)")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->type_name("NAME");
   command.add_flag("--no-pin", plan.no_pin,
                    "Let the scheduler move the ranks (default: a core each where there are enough)");
   command.add_option("--iters", plan.timing.iterations, "Calls timed at each size (default: what 0.2 s hold)")
@@ -48,7 +51,8 @@ std::vector<std::string> to_arguments(const Plan& plan) {
                                         "--memory",      fmt::format("{}", fmt::join(plan.memory, ",")),
                                         "--min-bytes",   plan.min_bytes,
                                         "--max-bytes",   plan.max_bytes,
-                                        "--step-factor", std::to_string(plan.step_factor)};
+                                        "--step-factor", std::to_string(plan.step_factor),
+                                        "--device",      plan.device};
   if (plan.timing.iterations > 0)
     arguments.insert(arguments.end(), {"--iters", std::to_string(plan.timing.iterations)});
   if (plan.timing.warmup > 0) arguments.insert(arguments.end(), {"--warmup", std::to_string(plan.timing.warmup)});

@@ -20,7 +20,8 @@ struct Plan {
   std::string max_bytes = "96M";
   int step_factor = 4;
   TimingOptions timing = {};
-  bool no_pin = false;  ///< Leave it to the scheduler where each rank runs.
+  std::string device = "cpu";  ///< Or "cuda": the buffers of rank r are in the memory of GPU r.
+  bool no_pin = false;         ///< Leave it to the scheduler where each rank runs.
 
   /// The sizes asked for. Throws InvalidArgument when they make no sense.
   std::vector<std::uint64_t> sizes() const;

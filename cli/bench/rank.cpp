@@ -2,7 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <chrono>
 #include <iostream>
@@ -14,6 +14,7 @@
 #include <ddpkit/comm/process_group.h>
 
 #include "collective.h"
+#include "device.h"
 #include "group_peers.h"
 #include "row.h"
 
@@ -93,21 +94,24 @@ class Measurement {
 
   at::Tensor buffer(std::int64_t numel) const {
     if (memory_ == "symmetric") return group_.allocate({numel}, at::kFloat);
-    return at::empty({numel}, at::kFloat);
+    return at::empty({numel}, at::device(group_.device()).dtype(at::kFloat));
   }
 
   /// One call on fresh inputs; returns the wrong elements of this rank.
   std::uint64_t check(Call& arguments, std::size_t whole) const {
     if (!what_.in_place) arguments.output.fill_(std::numeric_limits<float>::quiet_NaN());
-    fill_input(group_.rank(), arguments.input.data_ptr<float>(), static_cast<std::size_t>(arguments.input.numel()));
+    // On the host: the buffer itself, or a copy of what is on a GPU.
+    const at::Tensor input = arguments.input.cpu();
+    fill_input(group_.rank(), input.data_ptr<float>(), static_cast<std::size_t>(input.numel()));
+    arguments.input.copy_(input);
     group_.barrier();
     call_.call(arguments);
+    const at::Tensor output = arguments.output.cpu();
     const auto ranks = static_cast<std::size_t>(group_.world_size());
     const Place place{group_.rank(), group_.world_size(), what_.is_cut ? whole / ranks : whole};
-    const auto numel = static_cast<std::size_t>(arguments.output.numel());
+    const auto numel = static_cast<std::size_t>(output.numel());
     const auto wanted = static_cast<std::size_t>(extent(what_.output, whole));
-    const std::uint64_t wrong =
-        numel == wanted ? count_wrong(what_, place, arguments.output.data_ptr<float>(), wanted) : wanted;
+    const std::uint64_t wrong = numel == wanted ? count_wrong(what_, place, output.data_ptr<float>(), wanted) : wanted;
     // No rank may write again what another still reads.
     group_.barrier();
     return wrong;
@@ -133,16 +137,19 @@ std::vector<std::string> group_collectives() {
 int run_rank(const std::string& backend, const Plan& plan) {
   at::set_num_threads(1);
   const LaunchEnvironment environment = read_launch_environment();
-  if (!plan.no_pin) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::Device device = device_of_rank(plan.device, environment.local_rank);
+  if (!plan.no_pin && device.is_cpu()) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::OptionalDeviceGuard on_device(device);
   std::optional<ProcessGroup> group;
   try {
-    group = init_process_group({.backend = backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});
+    group = init_process_group({.backend = backend, .device = device, .timeout = std::chrono::minutes(2)});
   } catch (const InvalidArgument& error) {
     std::cout << kReason << error.what() << std::endl;
     return kNoBackend;
   }
   // Elsewhere allocate() gives the same memory as anybody.
-  const std::vector<std::string> memory = backend == "shm" ? plan.memory : std::vector<std::string>{"private"};
+  const bool has_own = (backend == "shm" && device.is_cpu()) || backend == "nccl";
+  const std::vector<std::string> memory = has_own ? plan.memory : std::vector<std::string>{"private"};
   const std::vector<std::uint64_t> sizes = plan.sizes();
   for (const std::string& name : plan.collectives) {
     for (const GroupCall& call : group_calls()) {

@@ -78,6 +78,7 @@ class Lstm : public StepModel {
 /// The next of 1,000 tokens, for each of 32; output weights tied to the embedding.
 class Transformer : public StepModel {
  public:
+  using StepModel::to;
   static constexpr std::int64_t kTokens = 1000, kLength = 32, kWidth = 128;
 
   Transformer() {
@@ -95,12 +96,16 @@ class Transformer : public StepModel {
     for (const auto& layer : *layers_) x = layer->as<torch::nn::TransformerEncoderLayer>()->forward(x, mask_);
     return torch::linear(x, embedding_->weight).flatten(0, 1);
   }
+  void to(torch::Device device, bool non_blocking = false) override {
+    StepModel::to(device, non_blocking);
+    mask_ = mask_.to(device);
+  }
 
  private:
   torch::nn::Embedding embedding_{kTokens, kWidth};
   at::Tensor position_;
   torch::nn::ModuleList layers_;
-  at::Tensor mask_;
+  at::Tensor mask_;  // Not a buffer, which would be broadcast.
 };
 
 const torch::optim::SGDOptions kSgd(1e-3);
@@ -108,12 +113,21 @@ const torch::optim::AdamWOptions kAdamW(1e-4);
 
 template <class Optimizer>
 StepOptimizer as_step_optimizer(std::shared_ptr<Optimizer> optimizer) {
-  return {[optimizer] { optimizer->zero_grad(); }, [optimizer] { optimizer->step(); }};
+  return {.zero_grad = [optimizer] { optimizer->zero_grad(); }, .step = [optimizer] { optimizer->step(); }};
+}
+
+template <class Optimizer, class Options>
+StepOptimizer fused_step_optimizer(std::vector<at::Tensor> parameters, const Options& options, bool capturable) {
+  const auto optimizer =
+      std::make_shared<Optimizer>(std::move(parameters), options, optim::FusedOptions{.capturable = capturable});
+  StepOptimizer step = as_step_optimizer(optimizer);
+  if (capturable) step.capturable = optimizer.get();
+  return step;
 }
 
 }  // namespace
 
-StepTask make_step_task(const std::string& model, std::int64_t batch, int rank) {
+StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device) {
   torch::manual_seed(1);
   StepTask task;
   const auto data_seed = [rank] { torch::manual_seed(static_cast<std::uint64_t>(2 + rank)); };
@@ -140,18 +154,21 @@ StepTask make_step_task(const std::string& model, std::int64_t batch, int rank) 
     task.input = text.narrow(1, 0, Transformer::kLength);
     task.target = text.narrow(1, 1, Transformer::kLength).t().flatten();
   }
+  task.model->to(device);
+  task.input = task.input.to(device);
+  task.target = task.target.to(device);
   return task;
 }
 
 StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
                                   std::vector<at::Tensor> parameters) {
-  const bool fused = update != kTorchUpdate;
+  const bool fused = update != kTorchUpdate, capturable = update == kGraphedUpdate;
   if (name == "sgd") {
-    if (fused) return as_step_optimizer(std::make_shared<optim::FusedSGD>(std::move(parameters), kSgd));
+    if (fused) return fused_step_optimizer<optim::FusedSGD>(std::move(parameters), kSgd, capturable);
     return as_step_optimizer(std::make_shared<torch::optim::SGD>(std::move(parameters), kSgd));
   }
   if (name == "adamw") {
-    if (fused) return as_step_optimizer(std::make_shared<optim::FusedAdamW>(std::move(parameters), kAdamW));
+    if (fused) return fused_step_optimizer<optim::FusedAdamW>(std::move(parameters), kAdamW, capturable);
     return as_step_optimizer(std::make_shared<torch::optim::AdamW>(std::move(parameters), kAdamW));
   }
   throw InvalidArgument(fmt::format("there is no optimizer \"{}\"; there are sgd, adamw", name));

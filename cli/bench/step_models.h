@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -12,6 +13,9 @@
 
 namespace ddpkit {
 class DistributedDataParallelBase;
+}
+namespace ddpkit::optim {
+class FusedOptimizer;
 }
 
 namespace ddpkit::bench {
@@ -29,16 +33,18 @@ struct StepTask {
   at::Tensor target;
 };
 
-/// `model`: an argument of model_argument(). benchmarks/peers/step.py has the same models. Throws InvalidArgument.
-StepTask make_step_task(const std::string& model, std::int64_t batch, int rank);
+/// `model`: an argument of model_argument(). The same numbers on every device. benchmarks/peers/step.py has the same
+/// models. Throws InvalidArgument.
+StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device = at::kCPU);
 
 /// What a step needs of an optimizer: one that is no torch::optim::Optimizer can be measured too.
 struct StepOptimizer {
   std::function<void()> zero_grad;
   std::function<void()> step;
+  optim::FusedOptimizer* capturable = nullptr;  ///< The one behind them, where a CUDA graph may hold its step.
 };
 
-/// `name`: "sgd" or "adamw"; `update`: torch's or ddpkit's fused one. Throws InvalidArgument.
+/// `name`: "sgd" or "adamw"; `update`: torch's, ddpkit's fused one, or that one capturable. Throws InvalidArgument.
 StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
                                   std::vector<at::Tensor> parameters);
 /// ddpkit's fused one, sharded over the ranks of `ddp`.

@@ -75,24 +75,29 @@ void add_step_options(CLI::App& command, StepPlan& plan) {
       ->type_name("NAME");
   list("--update", plan.updates,
        "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
-       "in-backward (sharded, each bucket as soon as it is reduced) (default: torch; with adamw all)")
-      ->check(CLI::IsMember({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate}));
+       "in-backward (sharded, each bucket as soon as it is reduced), graphed (fused, the whole step one CUDA graph) "
+       "(default: torch; with adamw all that a CPU has; with cuda torch, fused, graphed)")
+      ->check(CLI::IsMember({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate}));
   list("--bucket-cap-mb", plan.bucket_caps_mb,
        "Bucket caps in MiB to try one beside the other; \"default\", \"one\": a single bucket (default: default)")
       ->type_name("MIB,...");
+  command.add_option("--device", plan.device, "cpu or cuda: a GPU a rank (default: cpu)")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->type_name("NAME");
   command.add_flag("--no-pin", plan.no_pin,
                    "Let the scheduler move the ranks (default: a core each where there are enough)");
 }
 
 std::vector<std::string> updates_of(const StepPlan& plan) {
   if (!plan.updates.empty()) return plan.updates;
+  if (plan.device != "cpu") return {kTorchUpdate, kFusedUpdate, kGraphedUpdate};
   if (plan.optimizer == "sgd") return {kTorchUpdate};
   return {kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate};
 }
 
 std::vector<std::string> to_arguments(const StepPlan& plan, const std::string& model) {
-  std::vector<std::string> arguments = {"--model",     model_argument(model), "--batch", std::to_string(plan.batch),
-                                        "--optimizer", plan.optimizer};
+  std::vector<std::string> arguments = {"--model",     model_argument(model), "--batch",  std::to_string(plan.batch),
+                                        "--optimizer", plan.optimizer,        "--device", plan.device};
   if (plan.no_pin) arguments.emplace_back("--no-pin");
   return arguments;
 }

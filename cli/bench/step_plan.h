@@ -18,7 +18,8 @@ struct StepPlan {
   std::string optimizer = "sgd";
   std::vector<std::string> updates = {};  ///< Of `kUpdates`; empty: updates_of() the optimizer.
   std::vector<std::string> bucket_caps_mb = {"default"};
-  int ranks = 2;
+  std::string device = "cpu";  ///< Or "cuda": rank r trains on GPU r.
+  int ranks = 0;               ///< 0: ranks_on() the device.
   int steps = 0;        ///< Timed steps of each system, over all rounds; 0: as many as `kTurnSeconds` hold, each round.
   bool no_pin = false;  ///< Leave it to the scheduler where each rank runs.
 };
@@ -29,13 +30,15 @@ inline constexpr int kRounds = 10;
 inline constexpr double kTurnSeconds = 0.15;
 
 /// How the weights are updated: by torch::optim; by ddpkit's fused optimizer; by that, sharded over the ranks; the
-/// same, within backward.
+/// same, within backward; by the fused one in a step that is one CUDA graph.
 inline constexpr const char* kTorchUpdate = "torch";
 inline constexpr const char* kFusedUpdate = "fused";
 inline constexpr const char* kShardedUpdate = "sharded";
 inline constexpr const char* kInBackwardUpdate = "in-backward";
+inline constexpr const char* kGraphedUpdate = "graphed";
 
-/// What the plan measures: what it says, else all of them for adamw, and torch's alone for sgd.
+/// What the plan measures: what it says; else on GPUs torch, fused and graphed; on the CPU all that it has for adamw,
+/// and torch's alone for sgd.
 std::vector<std::string> updates_of(const StepPlan& plan);
 
 /// An MLP's hidden layers: 561 inputs, `layers` times `hidden` with ReLU, 6 classes.

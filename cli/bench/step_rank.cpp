@@ -1,8 +1,9 @@
 #include "step_rank.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/torch.h>
 
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -12,9 +13,12 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
+#include "device.h"
 #include "rank.h"
+#include "step_clock.h"
 #include "step_models.h"
 #include "step_row.h"
 #include "timing.h"
@@ -25,25 +29,25 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Largest resident memory of this process so far. Not getrusage's, which counts what was there before exec.
-std::uint64_t peak_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
+/// Behind `name` in a file of /proc/self, in bytes; 0 where it is not.
+std::uint64_t proc_bytes(const char* file, const std::string& name) {
+  std::ifstream lines(file);
+  for (std::string line; std::getline(lines, line);) {
     unsigned long long kilobytes = 0;
-    if (std::sscanf(line.c_str(), "VmHWM: %llu kB", &kilobytes) == 1) return kilobytes * 1024;
+    if (line.starts_with(name) && std::sscanf(line.c_str() + name.size(), ": %llu kB", &kilobytes) == 1)
+      return kilobytes * 1024;
   }
   return 0;
 }
 
-/// Memory of this process, of what it shares with others its part.
-std::uint64_t proportional_bytes() {
-  std::ifstream rollup("/proc/self/smaps_rollup");
-  for (std::string line; std::getline(rollup, line);) {
-    unsigned long long kilobytes = 0;
-    if (std::sscanf(line.c_str(), "Pss: %llu kB", &kilobytes) == 1) return kilobytes * 1024;
-  }
-  return 0;
+/// What tensors take of a GPU that has been used.
+c10::CachingAllocator::Stat allocated_on(c10::Device gpu) {
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return c10::getDeviceAllocator(gpu.type())->getDeviceStats(gpu.index()).allocated_bytes[kAll];
 }
+
+/// Memory of this process, of what it shares with others its part.
+std::uint64_t proportional_bytes() { return proc_bytes("/proc/self/smaps_rollup", "Pss"); }
 
 DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
   DistributedDataParallelOptions options;
@@ -56,8 +60,11 @@ DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
 /// nothing has a barrier in each step.
 class Training {
  public:
-  Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank)
-      : bytes_before_(proportional_bytes()), task_(make_step_task(plan.models.at(0), plan.batch, rank)), group_(group) {
+  Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank, c10::Device device)
+      : device_(device),
+        bytes_before_(proportional_bytes()),
+        task_(make_step_task(plan.models.at(0), plan.batch, rank, device)),
+        group_(group) {
     if (exchanges) ddp_.emplace(task_.model, *group_, ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
     const std::string update = updates_of(plan).at(0);
     if (update == kShardedUpdate || update == kInBackwardUpdate) {
@@ -65,27 +72,38 @@ class Training {
     } else {
       optimizer_ = make_step_optimizer(plan.optimizer, update, task_.model->parameters());
     }
+    if (update != kGraphedUpdate) return;
+    graphed_.emplace(
+        device, std::vector<optim::FusedOptimizer*>{optimizer_.capturable},
+        [this](const std::vector<at::Tensor>& batch) { return std::vector<at::Tensor>{step(batch[0], batch[1])}; });
+    while (!graphed_->captured()) train();
   }
 
   StepTurn turn(int warmup, int steps) {
     for (int step = 0; step < warmup; ++step) train();
     StepTurn turn;
-    turn.us.reserve(static_cast<std::size_t>(steps));
-    auto before = Clock::now();
-    turn.start_us = microseconds(before.time_since_epoch());
+    StepClock clock(device_, steps);
+    turn.start_us = clock.start_us();
     for (int step = 0; step < steps; ++step) {
       train();
-      const auto after = Clock::now();
-      turn.us.push_back(microseconds(after - before));
-      if (ddp_) turn.exposed_us.push_back(exposed_us());
-      before = after;
+      clock.lap();
+      if (ddp_ && device_.is_cpu()) turn.exposed_us.push_back(exposed_us());
     }
+    turn.us = clock.us();
     return turn;
   }
 
   StepEnd end() const {
-    const std::uint64_t bytes = proportional_bytes();
-    StepEnd end{.peak_bytes = peak_bytes(), .memory_bytes = bytes > bytes_before_ ? bytes - bytes_before_ : 0};
+    StepEnd end;
+    if (device_.is_cpu()) {
+      const std::uint64_t bytes = proportional_bytes();
+      end.peak_bytes = proc_bytes("/proc/self/status", "VmHWM");  // getrusage's counts what was there before exec.
+      end.memory_bytes = bytes > bytes_before_ ? bytes - bytes_before_ : 0;
+    } else {
+      const auto allocated = allocated_on(device_);
+      end.peak_bytes = static_cast<std::uint64_t>(allocated.peak);
+      end.memory_bytes = static_cast<std::uint64_t>(allocated.current);
+    }
     const std::vector<at::Tensor> weights = task_.model->parameters();
     for (const at::Tensor& weight : weights) end.params += static_cast<std::uint64_t>(weight.numel());
     if (!ddp_) return end;
@@ -99,11 +117,21 @@ class Training {
 
  private:
   void train() {
+    if (graphed_) {
+      (*graphed_)({task_.input, task_.target});
+    } else {
+      step(task_.input, task_.target);
+    }
+  }
+
+  at::Tensor step(const at::Tensor& input, const at::Tensor& target) {
     optimizer_.zero_grad();
-    const at::Tensor logits = ddp_ ? (*ddp_)(task_.input) : task_.model->forward(task_.input);
-    torch::cross_entropy_loss(logits, task_.target).backward();
+    const at::Tensor logits = ddp_ ? (*ddp_)(input) : task_.model->forward(input);
+    const at::Tensor loss = torch::cross_entropy_loss(logits, target);
+    loss.backward();
     if (group_ && !ddp_) group_->barrier();
     optimizer_.step();
+    return loss.detach();
   }
 
   double exposed_us() const {
@@ -113,11 +141,13 @@ class Training {
     return microseconds(finished - trace->last_gradient);
   }
 
+  c10::Device device_;
   std::uint64_t bytes_before_;
   StepTask task_;
   std::optional<ProcessGroup> group_;
   std::optional<DistributedDataParallel<StepModel>> ddp_;
   StepOptimizer optimizer_;
+  std::optional<optim::GraphedStep> graphed_;
 };
 
 /// "turn WARMUP STEPS".
@@ -133,18 +163,21 @@ StepTurn answer_turn(Training& training, const std::string& question) {
 int run_step_rank(const std::string& backend, const StepPlan& plan, const std::string& control) {
   at::set_num_threads(1);
   const LaunchEnvironment environment = read_launch_environment();
-  if (!plan.no_pin) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::Device device = device_of_rank(plan.device, environment.local_rank);
+  // Beside a GPU more threads are at work than one: autograd's, NCCL's.
+  if (!plan.no_pin && device.is_cpu()) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::OptionalDeviceGuard on_device(device);
   std::optional<ProcessGroup> group;
   if (backend != kAlone) {
     try {
       group = init_process_group(
-          {.backend = backend == kBarrier ? "shm" : backend, .device = at::kCPU, .timeout = std::chrono::minutes(2)});
+          {.backend = backend == kBarrier ? "shm" : backend, .device = device, .timeout = std::chrono::minutes(2)});
     } catch (const InvalidArgument& error) {
       std::cout << kReason << error.what() << std::endl;
       return kNoBackend;
     }
   }
-  Training training(plan, group, backend != kAlone && backend != kBarrier, environment.rank);
+  Training training(plan, group, backend != kAlone && backend != kBarrier, environment.rank, device);
   Questions questions(control, environment.local_rank);
   std::cout << kStepReport << "ready" << std::endl;
   for (std::string question; questions.next(question);) {

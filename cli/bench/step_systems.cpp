@@ -68,23 +68,29 @@ class ModelBench {
     };
     const auto alone = start_workers("alone", kAlone, kTorchUpdate, "default");
     systems_.push_back({.name = "alone", .bucket_cap_mb = "", .workers = alone, .together = false, .roams = true});
-    systems_.push_back({.name = fmt::format("alone-x{}", ranks),
-                        .bucket_cap_mb = "",
-                        .workers = alone,
-                        .together = false,
-                        .ranks = ranks});
+    const bool on_cpu = options_.plan.device == "cpu";
+    // Cores share memory, and their ranks wait for each other by shm.
+    if (on_cpu)
+      systems_.push_back({.name = fmt::format("alone-x{}", ranks),
+                          .bucket_cap_mb = "",
+                          .workers = alone,
+                          .together = false,
+                          .ranks = ranks});
     // What waiting for the slower one costs, before anything is exchanged.
-    if (std::find(options_.backends.begin(), options_.backends.end(), "shm") != options_.backends.end())
+    if (on_cpu && std::find(options_.backends.begin(), options_.backends.end(), "shm") != options_.backends.end())
       systems_.push_back({.name = "alone-barrier",
                           .bucket_cap_mb = "",
                           .workers = start_workers("alone-barrier", kBarrier, kTorchUpdate, "default"),
                           .ranks = ranks});
-    if (has(kFusedUpdate))
-      systems_.push_back({.name = "alone-fused",
+    for (const char* update : {kFusedUpdate, kGraphedUpdate}) {
+      if (!has(update)) continue;
+      const std::string name = fmt::format("alone-{}", update);
+      systems_.push_back({.name = name,
                           .bucket_cap_mb = "",
-                          .workers = start_workers("alone-fused", kAlone, kFusedUpdate, "default"),
+                          .workers = start_workers(name, kAlone, update, "default"),
                           .together = false,
                           .roams = true});
+    }
     for (const std::string& backend : options_.backends) {
       for (const std::string& update : updates) {
         if (!start_ranks(backend, update)) return false;
@@ -115,9 +121,10 @@ class ModelBench {
     std::vector<std::string> command = python_command("step.py");
     const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
     command.insert(command.end(), arguments.begin(), arguments.end());
-    systems_.push_back({.name = kPythonDdp,
+    const std::string ddp = python_ddp(options_.plan);
+    systems_.push_back({.name = ddp,
                         .bucket_cap_mb = "default",
-                        .workers = start_workers(kPythonDdp, command),
+                        .workers = start_workers(ddp, command),
                         .ranks = options_.plan.ranks});
     command.emplace_back("--alone");
     const std::string name = "python-alone";
@@ -203,6 +210,8 @@ class ModelBench {
 };
 
 }  // namespace
+
+std::string python_ddp(const StepPlan& plan) { return plan.device == "cpu" ? "python-ddp-gloo" : "python-ddp-nccl"; }
 
 std::optional<std::vector<StepRow>> bench_step_of(const std::string& model, const StepOptions& options) {
   return ModelBench(options, model).run();

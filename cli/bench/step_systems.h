@@ -10,15 +10,15 @@
 
 namespace ddpkit::bench {
 
-/// The system that `--peers` is about.
-inline constexpr const char* kPythonDdp = "python-ddp-gloo";
+/// The system that `--peers` is about: Python's DistributedDataParallel with the backend that it has for the device.
+std::string python_ddp(const StepPlan& plan);
 
 /// What the command measures: the plan, and with what.
 struct StepOptions {
   StepPlan plan;
-  std::vector<std::string> backends = {"shm", "gloo"};  ///< Of DistributedDataParallel.
-  bool backends_asked_for = false;                      ///< By name: then one that is not here is an error.
-  bool peers = false;                                   ///< Python's DistributedDataParallel too.
+  std::vector<std::string> backends = {};  ///< Of DistributedDataParallel.
+  bool backends_asked_for = false;         ///< By name: then one that is not here is an error.
+  bool peers = false;                      ///< Python's DistributedDataParallel too.
 };
 
 /// Starts every system's ranks for this model and lets them take turns on the cores; progress goes to stderr.

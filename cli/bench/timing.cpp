@@ -24,6 +24,7 @@ double warm_up(Peers& peers, const std::function<void()>& call, int wanted) {
     if (wanted > 0) burst = std::min(burst, wanted - done);
     const double start = now();
     for (int i = 0; i < burst; ++i) call();
+    peers.finish();
     const double seconds = peers.from_rank_zero(now() - start);
     seconds_per_call = seconds / burst;
     spent += seconds;
@@ -48,6 +49,7 @@ double median_us(Peers& peers, const std::function<void()>& call, const TimingOp
   double before = now();
   for (double& batch : us) {
     for (int i = 0; i < calls_per_batch; ++i) call();
+    peers.finish();
     const double after = now();
     batch = (after - before) * 1e6 / calls_per_batch;
     before = after;

@@ -23,6 +23,8 @@ class Peers {
  public:
   virtual ~Peers() = default;
   virtual void barrier() = 0;
+  /// Waits for what calls have only queued: on a GPU.
+  virtual void finish() {}
   /// Rank 0's value.
   virtual double from_rank_zero(double value) = 0;
   /// Each element's largest over the ranks.
@@ -31,7 +33,7 @@ class Peers {
 
 /// Microseconds of one `call`, which all ranks make together.
 ///
-/// Calls follow each other without a barrier between, and the clock is read after each batch of them, so
+/// Calls follow each other without a barrier between, and the clock is read after each batch of them has finished, so
 /// that reading it costs nothing even where a call takes less than a microsecond. A batch took what its slowest rank
 /// took; the result is the median over the batches of their time a call. The same on every rank.
 double median_us(Peers& peers, const std::function<void()>& call, const TimingOptions& options);

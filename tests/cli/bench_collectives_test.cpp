@@ -72,7 +72,10 @@ TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measure
   const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
       {{}, "which benchmark?"},
       {{"steps"}, "no benchmark \"steps\""},
-      {{"collectives", "--backend", "nccl"}, "nccl"},
+      {{"collectives", "--backend", "nccl"}, "--backend nccl has no use for --device cpu"},
+      {{"collectives", "-n", "1"}, "at least 2 on the CPU"},
+      // Without CUDA, without a GPU, and with fewer than so many.
+      {{"collectives", "--device", "cuda", "-n", "4000"}, "--device cuda: "},
       {{"collectives", "--collective", "allreduce"}, "\"allreduce\"; there are all_reduce"},
       {{"collectives", "-n", "0"}, "0 not in range"},
       {{"collectives", "-n", "2,x"}, "x"},

@@ -11,6 +11,7 @@
 #include "bench/step_row.h"
 #include "bench/workers.h"
 #include "cli/run_ddpkit.h"
+#include "gpu/gpu.h"
 #include "support/ranks.h"
 
 using namespace ddpkit::bench;
@@ -101,6 +102,9 @@ TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optim
 TEST_CASE("ddpkit bench step refuses wrong options in one sentence, before it measures", "[bench]") {
   const Folder folder;
   const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
+      {{"--backend", "nccl"}, "--backend nccl has no use for --device cpu"},
+      {{"--update", "graphed"}, "--update graphed needs --device cuda"},
+      {{"--device", "cuda", "-n", "4000"}, "--device cuda: "},
       {{"--model", "mlp"}, "no model \"mlp\"; there are mlp-10k"},
       {{"--model", "mlp-0x3"}, "no model \"mlp-0x3\""},
       {{"--model", "mlp-8x3x"}, "no model"},
@@ -110,7 +114,6 @@ TEST_CASE("ddpkit bench step refuses wrong options in one sentence, before it me
       {{"--ranks", "0"}, "0 not in range"},
       {{"--steps", "0"}, "0 not in range"},
       {{"--optimizer", "lion"}, "lion"},
-      {{"--backend", "nccl"}, "nccl"},
       {{"--bucket-cap-mb", "0"}, "\"0\" is no bucket cap"},
       {{"--bucket-cap-mb", "25M"}, "\"25M\" is no bucket cap"},
       {{"--csv", folder / "no-such/rows.csv"}, "cannot write"},
@@ -223,4 +226,27 @@ TEST_CASE("Workers that end early, or lack their backend, are an error that says
     CHECK_THAT(error.what(), ContainsSubstring("system: rank 0 was killed by signal 9"));
     CHECK(error.exit_code() == 137);
   }
+}
+
+TEST_CASE("ddpkit bench measures on a GPU", "[bench][gpu]") {
+  NEEDS_GPU();
+  const Folder folder;
+  const std::string csv = folder / "rows.csv";
+  const Run run = run_bench(
+      folder, {"step", "--device", "cuda", "-n", "1", "--model", "mlp-10k,transformer", "--steps", "4", "--csv", csv});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const auto rows = rows_of(csv);
+  const std::vector<std::string> systems = {"alone",       "alone-fused",       "alone-graphed",
+                                            "ddpkit-nccl", "ddpkit-nccl-fused", "ddpkit-nccl-graphed"};
+  REQUIRE(rows.size() == 2 * systems.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    CHECK(rows[i].at("system") == systems[i % systems.size()]);
+    CHECK(std::stod(rows[i].at("us")) > 0);
+    CHECK(std::stoull(rows[i].at("memory_bytes")) >= 4 * std::stoull(rows[i].at("params")));
+    CHECK(rows[i].at("wrong") == "0");
+  }
+  const Run calls = run_bench(folder, {"collectives", "--device", "cuda", "-n", "1", "-e", "64K", "--iters", "5"});
+  INFO(calls.errors);
+  CHECK(calls.exit_code == 0);
 }

@@ -1,0 +1,20 @@
+# Makes the Debian package of BUILD in FOLDER, looks at what it says of itself, and unpacks it into FOLDER/root.
+file(REMOVE_RECURSE "${FOLDER}")
+execute_process(COMMAND "${CPACK}" -G DEB -B "${FOLDER}" --config "${BUILD}/CPackConfig.cmake"
+  WORKING_DIRECTORY "${BUILD}" OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+file(GLOB packages "${FOLDER}/ddpkit_${VERSION}_*.deb")
+list(LENGTH packages count)
+if(NOT count EQUAL 1)
+  message(FATAL_ERROR "cpack made ${count} packages of version ${VERSION} in ${FOLDER}")
+endif()
+foreach(pair IN ITEMS "Package=ddpkit" "Version=${VERSION}" "Section=libdevel")
+  string(REPLACE "=" ";" pair "${pair}")
+  list(GET pair 0 field)
+  list(GET pair 1 wanted)
+  execute_process(COMMAND dpkg-deb --field ${packages} ${field}
+    OUTPUT_VARIABLE value OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT value STREQUAL wanted)
+    message(FATAL_ERROR "the package's ${field} is '${value}', not '${wanted}'")
+  endif()
+endforeach()
+execute_process(COMMAND dpkg-deb --extract ${packages} "${FOLDER}/root" COMMAND_ERROR_IS_FATAL ANY)
