@@ -5,6 +5,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>
 
+#include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
@@ -14,6 +15,7 @@ using ddpkit::DistributedDataParallelOptions;
 using ddpkit::GradBucket;
 using ddpkit::PendingReduction;
 using ddpkit::ProcessGroup;
+using ddpkit::testing::check_same_bits_on_all_ranks;
 namespace comm_hooks = ddpkit::comm_hooks;
 
 namespace {
@@ -88,11 +90,6 @@ void for_each_setting(const Action& action) {
       }
     }
   }
-}
-
-void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::Tensor& tensor) {
-  const auto all = group.all_gather(tensor);
-  for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
 }
 
 /// One Linear(40, 30), and a different gradient on each rank: what `hook` makes of it, and what each rank had. [rank]

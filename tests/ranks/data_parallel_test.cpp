@@ -1,4 +1,4 @@
-// DataParallel beside DistributedDataParallel; tests/unit/data_parallel_test.cpp has what needs no ranks.
+// DataParallel beside DistributedDataParallel; tests/unit/data_parallel_*_test.cpp have what needs none.
 #include <torch/torch.h>
 
 #include <ddpkit/parallel/data_parallel.h>

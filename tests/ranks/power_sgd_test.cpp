@@ -7,6 +7,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>
 
+#include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
@@ -15,6 +16,8 @@ using ddpkit::DistributedDataParallel;
 using ddpkit::ProcessGroup;
 using ddpkit::comm_hooks::PowerSGD;
 using ddpkit::comm_hooks::PowerSGDOptions;
+using ddpkit::testing::check_same_bits_on_all_ranks;
+using ddpkit::testing::flat_gradients;
 
 namespace {
 
@@ -49,18 +52,6 @@ torch::Tensor targets_of(const torch::Tensor& x) {
   return (x.select(1, 0).sum(1) > 0).to(torch::kLong) * 2 + (x.select(1, 1).sum(1) > 0).to(torch::kLong);
 }
 
-torch::Tensor flat(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> parts;
-  for (const auto& tensor : tensors) parts.push_back(tensor.detach().reshape({-1}));
-  return torch::cat(parts);
-}
-
-torch::Tensor flat_gradients(const torch::nn::Module& module) {
-  std::vector<torch::Tensor> gradients;
-  for (const auto& parameter : module.parameters()) gradients.push_back(parameter.grad());
-  return flat(gradients);
-}
-
 struct Training {
   Training(const ProcessGroup& group, const CommHook& hook, double bucket_mb = 25, double momentum = 0)
       : group(group),
@@ -93,11 +84,6 @@ struct Training {
   DistributedDataParallel<StudentImpl> ddp;
   std::vector<torch::Tensor> gradients;  ///< After each backward. [step]
 };
-
-void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::Tensor& tensor) {
-  const auto all = group.all_gather(tensor);
-  for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
-}
 
 }  // namespace
 

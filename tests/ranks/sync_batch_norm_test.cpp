@@ -7,21 +7,18 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
+#include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::SyncBatchNorm;
+using ddpkit::testing::largest_difference;
 using torch::nn::BatchNormOptions;
 
 namespace {
 
 constexpr std::int64_t kChannels = 5;
-
-double difference(const torch::Tensor& a, const torch::Tensor& b) {
-  REQUIRE(a.sizes() == b.sizes());
-  return a.numel() == 0 ? 0 : (a - b).abs().max().item<double>();
-}
 
 /// How many rows each rank brings. [rank]
 std::vector<std::int64_t> even(int ranks) { return std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 4); }
@@ -87,29 +84,29 @@ void check_against_joined_batch(const ProcessGroup& group, BatchNormOptions opti
     const auto gradient = torch::randn(shape, torch::kDouble);
     const auto expected = reference_forward(plain, joined);
     const auto output = sync(own);
-    CHECK(difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
+    CHECK(largest_difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
     expected.backward(gradient);
     output.backward(own_rows(gradient, rows, group.rank()));
-    CHECK(difference(own.grad(), own_rows(joined.grad(), rows, group.rank())) < 1e-10);
+    CHECK(largest_difference(own.grad(), own_rows(joined.grad(), rows, group.rank())) < 1e-10);
     if (options.affine()) {
       // Each rank has the gradient of its own rows: their sum is that of the joined batch.
       for (const auto& [mine, theirs] : {std::pair{sync->weight, plain->weight}, std::pair{sync->bias, plain->bias}}) {
         const auto sum = mine.grad().clone();
         group.all_reduce(sum);
-        CHECK(difference(sum, theirs.grad()) < 1e-9);
+        CHECK(largest_difference(sum, theirs.grad()) < 1e-9);
       }
     }
   }
   if (options.track_running_stats()) {
-    CHECK(difference(sync->running_mean, plain->running_mean) < 1e-10);
-    CHECK(difference(sync->running_var, plain->running_var) < 1e-10);
+    CHECK(largest_difference(sync->running_mean, plain->running_mean) < 1e-10);
+    CHECK(largest_difference(sync->running_var, plain->running_var) < 1e-10);
     CHECK(sync->num_batches_tracked.item<std::int64_t>() == 3);
   }
   sync->eval();
   plain->eval();
   shape[0] = 4;
   const auto input = joined_input(shape, 10 + group.rank());
-  CHECK(difference(sync(input), reference_forward(plain, input)) < 1e-10);
+  CHECK(largest_difference(sync(input), reference_forward(plain, input)) < 1e-10);
 }
 
 }  // namespace
@@ -153,10 +150,10 @@ RANK_TEST("SyncBatchNorm of channels-last and of transposed inputs", "[sync_batc
     const auto own = own_rows(base, rows, group.rank()).clone().requires_grad_(true);
     const auto expected = plain(arranged(joined));
     const auto output = sync(arranged(own));
-    CHECK(difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
+    CHECK(largest_difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
     (expected * expected * expected).sum().backward();
     (output * output * output).sum().backward();
-    CHECK(difference(own.grad(), own_rows(joined.grad(), rows, group.rank())) < 1e-9);
+    CHECK(largest_difference(own.grad(), own_rows(joined.grad(), rows, group.rank())) < 1e-9);
   }
 }
 
@@ -173,13 +170,13 @@ RANK_TEST("SyncBatchNorm of float and of half types, whose statistics are float"
     REQUIRE(output.scalar_type() == dtype);
     const double tolerance = dtype == torch::kFloat ? 1e-5 : 4e-2;
     const auto wide = [](const torch::Tensor& t) { return t.to(torch::kDouble); };
-    CHECK(difference(wide(output), wide(own_rows(expected, rows, group.rank()))) < tolerance);
+    CHECK(largest_difference(wide(output), wide(own_rows(expected, rows, group.rank()))) < tolerance);
     (wide(expected).pow(3) / 10).sum().backward();
     (wide(output).pow(3) / 10).sum().backward();
-    CHECK(difference(wide(own.grad()), wide(own_rows(joined.grad(), rows, group.rank()))) < tolerance);
+    CHECK(largest_difference(wide(own.grad()), wide(own_rows(joined.grad(), rows, group.rank()))) < tolerance);
     REQUIRE(sync->running_mean.scalar_type() == torch::kFloat);
-    CHECK(difference(sync->running_mean, plain->running_mean) < 1e-6);
-    CHECK(difference(sync->running_var, plain->running_var) < 1e-6);
+    CHECK(largest_difference(sync->running_mean, plain->running_mean) < 1e-6);
+    CHECK(largest_difference(sync->running_var, plain->running_var) < 1e-6);
     REQUIRE(sync->weight.grad().scalar_type() == torch::kFloat);
   }
 }
@@ -219,13 +216,14 @@ RANK_TEST("gradients through SyncBatchNorm and DistributedDataParallel are those
     torch::cross_entropy_loss(ddp(part(data)), part(target)).backward();
     for (const auto& item : alone->named_parameters()) {
       INFO(item.key() << " in step " << step);
-      CHECK(difference(model->named_parameters()[item.key()].grad(), item.value().grad()) < 1e-10);
+      CHECK(largest_difference(model->named_parameters()[item.key()].grad(), item.value().grad()) < 1e-10);
     }
     optimizer.step();
     own_optimizer.step();
   }
   for (const auto& item : alone->named_buffers())
-    CHECK(difference(model->named_buffers()[item.key()].to(torch::kDouble), item.value().to(torch::kDouble)) < 1e-10);
+    CHECK(largest_difference(model->named_buffers()[item.key()].to(torch::kDouble), item.value().to(torch::kDouble)) <
+          1e-10);
 }
 
 RANK_TEST("a joined batch of one value a channel is refused on every rank", "[sync_batch_norm]", 2, 3) {
@@ -259,14 +257,15 @@ RANK_TEST("a converted tree trains like one process on the joined batch", "[sync
   const auto joined = joined_input({total(rows), 3}, 5);
   const auto expected = alone->forward(joined);
   const auto output = net->forward(own_rows(joined, rows, group.rank()));
-  CHECK(difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
+  CHECK(largest_difference(output, own_rows(expected, rows, group.rank())) < 1e-10);
   expected.pow(3).sum().backward();
   output.pow(3).sum().backward();
   for (const auto& item : alone->named_parameters()) {
     const auto sum = net->named_parameters()[item.key()].grad().clone();
     group.all_reduce(sum);
-    CHECK(difference(sum, item.value().grad()) < 1e-9 * (1 + item.value().grad().abs().max().item<double>()));
+    CHECK(largest_difference(sum, item.value().grad()) < 1e-9 * (1 + item.value().grad().abs().max().item<double>()));
   }
   for (const auto& item : alone->named_buffers())
-    CHECK(difference(net->named_buffers()[item.key()].to(torch::kDouble), item.value().to(torch::kDouble)) < 1e-10);
+    CHECK(largest_difference(net->named_buffers()[item.key()].to(torch::kDouble), item.value().to(torch::kDouble)) <
+          1e-10);
 }

@@ -1,4 +1,5 @@
-// What each replica of DataParallel holds under train_step(), counted by an allocator around LibTorch's own.
+// Where DataParallel's memory is: what each replica holds under train_step(), counted by an allocator around LibTorch's
+// own, and the arena.
 #include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
@@ -9,9 +10,14 @@
 #include <new>
 #include <vector>
 
+#include <ddpkit/comm/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"
+
+using ddpkit::DataParallel;
+using ddpkit::InvalidArgument;
+using torch::Tensor;
 
 namespace {
 
@@ -122,4 +128,40 @@ TEST_CASE("DataParallel's replicas hold as much memory as each other under train
   for (std::size_t r = 0; r < kReplicas; ++r) left += allocator[r].bytes;
   CHECK(left >= parameters);
   CHECK(left < parameters + (64 << 10));
+}
+
+TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][arena]") {
+  torch::nn::Sequential net(torch::nn::Linear(64, 512), torch::nn::Tanh(), torch::nn::Linear(512, 3));
+  const Tensor batch = torch::randn({64, 64});
+  const auto loss = [](torch::nn::SequentialImpl& replica, const Tensor& part) {
+    return replica.forward(part).square().mean();
+  };
+  Tensor kept;
+  {
+    DataParallel dp(net, {.replicas = 2});
+    REQUIRE(dp.arena());
+    for (int step = 0; step < 3; ++step) dp.train_step(batch, loss);
+    const auto warm = *dp.arena();
+    CHECK(warm.allocations > 0);
+    CHECK(warm.peak > 512 * 64 * sizeof(float));
+    for (int step = 0; step < 20; ++step) dp.train_step(batch, loss);
+    // The same blocks, again and again.
+    CHECK(dp.arena()->reserved <= warm.reserved + (4 << 20));
+    kept = dp(batch).detach() + 0;
+    DataParallel second(net, {.replicas = 2});
+    CHECK_FALSE(second.arena());
+  }
+  CHECK(at::allclose(kept, net->forward(batch), 0, 1e-5));
+  CHECK_FALSE(DataParallel(net, {.replicas = 2, .arena = false}).arena());
+  CHECK_FALSE(DataParallel(net, {.replicas = 1}).arena());
+  CHECK_THROWS_AS(DataParallel(net, {.replicas = 2, .arena_mb = -1}), InvalidArgument);
+  // Full: the rest comes from malloc.
+  DataParallel small(net, {.replicas = 2, .arena_mb = 0.1});
+  net->zero_grad();
+  small.train_step(batch, loss);
+  const Tensor gradient = net->parameters()[0].grad().clone();
+  CHECK(small.arena()->refused > 0);
+  net->zero_grad();
+  net->forward(batch).square().mean().backward();
+  CHECK(at::allclose(net->parameters()[0].grad(), gradient, 1e-4, 1e-6));
 }

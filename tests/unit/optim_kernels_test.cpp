@@ -1,4 +1,5 @@
-// All instruction sets give the same bits; what they compute is checked against LibTorch in fused_optimizer_test.cpp.
+// All instruction sets give the same bits; what they compute is checked against LibTorch in
+// fused_optimizer_steps_test.cpp.
 #include <torch/torch.h>
 
 #include "optim/kernels.h"

@@ -1,14 +1,18 @@
-// Against LibTorch's own optimizers, with the same parameters and gradients.
+// The updates of the fused optimizers against LibTorch's own, with the same parameters and gradients; and what they
+// refuse.
 #include <torch/torch.h>
 
-#include <sstream>
+#include <memory>
+#include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 
 #include "support/catch.h"
+#include "unit/optimizer_parameters.h"
 
+using namespace ddpkit::testing;
 using ddpkit::optim::FusedAdam;
 using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::FusedSGD;
@@ -18,62 +22,6 @@ using torch::optim::OptimizerParamGroup;
 using torch::optim::SGDOptions;
 
 namespace {
-
-/// Contiguous, transposed, channels-last, of one element, empty, several blocks long, and a part of a larger tensor.
-std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
-  torch::manual_seed(0);
-  const auto values = [&](torch::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).to(dtype); };
-  std::vector<torch::Tensor> parameters{
-      values({7, 5}),
-      values({9, 4}).t(),
-      values({2, 3, 4, 5}).contiguous(torch::MemoryFormat::ChannelsLast),
-      values({}),
-      values({0, 3}),
-      values({50001}),
-      values({6, 8}).slice(1, 1, 5),
-  };
-  for (auto& parameter : parameters) parameter.requires_grad_(true);
-  return parameters;
-}
-
-/// The same values in the same layouts.
-std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& parameters) {
-  std::vector<torch::Tensor> copies;
-  for (const auto& parameter : parameters) {
-    const torch::NoGradGuard no_grad;
-    auto copy = torch::empty_strided(parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
-    copy.copy_(parameter);
-    copies.push_back(copy.requires_grad_(true));
-  }
-  return copies;
-}
-
-/// New gradients for both; some parameters have none in some steps, some have them in another layout.
-void set_gradients(int step, const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
-  torch::manual_seed(static_cast<std::uint64_t>(1000 + step));
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const auto gradient = (torch::randn(a[i].sizes(), torch::kDouble) + 0.3).to(a[i].scalar_type());
-    if ((static_cast<std::size_t>(step) + i) % 5 == 0 || (i == 1 && step < 3)) {
-      a[i].mutable_grad() = b[i].mutable_grad() = torch::Tensor();
-      continue;
-    }
-    a[i].mutable_grad() = gradient;
-    b[i].mutable_grad() = gradient.clone();
-  }
-}
-
-double relative_difference(const torch::Tensor& a, const torch::Tensor& b) {
-  if (a.numel() == 0) return 0;
-  const auto wide_a = a.detach().to(torch::kDouble), wide_b = b.detach().to(torch::kDouble);
-  return ((wide_a - wide_b).abs().max() / wide_b.abs().max().clamp_min(1e-30)).item<double>();
-}
-
-void check_same(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b, double tolerance) {
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    INFO("parameter " << i);
-    CHECK(relative_difference(a[i], b[i]) < tolerance);
-  }
-}
 
 template <class Ours, class Theirs, class Options>
 void check_against_libtorch(const Options& options) {
@@ -89,51 +37,6 @@ void check_against_libtorch(const Options& options) {
     }
     check_same(parameters, references, dtype == torch::kDouble ? 1e-12 : 1e-6);
   }
-}
-
-template <class Optimizer>
-std::string archive_of(const Optimizer& optimizer) {
-  std::ostringstream stream;
-  torch::save(optimizer, stream);
-  return stream.str();
-}
-
-template <class Optimizer>
-void load_archive(Optimizer& optimizer, const std::string& archive) {
-  std::istringstream stream(archive);
-  torch::load(optimizer, stream);
-}
-
-/// Trains one, moves its state into the other, and trains on with the other.
-template <class First, class Second, class Options>
-void check_archive(const Options& options) {
-  const auto parameters = make_parameters(torch::kDouble);
-  const auto references = copies_of(parameters);
-  First first(parameters, options);
-  Second throughout(references, options);
-  for (int step = 0; step < 10; ++step) {
-    set_gradients(step, parameters, references);
-    first.step();
-    throughout.step();
-  }
-  // Other options, and a step of its own: both must give way.
-  Options other(0.5);
-  const auto continued = copies_of(parameters);
-  Second second(continued, other);
-  set_gradients(0, continued, copies_of(continued));
-  second.step();
-  {
-    const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < continued.size(); ++i) continued[i].copy_(parameters[i]);
-  }
-  load_archive(second, archive_of(first));
-  CHECK(static_cast<Options&>(second.param_groups()[0].options()) == options);
-  for (int step = 10; step < 20; ++step) {
-    set_gradients(step, continued, references);
-    second.step();
-    throughout.step();
-  }
-  check_same(continued, references, 1e-12);
 }
 
 }  // namespace
@@ -237,74 +140,6 @@ TEST_CASE("a scheduler of LibTorch's own drives a fused optimizer", "[optim]") {
         train([&](auto parameters) { return std::make_unique<torch::optim::SGD>(parameters, options); }));
 }
 
-TEST_CASE("the state is flat: one tensor for each kind, group, type and device", "[optim]") {
-  auto a = torch::ones({3, 5}).requires_grad_(true), b = torch::ones({7}).requires_grad_(true);
-  auto c = torch::ones({4}, torch::kDouble).requires_grad_(true);
-  FusedAdamW optimizer({a, b, c}, AdamWOptions(0.1));
-  CHECK(optimizer.flat_state().at(0).tensors.empty());
-  for (const auto& parameter : {a, b, c}) parameter.mutable_grad() = torch::ones_like(parameter);
-  optimizer.step();
-  const auto& states = optimizer.flat_state();
-  REQUIRE(states.size() == 2);
-  CHECK(states[0].offsets == std::vector<std::int64_t>{0, 16});
-  REQUIRE(states[0].tensors.size() == 2);
-  CHECK(states[0].tensors[0].numel() == 32);
-  CHECK(states[0].tensors[0].is_contiguous());
-  CHECK(states[0].parameters[1].is_same(b));
-  CHECK(states[1].dtype == torch::kDouble);
-  const auto& state = static_cast<torch::optim::AdamWParamState&>(*optimizer.state()[b.unsafeGetTensorImpl()]);
-  CHECK(state.step() == 1);
-  CHECK(state.exp_avg().const_data_ptr<float>() == states[0].tensors[0].const_data_ptr<float>() + 16);
-  CHECK(torch::allclose(state.exp_avg(), torch::full({7}, 0.1f)));
-  CHECK(torch::equal(states[0].tensors[0].slice(0, 15, 16), torch::zeros({1})));
-}
-
-TEST_CASE("archives go from LibTorch's optimizers to ours and back", "[optim]") {
-  const auto adamw = AdamWOptions(1e-2).amsgrad(true).weight_decay(0.2);
-  check_archive<FusedAdamW, FusedAdamW>(adamw);
-  check_archive<FusedAdamW, torch::optim::AdamW>(adamw);
-  check_archive<torch::optim::AdamW, FusedAdamW>(adamw);
-  const auto adam = AdamOptions(1e-2).weight_decay(0.2);
-  check_archive<FusedAdam, torch::optim::Adam>(adam);
-  check_archive<torch::optim::Adam, FusedAdam>(adam);
-  for (const auto& sgd : {SGDOptions(1e-2).momentum(0.9), SGDOptions(1e-2)}) {
-    check_archive<FusedSGD, FusedSGD>(sgd);
-    check_archive<FusedSGD, torch::optim::SGD>(sgd);
-    check_archive<torch::optim::SGD, FusedSGD>(sgd);
-  }
-}
-
-TEST_CASE("an archive holds each tensor of the state once", "[optim]") {
-  std::vector<torch::Tensor> parameters;
-  for (int i = 0; i < 20; ++i) {
-    parameters.push_back(torch::randn({1000}).requires_grad_(true));
-    parameters.back().mutable_grad() = torch::randn({1000});
-  }
-  FusedAdamW optimizer(parameters);
-  optimizer.step();
-  CHECK(archive_of(optimizer).size() < 20 * 2 * 4000 * 2);
-  // Saving leaves the state where it was.
-  const auto& state =
-      static_cast<torch::optim::AdamWParamState&>(*optimizer.state()[parameters[0].unsafeGetTensorImpl()]);
-  CHECK(state.exp_avg().const_data_ptr() == optimizer.flat_state()[0].tensors[0].const_data_ptr());
-}
-
-TEST_CASE("an archive of another model is refused and changes nothing", "[optim]") {
-  auto small = torch::ones({3}).requires_grad_(true), large = torch::ones({4}).requires_grad_(true);
-  small.mutable_grad() = torch::ones({3});
-  large.mutable_grad() = torch::ones({4});
-  FusedAdamW of_small({small}, AdamWOptions(0.1)), of_large({large}, AdamWOptions(0.2));
-  of_small.step();
-  of_large.step();
-  CHECK_THROWS_WITH(load_archive(of_large, archive_of(of_small)),
-                    ContainsSubstring("is [3] where the parameter is [4]"));
-  CHECK(of_large.param_groups()[0].options().get_lr() == 0.2);
-  const auto before = large.detach().clone();
-  of_large.step();
-  CHECK_FALSE(torch::equal(large, before));
-  CHECK(static_cast<torch::optim::AdamWParamState&>(*of_large.state()[large.unsafeGetTensorImpl()]).step() == 2);
-}
-
 TEST_CASE("maximize goes up", "[optim]") {
   const auto parameters = make_parameters(torch::kDouble);
   const auto references = copies_of(parameters);
@@ -379,21 +214,6 @@ TEST_CASE("bits do not depend on the number of threads", "[optim]") {
   for (std::size_t i = 0; i < results[0].size(); ++i) CHECK(torch::equal(results[0][i], results[1][i]));
 }
 #endif
-
-TEST_CASE("state follows a model that moves to another type", "[optim]") {
-  torch::nn::Linear model(3, 2);
-  FusedSGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
-  model->forward(torch::ones({1, 3})).sum().backward();
-  optimizer.step();
-  model->to(torch::kDouble);
-  model->zero_grad();
-  model->forward(torch::ones({1, 3}, torch::kDouble)).sum().backward();
-  const auto before = model->bias.detach().clone();
-  optimizer.step();
-  CHECK(optimizer.flat_state()[0].dtype == torch::kDouble);
-  // Gradients of 1: the second step has momentum.
-  CHECK(torch::allclose(before - model->bias.detach(), torch::full({2}, 0.19, torch::kDouble)));
-}
 
 TEST_CASE("what the fused optimizers refuse", "[optim]") {
   auto weight = torch::ones({3}).requires_grad_(true);

@@ -1,0 +1,74 @@
+// Which gradients are in which bucket of DistributedDataParallel: at first, and rebuilt as they arrive.
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "ranks/branches.h"
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using namespace ddpkit::testing;
+using ddpkit::DistributedDataParallel;
+using ddpkit::DistributedDataParallelOptions;
+
+RANK_TEST("bucket_cap_mb and first_bucket_cap_mb: what is in which bucket", "[ddp][options]", 2, 3) {
+  const auto sizes = [&](const DistributedDataParallelOptions& options) {
+    Branches model;
+    DistributedDataParallel ddp(model, group, options);
+    std::vector<std::size_t> parameters;
+    for (const auto& bucket : ddp.reducer().buckets()) parameters.push_back(bucket.size());
+    return parameters;
+  };
+  using Sizes = std::vector<std::size_t>;
+  // Three layers of a weight of 12,800 and a bias of 320 bytes, of which the last bias comes first.
+  CHECK(sizes({}) == Sizes{6});
+  CHECK(sizes({.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01}) == Sizes{2, 2, 2});
+  CHECK(sizes({.bucket_cap_mb = 25, .first_bucket_cap_mb = 0.01}) == Sizes{2, 4});
+  CHECK(sizes({.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.02}) == Sizes{4, 2});
+}
+
+namespace {
+
+/// Registered in the order in which they are used last to first, against what bucket plans expect.
+struct BackwardsImpl : torch::nn::Module {
+  BackwardsImpl() {
+    torch::manual_seed(3);
+    for (int i = 0; i < 4; ++i)
+      layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(kWidth, kWidth)));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (std::size_t i = layers.size(); i-- > 0;) x = torch::tanh(layers[i](x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Backwards);
+
+}  // namespace
+
+RANK_TEST("buckets are rebuilt once, in the order gradients arrive", "[ddp][options]", 2, 3) {
+  for (const DistributedDataParallelOptions& memory : kMemories) {
+    DistributedDataParallelOptions options = memory;
+    options.bucket_cap_mb = options.first_bucket_cap_mb = 0.01;
+    Backwards model, reference;
+    DistributedDataParallel ddp(model, group, options);
+    const auto before = ddp.reducer().buckets();
+    for (std::int64_t step = 0; step < 3; ++step) {
+      if (step != 1) forget_gradients(*model), forget_gradients(*reference);  // Kept over the rebuild once.
+      const auto expected = expected_gradients(*reference, group.world_size(),
+                                               [&](int r) { return reference(input(step, r)).pow(2).mean(); });
+      ddp(input(step, group.rank())).pow(2).mean().backward();
+      check_gradients(*model, expected, group);
+      CHECK(ddp.reducer().rebuilds() == 1);
+      const auto trace = ddp.reducer().last_backward().value();
+      // The plan from registration order has the first gradients' bucket last, so that all wait for the end.
+      CHECK((trace.buckets[0].started < trace.last_gradient) == (step > 0));
+    }
+    CHECK(ddp.reducer().buckets() != before);
+  }
+}

@@ -1,0 +1,167 @@
+// The model that DistributedDataParallel wraps: its names, types and buffers, what is loaded into it afterwards, and
+// what is refused.
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <memory>
+#include <sstream>
+#include <string>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "ranks/many_kinds.h"
+#include "support/catch.h"
+#include "support/folder.h"
+#include "support/ranks.h"
+
+using namespace ddpkit::testing;
+using ddpkit::DistributedDataParallel;
+
+RANK_TEST("torch::save of the bare module keeps its names", "[ddp]", 2) {
+  auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
+  DistributedDataParallel ddp(model, group);
+  std::stringstream stream;
+  torch::save(ddp.module_ptr(), stream);
+  auto loaded = many_kinds(77);
+  torch::load(loaded, stream);
+  CHECK(torch::equal(flat_parameters(*loaded), flat_parameters(*many_kinds(0))));
+}
+
+RANK_TEST("parameters that want no gradient stay out of it", "[ddp]", 2, 3) {
+  auto model = many_kinds(0);
+  for (auto& parameter : model->lstm->parameters()) parameter.requires_grad_(false);
+  DistributedDataParallel ddp(model, group);
+  const Batch batch = joined_batch(0).part(group.rank(), group.world_size());
+  loss_of(ddp(batch.data), batch).backward();
+  CHECK_FALSE(model->lstm->parameters()[0].grad().defined());
+  CHECK(model->head->weight.grad().defined());
+}
+
+RANK_TEST("several types in one model", "[ddp]", 2, 3) {
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      a = register_parameter("a", torch::ones({3}, torch::kFloat));
+      b = register_parameter("b", torch::ones({3}, torch::kDouble));
+      c = register_parameter("c", torch::ones({3}, torch::kBFloat16));
+      d = register_parameter("d", torch::ones({3}, torch::kComplexDouble));
+    }
+    torch::Tensor forward(double x) {
+      return (a * x).sum().to(torch::kDouble) + (b * x).sum() + (c * x).sum().to(torch::kDouble) +
+             torch::real(d * x).sum();
+    }
+    torch::Tensor a, b, c, d;
+  };
+  auto model = std::make_shared<Mixed>();
+  DistributedDataParallel ddp(model, group);
+  CHECK(ddp.reducer().buckets().size() == 4);
+  ddp(static_cast<double>(group.rank())).backward();
+  const double mean = (group.world_size() - 1) / 2.0;
+  for (const auto& parameter : model->parameters())
+    CHECK(torch::real(parameter.grad()).to(torch::kDouble).sub(mean).abs().max().item<double>() < 1e-2);
+}
+
+RANK_TEST("broadcast_buffers: a training forward starts from rank 0's buffers, or else from the rank's own", "[ddp]", 2,
+          3) {
+  for (const bool broadcasts : {true, false}) {
+    torch::nn::BatchNorm1d norm(4), reference(4);
+    DistributedDataParallel ddp(norm, group, {.broadcast_buffers = broadcasts});
+    const auto batch = [](int step, int rank) {
+      torch::manual_seed(static_cast<std::uint64_t>(step * 10 + rank));
+      return torch::randn({8, 4});
+    };
+    for (int step = 0; step < 3; ++step) {
+      ddp(batch(step, group.rank())).sum().backward();
+      // Forward updates them after the broadcast: the last update is the rank's own.
+      reference(batch(step, broadcasts && step < 2 ? 0 : group.rank()));
+    }
+    CHECK(torch::equal(norm->running_mean, reference->running_mean));
+    CHECK(torch::equal(norm->running_var, reference->running_var));
+    CHECK(norm->num_batches_tracked.item<std::int64_t>() == 3);
+    // Neither while gradients only accumulate, nor in evaluation.
+    const torch::Tensor own = norm->running_mean.clone();
+    norm->eval();
+    ddp(batch(3, group.rank()));
+    CHECK(torch::equal(norm->running_mean, own));
+    norm->train();
+    const auto guard = ddp.no_sync();
+    ddp(batch(4, group.rank()));
+    reference(batch(4, group.rank()));
+    CHECK(torch::equal(norm->running_mean, reference->running_mean));
+  }
+}
+
+RANK_TEST("weights loaded after wrapping are trained together", "[ddp]", 2) {
+  const ddpkit::testing::Folder folder;
+  const auto make = [] {
+    torch::manual_seed(5);
+    return torch::nn::Sequential(torch::nn::Linear(6, 5), torch::nn::Tanh(), torch::nn::Linear(5, 2));
+  };
+  auto model = make();
+  ddpkit::DistributedDataParallel ddp(model, group);
+  const std::string path = (folder.path() / "weights.pt").string();
+  torch::save(model, path);
+  torch::load(model, path);  // Gives every parameter a new gradient accumulator, without our hook.
+  torch::manual_seed(static_cast<std::uint64_t>(10 + group.rank()));
+  const auto input = torch::randn({4, 6});
+  ddp(input).pow(2).mean().backward();
+  auto alone = make();
+  alone->forward(group.all_gather(input).flatten(0, 1)).pow(2).mean().backward();
+  for (std::size_t i = 0; i < model->parameters().size(); ++i)
+    CHECK(torch::allclose(model->parameters()[i].grad(), alone->parameters()[i].grad(), 1e-5, 1e-6));
+}
+
+RANK_TEST("a parameter without a gradient is named, on the rank and to the others", "[ddp]", 2, 3) {
+  struct Branches : torch::nn::Module {
+    Branches() {
+      used = register_module("used", torch::nn::Linear(2, 2));
+      other = register_module("other", torch::nn::Linear(2, 2));
+    }
+    torch::Tensor forward(const torch::Tensor& x, bool both) { return both ? used(x) + other(x) : used(x); }
+    torch::nn::Linear used{nullptr}, other{nullptr};
+  };
+  auto model = std::make_shared<Branches>();
+  DistributedDataParallel ddp(model, group);
+  const auto x = torch::randn({4, 2});
+  ddp(x, true).sum().backward();
+  try {
+    ddp(x, group.rank() != 1).sum().backward();
+    FAIL("threw nothing");
+  } catch (const ddpkit::Error& error) {
+    CHECK_THAT(error.what(), ContainsSubstring("rank 1"));
+    CHECK_THAT(error.what(), ContainsSubstring("other.weight, other.bias"));
+  }
+}
+
+RANK_TEST(
+    "a model that differs between ranks is refused everywhere, with the "
+    "parameter's name",
+    "[ddp]", 2, 3) {
+  const auto message = [&](const std::shared_ptr<torch::nn::Module>& module) -> std::string {
+    try {
+      DistributedDataParallel ddp(module, group);
+    } catch (const ddpkit::ModelMismatch& error) {
+      return error.what();
+    }
+    return "threw nothing";
+  };
+  const bool odd = group.rank() == group.world_size() - 1;
+  const std::string last = std::to_string(group.world_size() - 1);
+  CHECK_THAT(
+      message(torch::nn::Linear(10, odd ? 6 : 5).ptr()),
+      ContainsSubstring("rank 0 has parameter weight [5, 10] Float, rank " + last + " has parameter weight [6, 10]"));
+  CHECK_THAT(message(torch::nn::Linear(torch::nn::LinearOptions(10, 5).bias(!odd)).ptr()),
+             ContainsSubstring("rank 0 has parameter bias [5] Float, rank " + last + " has nothing more"));
+  auto frozen = torch::nn::Linear(10, 5);
+  if (odd) frozen->bias.requires_grad_(false);
+  CHECK_THAT(message(frozen.ptr()), ContainsSubstring("wants no gradient"));
+  group.barrier();
+}
+
+TEST_CASE("wrong options are refused", "[ddp]") {
+  const auto group = ddpkit::init_process_group({.backend = "shm", .environment = ddpkit::LaunchEnvironment{}});
+  torch::nn::Linear model(2, 2);
+  CHECK_THROWS_WITH(DistributedDataParallel(model, group, {.bucket_cap_mb = 0}),
+                    ContainsSubstring("bucket_cap_mb is 0"));
+  CHECK_THROWS_AS(DistributedDataParallel(torch::nn::ReLU(), group), ddpkit::InvalidArgument);
+}

@@ -1,0 +1,220 @@
+// Which parameters a backward uses: found out in each step, promised to stay, told to be ignored, or told by outputs
+// of any type.
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "ranks/branches.h"
+#include "ranks/comparisons.h"
+#include "support/catch.h"
+#include "support/ranks.h"
+
+using namespace ddpkit::testing;
+using ddpkit::DistributedDataParallel;
+using ddpkit::DistributedDataParallelOptions;
+using ddpkit::ProcessGroup;
+
+namespace {
+
+/// Which branches rank `rank` takes in step `step`: none has a gradient everywhere, and in step 2 nobody takes "right".
+std::string branches_of(std::int64_t step, int rank) {
+  if (step == 2) return "l";
+  return (step + rank) % 2 == 0 ? "l" : "r";
+}
+
+}  // namespace
+
+RANK_TEST("find_unused_parameters: ranks use different parameters in each step", "[ddp][options]", 2, 3) {
+  for (DistributedDataParallelOptions options : kMemories) {
+    options.find_unused_parameters = true;
+    options.bucket_cap_mb = options.first_bucket_cap_mb = 0.01;
+    Branches model, reference;
+    DistributedDataParallel ddp(model, group, options);
+    for (std::int64_t step = 0; step < 4; ++step) {
+      INFO("step " << step << " arena " << options.arena << " view " << options.gradient_as_bucket_view);
+      forget_gradients(*model);
+      forget_gradients(*reference);
+      const auto expected = expected_gradients(*reference, group.world_size(), [&](int r) {
+        return reference(input(step, r), branches_of(step, r)).pow(2).mean();
+      });
+      ddp(input(step, group.rank()), branches_of(step, group.rank())).pow(2).mean().backward();
+      check_gradients(*model, expected, group);
+    }
+  }
+}
+
+RANK_TEST("a gradient that no rank has used stays as it was", "[ddp][options]", 2, 3) {
+  for (const bool arena : {true, false}) {
+    Branches model;
+    DistributedDataParallel ddp(model, group, {.find_unused_parameters = true, .arena = arena});
+    ddp(input(0, group.rank()), "lr").sum().backward();
+    const torch::Tensor before = model->right->weight.grad().clone();
+    model->trunk->weight.mutable_grad().reset();
+    ddp(input(1, group.rank()), "l").sum().backward();
+    CHECK(torch::equal(model->right->weight.grad(), before));
+    CHECK(model->trunk->weight.grad().defined());
+  }
+}
+
+RANK_TEST("unused parameters hold up no bucket when forward's outputs tell", "[ddp][options]", 2, 3) {
+  Branches model;
+  DistributedDataParallel ddp(model, group,
+                              {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
+  // "right" comes first in bucket order, and is not used.
+  ddp(input(0, group.rank()), "l").sum().backward();
+  const auto trace = ddp.reducer().last_backward().value();
+  REQUIRE(trace.buckets.size() >= 3);
+  CHECK(trace.buckets[0].started < trace.last_gradient);
+}
+
+RANK_TEST("without find_unused_parameters an unused parameter is an error that names it", "[ddp][options]", 2, 3) {
+  Branches model;
+  DistributedDataParallel ddp(model, group);
+  const torch::Tensor loss = ddp(input(0, group.rank()), "l").sum();
+  CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("right."));
+}
+
+RANK_TEST("static_graph: the first backward shows which parameters are used", "[ddp][options]", 2, 3) {
+  for (const bool arena : {true, false}) {
+    Branches model, reference;
+    DistributedDataParallel ddp(
+        model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .static_graph = true, .arena = arena});
+    // Rank 0 takes the left branch, the others the right one, always.
+    const auto branches = [](int rank) { return rank == 0 ? "l" : "r"; };
+    for (std::int64_t step = 0; step < 3; ++step) {
+      forget_gradients(*model);
+      forget_gradients(*reference);
+      const auto expected = expected_gradients(
+          *reference, group.world_size(), [&](int r) { return reference(input(step, r), branches(r)).pow(2).mean(); });
+      ddp(input(step, group.rank()), branches(group.rank())).pow(2).mean().backward();
+      check_gradients(*model, expected, group);
+      // Not before the end in the first one, within backward from then on.
+      const auto trace = ddp.reducer().last_backward().value();
+      CHECK((trace.buckets[0].started < trace.last_gradient) == (step > 0));
+    }
+    CHECK(ddp.reducer().rebuilds() == 1);
+  }
+}
+
+RANK_TEST("static_graph: a backward that breaks the promise is an error that names the parameter", "[ddp][options]", 2,
+          3) {
+  Branches model;
+  DistributedDataParallel ddp(model, group, {.static_graph = true});
+  ddp(input(0, group.rank()), "lr").sum().backward();
+  const torch::Tensor loss = ddp(input(1, group.rank()), "r").sum();
+  CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("left."));
+}
+
+RANK_TEST("parameters_to_ignore are neither broadcast nor averaged", "[ddp][options]", 2, 3) {
+  Branches model(static_cast<std::uint64_t>(group.rank()));
+  const torch::Tensor own = model->left->weight.detach().clone();
+  DistributedDataParallel ddp(model, group, {.parameters_to_ignore = {"left.weight", "left.bias"}});
+  CHECK(torch::equal(model->left->weight, own));
+  Branches first(0);
+  CHECK(torch::equal(model->right->weight, first->right->weight));
+  ddp(input(0, group.rank()), "lr").sum().backward();
+  const auto left = group.all_gather(model->left->weight.grad());
+  const auto right = group.all_gather(model->right->weight.grad());
+  for (int r = 1; r < group.world_size(); ++r) {
+    CHECK_FALSE(torch::equal(left[r], left[0]));
+    CHECK(torch::equal(right[r], right[0]));
+  }
+}
+
+TEST_CASE("parameters_to_ignore must exist", "[ddp][options]") {
+  const auto group = ddpkit::init_process_group({.environment = ddpkit::LaunchEnvironment{}});
+  Branches model;
+  using Ddp = DistributedDataParallel<BranchesImpl>;
+  CHECK_THROWS_WITH(Ddp(model, group, {.parameters_to_ignore = {"middle.weight"}}), ContainsSubstring("middle.weight"));
+}
+
+RANK_TEST("gradient accumulation under no_sync is exact, also for parameters used in one part only", "[ddp][options]",
+          2, 3) {
+  for (const bool arena : {true, false}) {
+    Branches model, reference;
+    DistributedDataParallel ddp(model, group, {.find_unused_parameters = true, .arena = arena});
+    const auto parts = [](std::int64_t micro, int rank) -> std::string {
+      if (micro == 0) return rank == 0 ? "l" : "";
+      return micro == 2 ? "r" : "";
+    };
+    const auto expected = expected_gradients(*reference, group.world_size(), [&](int r) {
+      torch::Tensor loss = torch::zeros({}, torch::kDouble);
+      for (std::int64_t micro = 0; micro < 4; ++micro)
+        loss = loss + reference(input(micro, r), parts(micro, r)).pow(2).mean();
+      return loss;
+    });
+    for (std::int64_t micro = 0; micro < 4; ++micro) {
+      std::optional<ddpkit::DistributedDataParallelBase::NoSync> no_sync;
+      if (micro < 3) no_sync.emplace(ddp.reducer());
+      ddp(input(micro, group.rank()), parts(micro, group.rank())).pow(2).mean().backward();
+    }
+    check_gradients(*model, expected, group);
+  }
+}
+
+namespace mine {
+
+struct Detection {
+  torch::Tensor boxes, scores;
+};
+std::vector<at::Tensor> output_tensors(const Detection& detection) { return {detection.boxes, detection.scores}; }
+
+struct Opaque {
+  torch::Tensor hidden;
+};
+
+template <class Outputs>
+struct DetectorImpl : torch::nn::Module {
+  DetectorImpl() {
+    torch::manual_seed(13);
+    boxes = register_module("boxes", torch::nn::Linear(kWidth, kWidth));
+    scores = register_module("scores", torch::nn::Linear(kWidth, kWidth));
+    unused = register_module("unused", torch::nn::Linear(kWidth, kWidth));
+    to(torch::kDouble);
+  }
+  Outputs forward(const torch::Tensor& x, double scale, bool) {
+    const torch::Tensor b = boxes(x) * scale, s = scores(x);
+    if constexpr (std::is_same_v<Outputs, Opaque>) {
+      return {b + s};
+    } else if constexpr (std::is_same_v<Outputs, std::vector<std::map<std::string, torch::Tensor>>>) {
+      return {{{"boxes", b}}, {{"scores", s}}};
+    } else {
+      return {b, s};
+    }
+  }
+  torch::nn::Linear boxes{nullptr}, scores{nullptr}, unused{nullptr};
+};
+
+template <class Outputs, class Sum>
+void check_outputs(ProcessGroup& group, bool known, const Sum& sum) {
+  const auto model = std::make_shared<DetectorImpl<Outputs>>();
+  DistributedDataParallel<DetectorImpl<Outputs>> ddp(
+      model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
+  sum(ddp(input(0, group.rank()), 2.0, true)).backward();
+  CHECK_FALSE(model->unused->weight.grad().defined());
+  check_same_bits_on_all_ranks(group, model->boxes->weight.grad());
+  const auto trace = ddp.reducer().last_backward().value();
+  CHECK((trace.buckets[0].started < trace.last_gradient) == known);
+}
+
+}  // namespace mine
+
+RANK_TEST("modules with any arguments and any return type", "[ddp][options]", 2, 3) {
+  using mine::check_outputs;
+  check_outputs<mine::Detection>(group, true, [](const auto& d) { return d.boxes.sum() + d.scores.sum(); });
+  check_outputs<std::tuple<torch::Tensor, torch::Tensor>>(
+      group, true, [](const auto& t) { return std::get<0>(t).sum() + std::get<1>(t).sum(); });
+  check_outputs<std::vector<std::map<std::string, torch::Tensor>>>(
+      group, true, [](const auto& v) { return v[0].at("boxes").sum() + v[1].at("scores").sum(); });
+  // Nobody can look into this one: what is unused shows when backward ends.
+  check_outputs<mine::Opaque>(group, false, [](const auto& o) { return o.hidden.sum(); });
+}

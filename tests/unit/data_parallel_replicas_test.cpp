@@ -1,0 +1,194 @@
+// DataParallel's replicas follow the module: its weights, buffers and mode; each run gives the same bits, and the
+// caller's random numbers and threads are left alone.
+#include <torch/torch.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/data_parallel.h>
+
+#include "support/catch.h"
+#include "unit/data_parallel_net.h"
+
+using namespace ddpkit::testing;
+using ddpkit::DataParallel;
+using ddpkit::Error;
+using torch::Tensor;
+
+namespace {
+
+torch::nn::Sequential make_norm_net() {
+  torch::manual_seed(6);
+  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::ReLU(),
+                            torch::nn::Linear(8, 3));
+  net->to(torch::kDouble);
+  return net;
+}
+
+}  // namespace
+
+TEST_CASE("DataParallel's replicas follow the module", "[dp]") {
+  auto net = make_net();
+  net->first->weight.set_requires_grad(false);
+  DataParallel dp(net, {.replicas = 2});
+  const Tensor batch = batch_of(5);
+  auto reference = make_net();
+  const auto check = [&] {
+    reference->zero_grad();
+    net->zero_grad();
+    loss_of(reference->forward(batch)).backward();
+    dp.train_step(batch, kStepLoss);
+    check_same_gradients(net, reference);
+  };
+  reference->first->weight.set_requires_grad(false);
+  check();
+  // Thawed, other values in place, values from elsewhere, another type.
+  net->first->weight.set_requires_grad(true);
+  reference->first->weight.set_requires_grad(true);
+  check();
+  {
+    const torch::NoGradGuard no_grad;
+    for (const auto& one : {net, reference}) one->second->weight.mul_(1.5);
+  }
+  check();
+  for (const auto& one : {net, reference}) one->last->weight.set_data(torch::ones({3, 30}, torch::kDouble) / 10);
+  check();
+  std::stringstream saved;
+  torch::save(reference, saved);
+  {
+    const torch::NoGradGuard no_grad;
+    for (const Tensor& parameter : net->parameters()) parameter.zero_();
+  }
+  torch::load(net, saved);
+  check();
+  net->to(torch::kFloat);
+  CHECK(dp(batch.to(torch::kFloat)).scalar_type() == torch::kFloat);
+  net->fails_at = 3;
+  dp.replicate();
+  CHECK_THROWS_AS(dp(torch::full({2, 6}, 3.F)), Error);
+}
+
+TEST_CASE("DataParallel's buffers follow replica 0", "[dp]") {
+  auto net = make_norm_net();
+  auto alone = make_norm_net();
+  DataParallel dp(net, {.replicas = 3});
+  for (std::uint64_t step = 0; step < 5; ++step) {
+    const Tensor batch = batch_of(7, step);
+    // Replica 0 has samples 0 to 2, and its statistics are what persists: as in Python.
+    alone->forward(batch.slice(0, 0, 3));
+    if (step % 2 == 0) {
+      dp.train_step(batch, kStepLoss);
+    } else {
+      dp(batch);
+    }
+  }
+  const auto buffers = net->named_buffers();
+  const auto wanted = alone->named_buffers();
+  for (const auto& item : wanted) CHECK(at::allclose(buffers[item.key()], item.value(), 0, kTolerance));
+  // All replicas evaluate with them.
+  net->eval();
+  alone->eval();
+  const Tensor batch = batch_of(8);
+  CHECK(at::allclose(dp(batch), alone->forward(batch), 0, kTolerance));
+  // One layer in another mode than the rest.
+  net->train();
+  net[1]->eval();
+  const Tensor before = net->buffers()[0].clone();
+  dp.train_step(batch, kStepLoss);
+  CHECK(torch::equal(net->buffers()[0], before));
+}
+
+TEST_CASE("DataParallel trains 1,000 steps as one device, the same bits in each run", "[dp]") {
+  const auto train = [](bool gathers) {
+    auto net = make_norm_net();
+    DataParallel dp(net, {.replicas = 3, .bucket_cap_mb = 0.0002, .first_bucket_cap_mb = 0.0002});
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    for (std::uint64_t step = 0; step < 1000; ++step) {
+      const Tensor batch = batch_of(6 + static_cast<std::int64_t>(step % 9), step);
+      optimizer.zero_grad();
+      if (gathers) {
+        loss_of(dp(batch)).backward();
+      } else {
+        dp.train_step(batch, kStepLoss);
+      }
+      optimizer.step();
+      if (step % 250 != 249) continue;
+      // Each replica has the same weights and buffers: it gives the same on the same input.
+      net->eval();
+      const Tensor same = batch_of(2, step).repeat({3, 1});
+      const auto parts = dp(same).chunk(3);
+      CHECK(torch::equal(parts[1], parts[0]));
+      CHECK(torch::equal(parts[2], parts[0]));
+      CHECK(torch::equal(parts[0], net->forward(same.narrow(0, 0, 2))));
+      net->train();
+    }
+    return net;
+  };
+  const auto first = train(false);
+  const auto again = train(false);
+  const auto gathered = train(true);
+  for (const auto& item : first->named_parameters()) {
+    CHECK(torch::equal(again->named_parameters()[item.key()], item.value()));
+    CHECK(at::allclose(gathered->named_parameters()[item.key()], item.value(), 0, 1e-8));
+  }
+  for (const auto& item : first->named_buffers()) CHECK(torch::equal(again->named_buffers()[item.key()], item.value()));
+}
+
+TEST_CASE("DataParallel with dropout and noise gives the same bits in each run", "[dp]") {
+  struct NoisyImpl : torch::nn::Cloneable<NoisyImpl> {
+    NoisyImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
+    void reset() override { linear = register_module("linear", torch::nn::Linear(6, 3)); }
+    Tensor forward(const Tensor& x) {
+      const Tensor noisy = x + 0.1 * torch::randn_like(x) + 0.1 * torch::rand_like(x);
+      return torch::dropout(linear(noisy), 0.5, is_training());
+    }
+    torch::nn::Linear linear{nullptr};
+  };
+  const auto outputs = [](std::uint64_t seed) {
+    torch::manual_seed(9);
+    auto net = std::make_shared<NoisyImpl>();
+    DataParallel dp(net, {.replicas = 4});
+    torch::manual_seed(seed);
+    std::vector<Tensor> all;
+    for (int step = 0; step < 50; ++step) all.push_back(dp(torch::ones({8, 6})).detach());
+    const Tensor own = torch::rand({4});  // The caller's numbers go on alike.
+    return torch::cat({torch::stack(all).flatten(), own});
+  };
+  const Tensor first = outputs(1);
+  for (int run = 0; run < 5; ++run) CHECK(outputs(1).equal(first));
+  CHECK_FALSE(outputs(2).equal(first));
+  // Replicas, steps and samples all differ.
+  const Tensor steps = first.slice(0, 0, 50 * 8 * 3).view({50 * 8, 3});
+  CHECK(std::get<0>(at::unique_dim(steps.slice(0, 0, 80), 0)).size(0) > 60);
+}
+
+TEST_CASE("DataParallel leaves the caller's random numbers and threads alone", "[dp]") {
+  auto net = make_net();
+  torch::manual_seed(9);
+  const Tensor wanted = torch::randn({3});
+  const int threads = at::get_num_threads();
+  torch::manual_seed(9);
+  DataParallel dp(net, {.replicas = 2, .threads_per_replica = threads + 1});
+  CHECK(torch::equal(torch::randn({3}), wanted));
+  CHECK(at::get_num_threads() == threads);
+  int in_new_thread = 0;
+  std::thread([&] { in_new_thread = at::get_num_threads(); }).join();
+  CHECK(in_new_thread == threads);
+  std::atomic<int> wrong = 0;
+  dp.train_step(batch_of(4), [&](NetImpl& replica, const Tensor& part) {
+    if (at::get_num_threads() != threads + 1) ++wrong;
+    const Tensor hidden = replica.forward(part);
+    hidden.register_hook([&wrong, threads, here = std::this_thread::get_id()](const Tensor&) {
+      if (at::get_num_threads() != threads + 1 || std::this_thread::get_id() != here) ++wrong;
+    });
+    return loss_of(hidden);
+  });
+  CHECK(wrong == 0);
+}

@@ -1,0 +1,154 @@
+// The state of the fused optimizers: how it is laid out, and its archives, which LibTorch's own optimizers read and
+// write.
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_sgd.h>
+
+#include "support/catch.h"
+#include "unit/optimizer_parameters.h"
+
+using namespace ddpkit::testing;
+using ddpkit::optim::FusedAdam;
+using ddpkit::optim::FusedAdamW;
+using ddpkit::optim::FusedSGD;
+using torch::optim::AdamOptions;
+using torch::optim::AdamWOptions;
+using torch::optim::SGDOptions;
+
+namespace {
+
+template <class Optimizer>
+std::string archive_of(const Optimizer& optimizer) {
+  std::ostringstream stream;
+  torch::save(optimizer, stream);
+  return stream.str();
+}
+
+template <class Optimizer>
+void load_archive(Optimizer& optimizer, const std::string& archive) {
+  std::istringstream stream(archive);
+  torch::load(optimizer, stream);
+}
+
+/// Trains one, moves its state into the other, and trains on with the other.
+template <class First, class Second, class Options>
+void check_archive(const Options& options) {
+  const auto parameters = make_parameters(torch::kDouble);
+  const auto references = copies_of(parameters);
+  First first(parameters, options);
+  Second throughout(references, options);
+  for (int step = 0; step < 10; ++step) {
+    set_gradients(step, parameters, references);
+    first.step();
+    throughout.step();
+  }
+  // Other options, and a step of its own: both must give way.
+  Options other(0.5);
+  const auto continued = copies_of(parameters);
+  Second second(continued, other);
+  set_gradients(0, continued, copies_of(continued));
+  second.step();
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < continued.size(); ++i) continued[i].copy_(parameters[i]);
+  }
+  load_archive(second, archive_of(first));
+  CHECK(static_cast<Options&>(second.param_groups()[0].options()) == options);
+  for (int step = 10; step < 20; ++step) {
+    set_gradients(step, continued, references);
+    second.step();
+    throughout.step();
+  }
+  check_same(continued, references, 1e-12);
+}
+
+}  // namespace
+
+TEST_CASE("the state is flat: one tensor for each kind, group, type and device", "[optim]") {
+  auto a = torch::ones({3, 5}).requires_grad_(true), b = torch::ones({7}).requires_grad_(true);
+  auto c = torch::ones({4}, torch::kDouble).requires_grad_(true);
+  FusedAdamW optimizer({a, b, c}, AdamWOptions(0.1));
+  CHECK(optimizer.flat_state().at(0).tensors.empty());
+  for (const auto& parameter : {a, b, c}) parameter.mutable_grad() = torch::ones_like(parameter);
+  optimizer.step();
+  const auto& states = optimizer.flat_state();
+  REQUIRE(states.size() == 2);
+  CHECK(states[0].offsets == std::vector<std::int64_t>{0, 16});
+  REQUIRE(states[0].tensors.size() == 2);
+  CHECK(states[0].tensors[0].numel() == 32);
+  CHECK(states[0].tensors[0].is_contiguous());
+  CHECK(states[0].parameters[1].is_same(b));
+  CHECK(states[1].dtype == torch::kDouble);
+  const auto& state = static_cast<torch::optim::AdamWParamState&>(*optimizer.state()[b.unsafeGetTensorImpl()]);
+  CHECK(state.step() == 1);
+  CHECK(state.exp_avg().const_data_ptr<float>() == states[0].tensors[0].const_data_ptr<float>() + 16);
+  CHECK(torch::allclose(state.exp_avg(), torch::full({7}, 0.1f)));
+  CHECK(torch::equal(states[0].tensors[0].slice(0, 15, 16), torch::zeros({1})));
+}
+
+TEST_CASE("archives go from LibTorch's optimizers to ours and back", "[optim]") {
+  const auto adamw = AdamWOptions(1e-2).amsgrad(true).weight_decay(0.2);
+  check_archive<FusedAdamW, FusedAdamW>(adamw);
+  check_archive<FusedAdamW, torch::optim::AdamW>(adamw);
+  check_archive<torch::optim::AdamW, FusedAdamW>(adamw);
+  const auto adam = AdamOptions(1e-2).weight_decay(0.2);
+  check_archive<FusedAdam, torch::optim::Adam>(adam);
+  check_archive<torch::optim::Adam, FusedAdam>(adam);
+  for (const auto& sgd : {SGDOptions(1e-2).momentum(0.9), SGDOptions(1e-2)}) {
+    check_archive<FusedSGD, FusedSGD>(sgd);
+    check_archive<FusedSGD, torch::optim::SGD>(sgd);
+    check_archive<torch::optim::SGD, FusedSGD>(sgd);
+  }
+}
+
+TEST_CASE("an archive holds each tensor of the state once", "[optim]") {
+  std::vector<torch::Tensor> parameters;
+  for (int i = 0; i < 20; ++i) {
+    parameters.push_back(torch::randn({1000}).requires_grad_(true));
+    parameters.back().mutable_grad() = torch::randn({1000});
+  }
+  FusedAdamW optimizer(parameters);
+  optimizer.step();
+  CHECK(archive_of(optimizer).size() < 20 * 2 * 4000 * 2);
+  // Saving leaves the state where it was.
+  const auto& state =
+      static_cast<torch::optim::AdamWParamState&>(*optimizer.state()[parameters[0].unsafeGetTensorImpl()]);
+  CHECK(state.exp_avg().const_data_ptr() == optimizer.flat_state()[0].tensors[0].const_data_ptr());
+}
+
+TEST_CASE("an archive of another model is refused and changes nothing", "[optim]") {
+  auto small = torch::ones({3}).requires_grad_(true), large = torch::ones({4}).requires_grad_(true);
+  small.mutable_grad() = torch::ones({3});
+  large.mutable_grad() = torch::ones({4});
+  FusedAdamW of_small({small}, AdamWOptions(0.1)), of_large({large}, AdamWOptions(0.2));
+  of_small.step();
+  of_large.step();
+  CHECK_THROWS_WITH(load_archive(of_large, archive_of(of_small)),
+                    ContainsSubstring("is [3] where the parameter is [4]"));
+  CHECK(of_large.param_groups()[0].options().get_lr() == 0.2);
+  const auto before = large.detach().clone();
+  of_large.step();
+  CHECK_FALSE(torch::equal(large, before));
+  CHECK(static_cast<torch::optim::AdamWParamState&>(*of_large.state()[large.unsafeGetTensorImpl()]).step() == 2);
+}
+
+TEST_CASE("state follows a model that moves to another type", "[optim]") {
+  torch::nn::Linear model(3, 2);
+  FusedSGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+  model->forward(torch::ones({1, 3})).sum().backward();
+  optimizer.step();
+  model->to(torch::kDouble);
+  model->zero_grad();
+  model->forward(torch::ones({1, 3}, torch::kDouble)).sum().backward();
+  const auto before = model->bias.detach().clone();
+  optimizer.step();
+  CHECK(optimizer.flat_state()[0].dtype == torch::kDouble);
+  // Gradients of 1: the second step has momentum.
+  CHECK(torch::allclose(before - model->bias.detach(), torch::full({2}, 0.19, torch::kDouble)));
+}

@@ -1,0 +1,69 @@
+// Parameters of all layouts for two optimizers that are compared, and their gradients.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "support/catch.h"
+
+namespace ddpkit::testing {
+
+/// Contiguous, transposed, channels-last, of one element, empty, several blocks long, and a part of a larger tensor.
+inline std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
+  torch::manual_seed(0);
+  const auto values = [&](torch::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).to(dtype); };
+  std::vector<torch::Tensor> parameters{
+      values({7, 5}),
+      values({9, 4}).t(),
+      values({2, 3, 4, 5}).contiguous(torch::MemoryFormat::ChannelsLast),
+      values({}),
+      values({0, 3}),
+      values({50001}),
+      values({6, 8}).slice(1, 1, 5),
+  };
+  for (auto& parameter : parameters) parameter.requires_grad_(true);
+  return parameters;
+}
+
+/// The same values in the same layouts.
+inline std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& parameter : parameters) {
+    const torch::NoGradGuard no_grad;
+    auto copy = torch::empty_strided(parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
+    copy.copy_(parameter);
+    copies.push_back(copy.requires_grad_(true));
+  }
+  return copies;
+}
+
+/// New gradients for both; some parameters have none in some steps, some have them in another layout.
+inline void set_gradients(int step, const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  torch::manual_seed(static_cast<std::uint64_t>(1000 + step));
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const auto gradient = (torch::randn(a[i].sizes(), torch::kDouble) + 0.3).to(a[i].scalar_type());
+    if ((static_cast<std::size_t>(step) + i) % 5 == 0 || (i == 1 && step < 3)) {
+      a[i].mutable_grad() = b[i].mutable_grad() = torch::Tensor();
+      continue;
+    }
+    a[i].mutable_grad() = gradient;
+    b[i].mutable_grad() = gradient.clone();
+  }
+}
+
+inline double relative_difference(const torch::Tensor& a, const torch::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  const auto wide_a = a.detach().to(torch::kDouble), wide_b = b.detach().to(torch::kDouble);
+  return ((wide_a - wide_b).abs().max() / wide_b.abs().max().clamp_min(1e-30)).item<double>();
+}
+
+inline void check_same(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b, double tolerance) {
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    INFO("parameter " << i);
+    CHECK(relative_difference(a[i], b[i]) < tolerance);
+  }
+}
+
+}  // namespace ddpkit::testing
