@@ -48,4 +48,10 @@ inline void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch:
   for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
 }
 
+/// Of its parameters and buffers.
+inline void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::nn::Module& module) {
+  for (const auto& parameter : module.parameters()) check_same_bits_on_all_ranks(group, parameter.detach());
+  for (const auto& buffer : module.buffers()) check_same_bits_on_all_ranks(group, buffer);
+}
+
 }  // namespace ddpkit::testing

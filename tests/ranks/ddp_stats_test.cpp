@@ -8,22 +8,17 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>
 
+#include "ranks/deep_model.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 using ddpkit::DistributedDataParallel;
 using ddpkit::ProcessGroup;
+using ddpkit::testing::deep_model;
 
 namespace {
 
 constexpr std::size_t kBytes = 6 * (300 * 300 + 300) * sizeof(float);
-
-torch::nn::Sequential deep_model() {
-  torch::manual_seed(0);
-  torch::nn::Sequential model;
-  for (int layer = 0; layer < 6; ++layer) model->push_back(torch::nn::Linear(300, 300));
-  return model;
-}
 
 template <class Model>
 void backward(DistributedDataParallel<Model>& ddp) {

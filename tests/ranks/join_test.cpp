@@ -5,6 +5,7 @@
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
+#include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
@@ -12,6 +13,7 @@ using ddpkit::DistributedDataParallel;
 using ddpkit::DistributedDataParallelOptions;
 using ddpkit::JoinOptions;
 using ddpkit::ProcessGroup;
+using ddpkit::testing::check_same_bits_on_all_ranks;
 
 namespace {
 
@@ -81,15 +83,6 @@ void train_joined(Model& model, ProcessGroup& group, const DistributedDataParall
   CHECK(done == steps_of(group.rank()));
 }
 
-void check_same_everywhere(const torch::nn::Module& model, const ProcessGroup& group) {
-  auto tensors = model.parameters();
-  for (const auto& buffer : model.buffers()) tensors.push_back(buffer);
-  for (const auto& tensor : tensors) {
-    const auto all = group.all_gather(tensor.detach());
-    for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
-  }
-}
-
 }  // namespace
 
 RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[ddp][join]", 2, 3) {
@@ -106,7 +99,7 @@ RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[d
         CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
       for (std::size_t i = 0; i < model->buffers().size(); ++i)
         CHECK(at::allclose(model->buffers()[i], reference->buffers()[i], 0, 1e-10));
-      check_same_everywhere(*model, group);
+      check_same_bits_on_all_ranks(group, *model);
     }
   }
 }
@@ -114,7 +107,7 @@ RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[d
 RANK_TEST("join: plain batch norm's buffers come from a rank that still trains", "[ddp][join]", 2, 3) {
   auto model = make_model(torch::nn::BatchNorm1d(kWidth));
   train_joined(model, group, {}, {});
-  check_same_everywhere(*model, group);
+  check_same_bits_on_all_ranks(group, *model);
   // Rank 0 has left after two steps; the last rank has gone on counting.
   CHECK(model->named_buffers()["1.num_batches_tracked"].item<std::int64_t>() == steps_of(group.world_size() - 1));
 }
@@ -127,7 +120,7 @@ RANK_TEST("join: a rank without any input, and all ranks with the same number", 
       for (std::int64_t step = 0; step < (even || group.rank() == 1 ? 3 : 0); ++step)
         ddp(input(step, group.rank())).pow(2).mean().backward();
     });
-    check_same_everywhere(*model, group);
+    check_same_bits_on_all_ranks(group, *model);
   }
 }
 
@@ -159,7 +152,7 @@ TEST_CASE("join through gloo", "[ranks][ddp][join][gloo]") {
                               train_joined(model, group, {}, {});
                               for (std::size_t i = 0; i < model->parameters().size(); ++i)
                                 CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
-                              check_same_everywhere(*model, group);
+                              check_same_bits_on_all_ranks(group, *model);
                             },
                             {.backend = "gloo"});
 }

@@ -2,20 +2,14 @@
 
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
+#include "ranks/deep_model.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 namespace {
 
-torch::nn::Sequential deep_model() {
-  torch::manual_seed(0);
-  torch::nn::Sequential model;
-  for (int layer = 0; layer < 6; ++layer) model->push_back(torch::nn::Linear(300, 300));
-  return model;
-}
-
 ddpkit::BackwardTrace trace_of(ddpkit::ProcessGroup& group, const ddpkit::DistributedDataParallelOptions& options) {
-  auto model = deep_model();
+  auto model = ddpkit::testing::deep_model();
   ddpkit::DistributedDataParallel ddp(model, group, options);
   ddp(torch::randn({16, 300})).sum().backward();
   return ddp.reducer().last_backward().value();

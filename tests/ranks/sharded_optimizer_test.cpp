@@ -12,6 +12,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/join.h>
 
+#include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
@@ -24,6 +25,7 @@ using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::FusedSGD;
 using ddpkit::optim::ShardedOptimizer;
 using ddpkit::optim::ShardedOptions;
+using ddpkit::testing::check_same_bits_on_all_ranks;
 
 namespace {
 
@@ -70,13 +72,6 @@ void check_equal(const torch::nn::Sequential& model, const torch::nn::Sequential
   }
 }
 
-void check_same_everywhere(const torch::nn::Sequential& model, const ProcessGroup& group) {
-  for (const torch::Tensor& tensor : model->parameters()) {
-    const auto all = group.all_gather(tensor.detach());
-    for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
-  }
-}
-
 /// The ways there are to train: what the ranks share, and when they update.
 std::vector<ShardedOptions> ways(const ProcessGroup& group) {
   std::vector<ShardedOptions> all = {{.shared_weights = false}, {.shared_weights = false, .update_in_backward = true}};
@@ -101,7 +96,7 @@ void check_trains_as_alone(ProcessGroup& group, const Options& optimizer_options
     CHECK(optimizer.has_shared_weights() == *options.shared_weights);
     for (std::int64_t step = 0; step < 20; ++step) step_sharded(ddp, optimizer, step);
     check_equal(model, reference);
-    check_same_everywhere(model, group);
+    check_same_bits_on_all_ranks(group, *model);
     for (const torch::Tensor& parameter : model->parameters()) CHECK_FALSE(parameter.grad().defined());
   }
 }
@@ -211,7 +206,7 @@ RANK_TEST("an overflow in one rank's gradients skips a sharded step on all", "[o
     CHECK(scaler.get_scale() == 512);
     CHECK(train(false));
     CHECK_FALSE(torch::equal(model->parameters()[0], before));
-    check_same_everywhere(model, group);
+    check_same_bits_on_all_ranks(group, *model);
     CHECK_THROWS_WITH(alone.step(optimizer), ContainsSubstring("give GradScaler the process group"));
   }
 }
@@ -236,7 +231,7 @@ RANK_TEST("what all ranks write to shared weights is applied once", "[optim][sha
         if (step == 4) changed->parameters()[1].data_ptr<double>()[5] += 1;
       }
       check_equal(model, reference);
-      check_same_everywhere(model, group);
+      check_same_bits_on_all_ranks(group, *model);
       group.barrier();
     }
   }
@@ -361,7 +356,7 @@ RANK_TEST("join with a sharded optimizer", "[optim][sharded][join]", 2, 3) {
       for (std::int64_t step = 0; step < 2 + 2 * group.rank(); ++step) step_sharded(ddp, optimizer, step);
     });
     check_equal(model, reference);
-    check_same_everywhere(model, group);
+    check_same_bits_on_all_ranks(group, *model);
   }
 }
 
