@@ -20,6 +20,26 @@ constexpr double kSumsUnit = 1 << 20;
 
 }  // namespace
 
+FeatureSums::FeatureSums(std::int64_t mels) : moments(torch::zeros({2, mels}, torch::kLong)) {}
+
+void FeatureSums::add(const FeatureSums& other) {
+  // Not in place: a checkpoint that is being written may still read the sums so far.
+  moments = moments + other.moments;
+  frames += other.frames;
+}
+
+std::pair<at::Tensor, at::Tensor> FeatureSums::statistics(const ddpkit::ProcessGroup& group) const {
+  const at::Tensor sums = moments.to(torch::kDouble) / kSumsUnit;
+  std::vector<double> values(sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel());
+  values.push_back(static_cast<double>(frames));
+  values = ddpkit::train::sum_over_ranks(values, group);
+  const double count = std::max(values.back(), 1.0);
+  values.pop_back();
+  const at::Tensor means = torch::tensor(values, torch::kDouble).reshape({2, -1}) / count;
+  const at::Tensor variance = (means[1] - means[0].square()).clamp_min(1e-8);
+  return {means[0].to(torch::kFloat), variance.sqrt().to(torch::kFloat)};
+}
+
 Batch Batch::to(c10::Device device) const {
   if (device.is_cpu()) return *this;
   Batch moved = *this;
@@ -71,10 +91,9 @@ Dataset::Dataset(std::vector<Utterance> utterances, const DatasetOptions& option
     : utterances_(std::move(utterances)),
       log_mel_(options.features),
       faults_(faults),
-      cache_bytes_(static_cast<std::size_t>(options.cache_mb * (1 << 20))),
-      sums_(torch::zeros({2, options.features.mels}, torch::kLong)) {
+      cache_bytes_(static_cast<std::size_t>(options.cache_mb * (1 << 20))) {
   scan(options, group);
-  cache_.resize(utterances_.size());
+  cache_.assign(utterances_.size(), {.features = {}, .sums = FeatureSums(options.features.mels)});
 }
 
 void Dataset::scan(const DatasetOptions& options, const ddpkit::ProcessGroup& group) {
@@ -137,29 +156,30 @@ double Dataset::seconds() const {
   return frames * log_mel_.options().hop_ms / 1000;
 }
 
-at::Tensor Dataset::features(std::size_t index) const {
+Dataset::Computed Dataset::computed(std::size_t index) const {
   {
     const std::lock_guard lock(mutex_);
-    if (cache_[index].defined()) return cache_[index];
+    if (cache_[index].features.defined()) return cache_[index];
   }
   const Utterance& utterance = utterances_[index];
+  Computed result{.features = {}, .sums = FeatureSums(log_mel_.options().mels)};
   at::Tensor raw;
   try {
     raw = log_mel_(read_audio(utterance.file, log_mel_.options().sample_rate));
   } catch (const AudioError& error) {
     faults_.add(Fault::kUnreadable, utterance.file.string(), error.what());
-    return {};
+    return result;
   }
-  at::Tensor result = normalised(raw);
-  const auto bytes = static_cast<std::size_t>(result.numel()) * sizeof(float);
+  result.features = normalised(raw);
   const at::Tensor wide = raw.to(torch::kDouble);
-  const at::Tensor sums = torch::stack({wide.sum(0), wide.square().sum(0)}) * kSumsUnit;
-  const std::lock_guard lock(mutex_);
-  if (sums.isfinite().all().item<bool>()) {
-    sums_ += sums.round().to(torch::kLong);
-    frames_ += static_cast<double>(raw.size(0));
+  const at::Tensor moments = torch::stack({wide.sum(0), wide.square().sum(0)}) * kSumsUnit;
+  if (moments.isfinite().all().item<bool>()) {
+    result.sums.moments = moments.round().to(torch::kLong);
+    result.sums.frames = raw.size(0);
   }
-  if (!cache_[index].defined() && cached_bytes_ + bytes <= cache_bytes_) {
+  const auto bytes = static_cast<std::size_t>(result.features.nbytes());
+  const std::lock_guard lock(mutex_);
+  if (!cache_[index].features.defined() && cached_bytes_ + bytes <= cache_bytes_) {
     cache_[index] = result;
     cached_bytes_ += bytes;
   }
@@ -170,14 +190,20 @@ Batch Dataset::batch(const std::vector<std::size_t>& indices, std::size_t repeat
                      const std::optional<Augmentation>& augmentation) const {
   const torch::NoGradGuard no_grad;
   const auto count = static_cast<std::int64_t>(indices.size());
-  Batch batch{.utterances = indices, .batch_size = static_cast<std::int64_t>(batch_size)};
+  Batch batch{.utterances = indices,
+              .batch_size = static_cast<std::int64_t>(batch_size),
+              .sums = FeatureSums(log_mel_.options().mels)};
   std::vector<at::Tensor> features, noise;
   std::vector<std::int64_t> frames, targets, target_lengths;
   batch.weights = torch::ones({count});
   for (std::size_t row = 0; row < indices.size(); ++row) {
     const Utterance& utterance = utterances_[indices[row]];
-    at::Tensor one = this->features(indices[row]);
-    if (row >= indices.size() - repeated || !one.defined()) batch.weights[static_cast<std::int64_t>(row)] = 0;
+    const Computed computed = this->computed(indices[row]);
+    at::Tensor one = computed.features;
+    if (row >= indices.size() - repeated || !one.defined())
+      batch.weights[static_cast<std::int64_t>(row)] = 0;
+    else
+      batch.sums.add(computed.sums);
     if (!one.defined()) one = torch::zeros({utterance.frames, log_mel_.options().mels});
     if (augmentation) {
       // By the utterance: the same on whichever rank it is.
@@ -200,22 +226,6 @@ Batch Dataset::batch(const std::vector<std::size_t>& indices, std::size_t repeat
   batch.target_lengths = torch::tensor(target_lengths);
   if (!noise.empty()) batch.noise = torch::stack(noise);
   return batch;
-}
-
-std::pair<at::Tensor, at::Tensor> Dataset::statistics(const ddpkit::ProcessGroup& group) const {
-  std::vector<double> values;
-  {
-    const std::lock_guard lock(mutex_);
-    const at::Tensor sums = sums_.to(torch::kDouble) / kSumsUnit;
-    values.assign(sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel());
-    values.push_back(frames_);
-  }
-  values = ddpkit::train::sum_over_ranks(values, group);
-  const double frames = std::max(values.back(), 1.0);
-  values.pop_back();
-  const at::Tensor moments = torch::tensor(values, torch::kDouble).reshape({2, -1}) / frames;
-  const at::Tensor variance = (moments[1] - moments[0].square()).clamp_min(1e-8);
-  return {moments[0].to(torch::kFloat), variance.sqrt().to(torch::kFloat)};
 }
 
 }  // namespace asr

@@ -8,6 +8,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
@@ -19,6 +20,19 @@
 
 namespace asr {
 
+/// Sums over frames of log-mel features before normalisation. They are whole numbers, so that the same frames give the
+/// same bits in whatever order they come.
+struct FeatureSums {
+  explicit FeatureSums(std::int64_t mels);
+
+  void add(const FeatureSums& other);
+  /// Mean and standard deviation of each band over the frames of all ranks. Collective. [mels]
+  std::pair<at::Tensor, at::Tensor> statistics(const ddpkit::ProcessGroup& group) const;
+
+  at::Tensor moments;  ///< Of the values, and of their squares, times 2^20. [2, mels] int64
+  std::int64_t frames = 0;
+};
+
 /// Utterances put together, padded at their ends with zeros.
 struct Batch {
   std::vector<std::size_t> utterances = {};  ///< Their numbers in the dataset. [utterance]
@@ -29,6 +43,7 @@ struct Batch {
   at::Tensor noise = {};                     ///< For dropout; see Recognizer::forward(). Undefined where none is drawn.
   at::Tensor weights = {};                   ///< 1, or 0 for padding and for what could not be read. [batch] float32
   std::int64_t batch_size = 0;               ///< Utterances of the whole batch, over all ranks.
+  FeatureSums sums;                          ///< Of the utterances with a weight, before augmentation.
 
   std::int64_t size() const { return frames.size(0); }
   Batch to(c10::Device device) const;
@@ -67,18 +82,20 @@ class Dataset {
   double seconds() const;                     ///< Of all of it.
 
   /// Normalised features [frames, mels]; empty where the recording turns out to be unreadable, which `faults` is told.
-  at::Tensor features(std::size_t index) const;
+  at::Tensor features(std::size_t index) const { return computed(index).features; }
 
   /// The last `repeated` utterances get no weight.
   Batch batch(const std::vector<std::size_t>& indices, std::size_t repeated, std::size_t batch_size,
               const std::optional<Augmentation>& augmentation) const;
 
-  /// Mean and standard deviation of each band before normalisation, over what all ranks have computed so far.
-  /// Collective. [mels]
-  std::pair<at::Tensor, at::Tensor> statistics(const ddpkit::ProcessGroup& group) const;
-
  private:
+  struct Computed {
+    at::Tensor features;  ///< Undefined where the recording could not be read, or nothing is kept.
+    FeatureSums sums;
+  };
+
   void scan(const DatasetOptions& options, const ddpkit::ProcessGroup& group);
+  Computed computed(std::size_t index) const;
 
   std::vector<Utterance> utterances_;
   LogMel log_mel_;
@@ -86,12 +103,8 @@ class Dataset {
   Faults& faults_;
   std::size_t cache_bytes_;
   mutable std::mutex mutex_;
-  mutable std::vector<at::Tensor> cache_;  ///< Undefined where it is not kept. [utterance]
+  mutable std::vector<Computed> cache_;  ///< [utterance]
   mutable std::size_t cached_bytes_ = 0;
-  /// Of the frames computed: the values' and their squares', times 2^20 and whole, so that they do not depend on which
-  /// thread came first. [2, mels] int64
-  mutable at::Tensor sums_;
-  mutable double frames_ = 0;
 };
 
 }  // namespace asr

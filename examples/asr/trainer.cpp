@@ -40,11 +40,16 @@ double seconds_between(Clock::time_point a, Clock::time_point b) {
 
 // Over an epoch, on one rank.
 struct Sums {
+  explicit Sums(std::int64_t mels) : features(mels) {}
+
   double loss = 0, utterances = 0;
+  FeatureSums features;  // In the first epoch.
 
   void save(torch::serialize::OutputArchive& archive) const {
     archive.write("loss", c10::IValue(loss));
     archive.write("utterances", c10::IValue(utterances));
+    archive.write("moments", features.moments);
+    archive.write("frames", c10::IValue(features.frames));
   }
   void load(torch::serialize::InputArchive& archive) {
     c10::IValue value;
@@ -52,6 +57,9 @@ struct Sums {
     loss = value.toDouble();
     archive.read("utterances", value);
     utterances = value.toDouble();
+    archive.read("moments", features.moments);
+    archive.read("frames", value);
+    features.frames = value.toInt();
   }
 };
 
@@ -204,7 +212,7 @@ class Trainer {
                 .world_size = group_.world_size(),
                 .fullest_over_mean = sampler_.balance().fullest_over_mean,
                 .padding = sampler_.balance().padding};
-    if (begin == 0) sums_ = {};
+    if (begin == 0) sums_ = Sums(options_.features.mels);
     std::vector<double> step_seconds;
     double exposed_us = 0;
     const Clock::time_point start = Clock::now();
@@ -214,6 +222,7 @@ class Trainer {
       const std::optional<Batch> batch = loader.next();
       epoch.lr = scheduler_.learning_rates().front();
       const double loss = train_step(batch->to(group_.device()));
+      if (info_.epoch == 0) sums_.features.add(batch->sums);
       for (const std::size_t index : batch->utterances)
         epoch.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
       sampler_.set_position(sampler_.position() + 1);
@@ -258,7 +267,7 @@ class Trainer {
   }
 
   void set_feature_statistics() {
-    const auto [mean, deviation] = train_->statistics(group_);
+    const auto [mean, deviation] = sums_.features.statistics(group_);
     const torch::NoGradGuard no_grad;
     model_->feature_mean.copy_(mean);
     model_->feature_deviation.copy_(deviation);
@@ -365,7 +374,7 @@ class Trainer {
   ddpkit::train::RunFolder folder_;
   std::optional<ddpkit::train::Checkpoint> checkpoint_;
   ddpkit::train::CheckpointInfo info_;  // How far the run has come.
-  Sums sums_;                           // Of this epoch, on this rank.
+  Sums sums_{options_.features.mels};   // Of this epoch, on this rank.
   double first_step_at_ = 0;
   std::vector<Sample> samples_;
   std::optional<ddpkit::train::SummaryWriter> summary_;

@@ -82,9 +82,9 @@ TEST_CASE("under a launcher and by --spawn the weights come out the same, and a 
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   CHECK(same_bits(weights_of(launched.path()), weights_of(spawned.path())));
-  // In the middle of the second epoch.
+  // In the middle of the first epoch, and of the second.
   const Arguments pieces = joined(arguments, {"training.checkpoint_steps=1", "--save-dir", stopped.path()});
-  REQUIRE(run_asr(2, joined(pieces, {"--max-steps", "9"})).exit_code == 0);
+  for (const char* steps : {"4", "9"}) REQUIRE(run_asr(2, joined(pieces, {"--max-steps", steps})).exit_code == 0);
   const Run resumed = run_asr(2, pieces);
   INFO(resumed.errors);
   REQUIRE(resumed.exit_code == 0);
@@ -102,7 +102,8 @@ TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits
   bool was_within = false;
   const auto runs = run_until_not_killed(
       2, 0.4, 0.15, [&](const Kill& kill) { return run_asr(2, arguments(killed), kill); },
-      [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); });
+      [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
+      killed / "checkpoint.pt");
   CHECK(runs.kills > 0);
   CHECK(was_within);
   CHECK(same_bits(weights_of(whole.path()), weights_of(killed.path())));

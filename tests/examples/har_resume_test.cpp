@@ -110,8 +110,9 @@ TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[
     REQUIRE(undisturbed.exit_code == 0);
     bool was_within = false;
     const auto runs = run_until_not_killed(
-        ranks, 0.35, 0.04, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
-        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", 120 / ranks / 10); });
+        ranks, 0.35, 0.1, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
+        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", 120 / ranks / 10); },
+        killed / "checkpoint.pt");
     CHECK(was_within);
     CHECK(same_bits(weights_of(whole), weights_of(killed)));
     const auto told = [](const ddpkit::testing::ProgramRun& run) {

@@ -21,7 +21,8 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
     bool was_within = false;
     const auto runs = run_until_not_killed(
         ranks, 0.5, 0.3, [&](const Kill& kill) { return run_video(ranks, arguments(killed), kill); },
-        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); });
+        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
+        killed / "checkpoint.pt");
     CHECK(runs.kills > 0);
     CHECK(was_within);
     for (const char* name : {"checkpoint.pt", "best.pt"})

@@ -39,6 +39,8 @@ struct Kill {
   int rank = 0;
   double after_seconds = 1;
   int signal = SIGKILL;
+  /// If there is one: as soon as this file has been written anew, and not after a time.
+  const std::filesystem::path* at_write_of = nullptr;
 };
 
 /// Under a launcher on so many ranks; without one for 0 ranks.
@@ -48,9 +50,16 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   const std::string errors = (folder / "errors").string();
   std::string script = "NAME=${RANK:-0}; ";
   if (ranks == 0) script += "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; ";
-  if (kill)
+  if (kill && kill->at_write_of) {
+    write_file(folder / "start", "");
+    script += fmt::format(
+        "[ $RANK = {} ] && (until [ '{}' -nt '{}' ]; do sleep 0.002; kill -0 $$ || exit; done; kill -s {} $$) "
+        ">/dev/null 2>&1 & ",
+        kill->rank, kill->at_write_of->string(), (folder / "start").string(), kill->signal);
+  } else if (kill) {
     script += fmt::format("[ $RANK = {} ] && set -- timeout --preserve-status -s {} {} \"$@\"; ", kill->rank,
                           kill->signal, kill->after_seconds);
+  }
   Arguments command = {"sh", "-c", script + R"(exec "$@" 2> ")" + errors + R"(-$NAME")", "sh", program};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::string output;
@@ -80,14 +89,20 @@ struct KilledRuns {
 };
 
 /// Starts `run` on so many ranks again and again, and kills one of them, each time another one and later, until it ends
-/// by itself. `after_kill` looks at what is left each time.
+/// by itself; the first times, if `checkpoint` is named, as soon as that has been written. `after_kill` looks at what
+/// is left each time.
 inline KilledRuns run_until_not_killed(int ranks, double first_after_seconds, double longer_by_seconds,
                                        const std::function<ProgramRun(const Kill&)>& run,
-                                       const std::function<void()>& after_kill = {}) {
+                                       const std::function<void()>& after_kill = {},
+                                       const std::filesystem::path& checkpoint = {}) {
+  constexpr int kKillsAtCheckpoints = 4;
   for (KilledRuns runs;; ++runs.kills) {
     REQUIRE(runs.kills < 40);
-    runs.last =
-        run({.rank = runs.kills % ranks, .after_seconds = first_after_seconds + longer_by_seconds * runs.kills});
+    const bool is_at_checkpoint = !checkpoint.empty() && runs.kills < kKillsAtCheckpoints;
+    const int kills_by_time = checkpoint.empty() ? runs.kills : std::max(0, runs.kills - kKillsAtCheckpoints);
+    runs.last = run({.rank = runs.kills % ranks,
+                     .after_seconds = first_after_seconds + longer_by_seconds * kills_by_time,
+                     .at_write_of = is_at_checkpoint ? &checkpoint : nullptr});
     if (runs.last.exit_code == 0) return runs;
     if (after_kill) after_kill();
   }
