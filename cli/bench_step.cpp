@@ -59,9 +59,9 @@ void check(const Options& options) {
 }
 
 /// How many times as fast as Python each of our systems was, with its best bucket cap.
-void compare_with_python(const std::vector<StepRow>& rows) {
+void compare_with_python(const std::vector<StepRow>& rows, const std::string& python_system) {
   const auto python =
-      std::find_if(rows.begin(), rows.end(), [](const StepRow& r) { return r.system.starts_with("python-ddp"); });
+      std::find_if(rows.begin(), rows.end(), [&](const StepRow& r) { return r.system == python_system; });
   if (python == rows.end()) return;
   for (const StepRow& row : rows) {
     if (row.system.starts_with("ddpkit-"))
@@ -90,7 +90,7 @@ int run_bench(const Options& options) {
       if (csv.is_open()) csv << to_csv(row) << std::endl;
       wrong += row.end.wrong;
     }
-    compare_with_python(*rows);
+    compare_with_python(*rows, python_ddp(options.step.plan));
   }
   if (wrong > 0) std::cerr << "ddpkit bench: " << wrong << " weights are wrong: see the column #wrong\n";
   return wrong > 0 ? 1 : 0;

@@ -7,11 +7,14 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "timing.h"
+
 namespace ddpkit::bench {
 
-c10::Device device_of_rank(const std::string& device, int local_rank) {
-  if (device == "cpu") return at::kCPU;
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)};
+c10::Device place_rank(const std::string& device, const LaunchEnvironment& environment, bool pin) {
+  if (device != "cpu") return {at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank)};
+  if (pin) pin_to_core(environment.local_rank, environment.local_world_size);
+  return at::kCPU;
 }
 
 int ranks_on(const std::string& device, int asked) {

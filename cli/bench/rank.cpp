@@ -137,8 +137,7 @@ std::vector<std::string> group_collectives() {
 int run_rank(const std::string& backend, const Plan& plan) {
   at::set_num_threads(1);
   const LaunchEnvironment environment = read_launch_environment();
-  const c10::Device device = device_of_rank(plan.device, environment.local_rank);
-  if (!plan.no_pin && device.is_cpu()) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::Device device = place_rank(plan.device, environment, !plan.no_pin);
   const c10::OptionalDeviceGuard on_device(device);
   std::optional<ProcessGroup> group;
   try {

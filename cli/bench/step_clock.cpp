@@ -23,12 +23,10 @@ StepClock::StepClock(c10::Device device, int steps) : device_(device) {
     wait_for(device);
   }
   start_us_ = microseconds(std::chrono::steady_clock::now().time_since_epoch());
-  mark();
+  lap();
 }
 
-void StepClock::lap() { mark(); }
-
-void StepClock::mark() {
+void StepClock::lap() {
   if (device_.is_cpu()) {
     times_.push_back(std::chrono::steady_clock::now());
     return;

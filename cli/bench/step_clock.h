@@ -24,8 +24,6 @@ class StepClock {
   std::vector<double> us() const;
 
  private:
-  void mark();
-
   c10::Device device_;
   double start_us_ = 0;
   std::vector<std::chrono::steady_clock::time_point> times_;  ///< On the CPU. [step + 1]

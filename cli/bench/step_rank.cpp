@@ -163,9 +163,7 @@ StepTurn answer_turn(Training& training, const std::string& question) {
 int run_step_rank(const std::string& backend, const StepPlan& plan, const std::string& control) {
   at::set_num_threads(1);
   const LaunchEnvironment environment = read_launch_environment();
-  const c10::Device device = device_of_rank(plan.device, environment.local_rank);
-  // Beside a GPU more threads are at work than one: autograd's, NCCL's.
-  if (!plan.no_pin && device.is_cpu()) pin_to_core(environment.local_rank, environment.local_world_size);
+  const c10::Device device = place_rank(plan.device, environment, !plan.no_pin);
   const c10::OptionalDeviceGuard on_device(device);
   std::optional<ProcessGroup> group;
   if (backend != kAlone) {

@@ -52,13 +52,7 @@ RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
   const auto run = [&] {
     auto model = many_kinds(5);
     DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001});
-    auto optimizer = make_optimizer("adam", unique_parameters(*model));
-    for (int step = 0; step < 10; ++step) {
-      const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
-      optimizer->zero_grad();
-      loss_of(ddp(batch.data), batch).backward();
-      optimizer->step();
-    }
+    train_on_ranks(ddp, group, "adam", 10);
     return flat_parameters(*model);
   };
   const torch::Tensor first = run();
@@ -72,13 +66,7 @@ TEST_CASE("DistributedDataParallel through gloo", "[ranks][gloo]") {
                               train_alone(*reference, "sgd", 5);
                               auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
                               DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001});
-                              auto optimizer = make_optimizer("sgd", unique_parameters(*model));
-                              for (int step = 0; step < 5; ++step) {
-                                const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
-                                optimizer->zero_grad();
-                                loss_of(ddp(batch.data), batch).backward();
-                                optimizer->step();
-                              }
+                              train_on_ranks(ddp, group, "sgd", 5);
                               CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
                             },
                             {.backend = "gloo"});

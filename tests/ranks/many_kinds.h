@@ -9,6 +9,9 @@
 #include <tuple>
 #include <vector>
 
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
 #include "ranks/comparisons.h"
 
 namespace ddpkit::testing {
@@ -89,6 +92,18 @@ inline void train_alone(ManyKindsImpl& model, const std::string& optimizer_name,
     const Batch batch = joined_batch(step);
     optimizer->zero_grad();
     loss_of(model.forward(batch.data), batch).backward();
+    optimizer->step();
+  }
+}
+
+/// `steps` of training on this rank's parts of the joined batches.
+inline void train_on_ranks(DistributedDataParallel<ManyKindsImpl>& ddp, const ProcessGroup& group,
+                           const std::string& optimizer_name, int steps) {
+  auto optimizer = make_optimizer(optimizer_name, unique_parameters(ddp.module()));
+  for (int step = 0; step < steps; ++step) {
+    const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+    optimizer->zero_grad();
+    loss_of(ddp(batch.data), batch).backward();
     optimizer->step();
   }
 }

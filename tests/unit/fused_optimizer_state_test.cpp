@@ -43,11 +43,7 @@ void check_archive(const Options& options) {
   const auto references = copies_of(parameters);
   First first(parameters, options);
   Second throughout(references, options);
-  for (int step = 0; step < 10; ++step) {
-    set_gradients(step, parameters, references);
-    first.step();
-    throughout.step();
-  }
+  take_steps(0, 10, parameters, first, references, throughout);
   // Other options, and a step of its own: both must give way.
   Options other(0.5);
   const auto continued = copies_of(parameters);
@@ -60,11 +56,7 @@ void check_archive(const Options& options) {
   }
   load_archive(second, archive_of(first));
   CHECK(static_cast<Options&>(second.param_groups()[0].options()) == options);
-  for (int step = 10; step < 20; ++step) {
-    set_gradients(step, continued, references);
-    second.step();
-    throughout.step();
-  }
+  take_steps(10, 20, continued, second, references, throughout);
   check_same(continued, references, 1e-12);
 }
 

@@ -30,11 +30,7 @@ void check_against_libtorch(const Options& options) {
     const auto references = copies_of(parameters);
     Ours ours(parameters, options);
     Theirs theirs(references, options);
-    for (int step = 0; step < 100; ++step) {
-      set_gradients(step, parameters, references);
-      ours.step();
-      theirs.step();
-    }
+    take_steps(0, 100, parameters, ours, references, theirs);
     check_same(parameters, references, dtype == torch::kDouble ? 1e-12 : 1e-6);
   }
 }

@@ -53,6 +53,17 @@ inline void set_gradients(int step, const std::vector<torch::Tensor>& a, const s
   }
 }
 
+/// Steps of both optimizers with the same gradients, from number `begin` to before `end`.
+template <class A, class B>
+void take_steps(int begin, int end, const std::vector<torch::Tensor>& parameters, A& optimizer,
+                const std::vector<torch::Tensor>& references, B& reference) {
+  for (int step = begin; step < end; ++step) {
+    set_gradients(step, parameters, references);
+    optimizer.step();
+    reference.step();
+  }
+}
+
 inline double relative_difference(const torch::Tensor& a, const torch::Tensor& b) {
   if (a.numel() == 0) return 0;
   const auto wide_a = a.detach().to(torch::kDouble), wide_b = b.detach().to(torch::kDouble);
