@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
@@ -14,6 +13,7 @@
 
 #include "commands.h"
 #include "doctor/gpus.h"
+#include "parse_number.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -40,9 +40,7 @@ int number_from_environment(const char* name, int low, int high, int otherwise) 
   const char* text = std::getenv(name);
   if (!text || !*text) return otherwise;
   int number = 0;
-  const char* end = text + std::char_traits<char>::length(text);
-  const auto [stop, status] = std::from_chars(text, end, number);
-  if (status != std::errc{} || stop != end || number < low || number > high)
+  if (!parse_number(text, number) || number < low || number > high)
     throw InvalidArgument(fmt::format("{} is \"{}\", which is no number between {} and {}", name, text, low, high));
   return number;
 }
@@ -65,7 +63,7 @@ int count_ranks(const std::string& text) {
     throw InvalidArgument("--nproc-per-node gpu: this host has no GPU that can be seen; ddpkit doctor says more");
   }
   int ranks = 0;
-  std::from_chars(text.data(), text.data() + text.size(), ranks);
+  parse_number(text, ranks);
   return ranks;
 }
 
@@ -74,8 +72,7 @@ CLI::Validator rank_count() {
       [](const std::string& text) {
         if (text == "gpu" || text == "cpu" || text == "auto") return std::string();
         int ranks = 0;
-        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), ranks);
-        const bool valid = error == std::errc() && end == text.data() + text.size() && ranks >= 1 && ranks <= 4096;
+        const bool valid = parse_number(text, ranks) && ranks >= 1 && ranks <= 4096;
         return valid ? std::string() : fmt::format("must be a number from 1 to 4096, gpu, cpu or auto, not {}", text);
       },
       "");

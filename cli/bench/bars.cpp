@@ -12,11 +12,10 @@ namespace {
 
 namespace svg = train::svg;
 
-constexpr double kWidth = 640, kHeight = 420, kLeft = 70, kRight = 20, kTop = 50, kBottom = 70;
-
 }  // namespace
 
 std::string draw_bars(const std::string& title, const std::string& y_label, const std::vector<BarGroup>& groups) {
+  constexpr double kWidth = 640, kHeight = 420, kLeft = 70, kRight = 20, kTop = 50, kBottom = 70;
   double highest = 0;
   std::vector<std::string> names;
   for (const BarGroup& group : groups) {

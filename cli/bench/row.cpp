@@ -1,22 +1,16 @@
 #include "row.h"
 
-#include <charconv>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "collective.h"
+#include "parse_number.h"
 
 namespace ddpkit::bench {
 namespace {
 
-constexpr std::string_view kTableFormat = "{:<14} {:<8} {:>5} {:>12} {:<9} {:>12} {:>11} {:>11} {:>7}";
-
-template <class Number>
-bool parse(std::string_view text, Number& number) {
-  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return status == std::errc{} && stop == text.data() + text.size();
-}
+constexpr std::string_view kRowFormat = "{:<14} {:<8} {:>5} {:>12} {:<9} {:>12} {:>11} {:>11} {:>7}";
 
 /// Three digits even of what is slow.
 std::string format_GBps(double value) { return fmt::format("{:.{}f}", value, value < 0.1 ? 5 : 3); }
@@ -43,8 +37,8 @@ std::optional<Row> parse_report(std::string_view line) {
   }
   if (fields.size() != 9) return std::nullopt;
   Row row{.collective = std::string(fields[0]), .backend = std::string(fields[1]), .memory = std::string(fields[4])};
-  const bool numbers = parse(fields[2], row.ranks) && parse(fields[3], row.bytes) && parse(fields[5], row.us) &&
-                       parse(fields[8], row.wrong);
+  const bool numbers = parse_number(fields[2], row.ranks) && parse_number(fields[3], row.bytes) &&
+                       parse_number(fields[5], row.us) && parse_number(fields[8], row.wrong);
   if (!numbers) return std::nullopt;
   for (const Collective& known : collectives()) {
     if (known.name == row.collective) return row;
@@ -53,13 +47,13 @@ std::optional<Row> parse_report(std::string_view line) {
 }
 
 std::string table_header() {
-  return fmt::format(kTableFormat, "# collective", "backend", "ranks", "bytes", "memory", "time", "algbw", "busbw",
+  return fmt::format(kRowFormat, "# collective", "backend", "ranks", "bytes", "memory", "time", "algbw", "busbw",
                      "#wrong") +
-         '\n' + fmt::format(kTableFormat, "#", "", "", "", "", "us", "GB/s", "GB/s", "");
+         '\n' + fmt::format(kRowFormat, "#", "", "", "", "", "us", "GB/s", "GB/s", "");
 }
 
 std::string table_row(const Row& row) {
-  return fmt::format(kTableFormat, row.collective, row.backend, row.ranks, row.bytes, row.memory,
+  return fmt::format(kRowFormat, row.collective, row.backend, row.ranks, row.bytes, row.memory,
                      fmt::format("{:.2f}", row.us), format_GBps(row.algbw_GBps()), format_GBps(row.busbw_GBps()),
                      row.wrong);
 }

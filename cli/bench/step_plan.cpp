@@ -1,13 +1,14 @@
 #include "step_plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+
+#include "parse_number.h"
 
 namespace ddpkit::bench {
 namespace {
@@ -19,12 +20,6 @@ constexpr std::pair<std::string_view, MlpShape> kNamedMlps[] = {
 /// Python's default, and ours.
 constexpr double kFirstBucketMb = 1;
 constexpr double kNoCapMb = 1 << 20;
-
-template <class Number>
-bool parse(std::string_view text, Number& number) {
-  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return status == std::errc{} && stop == text.data() + text.size();
-}
 
 }  // namespace
 
@@ -38,7 +33,8 @@ std::optional<MlpShape> mlp_shape(std::string_view model) {
   MlpShape shape;
   const std::size_t x = model.find('x');
   const bool is_shape = model.starts_with("mlp-") && x != std::string_view::npos &&
-                        parse(model.substr(4, x - 4), shape.hidden) && parse(model.substr(x + 1), shape.layers);
+                        parse_number(model.substr(4, x - 4), shape.hidden) &&
+                        parse_number(model.substr(x + 1), shape.layers);
   if (!is_shape || shape.hidden < 1 || shape.hidden > 65536 || shape.layers < 1 || shape.layers > 1024)
     throw InvalidArgument(
         fmt::format("there is no model \"{}\"; there are {}mlp-HIDDENxLAYERS, cnn, lstm, transformer", model, names));
@@ -54,7 +50,7 @@ BucketCaps bucket_caps(std::string_view text) {
   if (text == "default") return {};
   if (text == "one") return {kNoCapMb, kNoCapMb};
   double cap = 0;
-  if (!parse(text, cap) || !(cap > 0) || cap > kNoCapMb)
+  if (!parse_number(text, cap) || !(cap > 0) || cap > kNoCapMb)
     throw InvalidArgument(fmt::format(
         "\"{}\" is no bucket cap: write a number of MiB, \"default\", or \"one\" for a single bucket", text));
   return {cap, std::min(cap, kFirstBucketMb)};

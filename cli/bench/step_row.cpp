@@ -1,17 +1,17 @@
 #include "step_row.h"
 
 #include <algorithm>
-#include <charconv>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "parse_number.h"
 #include "timing.h"
 
 namespace ddpkit::bench {
 namespace {
 
-constexpr std::string_view kTableFormat =
+constexpr std::string_view kStepRowFormat =
     "{:<22} {:<12} {:>9} {:>5} {:>5} {:<9} {:<7} {:>7} {:>10} {:>7} {:>10} {:>9} {:>8} {:>8} {:>6}";
 
 std::vector<std::string_view> split(std::string_view text, char at) {
@@ -24,16 +24,10 @@ std::vector<std::string_view> split(std::string_view text, char at) {
   return parts;
 }
 
-template <class Number>
-bool parse(std::string_view text, Number& number) {
-  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return status == std::errc{} && stop == text.data() + text.size();
-}
-
 bool parse_list(std::string_view text, std::vector<double>& numbers) {
   if (text.empty()) return true;
   for (const std::string_view part : split(text, ',')) {
-    if (!parse(part, numbers.emplace_back())) return false;
+    if (!parse_number(part, numbers.emplace_back())) return false;
   }
   return true;
 }
@@ -71,7 +65,7 @@ std::optional<StepTurn> parse_step_turn(std::string_view text) {
   if (!text.starts_with(kStepReport)) return std::nullopt;
   const auto fields = split(text.substr(kStepReport.size()), ' ');
   StepTurn turn;
-  if (fields.size() != 4 || fields[0] != "turn" || !parse(fields[1], turn.start_us) ||
+  if (fields.size() != 4 || fields[0] != "turn" || !parse_number(fields[1], turn.start_us) ||
       !parse_list(fields[2], turn.us) || !parse_list(fields[3], turn.exposed_us) || turn.us.empty())
     return std::nullopt;
   return turn;
@@ -82,9 +76,10 @@ std::optional<StepEnd> parse_step_end(std::string_view text) {
   const auto fields = split(text.substr(kStepReport.size()), ' ');
   StepEnd end;
   // Python's ranks do not say the last.
-  if ((fields.size() != 6 && fields.size() != 7) || fields[0] != "end" || !parse(fields[1], end.params) ||
-      !parse(fields[2], end.buckets) || !parse(fields[3], end.reduced_bytes) || !parse(fields[4], end.peak_bytes) ||
-      !parse(fields[5], end.wrong) || (fields.size() == 7 && !parse(fields[6], end.memory_bytes)))
+  if ((fields.size() != 6 && fields.size() != 7) || fields[0] != "end" || !parse_number(fields[1], end.params) ||
+      !parse_number(fields[2], end.buckets) || !parse_number(fields[3], end.reduced_bytes) ||
+      !parse_number(fields[4], end.peak_bytes) || !parse_number(fields[5], end.wrong) ||
+      (fields.size() == 7 && !parse_number(fields[6], end.memory_bytes)))
     return std::nullopt;
   return end;
 }
@@ -135,14 +130,14 @@ std::string to_csv(const StepRow& row) {
 }
 
 std::string step_table_header() {
-  return fmt::format(kTableFormat, "# system", "model", "params", "batch", "ranks", "optimizer", "cap", "buckets",
+  return fmt::format(kStepRowFormat, "# system", "model", "params", "batch", "ranks", "optimizer", "cap", "buckets",
                      "time", "ratio", "exposed", "reduced", "peak", "memory", "#wrong") +
-         '\n' + fmt::format(kTableFormat, "#", "", "", "", "", "", "MiB", "", "ms", "", "ms", "MB", "MB", "MB", "");
+         '\n' + fmt::format(kStepRowFormat, "#", "", "", "", "", "", "MiB", "", "ms", "", "ms", "MB", "MB", "MB", "");
 }
 
 std::string table_row(const StepRow& row) {
   return fmt::format(
-      kTableFormat, row.system, row.model, row.end.params, row.batch, row.ranks, row.optimizer,
+      kStepRowFormat, row.system, row.model, row.end.params, row.batch, row.ranks, row.optimizer,
       row.bucket_cap_mb.empty() ? "-" : row.bucket_cap_mb, row.end.buckets > 0 ? std::to_string(row.end.buckets) : "-",
       fmt::format("{:.3f}", row.us / 1e3), fmt::format("{:.3f}", row.ratio_to_alone),
       row.exposed_us ? fmt::format("{:.3f}", *row.exposed_us / 1e3) : "-",

@@ -6,11 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <fstream>
 #include <sstream>
 
 #include <fmt/format.h>
+
+#include "parse_number.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -28,9 +29,7 @@ std::string first_line(const std::string& path) {
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
   std::uint64_t value = 0;
-  const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (status != std::errc{} || stop != text.data() + text.size()) return std::nullopt;
-  return value;
+  return parse_number(text, value) ? std::optional(value) : std::nullopt;
 }
 
 /// The folders of this process's control groups, innermost first, up to the root of the hierarchy: any may limit it.

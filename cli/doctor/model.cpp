@@ -7,8 +7,6 @@
 namespace ddpkit::cli {
 namespace {
 
-constexpr double kMiB = 1 << 20;
-
 /// 32-bit numbers of state that an optimizer keeps for each parameter.
 double state_of(const std::string& optimizer) {
   if (optimizer == "sgd") return 0;
@@ -18,6 +16,7 @@ double state_of(const std::string& optimizer) {
 }  // namespace
 
 std::vector<MemoryItem> memory_items(const ModelPlan& plan, bool on_gpu) {
+  constexpr double kMiB = 1 << 20;
   const double n = plan.parameters, share = plan.sharded ? 1.0 / plan.ranks : 1;
   std::vector<MemoryItem> items = {
       {"weights", 4 * n * (plan.sharded && !on_gpu ? share : 1)},

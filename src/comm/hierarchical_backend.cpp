@@ -16,7 +16,6 @@
 namespace ddpkit {
 
 using c10d::OpType;
-using c10d::ReduceOp;
 
 CallQueue::CallQueue() : thread_([this] { run(); }) {}
 
@@ -76,7 +75,7 @@ class HierarchicalBackend::Job : public c10d::Work {
 
 struct HierarchicalBackend::Piece {
   Ptr<Job> job;
-  ReduceOp op;
+  c10d::ReduceOp op;
   at::Tensor view;    ///< Of the caller's tensor, flat.
   at::Tensor padded;  ///< A copy whose length the host's ranks divide, where that of `view` is none.
   at::Tensor slice;   ///< This rank's, of the sum.
@@ -140,12 +139,12 @@ const at::Tensor& only_tensor(const char* call, const std::vector<at::Tensor>& t
 }  // namespace
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const ReduceOp::RedOpType op = options.reduceOp.op_;
-  if (op != ReduceOp::SUM && op != ReduceOp::AVG && op != ReduceOp::MIN && op != ReduceOp::MAX &&
-      op != ReduceOp::PRODUCT)
+  const c10d::ReduceOp::RedOpType op = options.reduceOp.op_;
+  if (op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG && op != c10d::ReduceOp::MIN &&
+      op != c10d::ReduceOp::MAX && op != c10d::ReduceOp::PRODUCT)
     return groups_.all->allreduce(tensors, options);
   const at::Tensor& tensor = only_tensor("all_reduce", tensors);
-  if (op == ReduceOp::AVG && !at::isFloatingType(tensor.scalar_type()))
+  if (op == c10d::ReduceOp::AVG && !at::isFloatingType(tensor.scalar_type()))
     throw InvalidArgument(fmt::format("all_reduce: there is no mean of {}", c10::toString(tensor.scalar_type())));
   const auto flat = std::make_shared<Flat>(tensor);
   // Small enough that the network begins early, large enough that its latency does not count.
@@ -175,7 +174,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
 void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
   const std::int64_t numel = piece->view.numel();
   const std::int64_t each = (numel + local_world_size_ - 1) / local_world_size_;
-  const ReduceOp::RedOpType op = piece->op.op_ == ReduceOp::AVG ? ReduceOp::SUM : piece->op.op_;
+  const c10d::ReduceOp::RedOpType op = piece->op.op_ == c10d::ReduceOp::AVG ? c10d::ReduceOp::SUM : piece->op.op_;
   attempt(piece->job, [&] {
     if (each * local_world_size_ != numel) {
       piece->padded = at::empty({each * local_world_size_}, piece->view.options());
@@ -199,7 +198,7 @@ void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
 void HierarchicalBackend::gather_piece(const std::shared_ptr<Piece>& piece) {
   attempt(piece->job, [&] {
     if (piece->on_rail) piece->on_rail->wait();
-    if (piece->op.op_ == ReduceOp::AVG) piece->slice.div_(size_);
+    if (piece->op.op_ == c10d::ReduceOp::AVG) piece->slice.div_(size_);
     groups_.out->_allgather_base(piece->buffer(), piece->slice, c10d::AllgatherOptions())->wait();
     if (piece->padded.defined()) piece->view.copy_(piece->padded.narrow(0, 0, piece->view.numel()));
     piece->job->end_part();

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -17,6 +16,7 @@
 #include "comm/backends.h"
 #include "comm/shm/mapping.h"
 #include "parallel/data_parallel_impl.h"
+#include "parallel/option_bytes.h"
 #include "parallel/replica_random.h"
 #include "parallel/scatter_gather.h"
 
@@ -24,12 +24,6 @@ namespace ddpkit {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-std::size_t bytes_of(double mib, const char* option) {
-  if (!(mib > 0) || !std::isfinite(mib))
-    throw InvalidArgument(fmt::format("DataParallel: {} is {} MiB: it must be more than 0", option, mib));
-  return static_cast<std::size_t>(mib * (1 << 20));
-}
 
 /// Where the module lies first, then all other GPUs.
 std::vector<c10::Device> all_gpus(c10::Device first) {
@@ -67,13 +61,13 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
 
 std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::size_t replicas,
                                        const DataParallelOptions& options) {
-  if (options.arena_mb) bytes_of(*options.arena_mb, "arena_mb");
+  if (options.arena_mb) option_bytes(*options.arena_mb, "arena_mb");
   if (!options.arena || replicas < 2) return nullptr;
   std::size_t gradients = 0;
   for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
   const std::size_t wanted =
       std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), shm::available_memory() / 2);
-  return ArenaLease::open_private(options.arena_mb ? bytes_of(*options.arena_mb, "arena_mb") : wanted);
+  return ArenaLease::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "arena_mb") : wanted);
 }
 
 /// Adds to a parameter's gradient as backward does.
@@ -97,8 +91,8 @@ DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const Da
       streams(devices),
       arena(streams.used() ? nullptr : open_arena(*module, devices.size(), options)),
       module_(std::move(module)),
-      first_bucket_bytes_(bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb")),
-      bucket_bytes_(bytes_of(options.bucket_cap_mb, "bucket_cap_mb")),
+      first_bucket_bytes_(option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb")),
+      bucket_bytes_(option_bytes(options.bucket_cap_mb, "bucket_cap_mb")),
       broadcast_buffers_(options.broadcast_buffers),
       threads_(devices, threads_each < 1 ? throw InvalidArgument(fmt::format(
                                                "DataParallel: {} threads in a replica: at least 1", threads_each))

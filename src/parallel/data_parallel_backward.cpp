@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "parallel/autograd_node.h"
 #include "parallel/data_parallel_impl.h"
 #include "parallel/scatter_gather.h"
 
@@ -32,7 +33,7 @@ Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& input
   for (const at::Tensor& parameter : set->parameters())
     edges.push_back(torch::autograd::impl::gradient_edge(parameter));
   const std::vector<std::size_t> wanted = call.outputs_of;
-  const auto node = std::make_shared<ReplicasBackward>(
+  const NodePtr node = make_node<ReplicasBackward>(
       std::move(call),
       [self = shared_from_this()](const ReplicasCall& made, const Tensors& gradients, bool keep_graph) {
         return self->run_backward(made, gradients, keep_graph);

@@ -1,7 +1,6 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include <algorithm>
-#include <cmath>
 #include <unordered_set>
 
 #include <ATen/ops/empty.h>
@@ -14,6 +13,7 @@
 
 #include "parallel/debug.h"
 #include "parallel/join_session.h"
+#include "parallel/option_bytes.h"
 #include "parallel/reducer_events.h"
 #include "parallel/timeline_environment.h"
 #include "parallel/timeline_recorder.h"
@@ -164,12 +164,6 @@ std::string text_of(const DistributedDataParallelOptions& options, const Process
       options.arena_mb ? std::to_string(*options.arena_mb) : "automatic");
 }
 
-std::size_t bytes_of(double mebibytes, const char* name) {
-  if (!(mebibytes > 0) || !std::isfinite(mebibytes))
-    throw InvalidArgument(fmt::format("{} is {}, but must be positive", name, mebibytes));
-  return static_cast<std::size_t>(mebibytes * (1 << 20));
-}
-
 }  // namespace
 
 DistributedDataParallelBase::NoSync::NoSync(Reducer& reducer) : reducer_(&reducer), before_(reducer.synchronize()) {
@@ -193,13 +187,13 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   broadcast_all(parameters_, group_);
   broadcast_all(buffers_, group_);
-  ReducerOptions reducer_options{.first_bucket_bytes = bytes_of(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
-                                 .bucket_bytes = bytes_of(options.bucket_cap_mb, "bucket_cap_mb"),
+  ReducerOptions reducer_options{.first_bucket_bytes = option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
+                                 .bucket_bytes = option_bytes(options.bucket_cap_mb, "bucket_cap_mb"),
                                  .find_unused_parameters = options.find_unused_parameters,
                                  .static_graph = options.static_graph,
                                  .gradient_as_bucket_view = options.gradient_as_bucket_view,
                                  .arena = options.arena};
-  if (options.arena_mb) reducer_options.arena_bytes = bytes_of(*options.arena_mb, "arena_mb");
+  if (options.arena_mb) reducer_options.arena_bytes = option_bytes(*options.arena_mb, "arena_mb");
   if (debug_level() >= DebugLevel::kInfo && group_.rank() == 0) debug_line(group_, text_of(options_, group_));
   reducer_ = std::make_unique<Reducer>(std::move(trainable), group_, reducer_options);
   if (const auto request = take_timeline_request()) {

@@ -32,34 +32,6 @@ at::Tensor as_matrix(const at::Tensor& gradient) {
   return ordered.view({ordered.size(0), -1});
 }
 
-/// What is kept of a parameter from step to step.
-struct Kept {
-  at::Tensor error;  ///< Of this rank, as a matrix.
-  at::Tensor q;      ///< The same on all ranks. [column of the matrix][rank]
-};
-
-/// Gradients that are multiplied together: of one shape, or a single one.
-struct Group {
-  at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory where it is alone.
-  at::Tensor p, q;                  ///< [position][row or column][rank], parts of one tensor for the bucket.
-  std::vector<at::Tensor> members;  ///< [position]
-  std::vector<Kept*> kept;          ///< [position]
-
-  std::int64_t rank(std::int64_t wanted) const { return std::min({wanted, members[0].size(0), members[0].size(1)}); }
-  bool has_q() const {
-    return std::all_of(kept.begin(), kept.end(), [](const Kept* k) { return k->q.defined(); });
-  }
-};
-
-/// A bucket on its way.
-struct Compressed {
-  std::vector<Group> groups;
-  at::Tensor ps, qs;             ///< All of the groups', flat.
-  std::vector<at::Tensor> rest;  ///< Gradients sent in full.
-  at::Tensor rest_flat;
-  Work p_work, rest_work;
-};
-
 at::Tensor flat(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tensor : tensors) parts.push_back(tensor.reshape({-1}));
@@ -74,6 +46,34 @@ double PowerSGDStats::compress_rate() const {
 }
 
 struct PowerSGD::State : std::enable_shared_from_this<State> {
+  /// What is kept of a parameter from step to step.
+  struct Kept {
+    at::Tensor error;  ///< Of this rank, as a matrix.
+    at::Tensor q;      ///< The same on all ranks. [column of the matrix][rank]
+  };
+
+  /// Gradients that are multiplied together: of one shape, or a single one.
+  struct Group {
+    at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory where it is alone.
+    at::Tensor p, q;                  ///< [position][row or column][rank], parts of one tensor for the bucket.
+    std::vector<at::Tensor> members;  ///< [position]
+    std::vector<Kept*> kept;          ///< [position]
+
+    std::int64_t rank(std::int64_t wanted) const { return std::min({wanted, members[0].size(0), members[0].size(1)}); }
+    bool has_q() const {
+      return std::all_of(kept.begin(), kept.end(), [](const Kept* k) { return k->q.defined(); });
+    }
+  };
+
+  /// A bucket on its way.
+  struct Compressed {
+    std::vector<Group> groups;
+    at::Tensor ps, qs;             ///< All of the groups', flat.
+    std::vector<at::Tensor> rest;  ///< Gradients sent in full.
+    at::Tensor rest_flat;
+    Work p_work, rest_work;
+  };
+
   State(ProcessGroup group, const PowerSGDOptions& options)
       : group(std::move(group)), options(options), random(options.random_seed) {}
 
@@ -107,7 +107,7 @@ bool PowerSGD::State::pays(const at::Tensor& gradient) const {
   return static_cast<double>(sent) * options.min_compression_rate < static_cast<double>(n * m);
 }
 
-Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& matrix) {
+PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& matrix) {
   Kept& found = kept[name];
   const bool fits = !found.error.defined() ||
                     (found.error.sizes() == matrix.sizes() && found.error.scalar_type() == matrix.scalar_type());
@@ -121,7 +121,7 @@ Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& matrix
 }
 
 /// Adds the errors to the gradients on the way. Until decompress(), a parameter's error is all that it has not sent.
-std::shared_ptr<Compressed> PowerSGD::State::divide(const GradBucket& bucket) {
+std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradBucket& bucket) {
   auto result = std::make_shared<Compressed>();
   std::vector<std::pair<at::Tensor, Kept*>> matrices;
   for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
@@ -264,7 +264,7 @@ PendingReduction PowerSGD::operator()(GradBucket& bucket) {
   }
   state.lay_out(*parts);
   state.choose_qs(*parts);
-  for (Group& group : parts->groups) at::bmm_out(group.p, group.matrices, group.q);
+  for (State::Group& group : parts->groups) at::bmm_out(group.p, group.matrices, group.q);
   state.stats.numel_after_compression += static_cast<std::uint64_t>(parts->ps.numel() + parts->qs.numel());
   parts->p_work = state.group.all_reduce_async(parts->ps);
   const std::size_t rest_bytes = parts->rest_flat.defined() ? parts->rest_flat.nbytes() : 0;
@@ -319,7 +319,7 @@ void PowerSGD::load(torch::serialize::InputArchive& archive) {
   state.kept.clear();
   const auto names = read("names").toListRef();
   for (std::size_t number = 0; number < names.size(); ++number) {
-    Kept& kept = state.kept[names[number].toStringRef()];
+    State::Kept& kept = state.kept[names[number].toStringRef()];
     for (const auto& [key, tensor] : {std::pair("error", &kept.error), std::pair("q", &kept.q)}) {
       if (archive.try_read(fmt::format("{}_{}", key, number), *tensor, /*is_buffer=*/true))
         *tensor = tensor->to(state.group.device());

@@ -1,6 +1,5 @@
 #include "parallel/reducer_impl.h"
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -10,25 +9,10 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/gradient_hook.h"
 #include "parallel/graph.h"
 
 namespace ddpkit {
-namespace {
-
-class GradientHook : public torch::autograd::FunctionPostHook {
- public:
-  explicit GradientHook(std::function<void(const at::Tensor&)> call) : call_(std::move(call)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list& inputs) override {
-    call_(inputs.empty() ? at::Tensor() : inputs[0]);
-    return outputs;
-  }
-
- private:
-  std::function<void(const at::Tensor&)> call_;
-};
-
-}  // namespace
 
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
     : group_(std::move(group)), options_(options), last_readers_(group_.device()), seen_(group_.device()) {

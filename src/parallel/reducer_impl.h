@@ -19,6 +19,7 @@
 #include <ddpkit/parallel/bucket_plan.h>
 
 #include "comm/stream_set.h"
+#include "parallel/autograd_node.h"
 #include "parallel/gradient_memory.h"
 
 namespace ddpkit {
@@ -59,7 +60,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
   struct Slot {
     NamedParameter parameter;
-    std::shared_ptr<torch::autograd::Node> accumulator = {};  ///< Autograd keeps only a weak reference.
+    NodePtr accumulator = {};  ///< Autograd keeps only a weak reference.
     std::uintptr_t hook = 0;
     std::size_t bucket = kNoBucket;  ///< None for a sparse one.
     bool fired = false;              ///< In this backward.

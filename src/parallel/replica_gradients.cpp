@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 
 #include "comm/shm/kernels.h"
 #include "comm/shm_arguments.h"
+#include "parallel/gradient_hook.h"
 #include "parallel/is_alone.h"
 #include "parallel/replica_streams.h"
 
@@ -23,20 +23,6 @@ namespace {
 
 /// Fits a core's own cache with as much from each of a few replicas.
 constexpr std::int64_t kChunkBytes = 256 << 10;
-
-class GradientHook : public torch::autograd::FunctionPostHook {
- public:
-  using Call = std::function<void(const at::Tensor& added)>;
-  explicit GradientHook(Call call) : call_(std::move(call)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list& inputs) override {
-    call_(inputs[0]);
-    return outputs;
-  }
-
- private:
-  Call call_;
-};
 
 /// Whether the vector kernel can sum them: dense, of one type, with elements in the same order.
 bool plain(const std::vector<at::Tensor>& gradients) {

@@ -14,10 +14,7 @@
 #include <vector>
 
 #include "comm/stream_set.h"
-
-namespace torch::autograd {
-struct Node;
-}
+#include "parallel/autograd_node.h"
 
 namespace ddpkit {
 
@@ -98,7 +95,7 @@ class ReplicaGradients {
   std::vector<Bucket> buckets_;                  ///< [bucket]
   std::vector<Counting> counting_;               ///< Each touched by one thread at a time. [replica]
   struct Hook {
-    std::shared_ptr<torch::autograd::Node> accumulator;  ///< Autograd keeps only a weak reference.
+    NodePtr accumulator;  ///< Autograd keeps only a weak reference.
     std::uintptr_t key = 0;
   };
   std::vector<Hook> hooks_;

@@ -68,7 +68,7 @@ TEST_CASE("gradients of one bucket that come on two streams are reduced when bot
   torch::nn::Sequential net(first, second);
   net->to(group.device());
   // Autograd makes the second layer's accumulators on the side stream; they are kept, and so their hooks run there.
-  std::vector<std::shared_ptr<torch::autograd::Node>> kept;
+  std::vector<decltype(torch::autograd::impl::grad_accumulator({}))> kept;
   {
     const c10::cuda::CUDAStreamGuard guard(side);
     for (const auto& parameter : second->parameters())

@@ -8,15 +8,15 @@ namespace {
 
 namespace nn = torch::nn;
 
-struct Mlp : PeerModel {
-  Mlp() { register_module("layers", layers); }
+struct DeepMlp : PeerModel {
+  DeepMlp() { register_module("layers", layers); }
   torch::Tensor forward(const torch::Tensor& x) override { return layers->forward(x); }
   nn::Sequential layers{nn::Linear(20, 64), nn::ReLU(), nn::Linear(64, 64), nn::ReLU(),
                         nn::Linear(64, 64), nn::ReLU(), nn::Linear(64, 5)};
 };
 
 PeerCase with(std::function<CommHook(const ProcessGroup&)> hook) {
-  return {.make = make_peer_model<Mlp>, .hook = std::move(hook)};
+  return {.make = make_peer_model<DeepMlp>, .hook = std::move(hook)};
 }
 
 /// In double: what a step compresses away comes back later, and with it, multiplied, how the two round float.
@@ -28,14 +28,14 @@ PeerCase with_power_sgd(std::int64_t rank, std::uint64_t start, bool batch) {
                                         .batch_tensors_with_same_shape = batch});
   });
   peer_case.make = [](const ProcessGroup&) -> std::shared_ptr<PeerModel> {
-    auto model = std::make_shared<Mlp>();
+    auto model = std::make_shared<DeepMlp>();
     model->to(torch::kDouble);
     return model;
   };
   return peer_case;
 }
 
-[[maybe_unused]] const bool added = [] {
+[[maybe_unused]] const bool hooks_added = [] {
   peer_cases()["fp16"] = with(comm_hooks::fp16_compress);
   peer_cases()["bf16"] = with(comm_hooks::bf16_compress);
   peer_cases()["power_sgd"] = with_power_sgd(1, 5, false);

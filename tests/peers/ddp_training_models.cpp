@@ -43,7 +43,7 @@ struct Transformer : PeerModel {
 // Buckets so small that there are several.
 const DistributedDataParallelOptions kSmallBuckets = {.bucket_cap_mb = 0.008, .first_bucket_cap_mb = 0.002};
 
-[[maybe_unused]] const bool added = [] {
+[[maybe_unused]] const bool models_added = [] {
   peer_cases()["mlp"] = {make_peer_model<Mlp>, kSmallBuckets};
   peer_cases()["lstm"] = {make_peer_model<Lstm>, kSmallBuckets};
   peer_cases()["transformer"] = {make_peer_model<Transformer>, kSmallBuckets};

@@ -22,7 +22,7 @@ struct Cnn : PeerModel {
                         nn::Linear(64, 5)};
 };
 
-[[maybe_unused]] const bool added = [] {
+[[maybe_unused]] const bool sync_batch_norm_added = [] {
   peer_cases()["sync_batch_norm"] = {.make = [](const ProcessGroup& group) -> std::shared_ptr<PeerModel> {
     auto model = std::make_shared<Cnn>();
     convert_sync_batchnorm(*model, group);

@@ -23,7 +23,7 @@ struct Heads : PeerModel {
   int head = 0;
 };
 
-[[maybe_unused]] const bool added = [] {
+[[maybe_unused]] const bool unused_added = [] {
   peer_cases()["unused"] = {make_peer_model<Heads>, {.bucket_cap_mb = 0.002, .find_unused_parameters = true}};
   return true;
 }();

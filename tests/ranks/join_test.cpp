@@ -17,11 +17,11 @@ using ddpkit::testing::check_same_bits_on_all_ranks;
 
 namespace {
 
-constexpr std::int64_t kWidth = 30;
+constexpr std::int64_t kFeatures = 30;
 
-torch::Tensor input(std::int64_t step, int rank) {
+torch::Tensor uneven_input(std::int64_t step, int rank) {
   torch::manual_seed(static_cast<std::uint64_t>(1000 * step + rank));
-  return torch::randn({4 + rank, kWidth}, torch::kDouble);
+  return torch::randn({4 + rank, kFeatures}, torch::kDouble);
 }
 
 /// Rank 0 has the fewest steps, so that the one whose buffers count otherwise leaves first.
@@ -30,26 +30,26 @@ std::int64_t steps_of(int rank) { return 2 + 2 * rank; }
 template <class Norm>
 torch::nn::Sequential make_model(const Norm& norm) {
   torch::manual_seed(3);
-  torch::nn::Sequential model(torch::nn::Linear(kWidth, kWidth), norm, torch::nn::Tanh(),
-                              torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Sequential model(torch::nn::Linear(kFeatures, kFeatures), norm, torch::nn::Tanh(),
+                              torch::nn::Linear(kFeatures, kFeatures));
   model->to(torch::kDouble);
   return model;
 }
 
 torch::nn::Sequential with_sync_batch_norm(const ProcessGroup& group) {
-  return make_model(ddpkit::SyncBatchNorm(torch::nn::BatchNormOptions(kWidth), group));
+  return make_model(ddpkit::SyncBatchNorm(torch::nn::BatchNormOptions(kFeatures), group));
 }
 
 /// One process that plays all ranks: those with inputs are normalised together, their gradients divided by `divisor`.
 torch::nn::Sequential train_alone(int ranks, bool divide_by_all) {
-  auto model = make_model(torch::nn::BatchNorm1d(kWidth));
+  auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (std::int64_t step = 0; step < steps_of(ranks - 1); ++step) {
     std::vector<torch::Tensor> inputs;
     std::vector<std::int64_t> rows;
     for (int r = 0; r < ranks; ++r) {
       if (step >= steps_of(r)) continue;
-      inputs.push_back(input(step, r));
+      inputs.push_back(uneven_input(step, r));
       rows.push_back(inputs.back().size(0));
     }
     const double divisor = divide_by_all ? ranks : static_cast<double>(inputs.size());
@@ -75,7 +75,7 @@ void train_joined(Model& model, ProcessGroup& group, const DistributedDataParall
       [&] {
         for (std::int64_t step = 0; step < steps_of(group.rank()); ++step, ++done) {
           optimizer.zero_grad();
-          ddp(input(step, group.rank())).pow(2).mean().backward();
+          ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
           optimizer.step();
         }
       },
@@ -105,7 +105,7 @@ RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[d
 }
 
 RANK_TEST("join: plain batch norm's buffers come from a rank that still trains", "[ddp][join]", 2, 3) {
-  auto model = make_model(torch::nn::BatchNorm1d(kWidth));
+  auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
   train_joined(model, group, {}, {});
   check_same_bits_on_all_ranks(group, *model);
   // Rank 0 has left after two steps; the last rank has gone on counting.
@@ -118,7 +118,7 @@ RANK_TEST("join: a rank without any input, and all ranks with the same number", 
     DistributedDataParallel ddp(model, group);
     ddpkit::join(ddp, [&] {
       for (std::int64_t step = 0; step < (even || group.rank() == 1 ? 3 : 0); ++step)
-        ddp(input(step, group.rank())).pow(2).mean().backward();
+        ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
     });
     check_same_bits_on_all_ranks(group, *model);
   }
@@ -137,7 +137,7 @@ RANK_TEST("join: an error in one rank's loop reaches the others", "[ddp][join]",
     ddpkit::join(ddp, [&] {
       for (std::int64_t step = 0; step < 3; ++step) {
         if (group.rank() == 1 && step == 1) throw std::runtime_error("bad sample");
-        ddp(input(step, group.rank())).pow(2).mean().backward();
+        ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
       }
     });
   };

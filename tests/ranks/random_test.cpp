@@ -17,7 +17,7 @@ using ddpkit::Work;
 
 namespace {
 
-constexpr int kRanks = 4;
+constexpr int kRandomRanks = 4;
 constexpr int kCollectives = 20000;
 
 std::uint64_t seed_of_this_run() {
@@ -196,12 +196,12 @@ class RandomRun {
 
 }  // namespace
 
-RANK_TEST("20000 random collectives", "[shm][random]", kRanks) {
+RANK_TEST("20000 random collectives", "[shm][random]", kRandomRanks) {
   const std::uint64_t seed = seed_of_this_run();
   std::cout << "seed " << seed << " (DDPKIT_TEST_SEED)" << std::endl;
   std::vector<Group> groups;
   const auto add = [&](const std::vector<int>& members) {
-    const auto part = members.size() == kRanks ? std::optional(group) : group.split(members);
+    const auto part = members.size() == kRandomRanks ? std::optional(group) : group.split(members);
     groups.push_back({part.value_or(group), members, part ? part->allocate({1 << 20}, at::kByte) : torch::Tensor()});
   };
   add({0, 1, 2, 3});

@@ -86,7 +86,7 @@ struct Counting {
   }
 };
 
-torch::nn::Sequential make_net() {
+torch::nn::Sequential make_har_net() {
   torch::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Conv1d(torch::nn::Conv1dOptions(9, 64, 5).padding(2)), torch::nn::ReLU(),
                                torch::nn::Conv1d(torch::nn::Conv1dOptions(64, 64, 5).padding(2)), torch::nn::ReLU(),
@@ -99,7 +99,7 @@ torch::nn::Sequential make_net() {
 TEST_CASE("DataParallel's replicas hold as much memory as each other under train_step", "[dp]") {
   const Counting counting;
   CountingAllocator& allocator = counting.counter;
-  auto net = make_net();
+  auto net = make_har_net();
   ddpkit::DataParallel dp(net, {.replicas = kReplicas, .arena = false});  // Which would come before the counting one.
   torch::optim::SGD optimizer(net->parameters(), 0.01);
   std::atomic<std::size_t> threads = 0;

@@ -1,0 +1,20 @@
+// Tier 1: nothing of torch. Sizes that options give in MiB.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+
+/// An option's mebibytes in bytes. Throws InvalidArgument, which names the option, unless it is positive and finite.
+inline std::size_t option_bytes(double mebibytes, const char* option) {
+  if (!(mebibytes > 0) || !std::isfinite(mebibytes))
+    throw InvalidArgument(fmt::format("{} is {} MiB, but must be positive", option, mebibytes));
+  return static_cast<std::size_t>(mebibytes * (1 << 20));
+}
+
+}  // namespace ddpkit
