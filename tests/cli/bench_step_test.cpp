@@ -167,9 +167,11 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
     REQUIRE(rows.contains(system));
     CHECK(rows[system]["wrong"] == "0");
   }
+#ifndef __SANITIZE_ADDRESS__  // It keeps back what is freed.
   // Weights and state are there once, not on each rank.
   CHECK(std::stoull(rows["ddpkit-shm-in-backward"]["memory_bytes"]) <
         std::stoull(rows["ddpkit-shm-fused"]["memory_bytes"]));
+#endif
 }
 
 TEST_CASE("A step's models train", "[bench]") {
