@@ -8,11 +8,7 @@
 #include <ddpkit/train/svg.h>
 
 namespace ddpkit::bench {
-namespace {
-
 namespace svg = train::svg;
-
-}  // namespace
 
 std::string draw_bars(const std::string& title, const std::string& y_label, const std::vector<BarGroup>& groups) {
   constexpr double kWidth = 640, kHeight = 420, kLeft = 70, kRight = 20, kTop = 50, kBottom = 70;

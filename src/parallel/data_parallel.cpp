@@ -61,13 +61,14 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
 
 std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::size_t replicas,
                                        const DataParallelOptions& options) {
-  if (options.arena_mb) option_bytes(*options.arena_mb, "arena_mb");
+  if (options.arena_mb) option_bytes(*options.arena_mb, "DataParallel: arena_mb");
   if (!options.arena || replicas < 2) return nullptr;
   std::size_t gradients = 0;
   for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
   const std::size_t wanted =
       std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), shm::available_memory() / 2);
-  return ArenaLease::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "arena_mb") : wanted);
+  return ArenaLease::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "DataParallel: arena_mb")
+                                                   : wanted);
 }
 
 /// Adds to a parameter's gradient as backward does.
@@ -91,8 +92,8 @@ DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const Da
       streams(devices),
       arena(streams.used() ? nullptr : open_arena(*module, devices.size(), options)),
       module_(std::move(module)),
-      first_bucket_bytes_(option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb")),
-      bucket_bytes_(option_bytes(options.bucket_cap_mb, "bucket_cap_mb")),
+      first_bucket_bytes_(option_bytes(options.first_bucket_cap_mb, "DataParallel: first_bucket_cap_mb")),
+      bucket_bytes_(option_bytes(options.bucket_cap_mb, "DataParallel: bucket_cap_mb")),
       broadcast_buffers_(options.broadcast_buffers),
       threads_(devices, threads_each < 1 ? throw InvalidArgument(fmt::format(
                                                "DataParallel: {} threads in a replica: at least 1", threads_each))
