@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <filesystem>
 #include <iostream>
@@ -42,12 +41,8 @@ int main(int argc, char** argv) try {
   torch::set_num_threads(1);
   const std::string model = argc > 1 ? argv[1] : "mlp-7.6m";
   int every = 100;
-  if (argc > 2) {
-    const std::string text = argv[2];
-    const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), every);
-    if (code != std::errc() || end != text.data() + text.size() || every < 1)
-      throw ddpkit::InvalidArgument("bench_checkpoint [MODEL [EVERY [FOLDER]]]");
-  }
+  if (argc > 2 && (!ddpkit::parse_number(argv[2], every) || every < 1))
+    throw ddpkit::InvalidArgument("bench_checkpoint [MODEL [EVERY [FOLDER]]]");
   const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
   const std::filesystem::path folder =
       std::filesystem::path(argc > 3 ? argv[3] : std::filesystem::temp_directory_path().string()) /

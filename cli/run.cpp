@@ -10,10 +10,10 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/parse_number.h>
 
 #include "commands.h"
 #include "doctor/gpus.h"
-#include "parse_number.h"
 
 namespace ddpkit::cli {
 namespace {

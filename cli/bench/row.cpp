@@ -4,8 +4,9 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/parse_number.h>
+
 #include "collective.h"
-#include "parse_number.h"
 
 namespace ddpkit::bench {
 namespace {

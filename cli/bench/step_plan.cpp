@@ -7,8 +7,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
-
-#include "parse_number.h"
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit::bench {
 namespace {

@@ -5,7 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "parse_number.h"
+#include <ddpkit/parse_number.h>
+
 #include "timing.h"
 
 namespace ddpkit::bench {

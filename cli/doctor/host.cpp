@@ -11,7 +11,7 @@
 
 #include <fmt/format.h>
 
-#include "parse_number.h"
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit::cli {
 namespace {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <optional>
@@ -13,6 +12,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/csv.h>
 #include <ddpkit/train/text.h>
@@ -35,9 +35,7 @@ constexpr double kLowestPrice = 1e-9, kHighestPrice = 1e12;
 
 std::optional<double> parse_double(std::string_view text) {
   double value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value)) return std::nullopt;
-  return value;
+  return ddpkit::parse_number(text, value) && std::isfinite(value) ? std::optional(value) : std::nullopt;
 }
 
 // Takes a number of exactly `digits` digits off `text`.

@@ -1,6 +1,5 @@
 #include "har/text_file.h"
 
-#include <charconv>
 #include <cmath>
 #include <fstream>
 #include <system_error>
@@ -9,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 
 namespace har {
 namespace {
@@ -18,9 +18,7 @@ constexpr std::string_view kBlanks = " \t\r\v\f";
 template <class T>
 std::optional<T> parse(std::string_view text) {
   T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
+  return ddpkit::parse_number(text, value) ? std::optional(value) : std::nullopt;
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ using ddpkit::optim::LearningRateScaling;
 using ddpkit::train::add_choice;
 using ddpkit::train::Choices;
 using ddpkit::train::name_in;
-using ddpkit::train::parse_number;
+using ddpkit::train::parse_whole_number;
 
 constexpr Choices<Balance, 3> kBalances = {
     {{"none", Balance::kNone}, {"loss", Balance::kLoss}, {"sampler", Balance::kSampler}}};
@@ -28,8 +28,8 @@ CLI::Range share(double most = 1) { return {0.0, most}; }
 CLI::Option* add_size(CLI::App& app, FrameSize& size, const std::string& description) {
   const auto parse = [&size](const std::string& text) {
     const std::size_t cross = text.find('x');
-    const auto width = parse_number(text.substr(0, cross));
-    const auto height = cross == std::string::npos ? width : parse_number(text.substr(cross + 1));
+    const auto width = parse_whole_number(text.substr(0, cross));
+    const auto height = cross == std::string::npos ? width : parse_whole_number(text.substr(cross + 1));
     if (!width || !height || *width < 16 || *height < 16 || *width > 4096 || *height > 4096)
       throw CLI::ValidationError("--size", "must be WIDTHxHEIGHT or one number for both, 16 to 4096, not " + text);
     size = {static_cast<int>(*width), static_cast<int>(*height)};

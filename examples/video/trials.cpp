@@ -21,7 +21,7 @@ namespace {
 
 using ddpkit::train::CsvRecord;
 using ddpkit::train::in_quotes;
-using ddpkit::train::parse_number;
+using ddpkit::train::parse_whole_number;
 
 constexpr std::array<const char*, 4> kColumns = {"video", "start_frame", "end_frame", "label"};
 
@@ -66,7 +66,7 @@ std::optional<std::string> read_trial(const CsvRecord& record, const std::array<
   trial.line = record.line;
   trial.video = trimmed(record.fields[places[0]]);
   if (trial.video.empty()) return "names no video";
-  const auto first = parse_number(record.fields[places[1]]), last = parse_number(record.fields[places[2]]);
+  const auto first = parse_whole_number(record.fields[places[1]]), last = parse_whole_number(record.fields[places[2]]);
   if (!first) return fmt::format("start_frame {} is no whole number", in_quotes(record.fields[places[1]]));
   if (!last) return fmt::format("end_frame {} is no whole number", in_quotes(record.fields[places[2]]));
   trial.first = *first;

@@ -34,4 +34,5 @@
 #include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 #include <ddpkit/parallel/timeline.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/version.h>

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit {
 namespace {
@@ -28,9 +29,7 @@ class Variables {
     const auto value = text(name);
     if (!value) return std::nullopt;
     int number = 0;
-    const char* end = value->data() + value->size();
-    const auto [stop, status] = std::from_chars(value->data(), end, number);
-    if (status != std::errc{} || stop != end)
+    if (!parse_number(*value, number))
       throw InvalidArgument(fmt::format("{} is \"{}\", which is not a whole number", name, *value));
     if (number < low || number > high) {
       throw InvalidArgument(high == std::numeric_limits<int>::max()

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <atomic>
-#include <charconv>
 #include <cstdlib>
 #include <string_view>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit {
 
@@ -18,8 +18,7 @@ std::optional<TimelineRequest> take_timeline_request() {
   TimelineRequest request{.path = path};
   if (const char* steps = std::getenv("DDPKIT_TIMELINE_STEPS")) {
     const std::string_view text = steps;
-    const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), request.steps);
-    if (status != std::errc{} || stop != text.data() + text.size() || request.steps == 0)
+    if (!parse_number(text, request.steps) || request.steps == 0)
       throw InvalidArgument(fmt::format("DDPKIT_TIMELINE_STEPS is \"{}\", but must be a positive number", text));
   }
   return request;

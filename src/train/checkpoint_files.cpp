@@ -1,7 +1,6 @@
 #include "checkpoint_files.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <string>
 #include <system_error>
@@ -11,6 +10,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/checkpoint.h>
 
@@ -33,9 +33,8 @@ std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) 
     const std::string name = entry.path().filename().string();
     if (!name.starts_with(start) || !name.ends_with(end) || name.size() <= start.size() + end.size()) continue;
     std::int64_t step = 0;
-    const char* last = name.data() + name.size() - end.size();
-    const auto [stop, code] = std::from_chars(name.data() + start.size(), last, step);
-    if (code == std::errc() && stop == last && step >= 0) found.emplace_back(step, entry.path());
+    const std::string_view number(name.data() + start.size(), name.size() - start.size() - end.size());
+    if (parse_number(number, step) && step >= 0) found.emplace_back(step, entry.path());
   }
   std::sort(found.rbegin(), found.rend());
   return found;

@@ -1,7 +1,6 @@
 #include <ddpkit/train/config.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -10,6 +9,7 @@
 #include <fmt/ranges.h>
 #include <yaml-cpp/yaml.h>
 
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 
@@ -22,13 +22,10 @@ constexpr const char* kCommandLine = "the command line";
 
 // Strict: the whole text, and no NaN or infinity.
 template <class T>
-std::optional<T> parse_number(const std::string& text) {
+std::optional<T> to_number(const std::string& text) {
   T value{};
-  const char* begin = text.data();
-  const char* end = begin + text.size();
-  if (text.size() > 1 && text[0] == '+') ++begin;
-  const auto [stop, error] = std::from_chars(begin, end, value);
-  if (error != std::errc() || stop != end) return std::nullopt;
+  const std::string_view digits = text;
+  if (!parse_number(digits.substr(text.size() > 1 && text[0] == '+' ? 1 : 0), value)) return std::nullopt;
   if constexpr (std::is_floating_point_v<T>) {
     if (!std::isfinite(value)) return std::nullopt;
   }
@@ -118,7 +115,7 @@ void Config::read(const std::string& key, int& value, const Range& range) {
 
 void Config::read(const std::string& key, std::int64_t& value, const Range& range) {
   if (const Entry* entry = find(key)) {
-    const auto number = parse_number<std::int64_t>(scalar(key, *entry));
+    const auto number = to_number<std::int64_t>(scalar(key, *entry));
     if (!number || !is_within(*number, range)) refuse(key, *entry, described(kWhole, range));
     value = *number;
   }
@@ -127,7 +124,7 @@ void Config::read(const std::string& key, std::int64_t& value, const Range& rang
 
 void Config::read(const std::string& key, std::uint64_t& value) {
   if (const Entry* entry = find(key)) {
-    const auto number = parse_number<std::uint64_t>(scalar(key, *entry));
+    const auto number = to_number<std::uint64_t>(scalar(key, *entry));
     if (!number) refuse(key, *entry, described(kWhole, {.least = 0}));
     value = *number;
   }
@@ -136,7 +133,7 @@ void Config::read(const std::string& key, std::uint64_t& value) {
 
 void Config::read(const std::string& key, double& value, const Range& range) {
   if (const Entry* entry = find(key)) {
-    const auto number = parse_number<double>(scalar(key, *entry));
+    const auto number = to_number<double>(scalar(key, *entry));
     if (!number || !is_within(*number, range)) refuse(key, *entry, described("a number", range));
     value = *number;
   }
@@ -162,7 +159,7 @@ void Config::read(const std::string& key, std::vector<std::int64_t>& value, cons
   if (const Entry* entry = find(key)) {
     value.clear();
     for (const std::string& text : entry->values) {
-      const auto number = parse_number<std::int64_t>(text);
+      const auto number = to_number<std::int64_t>(text);
       if (!number || !is_within(*number, range))
         refuse(key, *entry, fmt::format("a list, each {}", described(kWhole, range)));
       value.push_back(*number);

@@ -1,6 +1,5 @@
 #include <ddpkit/train/csv.h>
 
-#include <charconv>
 #include <fstream>
 #include <iterator>
 #include <system_error>
@@ -8,6 +7,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit::train {
 namespace {
@@ -103,15 +103,13 @@ std::string csv_field(std::string_view text) {
   return quoted + '"';
 }
 
-std::optional<long long> parse_number(std::string_view text) {
+std::optional<long long> parse_whole_number(std::string_view text) {
   constexpr std::string_view kBlanks = " \t";
   const std::size_t begin = text.find_first_not_of(kBlanks);
   if (begin == std::string_view::npos) return std::nullopt;
   text = text.substr(begin, text.find_last_not_of(kBlanks) - begin + 1);
   long long value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
+  return parse_number(text, value) ? std::optional(value) : std::nullopt;
 }
 
 }  // namespace ddpkit::train

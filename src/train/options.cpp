@@ -2,7 +2,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -11,6 +10,7 @@
 #include <fmt/format.h>
 #include <yaml-cpp/yaml.h>
 
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/main.h>
 
 namespace ddpkit::train {
@@ -93,20 +93,12 @@ class YamlConfig : public CLI::Config {
   const CLI::App* app_;
 };
 
-template <class T>
-std::optional<T> parse(const std::string& text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 // Strict: no NaN, no infinity, no trailing text.
 CLI::Validator positive_number() {
   return CLI::Validator(
       [](const std::string& text) {
-        const auto value = parse<double>(text);
-        if (value && std::isfinite(*value) && *value > 0) return std::string();
+        double value = 0;
+        if (parse_number(text, value) && std::isfinite(value) && value > 0) return std::string();
         return fmt::format("must be a number above 0, not {}", text);
       },
       "NUMBER > 0");
@@ -115,9 +107,10 @@ CLI::Validator positive_number() {
 CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
   return CLI::Validator(
       [least, most](const std::string& text) {
-        const auto value = parse<std::int64_t>(text);
-        if (!value || *value > most) return fmt::format("must be a whole number up to {}, not {}", most, text);
-        return *value < least ? fmt::format("must be at least {}, not {}", least, text) : std::string();
+        std::int64_t value = 0;
+        if (!parse_number(text, value) || value > most)
+          return fmt::format("must be a whole number up to {}, not {}", most, text);
+        return value < least ? fmt::format("must be at least {}, not {}", least, text) : std::string();
       },
       "");
 }

@@ -29,6 +29,6 @@ std::vector<CsvRecord> parse_csv(std::string_view text);
 std::string csv_field(std::string_view text);
 
 /// All of `text` as a whole number, blanks around it allowed; empty optional when it is anything else.
-std::optional<long long> parse_number(std::string_view text);
+std::optional<long long> parse_whole_number(std::string_view text);
 
 }  // namespace ddpkit::train

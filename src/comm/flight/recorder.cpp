@@ -10,12 +10,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 
 #include <ddpkit/comm/flight_recorder.h>
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit::flight {
 namespace {
@@ -28,9 +28,7 @@ int page_descriptor() noexcept {
   const char* text = std::getenv(kPageVariable);
   if (!text) return -1;
   int fd = -1;
-  const char* end = text + std::strlen(text);
-  const auto [stop, error] = std::from_chars(text, end, fd);
-  return error == std::errc() && stop == end ? fd : -1;
+  return parse_number(text, fd) ? fd : -1;
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+// Tier 0: the standard library only.
 #pragma once
 
 #include <charconv>
@@ -6,7 +7,8 @@
 
 namespace ddpkit {
 
-/// Whether the whole text is a number that fits into `number`.
+/// Whether the whole text is a number that fits into `number`, which is then set: digits as std::from_chars() takes
+/// them in the C locale, nothing before or behind them, no '+'. Of a floating-point `Number` also "inf" and "nan".
 template <typename Number>
 bool parse_number(std::string_view text, Number& number) {
   const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);
