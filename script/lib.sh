@@ -22,6 +22,8 @@ packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv 
           libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
 # Headers for the gloo backend, which is left out where a distribution lacks them.
 optional_packages=(libgloo-dev)
+# What is measured beside Python's PyTorch, and starts ranks in a test.
+peer_packages=(libopenmpi-dev openmpi-bin)
 
 say() { printf '%s\n' "$*" >&2; }
 
