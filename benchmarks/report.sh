@@ -183,20 +183,32 @@ write_report_of_gpus() {
   say "Written: ${report#"$root"/}"
 }
 
+# The machine and what it builds with. Cloud machines hide the processor's name: its model and its caches tell them apart.
+machine() {
+  awk -F '[[:space:]]*: ' '
+    FILENAME == "/proc/meminfo" { if ($1 == "MemTotal") memory = int($2 / 1048576 + 0.5); next }
+    /^$/ { exit }
+    { cpu[$1] = $2 }
+    END {
+      printf "%s (family %s, model %s, stepping %s)", cpu["model name"], cpu["cpu family"], cpu["model"], cpu["stepping"]
+      printf ", %s cores, %d GB of memory", cores, memory
+    }' cores="$(nproc)" /proc/meminfo /proc/cpuinfo
+  printf ', last-level cache %s; %s; LibTorch %s' "$(getconf LEVEL3_CACHE_SIZE | awk '{ printf "%.0f MB", $1 / 1048576 }')" \
+    "$(c++ --version | head -n 1)" "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
+}
+
 write_report() {
   {
     cat <<'EOF'
 # Performance
 
 What `script/bench all` wrote: every figure is of one run, on one machine, ddpkit and its peers on the same work, in turns. Ratios
-are what moves little from machine to machine: they come first, less is better, and `script/bench check` measures them anew and
-fails when one is over 15 % worse than here. [benchmarks.md](benchmarks.md) explains the columns.
+come first, less is better: they move less from machine to machine than times do, but move they do (a peer that waits in the kernel is
+dear on one machine and cheap on another). `script/bench check` measures them anew and fails when one is over 15 % worse than here; it
+says so when it runs on another machine. [benchmarks.md](benchmarks.md) explains the columns.
 
 EOF
-    printf 'Measured on %s: %s, %s cores, %s GB of memory; %s; LibTorch %s.\n\n' "$(date -u +%F)" \
-      "$(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo)" "$(nproc)" \
-      "$(awk '/^MemTotal:/ { printf "%.0f", $2 / 1048576 }' /proc/meminfo)" "$(c++ --version | head -n 1)" \
-      "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
+    printf 'Measured on %s: %s.\n\n' "$(date -u +%F)" "$(machine)"
     printf '## Ratios\n\n'
     ratios_table
     cat "$made/sections"
@@ -233,7 +245,8 @@ compare_ratios() {
 }
 
 check_ratios() {
-  local again
+  local again here there
+  here=$(machine)
   measure "${parts[@]}"
   # Something else may have run beside: what looks worse is measured once more, and the better figure counts.
   mapfile -t again < <(compare_ratios "$ratios" "$made/measured.tsv" parts)
@@ -245,6 +258,10 @@ check_ratios() {
     awk -F '\t' -v OFS='\t' '
       NR == FNR { second[$1] = $2; next }
       { print $1, ($1 in second && second[$1] < $2 ? second[$1] : $2), $3 }' "$made/second.tsv" "$made/first.tsv" >"$made/measured.tsv"
+  fi
+  there=$(sed -n 's/^Measured on [^:]*: \(.*\)\.$/\1/p;/^## On GPUs/q' "$report" | head -n 1)
+  if [ "$there" != "$here" ]; then
+    say "Compared with another machine, $there. This one: $here. What a peer takes beside ddpkit moves with the machine: for figures of this one, run script/bench all, then check again."
   fi
   compare_ratios "$ratios" "$made/measured.tsv" || die "ratios have worsened by over 15 % or are missing (above)"
 }
