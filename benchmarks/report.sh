@@ -194,7 +194,7 @@ machine() {
       printf ", %s cores, %d GB of memory", cores, memory
     }' cores="$(nproc)" /proc/meminfo /proc/cpuinfo
   printf ', last-level cache %s; %s; LibTorch %s' "$(getconf LEVEL3_CACHE_SIZE | awk '{ printf "%.0f MB", $1 / 1048576 }')" \
-    "$(c++ --version | head -n 1)" "$(sed -n 's/^torch_version=//p' "$root/script/lib.sh" | head -n 1)"
+    "$(c++ --version | head -n 1)" "$torch_version"
 }
 
 write_report() {
