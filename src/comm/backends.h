@@ -37,7 +37,10 @@ class OwnBackend : public AbortableBackend {
  public:
   /// All-reduce to the end, without the objects that c10d needs to wait for it later: half the time of a small one.
   virtual void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) = 0;
-  virtual void barrier_now() = 0;  ///< The same of a barrier.
+  /// The same of _allgather_base(), _reduce_scatter_base() and barrier(); tensors of any shape.
+  virtual void all_gather_now(const at::Tensor& output, const at::Tensor& input) = 0;
+  virtual void reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) = 0;
+  virtual void barrier_now() = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   /// Reduces dense tensors in symmetric memory where they stand, as one collective. Their number, sizes and types are
   /// the same on all ranks; where they lie may differ.

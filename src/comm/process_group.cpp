@@ -151,6 +151,7 @@ Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Ten
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
+  if (state_->own) return state_->own->all_gather_now(output, tensor);
   all_gather_into_async(output, tensor).wait();
 }
 
@@ -178,6 +179,7 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
+  if (state_->own) return state_->own->reduce_scatter_now(output, input, c10d_op(op));
   reduce_scatter_async(output, input, op).wait();
 }
 

@@ -44,17 +44,6 @@ ShmBackend::WorkPtr ShmBackend::work(PendingHandle pending, OpType type, Tensors
   return work(std::vector<PendingHandle>{std::move(pending)}, type, std::move(outputs), timeout);
 }
 
-/// Row r of a tensor that holds one `row` for each rank, whatever its shape.
-ShmBackend::Tensors ShmBackend::rows(const at::Tensor& stacked, const at::Tensor& row, const char* call) const {
-  check_tensor(stacked, call);
-  check_tensor(row, call);
-  if (stacked.scalar_type() != row.scalar_type() || stacked.numel() != row.numel() * size_ || !stacked.is_contiguous())
-    throw InvalidArgument(fmt::format(
-        "{}: the large tensor must be contiguous and hold {} times {} elements of {}, not {} of {}", call, size_,
-        row.numel(), c10::toString(row.scalar_type()), stacked.numel(), c10::toString(stacked.scalar_type())));
-  return stacked.detach().view({size_, row.numel()}).unbind(0);
-}
-
 PendingHandle ShmBackend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const at::Tensor input = contribution(op, tensor);
   Outputs outputs;
@@ -126,6 +115,15 @@ PendingHandle ShmBackend::start_all_gather(const Tensors& outputs, const at::Ten
   return engine_->post(std::move(request));
 }
 
+PendingHandle ShmBackend::start_all_gather(const at::Tensor& output, const at::Tensor& input) {
+  const at::Tensor dense = input.contiguous();
+  Request request = all_gather_request(output, dense);
+  Outputs results;
+  results.add(output);
+  results.attach_to(request, {dense});
+  return engine_->post(std::move(request));
+}
+
 ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   const at::Tensor input = only(inputs, "all_gather");
@@ -136,8 +134,7 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  return work(start_all_gather(rows(output, input, "all_gather"), input), OpType::_ALLGATHER_BASE, {output},
-              options.timeout);
+  return work(start_all_gather(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -166,10 +163,9 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
                                                                 const c10d::AllgatherOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
-  std::vector<Tensors> targets;
-  for (std::size_t i = 0; i < inputs.size(); ++i) targets.push_back(rows(outputs[i], inputs[i], "all_gather"));
+  for (std::size_t i = 0; i < inputs.size(); ++i) check_stacked(outputs[i], inputs[i], "all_gather");
   std::vector<PendingHandle> pending;
-  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(targets[i], inputs[i]));
+  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(outputs[i], inputs[i]));
   return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
 }
 
@@ -234,6 +230,16 @@ PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const T
   return engine_->post(std::move(request));
 }
 
+PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                               const c10d::ReduceOp& op) {
+  check_stacked(input, output, "reduce_scatter");
+  const at::Tensor dense = contribution(op, input);
+  Outputs results;
+  Request request = reduce_scatter_request(results.add(output), dense, op);
+  results.attach_to(request, {dense});
+  return engine_->post(std::move(request));
+}
+
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                const c10d::ReduceScatterOptions& options) {
   const at::Tensor output = only(outputs, "reduce_scatter");
@@ -245,19 +251,18 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return work(start_reduce_scatter(output, rows(input, output, "reduce_scatter"), options.reduceOp),
-              OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout);
+  return work(start_reduce_scatter(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
+              options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::ReduceScatterOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("reduce_scatter_tensor_coalesced: as many outputs as inputs are needed");
-  std::vector<Tensors> parts;
-  for (std::size_t i = 0; i < inputs.size(); ++i) parts.push_back(rows(inputs[i], outputs[i], "reduce_scatter"));
+  for (std::size_t i = 0; i < inputs.size(); ++i) check_stacked(inputs[i], outputs[i], "reduce_scatter");
   std::vector<PendingHandle> pending;
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    pending.push_back(start_reduce_scatter(outputs[i], parts[i], options.reduceOp));
+    pending.push_back(start_reduce_scatter(outputs[i], inputs[i], options.reduceOp));
   return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
 }
 

@@ -60,6 +60,8 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
                            const Ptr<Options>& options) override;
 
   void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
+  void all_gather_now(const at::Tensor& output, const at::Tensor& input) override;
+  void reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) override;
   void barrier_now() override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   WorkPtr all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) override;
@@ -71,12 +73,17 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
  private:
   shm::PendingHandle start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);
   shm::PendingHandle start_all_gather(const Tensors& outputs, const at::Tensor& input);
+  shm::PendingHandle start_all_gather(const at::Tensor& output, const at::Tensor& input);
   shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
+  shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
   WorkPtr start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results, c10d::OpType type,
                            std::chrono::milliseconds timeout);
   WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
-  Tensors rows(const at::Tensor& stacked, const at::Tensor& row, const char* call) const;
+  shm::Request all_gather_request(const at::Tensor& output, const at::Tensor& dense) const;
+  shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& dense,
+                                      const c10d::ReduceOp& op) const;
+  void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
   void check_peer(int peer, int tag, const char* call) const;
   WorkPtr work(shm::PendingHandle pending, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout) const;
   WorkPtr work(std::vector<shm::PendingHandle> pending, c10d::OpType type, Tensors outputs,

@@ -1,4 +1,5 @@
-// What the shm backend can do beyond c10d's contract: symmetric memory, and collectives where it lies.
+// What the shm backend can do beyond c10d's contract: collectives without c10d's objects, symmetric memory, and
+// collectives where it lies.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
@@ -28,6 +29,19 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
                 .input = tensor.data_ptr(),
                 .output = tensor.data_ptr(),
                 .numel = element_count(tensor)});
+}
+
+void ShmBackend::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
+  const at::Tensor dense = input.contiguous();
+  engine_->run(all_gather_request(output, dense));
+}
+
+void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  if (!output.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    engine_->wait(start_reduce_scatter(output, input, op));
+    return;
+  }
+  engine_->run(reduce_scatter_request(output, input, op));
 }
 
 void ShmBackend::barrier_now() { engine_->run({.kind = CollectiveKind::kBarrier}); }

@@ -111,44 +111,38 @@ class RandomRun {
     const std::string what = "collective " + std::to_string(number) + ", kind " + std::to_string(kind) + ", " +
                              std::to_string(numel) + " of " + c10::toString(dtype) + " in group " +
                              std::to_string(which);
+    // The same values in the group's symmetric memory. Now and then one rank alone has private memory.
+    bool in_symmetric = false;
+    const auto placed = [&](const torch::Tensor& values) {
+      in_symmetric = symmetric;
+      if (!symmetric || (mixed == 0 && me == 0)) return values;
+      const auto bytes = static_cast<std::int64_t>(values.nbytes());
+      return target.symmetric.narrow(0, 0, bytes).view(dtype).copy_(values);
+    };
     torch::Tensor actual, expected;
     Work work;
     switch (kind) {
       case 0:
       case 1:
-      case 2: {
-        actual = data_of(number, rank_, numel, dtype);
-        const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
-        // Now and then one rank alone has private memory.
-        if (symmetric && !(mixed == 0 && me == 0)) {
-          torch::Tensor place = target.symmetric.narrow(0, 0, bytes).view(dtype);
-          place.copy_(actual);
-          actual = place;
-        }
+      case 2:
+        actual = placed(data_of(number, rank_, numel, dtype));
         expected = reduced(everybody(numel), op);
         work = group.all_reduce_async(actual, op);
-        if (symmetric) {
-          // The memory is used again: not before this is over, on any rank.
-          pending_.push_back({work, actual, expected, what});
-          while (!pending_.empty()) finish_one();
-          return;
-        }
         break;
-      }
       case 3:
-        actual = data_of(number, rank_, numel, dtype);
+        actual = placed(data_of(number, rank_, numel, dtype));
         expected = data_of(number, target.members[static_cast<std::size_t>(root)], numel, dtype);
         work = group.broadcast_async(actual, root);
         break;
       case 4:
         actual = torch::empty({ranks * numel}, dtype);
         expected = torch::cat(everybody(numel));
-        work = group.all_gather_into_async(actual, data_of(number, rank_, numel, dtype));
+        work = group.all_gather_into_async(actual, placed(data_of(number, rank_, numel, dtype)));
         break;
       case 5:
         actual = torch::empty({numel}, dtype);
         expected = row(reduced(everybody(ranks * numel), op), me);
-        work = group.reduce_scatter_async(actual, data_of(number, rank_, ranks * numel, dtype), op);
+        work = group.reduce_scatter_async(actual, placed(data_of(number, rank_, ranks * numel, dtype)), op);
         break;
       case 6: {
         actual = torch::empty({ranks * numel}, dtype);
@@ -177,6 +171,8 @@ class RandomRun {
       }
     }
     pending_.push_back({work, actual, expected, what});
+    // That memory is used again: not before this is over, on any rank.
+    while (in_symmetric && !pending_.empty()) finish_one();
   }
 
   void finish_one() {
@@ -202,7 +198,7 @@ RANK_TEST("20000 random collectives", "[shm][random]", kRandomRanks) {
   std::vector<Group> groups;
   const auto add = [&](const std::vector<int>& members) {
     const auto part = members.size() == kRandomRanks ? std::optional(group) : group.split(members);
-    groups.push_back({part.value_or(group), members, part ? part->allocate({1 << 20}, at::kByte) : torch::Tensor()});
+    groups.push_back({part.value_or(group), members, part ? part->allocate({4 << 20}, at::kByte) : torch::Tensor()});
   };
   add({0, 1, 2, 3});
   add({0, 1});

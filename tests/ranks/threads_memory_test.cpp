@@ -89,7 +89,54 @@ void reduce_in_place(ProcessGroup& group) {
   while (!pending.empty()) finish_one();
 }
 
+/// Tensors that the others read where they lie, and that this rank writes again as soon as it may.
+void copy_from_where_they_lie(ProcessGroup& group) {
+  const int ranks = group.world_size(), me = group.rank();
+  constexpr std::int64_t kNumel = 9000;
+  const at::Tensor memory = group.allocate({ranks * kNumel}, at::kInt);
+  std::mt19937 shared(6);
+  for (int number = 0; number < 200; ++number) {
+    const auto mine = [=](std::int64_t i) { return value(number, me, i); };
+    const auto root = static_cast<int>(shared() % static_cast<unsigned>(ranks));
+    const std::string what = "call " + std::to_string(number);
+    switch (shared() % 3) {
+      case 0: {
+        const at::Tensor tensor = memory.narrow(0, me, kNumel);
+        fill(tensor, mine);
+        group.broadcast(tensor, root);
+        check(
+            tensor, [=](std::int64_t i) { return value(number, root, i); }, what);
+        break;
+      }
+      case 1: {
+        const at::Tensor all = at::empty({ranks * kNumel}, at::kInt);
+        fill(memory.narrow(0, 0, kNumel), mine);
+        group.all_gather_into(all, memory.narrow(0, 0, kNumel));
+        check(
+            all, [=](std::int64_t i) { return value(number, static_cast<int>(i / kNumel), i % kNumel); }, what);
+        break;
+      }
+      default: {
+        const at::Tensor part = at::empty({kNumel}, at::kInt);
+        fill(memory, mine);
+        group.reduce_scatter(part, memory);
+        const auto sum = [=](std::int64_t i) {
+          std::int32_t total = 0;
+          for (int r = 0; r < ranks; ++r) total += value(number, r, me * kNumel + i);
+          return total;
+        };
+        check(part, sum, what);
+        break;
+      }
+    }
+  }
+}
+
 }  // namespace
+
+TEST_CASE("ranks that are threads: tensors copied from where they lie", "[shm][threads]") {
+  for (const int ranks : {2, 3, 4}) on_threads(ranks, copy_from_where_they_lie);
+}
 
 TEST_CASE("ranks that are threads: tensors reduced where they stand", "[shm][threads]") {
   for (const int ranks : {2, 3, 4}) on_threads(ranks, reduce_in_place);

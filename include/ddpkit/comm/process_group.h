@@ -98,6 +98,7 @@ class ProcessGroup {
   at::Tensor all_gather(const at::Tensor& tensor) const;
 
   /// The same into `output`: contiguous, world_size * tensor.numel() elements, rank r's from r * tensor.numel() on.
+  /// `tensor` may be this rank's part of `output`.
   void all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const;
   /// all_gather_into(), begun.
   [[nodiscard]] Work all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const;
@@ -106,7 +107,7 @@ class ProcessGroup {
   void reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum) const;
 
   /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements;
-  /// both contiguous.
+  /// both contiguous. `output` may be this rank's part of `input`.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum) const;
   /// reduce_scatter(), begun.
   [[nodiscard]] Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,

@@ -55,7 +55,7 @@ struct CollectiveHeader {
   std::int32_t root;
   std::uint32_t pieces;       ///< Tensors of a coalesced collective, whose addresses are in RankBlock::pieces.
   std::uint64_t piece_sizes;  ///< A hash of their numbers of elements.
-  SymmetricAddress address;   ///< Of the tensor of an all-reduce.
+  SymmetricAddress address;   ///< Of the tensor that the others read.
 };
 
 /// A header in shared memory. Its owner writes the next one over it without asking who still reads it: a reader may get

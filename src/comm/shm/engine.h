@@ -140,6 +140,8 @@ class Engine {
   void copy_in(const Operation& operation, std::uint64_t ticket);
   void copy_others_slices(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
+  /// This rank's share of a collective whose tensors all ranks read, and write, where they lie.
+  void move_in_place(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void reduce_pieces_to_slices(const Operation& operation);
   /// Whether the result of a reduction comes to this rank: of a reduce, the root alone.

@@ -224,7 +224,7 @@ void Engine::copy_others_slices(const Operation& operation, std::uint64_t ticket
 }
 
 void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
-  if (operation.path == Path::kSymmetric) return reduce_in_place(operation);
+  if (operation.path == Path::kSymmetric) return move_in_place(operation);
   const Request& request = operation.request;
   const std::size_t size = operation.element_size();
   const Span chunk = chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket);

@@ -1,5 +1,6 @@
-// Collectives on symmetric memory: where the ranks' tensors lie, and reducing them there.
+// Collectives on symmetric memory: where the ranks' tensors lie, and reducing and copying them there.
 #include <algorithm>
+#include <cstring>
 
 #include <fmt/format.h>
 
@@ -11,6 +12,37 @@ namespace {
 
 /// Below this a tensor is staged even where all ranks share its memory: one exchange instead of two.
 constexpr std::size_t kStageBelow = 256;
+/// The same where nothing is added: what is staged is read by one exchange too, and a copy more of that little is
+/// cheap.
+constexpr std::size_t kStageCopiesBelow = std::size_t{4} << 10;
+
+struct Extent {
+  const void* data = nullptr;  ///< Null where there is nothing of the kind.
+  std::size_t bytes = 0;
+};
+
+/// What the other ranks read where it lies, if it lies where they can: one dense tensor.
+Extent given_to_others(const Operation& operation) {
+  const Request& request = operation.request;
+  const std::size_t piece = operation.bytes();
+  const bool adds = request.kind == CollectiveKind::kAllReduce || request.kind == CollectiveKind::kReduceScatter;
+  if (piece < (adds ? kStageBelow : kStageCopiesBelow)) return {};
+  switch (request.kind) {
+    case CollectiveKind::kAllReduce:
+      return request.input == request.output ? Extent{request.input, piece} : Extent{};
+    case CollectiveKind::kBroadcast:
+      return {request.output, piece};
+    case CollectiveKind::kAllGather:
+      return {request.input, piece};
+    case CollectiveKind::kReduceScatter:
+      for (std::size_t r = 0; r < request.inputs.size(); ++r) {
+        if (request.inputs[r] != static_cast<const std::byte*>(request.inputs[0]) + r * piece) return {};
+      }
+      return {request.inputs[0], piece * request.inputs.size()};
+    default:
+      return {};
+  }
+}
 
 }  // namespace
 
@@ -58,9 +90,8 @@ void Engine::locate(Operation& operation) {
     }
     return;
   }
-  if (request.kind == CollectiveKind::kAllReduce && request.input == request.output &&
-      operation.bytes() >= kStageBelow) {
-    auto located = locate(request.input, operation.bytes());
+  if (const Extent given = given_to_others(operation); given.data) {
+    auto located = locate(given.data, given.bytes);
     operation.header.address = located.address;
     if (located.segment) {
       operation.segments.push_back(std::move(located.segment));
@@ -82,7 +113,10 @@ void Engine::agree(Operation& operation) {
   operation.path = Path::kSymmetric;
   operation.parts.resize(pieces * ranks);
   for (std::size_t p = 0; p < pieces; ++p) {
-    const std::size_t bytes = (coalesced ? request.pieces[p].numel : request.numel) * operation.element_size();
+    // Of a reduce-scatter each rank's tensor holds a piece for each.
+    const std::size_t pieces_each = request.kind == CollectiveKind::kReduceScatter ? ranks : 1;
+    const std::size_t bytes =
+        coalesced ? request.pieces[p].numel * operation.element_size() : operation.bytes() * pieces_each;
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = block(static_cast<int>(r));
       const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
@@ -133,9 +167,46 @@ void Engine::reduce_pieces_to_slices(const Operation& operation) {
   }
 }
 
+void Engine::move_in_place(const Operation& operation) {
+  const Request& request = operation.request;
+  const auto self = static_cast<std::size_t>(rank_);
+  const auto ranks = static_cast<std::size_t>(world_size_);
+  switch (request.kind) {
+    case CollectiveKind::kBroadcast:
+      if (request.root != rank_)
+        std::memcpy(request.output, operation.parts[static_cast<std::size_t>(request.root)], operation.bytes());
+      break;
+    case CollectiveKind::kAllGather:
+      // Each begins with its own and goes on to the next rank's, so that not all read from one.
+      for (std::size_t i = 0; i < ranks; ++i) {
+        const std::size_t r = (self + i) % ranks;
+        if (request.outputs[r] != operation.parts[r])
+          std::memcpy(request.outputs[r], operation.parts[r], operation.bytes());
+      }
+      break;
+    case CollectiveKind::kReduceScatter: {
+      for (std::size_t r = 0; r < ranks; ++r)
+        parts_[r] = static_cast<std::byte*>(operation.parts[r]) + self * operation.bytes();
+      void* output = request.output;
+      reduce({.dtype = request.dtype,
+              .op = request.op,
+              .numel = request.numel,
+              .inputs = parts_.data(),
+              .input_count = parts_.size(),
+              .outputs = &output,
+              .output_count = 1});
+      break;
+    }
+    case CollectiveKind::kReduceScatterCoalesced:
+      reduce_pieces_to_slices(operation);
+      break;
+    default:
+      reduce_in_place(operation);
+  }
+}
+
 void Engine::reduce_in_place(const Operation& operation) {
   const Request& request = operation.request;
-  if (request.kind == CollectiveKind::kReduceScatterCoalesced) return reduce_pieces_to_slices(operation);
   const std::size_t size = operation.element_size();
   const std::size_t line = kCacheLine / size;
   const auto ranks = static_cast<std::size_t>(world_size_);

@@ -21,7 +21,9 @@ struct Operation : Pending {
   std::vector<std::shared_ptr<SymmetricSegment>> segments;
   std::vector<void*> parts;
   Path path = Path::kUnknown;
-  bool shared_reduce = false;  ///< Its tickets have a reduce step: each rank reduces a slice for all.
+  /// Its tickets have a reduce step, after which ranks wait for each other: each reduces a slice for all, or reads what
+  /// is the others'.
+  bool shared_reduce = false;
   std::uint64_t first_ticket = 0;
   std::uint64_t tickets = 0;
   std::uint64_t record = 0;       ///< The flight recorder's.
