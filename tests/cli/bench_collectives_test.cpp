@@ -18,10 +18,14 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
   const Folder folder;
   const std::string csv = folder / "rows.csv", plot = folder / "plot.svg";
   for (const std::string ranks : {"2", "3"}) {
-    const Run run = run_bench(folder, {"collectives", "-n", ranks, "--backend", "shm,limit", "-b", "4", "-e", "100K",
-                                       "-f", "64", "--iters", "20", "--warmup", "2", "--csv", csv, "--plot", plot});
+    const Run run = run_bench(
+        folder, {"collectives", "-n",    ranks, "--backend", "shm,limit", "-b",       "4",
+                 "-e",          "100K",  "-f",  "64",        "--iters",   "20",       "--warmup",
+                 "2",           "--csv", csv,   "--plot",    plot,        "--rounds", ranks == "2" ? "1" : "2"});
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
+    // Rounds give each row once.
+    CHECK((run.errors.find("round 2 of 2\n") != std::string::npos) == (ranks == "3"));
     const std::vector<std::string> lines = split(read_file(csv), '\n');
     REQUIRE(lines.size() > 10);
     CHECK(lines[0] == ddpkit::bench::kCsvHeader);
