@@ -65,6 +65,7 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(self.TOKENS, self.WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.02)  # As in step_models.cpp.
         self.position = nn.Parameter(0.02 * torch.randn(self.LENGTH, 1, self.WIDTH))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0) for _ in range(2)
