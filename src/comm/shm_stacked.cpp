@@ -42,7 +42,7 @@ void ShmBackend::check_stacked(const at::Tensor& stacked, const at::Tensor& part
         part.numel(), c10::toString(part.scalar_type()), stacked.numel(), c10::toString(stacked.scalar_type())));
 }
 
-/// `dense` must outlive the request, and be contiguous, as `output`.
+/// `dense` must outlive the request. Both are contiguous.
 Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tensor& dense) const {
   check_stacked(output, dense, "all_gather");
   auto outputs = parts_of<void*>(output, size_);
@@ -55,9 +55,9 @@ Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tenso
           .outputs = std::move(outputs)};
 }
 
+/// The same; the tensors have passed check_stacked().
 Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const at::Tensor& dense,
                                            const c10d::ReduceOp& op) const {
-  check_stacked(dense, output, "reduce_scatter");
   auto inputs = parts_of<const void*>(dense, size_);
   check_place(output, dense, inputs[static_cast<std::size_t>(rank_)],
               "reduce_scatter: the output may lie within the input only where this rank's part is");

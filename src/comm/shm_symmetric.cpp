@@ -41,6 +41,7 @@ void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& 
     engine_->wait(start_reduce_scatter(output, input, op));
     return;
   }
+  check_stacked(input, output, "reduce_scatter");
   engine_->run(reduce_scatter_request(output, input, op));
 }
 

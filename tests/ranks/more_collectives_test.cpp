@@ -7,18 +7,15 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "ranks/parts.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::ReduceOp;
+using ddpkit::testing::part;
 
 namespace {
-
-torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
-  torch::manual_seed(static_cast<std::uint64_t>(2000 + rank));
-  return torch::randint(0, 100, sizes, at::kLong).to(dtype);
-}
 
 torch::Tensor sum_of_parts(int ranks, at::IntArrayRef sizes) {
   torch::Tensor sum = part(0, sizes);

@@ -3,21 +3,18 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "ranks/parts.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::ReduceOp;
+using ddpkit::testing::part;
 
 namespace {
 
-// On both sides of what is staged even so (16 KiB).
-const std::vector<std::int64_t> kSizes = {0, 1, 4095, 4096, 65537, 300001};
-
-torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
-  torch::manual_seed(static_cast<std::uint64_t>(3000 + rank));
-  return torch::randint(0, 100, sizes, at::kLong).to(dtype);
-}
+// On both sides of what is staged even so: below 256 bytes what is added, below 4 KiB what is copied.
+const std::vector<std::int64_t> kSizes = {0, 1, 63, 64, 1023, 1024, 4095, 4096, 65537, 300001};
 
 torch::Tensor stacked_parts(int ranks, at::IntArrayRef sizes) {
   std::vector<torch::Tensor> parts;

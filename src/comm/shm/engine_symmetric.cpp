@@ -44,6 +44,17 @@ Extent given_to_others(const Operation& operation) {
   }
 }
 
+/// Reduces every rank's part, of `numel` elements, into `output`.
+void reduce_parts(const Request& request, const std::vector<void*>& parts, std::size_t numel, void* output) {
+  reduce({.dtype = request.dtype,
+          .op = request.op,
+          .numel = numel,
+          .inputs = parts.data(),
+          .input_count = parts.size(),
+          .outputs = &output,
+          .output_count = 1});
+}
+
 }  // namespace
 
 Engine::Located Engine::locate(const void* data, std::size_t bytes) const {
@@ -113,10 +124,8 @@ void Engine::agree(Operation& operation) {
   operation.path = Path::kSymmetric;
   operation.parts.resize(pieces * ranks);
   for (std::size_t p = 0; p < pieces; ++p) {
-    // Of a reduce-scatter each rank's tensor holds a piece for each.
-    const std::size_t pieces_each = request.kind == CollectiveKind::kReduceScatter ? ranks : 1;
     const std::size_t bytes =
-        coalesced ? request.pieces[p].numel * operation.element_size() : operation.bytes() * pieces_each;
+        coalesced ? request.pieces[p].numel * operation.element_size() : given_to_others(operation).bytes;
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = block(static_cast<int>(r));
       const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
@@ -156,14 +165,7 @@ void Engine::reduce_pieces_to_slices(const Operation& operation) {
     if (slice.count == 0) continue;
     for (std::size_t r = 0; r < ranks; ++r)
       parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + slice.begin * size;
-    void* const output = request.pieces[p].slice;
-    reduce({.dtype = request.dtype,
-            .op = request.op,
-            .numel = slice.count,
-            .inputs = parts_.data(),
-            .input_count = parts_.size(),
-            .outputs = &output,
-            .output_count = 1});
+    reduce_parts(request, parts_, slice.count, request.pieces[p].slice);
   }
 }
 
@@ -184,19 +186,11 @@ void Engine::move_in_place(const Operation& operation) {
           std::memcpy(request.outputs[r], operation.parts[r], operation.bytes());
       }
       break;
-    case CollectiveKind::kReduceScatter: {
+    case CollectiveKind::kReduceScatter:
       for (std::size_t r = 0; r < ranks; ++r)
         parts_[r] = static_cast<std::byte*>(operation.parts[r]) + self * operation.bytes();
-      void* output = request.output;
-      reduce({.dtype = request.dtype,
-              .op = request.op,
-              .numel = request.numel,
-              .inputs = parts_.data(),
-              .input_count = parts_.size(),
-              .outputs = &output,
-              .output_count = 1});
+      reduce_parts(request, parts_, request.numel, request.output);
       break;
-    }
     case CollectiveKind::kReduceScatterCoalesced:
       reduce_pieces_to_slices(operation);
       break;
