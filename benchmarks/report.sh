@@ -101,12 +101,12 @@ measure_crowded() {
   note_collectives "$made/crowded.csv"
 }
 measure_sgd() {
-  section "A step with SGD, over model sizes" step --peers --backend shm \
+  section "A step with SGD, over model sizes" step --peers --starts 3 --backend shm \
     --model mlp-10k,mlp-106k,mlp-1m,mlp-7.6m,cnn,lstm,transformer --csv "$made/sgd.csv"
   note_steps "$made/sgd.csv"
 }
 measure_adamw() {
-  section "A step with AdamW, by how weights are updated" step --peers --backend shm --optimizer adamw \
+  section "A step with AdamW, by how weights are updated" step --peers --starts 3 --backend shm --optimizer adamw \
     --model mlp-106k,mlp-7.6m --csv "$made/adamw.csv"
   note_steps "$made/adamw.csv"
 }
@@ -245,9 +245,10 @@ compare_ratios() {
 }
 
 check_ratios() {
-  local again here there
+  local has_ratios again here there
   here=$(machine)
-  measure "${parts[@]}"
+  mapfile -t has_ratios < <(printf '%s\n' "${parts[@]}" | grep -Fxf <(cut -f 3 "$ratios"))
+  measure "${has_ratios[@]}"
   # Something else may have run beside: what looks worse is measured once more, and the better figure counts.
   mapfile -t again < <(compare_ratios "$ratios" "$made/measured.tsv" parts)
   if [ ${#again[@]} -gt 0 ]; then

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <set>
 #include <tuple>
 
 #include <fmt/format.h>
@@ -135,9 +136,9 @@ class Bench {
       std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
   }
 
-  /// A backend that is not here ends the command only when it was asked for by name.
-  int leave_out(const std::string& backend, const std::string& reason) const {
-    std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
+  /// A backend that is not here ends the command only when it was asked for by name. Said in one round, not in each.
+  int leave_out(const std::string& backend, const std::string& reason) {
+    if (left_out_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
     return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;
   }
 
@@ -194,6 +195,7 @@ class Bench {
   const Options& options_;
   std::ofstream csv_;
   std::vector<Row> rows_;
+  std::set<std::string> left_out_;
 };
 
 }  // namespace

@@ -128,6 +128,11 @@ void add_bench_step(CLI::App& bench, std::function<int()>& run) {
   command->add_option("--steps", plan.steps, "Timed steps of each system (default: what 1.5 s hold)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
+  command
+      ->add_option("--starts", options->step.starts,
+                   "Times to start all processes anew, over which the rounds are spread (default: 1)")
+      ->check(CLI::Range(1, 100))
+      ->type_name("N");
   command->add_flag(
       "--peers", options->step.peers,
       "Measure Python's DistributedDataParallel too, with Gloo or NCCL, by the Python that DDPKIT_PEER_PYTHON names");

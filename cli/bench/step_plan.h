@@ -26,6 +26,8 @@ struct StepPlan {
 
 /// Rounds in which the systems take turns, so that a disturbance of the machine meets all of them.
 inline constexpr int kRounds = 10;
+/// At least so many for each start.
+inline constexpr int kRoundsAStart = 4;
 /// How long one system's turn lasts, about.
 inline constexpr double kTurnSeconds = 0.15;
 

@@ -19,7 +19,7 @@
 namespace ddpkit::bench {
 namespace {
 
-/// One that is measured: a row of the table.
+/// One that is measured, as it has been started: a row of the table.
 struct System {
   std::string name;
   std::string bucket_cap_mb;
@@ -27,8 +27,13 @@ struct System {
   bool together = true;
   int ranks = 1;       ///< Processes that take its turn at once.
   bool roams = false;  ///< Takes its turns on one core after the other.
-  int steps = 1;       ///< A turn.
-  StepSeries series = {};
+};
+
+/// What all its starts have found.
+struct Measured {
+  int steps = 0;  ///< A turn; 0: not chosen yet.
+  StepSeries series;
+  std::vector<StepEnd> ends;  ///< Of each rank of each start.
 };
 
 /// What is measured of one model.
@@ -38,29 +43,27 @@ class ModelBench {
 
   /// Nothing: a backend that was asked for is not here.
   std::optional<std::vector<StepRow>> run() {
-    if (!start()) return std::nullopt;
-    const int rounds = options_.plan.steps > 0 ? std::min(kRounds, options_.plan.steps) : kRounds;
-    std::cerr << fmt::format("{}: warming up\n", model_);
-    for (System& system : systems_) choose_steps(system, rounds);
-    std::cerr << fmt::format("{}: {} systems take turns in {} rounds\n", model_, systems_.size(), rounds);
-    const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
-    for (int round = 0; round < rounds; ++round) {
-      if (is_terminal) std::cerr << fmt::format("{}: round {} of {}\r", model_, round + 1, rounds);
-      // Nobody always comes behind the same neighbour.
-      for (std::size_t i = 0; i < systems_.size(); ++i) {
-        System& system = systems_[(i + static_cast<std::size_t>(round)) % systems_.size()];
-        const int warmup = std::clamp(system.steps / 10, 1, 20);
-        system.series.add_turn(turn(system, round, warmup, system.steps), system.together);
-      }
+    const int starts = options_.starts, steps = options_.plan.steps;
+    int rounds = std::max(kRounds, kRoundsAStart * starts);
+    if (steps > 0) rounds = std::clamp(steps, starts, rounds);
+    for (int start = 0; start < starts; ++start) {
+      systems_.clear();  // Their ranks end before others start.
+      std::cerr << fmt::format("{}: starting the ranks{}\n", model_,
+                               starts > 1 ? fmt::format(", {} of {} times", start + 1, starts) : "");
+      if (!start_all()) return std::nullopt;
+      measured_.resize(systems_.size());
+      std::cerr << fmt::format("{}: warming up\n", model_);
+      for (std::size_t i = 0; i < systems_.size(); ++i) warm_up(i, rounds);
+      take_turns(start * rounds / starts, (start + 1) * rounds / starts, rounds);
+      for (std::size_t i = 0; i < systems_.size(); ++i) take_ends(i);
     }
     std::vector<StepRow> rows;
-    for (const System& system : systems_) rows.push_back(row_of(system));
+    for (std::size_t i = 0; i < systems_.size(); ++i) rows.push_back(row_of(systems_[i], measured_[i]));
     return rows;
   }
 
  private:
-  bool start() {
-    std::cerr << fmt::format("{}: starting the ranks\n", model_);
+  bool start_all() {
     const int ranks = options_.plan.ranks;
     const std::vector<std::string> updates = updates_of(options_.plan);
     const auto has = [&](const char* update) {
@@ -156,21 +159,42 @@ class ModelBench {
                                                       .no_backend_prefix = std::string(kReason)});
   }
 
-  /// As many as fill a turn, by a turn that nobody counts: it is also what warms the system up.
-  void choose_steps(System& system, int rounds) const {
+  /// By a turn that nobody counts, which also says how many steps fill one.
+  void warm_up(std::size_t i, int rounds) {
+    const System& system = systems_[i];
+    int& steps = measured_[i].steps;
     if (options_.plan.steps > 0) {
-      system.steps = (options_.plan.steps + rounds - 1) / rounds;
+      steps = (options_.plan.steps + rounds - 1) / rounds;
       turn(system, 0, 1, 1);
       return;
     }
-    const auto measured_us = [&](int warmup, int steps) {
+    const auto measured_us = [&](int warmup, int count) {
       StepSeries series;
-      series.add_turn(turn(system, 0, warmup, steps), system.together);
+      series.add_turn(turn(system, 0, warmup, count), system.together);
       return series.us();
     };
     const auto fill = [](double us) { return std::clamp(static_cast<int>(kTurnSeconds * 1e6 / us), 2, 2000); };
-    system.steps = fill(measured_us(2, 3));
-    system.steps = fill(measured_us(1, system.steps));
+    const bool is_first = steps == 0;
+    const int guess = is_first ? fill(measured_us(2, 3)) : steps;
+    const double us = measured_us(1, guess);
+    if (is_first) steps = fill(us);
+  }
+
+  /// The rounds from `begin` to before `end`.
+  void take_turns(int begin, int end, int rounds) {
+    std::cerr << fmt::format("{}: {} systems take turns in {} rounds\n", model_, systems_.size(), end - begin);
+    const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
+    for (int round = begin; round < end; ++round) {
+      if (is_terminal) std::cerr << fmt::format("{}: round {} of {}\r", model_, round + 1, rounds);
+      // Nobody always comes behind the same neighbour.
+      for (std::size_t i = 0; i < systems_.size(); ++i) {
+        const std::size_t next = (i + static_cast<std::size_t>(round)) % systems_.size();
+        const System& system = systems_[next];
+        Measured& measured = measured_[next];
+        const int warmup = std::clamp(measured.steps / 10, 1, 20);
+        measured.series.add_turn(turn(system, round, warmup, measured.steps), system.together);
+      }
+    }
   }
 
   static std::vector<StepTurn> turn(const System& system, int round, int warmup, int steps) {
@@ -185,28 +209,31 @@ class ModelBench {
     return turns;
   }
 
-  StepRow row_of(const System& system) const {
-    std::vector<StepEnd> ends;
-    for (const std::string& line : system.workers->ask_all("end")) {
+  void take_ends(std::size_t i) {
+    for (const std::string& line : systems_[i].workers->ask_all("end")) {
       const auto end = parse_step_end(line);
-      if (!end) throw Error(fmt::format("{} answered \"{}\" when asked for its end", system.name, line));
-      ends.push_back(*end);
+      if (!end) throw Error(fmt::format("{} answered \"{}\" when asked for its end", systems_[i].name, line));
+      measured_[i].ends.push_back(*end);
     }
+  }
+
+  StepRow row_of(const System& system, const Measured& measured) const {
     return {.system = system.name,
             .model = model_,
             .optimizer = options_.plan.optimizer,
             .batch = options_.plan.batch,
             .ranks = system.ranks,
             .bucket_cap_mb = system.bucket_cap_mb,
-            .us = system.series.us(),
-            .ratio_to_alone = system.series.ratio_to(systems_[0].series),
-            .exposed_us = system.series.exposed_us(),
-            .end = over_ranks(ends)};
+            .us = measured.series.us(),
+            .ratio_to_alone = measured.series.ratio_to(measured_[0].series),
+            .exposed_us = measured.series.exposed_us(),
+            .end = over_ranks(measured.ends)};
   }
 
   const StepOptions& options_;
   std::string model_;
-  std::vector<System> systems_;
+  std::vector<System> systems_;     ///< Of this start.
+  std::vector<Measured> measured_;  ///< [system]
 };
 
 }  // namespace

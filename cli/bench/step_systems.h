@@ -19,6 +19,9 @@ struct StepOptions {
   std::vector<std::string> backends = {};  ///< Of DistributedDataParallel.
   bool backends_asked_for = false;         ///< By name: then one that is not here is an error.
   bool peers = false;                      ///< Python's DistributedDataParallel too.
+  /// Times that every system's processes are started anew, over which the rounds are spread. Part of what a step takes
+  /// stays with a process until it ends: where its memory came to lie, on which core its threads sleep.
+  int starts = 1;
 };
 
 /// Starts every system's ranks for this model and lets them take turns on the cores; progress goes to stderr.

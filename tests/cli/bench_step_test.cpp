@@ -40,16 +40,28 @@ std::vector<std::map<std::string, std::string>> rows_of(const std::string& csv) 
   return rows;
 }
 
+struct MeasuredSteps {
+  Run run;
+  std::vector<std::map<std::string, std::string>> rows;
+};
+
+/// `ddpkit bench step OPTIONS`, which must succeed.
+MeasuredSteps measure_steps(const Folder& folder, std::vector<std::string> options) {
+  const std::string csv = folder / "rows.csv";
+  options.insert(options.begin(), "step");
+  options.insert(options.end(), {"--csv", csv});
+  const Run run = run_bench(folder, options);
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  return {run, rows_of(csv)};
+}
+
 }  // namespace
 
 TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bucket caps", "[bench]") {
   const Folder folder;
-  const std::string csv = folder / "rows.csv";
-  const Run run = run_bench(folder, {"step", "--model", "mlp-10k,cnn", "--backend", "shm", "--steps", "4",
-                                     "--bucket-cap-mb", "default,0.001,one", "--csv", csv});
-  INFO(run.errors);
-  REQUIRE(run.exit_code == 0);
-  const auto rows = rows_of(csv);
+  const auto [run, rows] = measure_steps(
+      folder, {"--model", "mlp-10k,cnn", "--backend", "shm", "--steps", "4", "--bucket-cap-mb", "default,0.001,one"});
   REQUIRE(rows.size() == 12);
   REQUIRE(run.lines.size() == rows.size() + 2);  // A head of two lines.
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -80,12 +92,8 @@ TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bu
 
 TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optimizer", "[bench]") {
   const Folder folder;
-  const std::string csv = folder / "rows.csv";
-  const Run run = run_bench(folder, {"step", "--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--update",
-                                     "torch", "--optimizer", "adamw", "--steps", "2", "--csv", csv});
-  INFO(run.errors);
-  REQUIRE(run.exit_code == 0);
-  auto rows = rows_of(csv);
+  auto [run, rows] = measure_steps(folder, {"--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--update",
+                                            "torch", "--optimizer", "adamw", "--steps", "2"});
   const bool has_gloo = run.errors.find("gloo left out: ") == std::string::npos;
   REQUIRE(rows.size() == (has_gloo ? 5 : 4));
   for (auto& row : rows) {
@@ -113,6 +121,7 @@ TEST_CASE("ddpkit bench step refuses wrong options in one sentence, before it me
       {{"--batch", "0"}, "0 not in range"},
       {{"--ranks", "0"}, "0 not in range"},
       {{"--steps", "0"}, "0 not in range"},
+      {{"--starts", "0"}, "0 not in range"},
       {{"--optimizer", "lion"}, "lion"},
       {{"--bucket-cap-mb", "0"}, "\"0\" is no bucket cap"},
       {{"--bucket-cap-mb", "25M"}, "\"25M\" is no bucket cap"},
@@ -153,13 +162,10 @@ RANK_TEST("bench step counts weights that differ between ranks in any bit", "[be
 
 TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
   const Folder folder;
-  const std::string csv = folder / "rows.csv";
-  const Run run = run_bench(
-      folder, {"step", "--model", "mlp-1m", "--backend", "shm", "--steps", "4", "--optimizer", "adamw", "--csv", csv});
-  INFO(run.errors);
-  REQUIRE(run.exit_code == 0);
+  const MeasuredSteps measured =
+      measure_steps(folder, {"--model", "mlp-1m", "--backend", "shm", "--steps", "4", "--optimizer", "adamw"});
   std::map<std::string, std::map<std::string, std::string>> rows;
-  for (const auto& row : rows_of(csv)) rows[row.at("system")] = row;
+  for (const auto& row : measured.rows) rows[row.at("system")] = row;
   CHECK(rows.size() == 8);
   for (const std::string system : {"alone", "alone-barrier", "alone-fused", "ddpkit-shm", "ddpkit-shm-fused",
                                    "ddpkit-shm-sharded", "ddpkit-shm-in-backward"}) {
@@ -172,6 +178,23 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
   CHECK(std::stoull(rows["ddpkit-shm-in-backward"]["memory_bytes"]) <
         std::stoull(rows["ddpkit-shm-fused"]["memory_bytes"]));
 #endif
+}
+
+TEST_CASE("ddpkit bench step starts its processes anew", "[bench]") {
+  const Folder folder;
+  const auto [run, rows] =
+      measure_steps(folder, {"--model", "mlp-10k", "--backend", "shm", "--steps", "5", "--starts", "2"});
+  CHECK_THAT(run.errors, ContainsSubstring("starting the ranks, 1 of 2 times") &&
+                             ContainsSubstring("starting the ranks, 2 of 2 times") &&
+                             ContainsSubstring("4 systems take turns in 2 rounds") &&
+                             ContainsSubstring("4 systems take turns in 3 rounds"));
+  REQUIRE(rows.size() == 4);
+  CHECK(rows[0].at("ratio_to_alone") == "1.0000");
+  CHECK(rows[3].at("system") == "ddpkit-shm");
+  for (const auto& row : rows) {
+    CHECK(std::stod(row.at("us")) > 0);
+    CHECK(row.at("wrong") == "0");
+  }
 }
 
 TEST_CASE("A step's models train", "[bench]") {
@@ -233,12 +256,8 @@ TEST_CASE("Workers that end early, or lack their backend, are an error that says
 TEST_CASE("ddpkit bench measures on a GPU", "[bench][gpu]") {
   NEEDS_GPU();
   const Folder folder;
-  const std::string csv = folder / "rows.csv";
-  const Run run = run_bench(
-      folder, {"step", "--device", "cuda", "-n", "1", "--model", "mlp-10k,transformer", "--steps", "4", "--csv", csv});
-  INFO(run.errors);
-  REQUIRE(run.exit_code == 0);
-  const auto rows = rows_of(csv);
+  const auto rows =
+      measure_steps(folder, {"--device", "cuda", "-n", "1", "--model", "mlp-10k,transformer", "--steps", "4"}).rows;
   const std::vector<std::string> systems = {"alone",       "alone-fused",       "alone-graphed",
                                             "ddpkit-nccl", "ddpkit-nccl-fused", "ddpkit-nccl-graphed"};
   REQUIRE(rows.size() == 2 * systems.size());
