@@ -101,7 +101,7 @@ TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits
   const std::int64_t steps = ddpkit::train::read_checkpoint_info(whole / "checkpoint.pt").step / 5;
   bool was_within = false;
   const auto runs = run_until_not_killed(
-      2, 0.4, 0.15, [&](const Kill& kill) { return run_asr(2, arguments(killed), kill); },
+      2, undisturbed, [&](const Kill& kill) { return run_asr(2, arguments(killed), kill); },
       [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
       killed / "checkpoint.pt");
   CHECK(runs.kills > 0);

@@ -71,9 +71,10 @@ TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits
     const auto arguments = [&](const Folder& folder) {
       return with({"--num-episodes", std::to_string(8 * ranks * 40), "--save-dir", folder.path()});
     };
-    REQUIRE(run_clstm_ppo(ranks, arguments(whole)).exit_code == 0);
+    const Run undisturbed = run_clstm_ppo(ranks, arguments(whole));
+    REQUIRE(undisturbed.exit_code == 0);
     const auto runs = run_until_not_killed(
-        ranks, 0.5, 0.3, [&](const Kill& kill) { return run_clstm_ppo(ranks, arguments(killed), kill); });
+        ranks, undisturbed, [&](const Kill& kill) { return run_clstm_ppo(ranks, arguments(killed), kill); });
     CHECK(runs.kills > 0);
     CHECK(same_bits(weights_of(whole), weights_of(killed)));
   }
@@ -97,20 +98,27 @@ TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same 
   const auto arguments = [&](const Folder& folder) {
     return with({"--num-episodes", "640", "--save-dir", folder.path()});
   };
-  REQUIRE(run_clstm_ppo(2, arguments(whole)).exit_code == 0);
+  const Run undisturbed = run_clstm_ppo(2, arguments(whole));
+  REQUIRE(undisturbed.exit_code == 0);
+  const auto path = parts / "checkpoint.pt";
   int stops = 0;
   for (Run run;;) {
-    run = run_clstm_ppo(2, arguments(parts), Kill{.rank = 1, .after_seconds = 0.8 + 0.4 * stops, .signal = SIGTERM});
+    // The first time as soon as a round has been kept.
+    run = run_clstm_ppo(2, arguments(parts),
+                        Kill{.rank = 1,
+                             .after_seconds = disturbed_after(undisturbed, stops),
+                             .signal = SIGTERM,
+                             .at_write_of = stops == 0 ? &path : nullptr});
     INFO(run.errors);
     // A signal that comes before the trainer looks for it ends the process as it ends any.
     if (run.exit_code != 0) CHECK(run.exit_code == 143);
     if (run.exit_code == 0 && !run.lines.empty() && run.lines.back().starts_with("test return")) break;
     if (run.exit_code == 0) {
       CHECK_THAT(run.errors, ContainsSubstring("clstm_ppo: stopped by SIGTERM after step"));
-      const auto path = parts / "checkpoint.pt";
       const auto kept = std::filesystem::exists(path) ? ddpkit::train::read_checkpoint_info(path).step : 0;
       CHECK_THAT(run.errors, ContainsSubstring(fmt::format("after step {};", kept)));
     }
+    if (stops == 0) CHECK(run.exit_code == 0);
     REQUIRE(++stops < 30);
   }
   CHECK(stops > 0);

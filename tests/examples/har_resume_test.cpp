@@ -71,9 +71,9 @@ TEST_CASE("a run killed anywhere and started again ends with the weights of one 
       const auto arguments = [&](const Folder& folder) {
         return Arguments{"--data", data, "--epochs", "12", "--save-dir", folder.path()};
       };
-      REQUIRE(run_har(ranks, arguments(whole)).exit_code == 0);
-      // A rank needs about 0.3 s to start.
-      const auto runs = run_until_not_killed(ranks, 0.3, 0.13,
+      const Run undisturbed = run_har(ranks, arguments(whole));
+      REQUIRE(undisturbed.exit_code == 0);
+      const auto runs = run_until_not_killed(ranks, undisturbed,
                                              [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); });
       CHECK(runs.kills > 0);
       const har::ModelOptions model = data == generated() ? har::ModelOptions{.channels = 9, .steps = 64, .classes = 6}
@@ -110,7 +110,7 @@ TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[
     REQUIRE(undisturbed.exit_code == 0);
     bool was_within = false;
     const auto runs = run_until_not_killed(
-        ranks, 0.35, 0.1, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
+        ranks, undisturbed, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
         [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", 120 / ranks / 10); },
         killed / "checkpoint.pt");
     CHECK(was_within);

@@ -16,11 +16,12 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
     const auto arguments = [&](const Folder& folder) {
       return joined(quick(), {"--epochs", "10", "--checkpoint-steps", "1", "--save-dir", folder.path()});
     };
-    REQUIRE(run_video(ranks, arguments(whole)).exit_code == 0);
+    const Run undisturbed = run_video(ranks, arguments(whole));
+    REQUIRE(undisturbed.exit_code == 0);
     const std::int64_t steps = ddpkit::train::read_checkpoint_info(whole / "checkpoint.pt").step / 10;
     bool was_within = false;
     const auto runs = run_until_not_killed(
-        ranks, 0.5, 0.3, [&](const Kill& kill) { return run_video(ranks, arguments(killed), kill); },
+        ranks, undisturbed, [&](const Kill& kill) { return run_video(ranks, arguments(killed), kill); },
         [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
         killed / "checkpoint.pt");
     CHECK(runs.kills > 0);

@@ -5,7 +5,7 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <cmath>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -31,6 +31,7 @@ struct ProgramRun {
   int exit_code = -1;
   std::vector<std::string> lines;  ///< Of rank 0's stdout.
   std::string errors;              ///< Everyone's stderr, and the other ranks' stdout.
+  double seconds = 0;              ///< From its start to its end.
 
   nlohmann::json json(std::size_t line) const { return nlohmann::json::parse(lines.at(line)); }
 };
@@ -65,12 +66,14 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::string output;
   ProgramRun run;
+  const auto start = std::chrono::steady_clock::now();
   const LocalLaunchResult result = local_launch(
       {.command = command,
        .ranks = std::max(1, ranks),
        .environment = {{"OMP_NUM_THREADS", "1"}},
        .time_limit = std::chrono::seconds(200),
        .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : run.errors) += text; }});
+  run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   REQUIRE_FALSE(result.timed_out);
   run.exit_code = result.exit_code();
   std::istringstream lines(output);
@@ -89,10 +92,14 @@ struct KilledRuns {
   ProgramRun last;  ///< The one that ended by itself.
 };
 
+/// When a run is to be disturbed for the `number`th time, in seconds from its start: later each time, in shares of what
+/// a `whole` run took on this machine, so that a fast one is disturbed too and a slow one comes to its end.
+inline double disturbed_after(const ProgramRun& whole, int number) { return whole.seconds * (0.3 + 0.12 * number); }
+
 /// Starts `run` on so many ranks again and again, and kills one of them, each time another one and later, until it ends
-/// by itself; the first times, if `checkpoint` is named, as soon as that has been written. `after_kill` looks at what
-/// is left each time.
-inline KilledRuns run_until_not_killed(int ranks, double first_after_seconds, double longer_by_seconds,
+/// by itself, as `whole` did; the first times, if `checkpoint` is named, as soon as that has been written. `after_kill`
+/// looks at what is left each time.
+inline KilledRuns run_until_not_killed(int ranks, const ProgramRun& whole,
                                        const std::function<ProgramRun(const Kill&)>& run,
                                        const std::function<void()>& after_kill = {},
                                        const std::filesystem::path& checkpoint = {}) {
@@ -101,10 +108,8 @@ inline KilledRuns run_until_not_killed(int ranks, double first_after_seconds, do
     REQUIRE(runs.kills < 40);
     const bool is_at_checkpoint = !checkpoint.empty() && runs.kills < kKillsAtCheckpoints;
     const int kills_by_time = checkpoint.empty() ? runs.kills : std::max(0, runs.kills - kKillsAtCheckpoints);
-    // A machine on which starting alone takes longer than this comes to an end too.
-    const double stretch = std::pow(1.1, std::max(0, kills_by_time - 10));
     runs.last = run({.rank = runs.kills % ranks,
-                     .after_seconds = (first_after_seconds + longer_by_seconds * kills_by_time) * stretch,
+                     .after_seconds = disturbed_after(whole, kills_by_time),
                      .at_write_of = is_at_checkpoint ? &checkpoint : nullptr});
     if (runs.last.exit_code == 0) return runs;
     if (after_kill) after_kill();
