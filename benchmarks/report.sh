@@ -90,13 +90,13 @@ parts=(collectives crowded sgd adamw har asr video clstm_ppo checkpoint hosts es
 gpu_parts=(gpu_sgd gpu_adamw gpu_micro gpu_collectives gpu_har)
 
 measure_collectives() {
-  section "All-reduce and its kin, 2 ranks" collectives --rounds 3 --collective all_reduce,broadcast,all_gather,reduce_scatter \
+  section "All-reduce and its kin, 2 ranks" collectives --rounds 6 --collective all_reduce,broadcast,all_gather,reduce_scatter \
     --csv "$made/collectives.csv" --plot "$made/collectives.svg"
   note_collectives "$made/collectives.csv"
   picture "Bus bandwidth over size" collectives.svg
 }
 measure_crowded() {
-  section "All-reduce of 8 ranks on these cores" collectives --rounds 3 -n 8 --collective all_reduce --memory private \
+  section "All-reduce of 8 ranks on these cores" collectives --rounds 6 -n 8 --collective all_reduce --memory private \
     --backend shm,gloo --csv "$made/crowded.csv"
   note_collectives "$made/crowded.csv"
 }
