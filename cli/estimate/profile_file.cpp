@@ -15,9 +15,12 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "bench/timing.h"
+
 namespace ddpkit::cli {
 namespace {
 
+using bench::median;
 using nlohmann::json;
 
 constexpr std::size_t kFewest = 5;  ///< Steps, to take a median of.
@@ -50,12 +53,6 @@ Integer integer(const json& event, const char* key) {
 Span span_of(const json& event) {
   const double begin = number(event, "ts");
   return {begin, begin + number(event, "dur")};
-}
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 /// Puts rank 0's events together: a step is a backward, with the last forward that begins before it.
