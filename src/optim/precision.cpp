@@ -9,8 +9,12 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "optim/autocast_cache.h"
+
 namespace ddpkit::optim {
 namespace {
+
+thread_local bool keeps_casts = true;
 
 /// Of a GPU: whether it is an Ampere or later (compute capability 8.0), which brought bfloat16 and TensorFloat-32.
 /// LibTorch answers that to the CPU libraries, which know no CUDA, under the name of one thing that needs it.
@@ -33,6 +37,8 @@ c10::Device checked(c10::Device device, c10::ScalarType dtype) {
 
 }  // namespace
 
+void keep_no_casts() { keeps_casts = false; }
+
 Autocast::Autocast(c10::Device device, c10::ScalarType dtype, const AutocastOptions& options)
     : device_(checked(device, dtype).type()),
       dtype_before_(at::autocast::get_autocast_dtype(device_)),
@@ -40,12 +46,12 @@ Autocast::Autocast(c10::Device device, c10::ScalarType dtype, const AutocastOpti
       cache_before_(at::autocast::is_autocast_cache_enabled()) {
   at::autocast::set_autocast_enabled(device_, options.enabled);
   at::autocast::set_autocast_dtype(device_, dtype);
-  at::autocast::set_autocast_cache_enabled(options.cache);
+  at::autocast::set_autocast_cache_enabled(options.cache && keeps_casts);
   at::autocast::increment_nesting();
 }
 
 Autocast::~Autocast() {
-  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  if (at::autocast::decrement_nesting() == 0 && keeps_casts) at::autocast::clear_cache();
   at::autocast::set_autocast_enabled(device_, enabled_before_);
   at::autocast::set_autocast_dtype(device_, dtype_before_);
   at::autocast::set_autocast_cache_enabled(cache_before_);

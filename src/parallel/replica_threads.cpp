@@ -10,6 +10,8 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "optim/autocast_cache.h"
+
 namespace ddpkit {
 namespace {
 
@@ -40,6 +42,7 @@ ReplicaThreads::~ReplicaThreads() {
 
 void ReplicaThreads::loop(int replica, int threads_each) {
   in_replica_thread = true;
+  optim::keep_no_casts();
   const auto index = static_cast<std::size_t>(replica);
   std::unique_lock lock(mutex_);
   at::get_num_threads();  // A thread's first look sets its number to the common one: before ours.

@@ -124,7 +124,7 @@ TEST_CASE("asr check passes on one process and on several", "[asr]") {
   CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("ok  "); }) == 5);
 }
 
-TEST_CASE("two hosts that each spawn a rank meet", "[asr]") {
+TEST_CASE("two hosts that each spawn a rank meet", "[asr][gloo]") {
   const std::string host = " check --spawn 1 --nnodes 2 --master-addr localhost --master-port 29871 --node-rank ";
   const Folder folder;
   const std::string script = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; cd " +

@@ -1,9 +1,12 @@
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <thread>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/precision.h>
+#include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"
 
@@ -61,6 +64,30 @@ TEST_CASE("the casts of weights end with the outermost scope", "[optim][precisio
   }
   const Autocast next(torch::kCPU, torch::kBFloat16);
   CHECK(product() == 6);
+}
+
+TEST_CASE("scopes on DataParallel's threads leave the casts of others alone", "[optim][precision][dp]") {
+  auto weight = torch::ones({2, 2}).requires_grad_(true);
+  const auto product = [&] { return torch::mm(torch::ones({2, 2}), weight)[0][0].item<float>(); };
+  ddpkit::DataParallel<torch::nn::LinearImpl> dp(std::make_shared<torch::nn::LinearImpl>(2, 2),
+                                                 {.devices = {torch::kCPU, torch::kCPU}});
+  const Autocast outer(torch::kCPU, torch::kBFloat16);
+  CHECK(product() == 2);
+  {
+    const torch::NoGradGuard no_grad;
+    weight.fill_(3);
+  }
+  std::atomic<int> scopes = 0, uncached = 0;
+  dp.train_step(torch::ones({4, 2}), [&](torch::nn::LinearImpl& replica, const torch::Tensor& part) {
+    const Autocast autocast(torch::kCPU, torch::kBFloat16);
+    ++scopes;
+    uncached += at::autocast::is_autocast_cache_enabled() ? 0 : 1;
+    const torch::Tensor output = replica.forward(part);
+    return output.scalar_type() == torch::kBFloat16 ? output.to(torch::kFloat).sum() : torch::Tensor();
+  });
+  CHECK(scopes == 2);
+  CHECK(uncached == 2);
+  CHECK(product() == 2);  // Still the cast of before.
 }
 
 TEST_CASE("autocast names what it does not take", "[optim][precision]") {

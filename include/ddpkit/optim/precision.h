@@ -11,7 +11,9 @@ namespace ddpkit::optim {
 /// Options of Autocast.
 struct AutocastOptions {
   bool enabled = true;  ///< False: operations keep their types within the scope, whatever surrounds it.
-  bool cache = true;    ///< Casts of weights are kept until the outermost scope ends.
+  /// Casts of weights are kept until the outermost scope ends. Never on DataParallel's threads: LibTorch keeps those of
+  /// all threads in one place, and who is done first would take them from the others.
+  bool cache = true;
 };
 
 /// Mixed precision within a scope, as Python's torch.autocast: matrix products and convolutions run in `dtype`, what
