@@ -18,6 +18,16 @@ namespace {
 /// The type that matrix products give on this thread, now.
 torch::ScalarType product_type() { return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type(); }
 
+/// A weight of equal elements, whose product says which of them it was made with.
+struct Weight {
+  float product() const { return torch::mm(torch::ones({2, 2}), tensor)[0][0].item<float>(); }
+  void fill(float value) const {
+    const torch::NoGradGuard no_grad;
+    tensor.fill_(value);
+  }
+  torch::Tensor tensor = torch::ones({2, 2}).requires_grad_(true);
+};
+
 }  // namespace
 
 TEST_CASE("autocast holds for its scope, nests, and is the thread's own", "[optim][precision]") {
@@ -46,37 +56,28 @@ TEST_CASE("autocast holds for its scope, nests, and is the thread's own", "[opti
 }
 
 TEST_CASE("the casts of weights end with the outermost scope", "[optim][precision]") {
-  auto weight = torch::ones({2, 2}).requires_grad_(true);
-  const auto product = [&] { return torch::mm(torch::ones({2, 2}), weight)[0][0].item<float>(); };
-  const auto fill = [&](float value) {
-    const torch::NoGradGuard no_grad;
-    weight.fill_(value);
-  };
+  const Weight weight;
   {
     const Autocast outer(torch::kCPU, torch::kBFloat16);
     {
       const Autocast inner(torch::kCPU, torch::kBFloat16);
-      CHECK(product() == 2);
+      CHECK(weight.product() == 2);
     }
-    fill(3);
-    CHECK(product() == 2);  // Still the cast of before.
+    weight.fill(3);
+    CHECK(weight.product() == 2);  // Still the cast of before.
     const Autocast uncached(torch::kCPU, torch::kBFloat16, {.cache = false});
   }
   const Autocast next(torch::kCPU, torch::kBFloat16);
-  CHECK(product() == 6);
+  CHECK(weight.product() == 6);
 }
 
 TEST_CASE("scopes on DataParallel's threads leave the casts of others alone", "[optim][precision][dp]") {
-  auto weight = torch::ones({2, 2}).requires_grad_(true);
-  const auto product = [&] { return torch::mm(torch::ones({2, 2}), weight)[0][0].item<float>(); };
+  const Weight weight;
   ddpkit::DataParallel<torch::nn::LinearImpl> dp(std::make_shared<torch::nn::LinearImpl>(2, 2),
                                                  {.devices = {torch::kCPU, torch::kCPU}});
   const Autocast outer(torch::kCPU, torch::kBFloat16);
-  CHECK(product() == 2);
-  {
-    const torch::NoGradGuard no_grad;
-    weight.fill_(3);
-  }
+  CHECK(weight.product() == 2);
+  weight.fill(3);
   std::atomic<int> scopes = 0, uncached = 0;
   dp.train_step(torch::ones({4, 2}), [&](torch::nn::LinearImpl& replica, const torch::Tensor& part) {
     const Autocast autocast(torch::kCPU, torch::kBFloat16);
@@ -87,7 +88,7 @@ TEST_CASE("scopes on DataParallel's threads leave the casts of others alone", "[
   });
   CHECK(scopes == 2);
   CHECK(uncached == 2);
-  CHECK(product() == 2);  // Still the cast of before.
+  CHECK(weight.product() == 2);  // Still the cast of before.
 }
 
 TEST_CASE("autocast names what it does not take", "[optim][precision]") {
