@@ -78,36 +78,40 @@ c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c1
   if (timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
   shm::Mapping control;
-  std::string offer = host_identity();
+  std::vector<int> pids{::getpid()};
+  std::string offer = fmt::format("{} {}", host_identity(), ::getpid());
   if (rank == 0) {
     control = shm::Mapping::create("control", shm::control_bytes(world_size));
     auto* head = new (control.data()) shm::ControlHead{shm::kLayout, static_cast<std::uint32_t>(world_size)};
     auto* blocks = reinterpret_cast<shm::RankBlock*>(control.data() + sizeof *head);
     for (int r = 0; r < world_size; ++r) new (blocks + r) shm::RankBlock;
-    offer += fmt::format(" {} {}", ::getpid(), control.descriptor());
+    offer += fmt::format(" {}", control.descriptor());
   }
   if (world_size > 1) {
     const auto offers = exchange(*store, rank, world_size, offer, timeout);
     const std::string host = offers[0].substr(0, offers[0].find(' '));
-    for (int r = 1; r < world_size; ++r) {
-      if (offers[static_cast<std::size_t>(r)] != host)
+    pids.resize(static_cast<std::size_t>(world_size));
+    int fd = -1;
+    for (int r = 0; r < world_size; ++r) {
+      const auto index = static_cast<std::size_t>(r);
+      if (offers[index].substr(0, offers[index].find(' ')) != host)
         throw RendezvousError(
             fmt::format("the shm backend is for ranks of one host, container and user, but rank {} is not where rank 0 "
                         "is: use --backend gloo, or set LOCAL_WORLD_SIZE to the ranks a host",
                         r),
             {.rank = r, .call = "rendezvous"});
+      const int expected = r == 0 ? 2 : 1;
+      if (std::sscanf(offers[index].c_str() + host.size(), " %d %d", &pids[index], &fd) != expected)
+        throw RendezvousError(fmt::format("rank {} runs another version of ddpkit", r), {.rank = r});
     }
     if (rank != 0) {
-      int pid = 0, fd = -1;
-      if (std::sscanf(offers[0].c_str() + host.size(), " %d %d", &pid, &fd) != 2)
-        throw RendezvousError("rank 0 offered no shared memory: it runs another version of ddpkit", {.rank = 0});
-      control = shm::Mapping::open(pid, fd, shm::control_bytes(world_size));
+      control = shm::Mapping::open({.rank = 0, .pid = pids[0]}, fd, shm::control_bytes(world_size));
       const auto* head = reinterpret_cast<const shm::ControlHead*>(control.data());
       if (head->layout != shm::kLayout || head->world_size != static_cast<std::uint32_t>(world_size))
         throw RendezvousError("rank 0 runs another version of ddpkit, or another world size", {.rank = 0});
     }
   }
-  return c10::make_intrusive<ShmBackend>(std::make_shared<shm::Engine>(std::move(control), rank, world_size, timeout),
+  return c10::make_intrusive<ShmBackend>(std::make_shared<shm::Engine>(std::move(control), rank, pids, timeout),
                                          timeout);
 }
 

@@ -76,6 +76,10 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   const auto attempt = [&](const auto& action) {
     try {
       action();
+    } catch (const PeerLost& failed) {
+      // It may have taken part in the exchange that follows before it ended.
+      group_.abort(failed.what());
+      throw;
     } catch (const Error& failed) {
       error = failed.what();
     }
@@ -86,11 +90,11 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   });
   const std::string where = group_.all_gather_bytes(fmt::format("{} {}", ::getpid(), pages_->shared.descriptor()))[0];
   attempt([&] {
-    int pid = 0;
+    shm::Owner owner{.rank = 0};
     int fd = 0;
-    std::istringstream(where) >> pid >> fd;
-    if (group_.rank() != 0) pages_->shared = shm::Mapping::open(pid, fd, bytes);
-    pages_->view = std::make_unique<shm::GuardedView>(pid, fd, bytes);
+    std::istringstream(where) >> owner.pid >> fd;
+    if (group_.rank() != 0) pages_->shared = shm::Mapping::open(owner, fd, bytes);
+    pages_->view = std::make_unique<shm::GuardedView>(owner, fd, bytes);
   });
   pages_->shared.close_descriptor();
 

@@ -52,7 +52,7 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
   CHECK(names_in(folder.path()) == std::vector<std::string>{"plot.svg", "rows.csv"});
 }
 
-TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why not", "[bench]") {
+TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why not", "[bench][gloo]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
   // By default, a backend that is not here is left out.

@@ -25,7 +25,7 @@ constexpr std::size_t kBytes = (std::size_t{1} << 20) + 100;
 
 struct Shared {
   Mapping mapping = Mapping::create("test", kBytes);
-  GuardedView view{::getpid(), mapping.descriptor(), kBytes};
+  GuardedView view{{.rank = 0, .pid = ::getpid()}, mapping.descriptor(), kBytes};
 };
 
 }  // namespace
@@ -42,7 +42,7 @@ TEST_CASE("a view shows what is written to the shared pages") {
 
 TEST_CASE("what is written to a view stays there, is known, and can be forgotten") {
   Shared shared;
-  GuardedView other(::getpid(), shared.mapping.descriptor(), kBytes);
+  GuardedView other({.rank = 0, .pid = ::getpid()}, shared.mapping.descriptor(), kBytes);
   std::memset(shared.mapping.data(), 1, kBytes);
   const std::size_t second = shared.view.granule_bytes();
   std::memset(shared.view.data() + second, 2, second + 1);  // The second granule and the first byte of the third.
@@ -101,4 +101,6 @@ TEST_CASE("other faults still end the process") {
   CHECK(ended);
 }
 
-TEST_CASE("a view of nothing is an error") { CHECK_THROWS_AS(GuardedView(::getpid(), 9999, 4096), ddpkit::Error); }
+TEST_CASE("a view of nothing is an error") {
+  CHECK_THROWS_AS(GuardedView({.rank = 0, .pid = ::getpid()}, 9999, 4096), ddpkit::Error);
+}

@@ -1,6 +1,9 @@
 // Pages shared between processes, and between the threads of one.
 #include "comm/shm/mapping.h"
 
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -8,23 +11,26 @@
 #include <thread>
 #include <vector>
 
+#include <ddpkit/comm/error.h>
+
 #include "support/catch.h"
 
 using ddpkit::shm::Mapping;
 
 namespace {
 
-constexpr std::size_t kBytes = 16384;
+constexpr std::size_t kMappedBytes = 16384;
+const ddpkit::shm::Owner kThisProcess{.rank = 0, .pid = ::getpid()};
 
 }  // namespace
 
 TEST_CASE("pages that a process maps already are not mapped a second time") {
-  Mapping created = Mapping::create("test", kBytes);
+  Mapping created = Mapping::create("test", kMappedBytes);
   std::byte* const data = created.data();
   std::strcpy(reinterpret_cast<char*>(data), "still there");
-  Mapping opened = Mapping::open(::getpid(), created.descriptor(), kBytes);
+  Mapping opened = Mapping::open(kThisProcess, created.descriptor(), kMappedBytes);
   CHECK(opened.data() == data);
-  CHECK(opened.size() == kBytes);
+  CHECK(opened.size() == kMappedBytes);
   CHECK(opened.descriptor() == -1);
 
   SECTION("they stay for as long as either mapping does") {
@@ -40,39 +46,82 @@ TEST_CASE("pages that a process maps already are not mapped a second time") {
     CHECK(created.data() == data);
   }
   SECTION("pages of another file are others") {
-    const Mapping other = Mapping::create("test", kBytes);
+    const Mapping other = Mapping::create("test", kMappedBytes);
     CHECK(other.data() != data);
     CHECK(other.data()[0] == std::byte{0});
   }
 }
 
 TEST_CASE("pages that nobody maps any more are mapped afresh, with what they hold") {
-  Mapping created = Mapping::create("test", kBytes);
-  created.data()[kBytes - 1] = std::byte{42};
+  Mapping created = Mapping::create("test", kMappedBytes);
+  created.data()[kMappedBytes - 1] = std::byte{42};
   const int descriptor = ::dup(created.descriptor());
   created = Mapping();
-  const Mapping opened = Mapping::open(::getpid(), descriptor, kBytes);
-  CHECK(opened.data()[kBytes - 1] == std::byte{42});
+  const Mapping opened = Mapping::open(kThisProcess, descriptor, kMappedBytes);
+  CHECK(opened.data()[kMappedBytes - 1] == std::byte{42});
   ::close(descriptor);
 }
 
 TEST_CASE("threads open and let go of the same pages") {
-  const Mapping created = Mapping::create("test", kBytes);
+  const Mapping created = Mapping::create("test", kMappedBytes);
   const int descriptor = ::dup(created.descriptor());
   std::atomic<int> wrong = 0;
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&] {
       for (int i = 0; i < 200; ++i) {
-        const Mapping shared = Mapping::open(::getpid(), created.descriptor(), kBytes);
+        const Mapping shared = Mapping::open(kThisProcess, created.descriptor(), kMappedBytes);
         if (shared.data() != created.data()) ++wrong;
         // Of another length, these have no mapping but the threads', which come and go.
-        const Mapping part = Mapping::open(::getpid(), descriptor, kBytes / 2, Mapping::Fill::kOnTouch);
-        if (part.data() == nullptr || part.size() != kBytes / 2 || part.data()[0] != std::byte{0}) ++wrong;
+        const Mapping part = Mapping::open(kThisProcess, descriptor, kMappedBytes / 2, Mapping::Fill::kOnTouch);
+        if (part.data() == nullptr || part.size() != kMappedBytes / 2 || part.data()[0] != std::byte{0}) ++wrong;
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   ::close(descriptor);
   CHECK(wrong == 0);
+}
+
+TEST_CASE("memory of a rank whose process has ended: the rank is named, not the host") {
+  int ends[2];
+  REQUIRE(::pipe(ends) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const Mapping offered = Mapping::create("test", kMappedBytes);
+    const int fd = offered.descriptor();
+    if (::write(ends[1], &fd, sizeof fd) != sizeof fd) ::_exit(1);
+    for (;;) ::pause();
+  }
+  int fd = -1;
+  REQUIRE(::read(ends[0], &fd, sizeof fd) == sizeof fd);
+  ::close(ends[0]);
+  ::close(ends[1]);
+  const ddpkit::shm::Owner owner{.rank = 3, .pid = child};
+  CHECK(Mapping::open(owner, fd, kMappedBytes).data()[0] == std::byte{0});
+  REQUIRE(::kill(child, SIGKILL) == 0);
+  siginfo_t ended{};
+  REQUIRE(::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT) == 0);
+  const auto check_named = [&] {
+    try {
+      ::close(ddpkit::shm::open_descriptor(owner, fd, O_RDWR));
+      FAIL("opened");
+    } catch (const ddpkit::PeerLost& error) {
+      CHECK(error.context().rank == 3);
+      CHECK_THAT(error.what(), ContainsSubstring("rank 3 (pid " + std::to_string(child) + ") ended"));
+    }
+  };
+  check_named();  // Its parent has not reaped it yet.
+  REQUIRE(::waitpid(child, nullptr, 0) == child);
+  check_named();
+}
+
+TEST_CASE("memory that a living rank does not show") {
+  try {
+    Mapping::open({.rank = 2, .pid = ::getpid()}, 9999, kMappedBytes);
+    FAIL("opened");
+  } catch (const ddpkit::RendezvousError& error) {
+    CHECK(error.context().rank == 2);
+    CHECK_THAT(error.what(), ContainsSubstring("rank 2") && ContainsSubstring("must run on one host"));
+  }
 }

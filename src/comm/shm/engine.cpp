@@ -9,11 +9,21 @@
 
 namespace ddpkit::shm {
 
-Engine::Engine(Mapping control, int rank, int world_size, std::chrono::milliseconds timeout)
-    : rank_(rank), world_size_(world_size), timeout_(timeout), control_(std::move(control)) {
+Engine::Engine(Mapping control, int rank, const std::vector<int>& pids, std::chrono::milliseconds timeout)
+    : rank_(rank), world_size_(static_cast<int>(pids.size())), timeout_(timeout), control_(std::move(control)) {
   blocks_ = reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead));
   parts_.resize(static_cast<std::size_t>(world_size_));
-  if (world_size_ > 1) join();
+  try {
+    if (world_size_ > 1) join(pids);
+  } catch (const PeerLost& error) {
+    announce(FailureKind::kPeerLost, error.what(), error.context().rank);
+    throw;
+  } catch (const RendezvousError&) {
+    throw;  // The others find out themselves who is missing.
+  } catch (const std::exception& error) {
+    announce(FailureKind::kAborted, error.what(), rank_);
+    throw;
+  }
   Engines::all().add(this);
   control_.close_descriptor();
 }

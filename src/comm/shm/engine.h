@@ -81,8 +81,9 @@ using OperationHandle = std::shared_ptr<Operation>;
 /// Thread-safe, but the order of collectives must be the same on all ranks.
 class Engine {
  public:
-  /// `control` is mapped by all `world_size` ranks; returns when all have joined. Throws Timeout or PeerLost.
-  Engine(Mapping control, int rank, int world_size, std::chrono::milliseconds timeout);
+  /// `control` is mapped by all ranks, whose processes are `pids` [rank]; returns when all have joined. Throws
+  /// RendezvousError when one does not in time, PeerLost when one ends or gives up before.
+  Engine(Mapping control, int rank, const std::vector<int>& pids, std::chrono::milliseconds timeout);
   /// Marks this rank as having left. Does not wait for anybody.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -170,7 +171,7 @@ class Engine {
   void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
 
   // Waiting.
-  void join();
+  void join(const std::vector<int>& pids);
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
   void sleep(std::unique_lock<std::mutex>& lock, bool others_busy);
@@ -188,6 +189,13 @@ class Engine {
   void compare_counts(const Operation& operation, int rank, const std::byte* slot);
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
+  /// What another rank has announced.
+  struct Told {
+    FailureKind kind = FailureKind::kNone;
+    std::string text;
+    std::optional<int> culprit;
+  };
+  std::optional<Told> told_by(int rank) const;
   void throw_if_failed() const;
 
   const int rank_;

@@ -149,13 +149,8 @@ std::string Engine::current_call(const Message* message) const {
 
 void Engine::check_peers(const Message* message) {
   for (int r = 0; r < world_size_; ++r) {
-    const auto kind = static_cast<FailureKind>(block(r).failure.load());
-    if (r == rank_ || kind == FailureKind::kNone) continue;
-    const std::string text(block(r).failure_text.data(),
-                           strnlen(block(r).failure_text.data(), block(r).failure_text.size()));
-    if (kind == FailureKind::kAborted) fail(kind, fmt::format("rank {} gave up: {}", r, text), r);
-    const int culprit = block(r).culprit;
-    fail(kind, text, culprit >= 0 ? std::optional(culprit) : std::nullopt);
+    if (r == rank_) continue;
+    if (const auto told = told_by(r)) fail(told->kind, told->text, told->culprit);
   }
   const auto gone = [&](int r) { return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive(); };
   std::vector<int> dead;
@@ -211,6 +206,15 @@ void Engine::announce(FailureKind kind, const std::string& text, std::optional<i
   self.culprit = culprit.value_or(-1);
   self.failure.store(static_cast<std::uint32_t>(kind));
   ring_sleepers();
+}
+
+std::optional<Engine::Told> Engine::told_by(int rank) const {
+  const RankBlock& theirs = block(rank);
+  const auto kind = static_cast<FailureKind>(theirs.failure.load());
+  if (kind == FailureKind::kNone) return std::nullopt;
+  const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
+  if (kind == FailureKind::kAborted) return Told{kind, fmt::format("rank {} gave up: {}", rank, text), rank};
+  return Told{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
 }
 
 void Engine::abort(const std::string& reason) noexcept {

@@ -15,10 +15,10 @@
 
 namespace ddpkit::shm {
 
-void Engine::join() {
+void Engine::join(const std::vector<int>& pids) {
   // The first to come has made the memory and the layout; everybody fills in its own block.
   staging_.resize(static_cast<std::size_t>(world_size_));
-  watches_.resize(static_cast<std::size_t>(world_size_));
+  for (const int pid : pids) watches_.emplace_back(pid);
   Mapping& own = staging_[static_cast<std::size_t>(rank_)];
   own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
   RankBlock& self = block(rank_);
@@ -40,16 +40,16 @@ void Engine::join() {
   const auto wait_for_all = [&](std::uint32_t step) {
     for (int r = 0; r < world_size_; ++r) {
       while (block(r).joined.load() < step) {
-        const bool known = block(r).joined.load() > 0;
-        if (known && !watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step)
-          throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, block(r).pid),
-                         {.rank = r, .call = "rendezvous"});
+        if (const auto told = told_by(r)) throw PeerLost(told->text, {.rank = told->culprit, .call = "rendezvous"});
+        if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step)
+          throw PeerLost(
+              fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, pids[static_cast<std::size_t>(r)]),
+              {.rank = r, .call = "rendezvous"});
         if (Clock::now() > deadline)
           throw RendezvousError(fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
                                 {.rank = r, .call = "rendezvous"});
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
-      if (step == 1) watches_[static_cast<std::size_t>(r)] = ProcessWatch(block(r).pid);
     }
   };
   wait_for_all(1);
@@ -59,8 +59,9 @@ void Engine::join() {
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
-      staging_[index] = Mapping::open(block(r).pid, block(r).staging_fd, kSlots * kSlotBytes);
-      channels_[index] = Mapping::open(block(r).pid, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+      const Owner owner{.rank = r, .pid = block(r).pid};
+      staging_[index] = Mapping::open(owner, block(r).staging_fd, kSlots * kSlotBytes);
+      channels_[index] = Mapping::open(owner, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
     }
     // Fresh pages are zeroes, which is what a channel starts with.
     channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
@@ -78,28 +79,22 @@ void Engine::join() {
 }
 
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
-  struct Offer {
-    std::uint64_t bytes = 0;
-    std::int32_t pid = 0;
-    std::int32_t fd = -1;
-    char error[240] = {};
-  };
   const auto ranks = static_cast<std::size_t>(world_size_);
-  const auto gather = [&](const Offer& offer) {
-    std::vector<Offer> offers(ranks);
-    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(Offer)};
-    for (Offer& theirs : offers) request.outputs.push_back(&theirs);
+  const auto gather = [&](const SegmentOffer& offer) {
+    std::vector<SegmentOffer> offers(ranks);
+    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
+    for (SegmentOffer& theirs : offers) request.outputs.push_back(&theirs);
     wait(post(std::move(request)));
     return offers;
   };
-  const auto throw_first_error = [](const std::vector<Offer>& offers) {
+  const auto throw_first_error = [](const std::vector<SegmentOffer>& offers) {
     for (std::size_t r = 0; r < offers.size(); ++r) {
       if (offers[r].error[0])
         throw Error(fmt::format("rank {}: {}", r, offers[r].error), {.rank = static_cast<int>(r), .call = "allocate"});
     }
   };
 
-  Offer own{.bytes = bytes, .pid = ::getpid()};
+  SegmentOffer own{.bytes = bytes, .pid = ::getpid()};
   const auto note_error = [&own](const std::exception& error) {
     fmt::format_to_n(own.error, sizeof own.error - 1, "{}", error.what());
   };
@@ -127,9 +122,14 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
   try {
     for (int r = 0; r < world_size_; ++r) {
       const auto index = static_cast<std::size_t>(r);
-      if (r != rank_) segment->mappings[index] = Mapping::open(offers[index].pid, offers[index].fd, bytes, fill);
+      if (r != rank_)
+        segment->mappings[index] = Mapping::open({.rank = r, .pid = offers[index].pid}, offers[index].fd, bytes, fill);
       segment->base.push_back(segment->mappings[index].data());
     }
+  } catch (const PeerLost& error) {
+    // It may have taken part in the exchange that follows before it ended.
+    const std::unique_lock lock(mutex_);
+    fail(FailureKind::kPeerLost, error.what(), error.context().rank);
   } catch (const Error& error) {
     note_error(error);
   }

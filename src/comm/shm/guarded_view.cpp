@@ -95,11 +95,8 @@ class GuardedViews {
   static inline std::atomic<bool> passed_on_{false};
 };
 
-GuardedView::GuardedView(int pid, int fd, std::size_t bytes) : bytes_(bytes), granule_(granule_of(bytes)) {
-  const std::string path = fmt::format("/proc/{}/fd/{}", pid, fd);
-  const int opened = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (opened < 0)
-    throw Error(fmt::format("cannot open the shared weights of process {} ({}): {}", pid, path, std::strerror(errno)));
+GuardedView::GuardedView(const Owner& owner, int fd, std::size_t bytes) : bytes_(bytes), granule_(granule_of(bytes)) {
+  const int opened = open_descriptor(owner, fd, O_RDONLY);
   void* data = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, opened, 0);
   const int error = errno;
   ::close(opened);

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "mapping.h"
+
 namespace ddpkit::shm {
 
 /// Shared pages as one rank's user sees them: reading shows what the ranks have written to them; writing makes a
@@ -21,8 +23,8 @@ class GuardedView {
   /// Views there can be in a process at once.
   static constexpr std::size_t kMostViews = 1024;
 
-  /// Of the `bytes` behind descriptor `fd` of process `pid`. Throws Error.
-  GuardedView(int pid, int fd, std::size_t bytes);
+  /// Of the `bytes` behind the owner's descriptor. Throws as open_descriptor() does, and Error without address space.
+  GuardedView(const Owner& owner, int fd, std::size_t bytes);
   ~GuardedView();
   GuardedView(const GuardedView&) = delete;
   GuardedView& operator=(const GuardedView&) = delete;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <map>
@@ -16,6 +17,8 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+
+#include "process_watch.h"
 
 namespace ddpkit::shm {
 namespace {
@@ -39,6 +42,8 @@ std::size_t available_memory() {
 namespace {
 
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+std::string descriptor_path(const Owner& owner, int fd) { return fmt::format("/proc/{}/fd/{}", owner.pid, fd); }
 
 [[noreturn]] void throw_out_of_memory(const std::string& name, std::size_t bytes, int error) {
   throw Error(fmt::format("no shared memory for {}: {:.1f} MiB asked for, {:.1f} MiB available ({})", name,
@@ -113,22 +118,29 @@ Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
   return mapping;
 }
 
-Mapping Mapping::open(int pid, int fd, std::size_t bytes, Fill fill) {
-  const std::string path = fmt::format("/proc/{}/fd/{}", pid, fd);
-  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) {
-    const int error = errno;
-    throw RendezvousError(
-        fmt::format("cannot open the shared memory of process {} ({}: {}): the ranks must run on one host, in one "
-                    "container, as one "
-                    "user; use the gloo backend otherwise",
-                    pid, path, std::strerror(error)));
-  }
+int open_descriptor(const Owner& owner, int fd, int flags) {
+  const std::string path = descriptor_path(owner, fd);
+  const int opened = ::open(path.c_str(), flags | O_CLOEXEC);
+  if (opened >= 0) return opened;
+  const int error = errno;
+  // A process that ends closes its descriptors a moment before it counts as ended.
+  if (ProcessWatch(owner.pid).ends_within(std::chrono::seconds(2)))
+    throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
+                   {.rank = owner.rank, .call = "rendezvous"});
+  throw RendezvousError(
+      fmt::format("cannot open the shared memory of rank {} (pid {}, {}: {}): the ranks must run on one host, in one "
+                  "container, as one user; use the gloo backend otherwise",
+                  owner.rank, owner.pid, path, std::strerror(error)),
+      {.rank = owner.rank, .call = "rendezvous"});
+}
+
+Mapping Mapping::open(const Owner& owner, int fd, std::size_t bytes, Fill fill) {
+  const int opened = open_descriptor(owner, fd, O_RDWR);
   Mapping mapping;
   mapping.pages_ = MappedPages::all().get(opened, bytes, fill);
   const int error = errno;
   ::close(opened);
-  if (!mapping.pages_) throw_out_of_memory(path, bytes, error);
+  if (!mapping.pages_) throw_out_of_memory(descriptor_path(owner, fd), bytes, error);
   mapping.size_ = bytes;
   return mapping;
 }

@@ -10,6 +10,17 @@ namespace ddpkit::shm {
 /// What the kernel thinks can be had without swapping, in bytes; 0 when it does not say.
 std::size_t available_memory();
 
+/// A rank and its process, which may be this one.
+struct Owner {
+  int rank = -1;
+  int pid = 0;
+};
+
+/// The owner's descriptor `fd`, opened here with the `flags` of open(2). Throws PeerLost when its process has ended, as
+/// it may between offering a descriptor and this; RendezvousError when it is not to be seen from here (another host,
+/// container or user).
+int open_descriptor(const Owner& owner, int fd, int flags);
+
 /// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
 /// kernel takes the pages back when the last process that maps them has ended, however it ended.
 ///
@@ -29,9 +40,8 @@ class Mapping {
   /// much there is.
   static Mapping create(const std::string& name, std::size_t bytes, Fill fill = Fill::kNow);
 
-  /// The pages behind another process's descriptor; `pid` may be this process. Throws RendezvousError when that process
-  /// is not to be seen from here (another host, container or user).
-  static Mapping open(int pid, int fd, std::size_t bytes, Fill fill = Fill::kNow);
+  /// The pages behind the owner's descriptor. Throws as open_descriptor() does.
+  static Mapping open(const Owner& owner, int fd, std::size_t bytes, Fill fill = Fill::kNow);
 
   std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }

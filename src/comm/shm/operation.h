@@ -33,6 +33,14 @@ struct Operation : Pending {
   std::size_t bytes() const { return request.numel * element_size(); }
 };
 
+/// What a rank gives the others of a new symmetric segment, in an all-gather; in a second one, whether it has theirs.
+struct SegmentOffer {
+  std::uint64_t bytes = 0;
+  std::int32_t pid = 0;
+  std::int32_t fd = -1;
+  char error[240] = {};  ///< A sentence; empty when nothing went wrong.
+};
+
 /// Elements [begin, begin + count) of a tensor.
 struct Span {
   std::size_t begin = 0;

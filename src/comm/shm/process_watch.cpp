@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <thread>
 #include <utility>
 
 namespace ddpkit::shm {
@@ -32,6 +33,15 @@ bool ProcessWatch::alive() const noexcept {
   }
   // A kernel or a sandbox without pidfd: the process id must do.
   return pid_ > 0 && (::kill(pid_, 0) == 0 || errno == EPERM);
+}
+
+bool ProcessWatch::ends_within(std::chrono::milliseconds patience) const noexcept {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (alive()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
 }
 
 }  // namespace ddpkit::shm

@@ -1,6 +1,8 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <chrono>
+
 namespace ddpkit::shm {
 
 /// Tells whether another process still runs. Holds a pidfd, so that a new process that gets the old one's id is not
@@ -15,6 +17,8 @@ class ProcessWatch {
 
   /// False once it has ended, also while its parent has not yet reaped it. A system call.
   bool alive() const noexcept;
+  /// Whether it has ended, or does so within `patience`.
+  bool ends_within(std::chrono::milliseconds patience) const noexcept;
 
  private:
   int pid_ = -1;

@@ -1,0 +1,110 @@
+// Ranks that end while the others meet them or map their memory. Rank 1 is a child process, which does by hand what a
+// rank does up to some moment and ends there, so that the moment is the same in every run.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <new>
+#include <string>
+#include <vector>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/shm/engine.h"
+#include "comm/shm/operation.h"
+#include "support/catch.h"
+
+using namespace ddpkit::shm;
+
+namespace {
+
+constexpr std::chrono::minutes kPatience(2);  // Only a hang reaches it.
+constexpr std::size_t kSegmentBytes = 4096;
+
+/// The memory of a group of two.
+class Control {
+ public:
+  Control() : mapping_(Mapping::create("control", control_bytes(2))) {
+    new (mapping_.data()) ControlHead{kLayout, 2};
+    for (int rank = 0; rank < 2; ++rank) new (&block(rank)) RankBlock;
+  }
+  RankBlock& block(int rank) const { return reinterpret_cast<RankBlock*>(mapping_.data() + sizeof(ControlHead))[rank]; }
+  Mapping open() const { return Mapping::open({.rank = 0, .pid = ::getpid()}, mapping_.descriptor(), mapping_.size()); }
+
+ private:
+  Mapping mapping_;
+};
+
+/// Forks a process that does `body` and ends; its id.
+pid_t child_that(const std::function<void()>& body) {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  try {
+    body();
+  } catch (...) {
+    ::_exit(1);
+  }
+  ::_exit(0);
+}
+
+void check_ended(pid_t child) {
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  REQUIRE(status == 0);
+}
+
+void check_names_rank_1(const std::function<void()>& call) {
+  try {
+    call();
+    FAIL("no error");
+  } catch (const ddpkit::PeerLost& error) {
+    CHECK(error.context().rank == 1);
+    CHECK_THAT(error.what(), ContainsSubstring("rank 1 (pid ") && ContainsSubstring("ended"));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a rank that ends before it joins is named at once") {
+  const Control control;
+  const pid_t child = child_that([] {});
+  check_ended(child);
+  check_names_rank_1([&] { Engine(control.open(), 0, {::getpid(), child}, kPatience); });
+}
+
+TEST_CASE("a rank that ends before the others have mapped its memory is named") {
+  const Control control;
+  const pid_t child = child_that([&] {
+    RankBlock& self = control.block(1);
+    self.pid = ::getpid();
+    self.staging_fd = self.channels_fd = 9999;
+    self.joined.store(2);
+  });
+  check_ended(child);
+  check_names_rank_1([&] { Engine(control.open(), 0, {::getpid(), child}, kPatience); });
+  // A third rank, which might have been in time, hears of it.
+  CHECK(static_cast<FailureKind>(control.block(0).failure.load()) == FailureKind::kPeerLost);
+  CHECK(control.block(0).culprit == 1);
+}
+
+TEST_CASE("a rank that ends while the others map its part of a new segment is named") {
+  const Control control;
+  const int parent = ::getpid();
+  const pid_t child = child_that([&] {
+    auto* engine = new Engine(control.open(), 1, {parent, ::getpid()}, kPatience);
+    // Both exchanges of an allocation: what it offers, and that it has mapped what the others offer.
+    SegmentOffer own{.bytes = kSegmentBytes, .pid = ::getpid(), .fd = 9999};
+    for (int exchange = 0; exchange < 2; ++exchange) {
+      static SegmentOffer offers[2];
+      engine->post({.kind = CollectiveKind::kAllGather,
+                    .input = &own,
+                    .numel = sizeof own,
+                    .outputs = {&offers[0], &offers[1]}});
+    }
+  });
+  Engine engine(control.open(), 0, {parent, child}, kPatience);
+  check_ended(child);
+  check_names_rank_1([&] { engine.allocate(kSegmentBytes); });
+  check_names_rank_1([&] { engine.run({.kind = CollectiveKind::kBarrier}); });
+}
