@@ -62,7 +62,7 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
 std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::size_t replicas,
                                        const DataParallelOptions& options) {
   if (options.arena_mb) option_bytes(*options.arena_mb, "DataParallel: arena_mb");
-  if (!options.arena || replicas < 2) return nullptr;
+  if (!options.arena) return nullptr;
   std::size_t gradients = 0;
   for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
   const std::size_t wanted =

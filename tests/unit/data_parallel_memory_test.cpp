@@ -136,9 +136,11 @@ TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][are
   const auto loss = [](torch::nn::SequentialImpl& replica, const Tensor& part) {
     return replica.forward(part).square().mean();
   };
+  const int replicas = GENERATE(1, 2);
+  CAPTURE(replicas);
   Tensor kept;
   {
-    DataParallel dp(net, {.replicas = 2});
+    DataParallel dp(net, {.replicas = replicas});
     REQUIRE(dp.arena());
     for (int step = 0; step < 3; ++step) dp.train_step(batch, loss);
     const auto warm = *dp.arena();
@@ -152,11 +154,10 @@ TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][are
     CHECK_FALSE(second.arena());
   }
   CHECK(at::allclose(kept, net->forward(batch), 0, 1e-5));
-  CHECK_FALSE(DataParallel(net, {.replicas = 2, .arena = false}).arena());
-  CHECK_FALSE(DataParallel(net, {.replicas = 1}).arena());
-  CHECK_THROWS_AS(DataParallel(net, {.replicas = 2, .arena_mb = -1}), InvalidArgument);
+  CHECK_FALSE(DataParallel(net, {.replicas = replicas, .arena = false}).arena());
+  CHECK_THROWS_AS(DataParallel(net, {.replicas = replicas, .arena_mb = -1}), InvalidArgument);
   // Full: the rest comes from malloc.
-  DataParallel small(net, {.replicas = 2, .arena_mb = 0.1});
+  DataParallel small(net, {.replicas = replicas, .arena_mb = 0.1});
   net->zero_grad();
   small.train_step(batch, loss);
   const Tensor gradient = net->parameters()[0].grad().clone();

@@ -34,9 +34,10 @@ struct DataParallelOptions {
   double first_bucket_cap_mb = 1;
   /// Every forward starts from the module's buffers (batch-norm statistics and the like) in all replicas.
   bool broadcast_buffers = true;
-  /// With several replicas on the CPU: this process's large CPU tensors come from memory that is kept for reuse, as
-  /// DistributedDataParallel's do. Threads that get them from malloc fault their pages in anew each step, in each
-  /// other's way. A child made by fork() without exec() cannot see them. Not where another arena is in force.
+  /// With replicas on the CPU: this process's large CPU tensors come from memory that is kept for reuse, as
+  /// DistributedDataParallel's do. A thread that gets them from malloc faults their pages in anew each step, and
+  /// several do in each other's way. A child made by fork() without exec() cannot see them. Not where another arena is
+  /// in force.
   bool arena = true;
   /// The most memory that the arena takes, in MiB; what does not fit goes to malloc. Empty: 1 GiB or eight times the
   /// gradients of all replicas, whichever is more, but no more than half the host's free memory.
