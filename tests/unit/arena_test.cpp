@@ -1,5 +1,6 @@
 #include "comm/shm/arena.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -122,16 +123,78 @@ TEST_CASE("an arena keeps its reserve for urgent requests") {
   CHECK(arena.stats().in_use == kMiB);
   CHECK(arena.stats().reserved == kMiB);
   CHECK(arena.stats().refused == 2);
-  SECTION("a larger block is better than none, up to twice the size") {
+  SECTION("a part of a larger block is better than none, and its rest stays free") {
     arena.free(urgent[3]);
+    void* const part = arena.allocate(4096);
+    REQUIRE(part == urgent[3]);
+    void* const rest = arena.allocate(8192 - kHeader);
+    REQUIRE(rest == static_cast<std::byte*>(part) + 5120);
     CHECK(arena.allocate(4096) == nullptr);
-    CHECK(arena.allocate(8192 - kHeader) == urgent[3]);
+    arena.free(part);
+    arena.free(rest);
+    CHECK(arena.stats().in_use == kMiB - bytes - kHeader);
+    CHECK(arena.allocate(bytes) == urgent[3]);
     CHECK(arena.stats().in_use == kMiB);
   }
   SECTION("a block of the reserve may be used by anybody once it has been cut") {
     arena.free(urgent[3]);
     CHECK(arena.allocate(bytes) == urgent[3]);
   }
+}
+
+TEST_CASE("an arena's free neighbours become one where nothing else is left") {
+  Arena arena(segment_of(kMiB), 0, 0);
+  auto blocks = fill(arena, 16384 - kHeader, false);
+  REQUIRE(blocks.size() == 64);
+  std::shuffle(blocks.begin(), blocks.end(), std::mt19937(1));
+  // Every other one is no neighbour.
+  std::vector<void*> kept;
+  for (void* data : blocks) {
+    const bool is_even =
+        (static_cast<std::byte*>(data) - static_cast<std::byte*>(*std::ranges::min_element(blocks))) % 32768 == 0;
+    is_even ? kept.push_back(data) : arena.free(data);
+  }
+  REQUIRE(kept.size() == 32);
+  CHECK(arena.allocate(32768 - kHeader) == nullptr);
+  for (void* data : kept) arena.free(data);
+  CHECK(arena.stats().in_use == 0);
+  void* const whole = arena.allocate(kMiB - kHeader);
+  CHECK(whole == *std::ranges::min_element(blocks));
+  arena.free(whole);
+  CHECK(fill(arena, 16384 - kHeader, false).size() == 64);
+  CHECK(arena.stats().reserved == kMiB);
+}
+
+TEST_CASE("batches of all lengths share an arena that the longest just fits into") {
+  constexpr std::size_t kLongest = 100;
+  constexpr std::size_t kStep = 2048;  // Bytes of a tensor, by the batch's length.
+  const std::vector<std::size_t> widths = {1, 3, 4, 2, 6, 1, 5};
+  std::size_t widest = 0;
+  for (const std::size_t width : widths) widest += width * kStep * kLongest;
+  // A quarter for the size classes, and the tensor that stays.
+  Arena arena(segment_of(widest / 4 * 5 + 2 * kMiB), 0, 0);
+  std::mt19937 random(7);
+  std::size_t wrong = 0;
+  void* stays = nullptr;
+  for (std::size_t step = 0; step < 300; ++step) {
+    const std::size_t length = step % 50 == 49 ? kLongest : 2 + random() % (kLongest - 1);
+    std::vector<std::pair<unsigned char*, std::size_t>> tensors;
+    for (const std::size_t width : widths) {
+      const std::size_t bytes = width * kStep * length;
+      auto* const data = static_cast<unsigned char*>(arena.allocate(bytes));
+      REQUIRE(data);
+      std::memset(data, static_cast<int>(width), bytes);
+      tensors.emplace_back(data, bytes);
+      if (!stays) stays = arena.allocate(kMiB);
+    }
+    for (std::size_t i = tensors.size(); i-- > 0;) {
+      const auto [data, bytes] = tensors[i];
+      for (std::size_t k = 0; k < bytes; k += 512) wrong += data[k] != widths[i];
+      arena.free(data);
+    }
+  }
+  CHECK(wrong == 0);
+  CHECK(arena.stats().refused == 0);
 }
 
 TEST_CASE("an arena refuses what is larger than itself, up to the largest number") {

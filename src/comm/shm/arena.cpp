@@ -13,14 +13,16 @@ namespace {
 /// Pages are asked for in steps of this size.
 constexpr std::size_t kStep = std::size_t{2} << 20;
 constexpr std::size_t kPage = 4096;
-/// A request may take a free block of up to this many classes above its own: twice its size.
-constexpr std::size_t kClassesAbove = 4;
+/// To join neighbours takes a look at every block, so this share of the memory must have been freed since the last
+/// time.
+constexpr std::size_t kJoinShare = 64;
 
 }  // namespace
 
-/// Stands before the caller's bytes.
+/// Stands before the caller's bytes; the next one stands behind them.
 struct alignas(kCacheLine) Arena::Block {
-  std::size_t size_class;
+  std::size_t bytes;  ///< With this; at least its free list's class has.
+  bool is_free;
   Block* next;  ///< In the free list.
 };
 
@@ -41,6 +43,12 @@ std::size_t Arena::class_of(std::size_t bytes) noexcept {
   return log2 * 4 + (above + quarter - 1) / quarter;  // Four quarters are the next doubling's first class.
 }
 
+/// The largest class that a block of `bytes` is large enough for.
+std::size_t Arena::class_within(std::size_t bytes) noexcept {
+  const auto log2 = static_cast<std::size_t>(std::bit_width(bytes) - 1);
+  return log2 * 4 + ((bytes - (std::size_t{1} << log2)) >> (log2 - 2));
+}
+
 std::size_t Arena::class_bytes(std::size_t size_class) noexcept {
   const std::size_t log2 = size_class / 4;
   return (std::size_t{1} << log2) + size_class % 4 * (std::size_t{1} << (log2 - 2));
@@ -54,27 +62,70 @@ void* Arena::allocate(std::size_t bytes, bool urgent) noexcept {
     return nullptr;
   }
   const std::size_t size_class = class_of(std::max(bytes, kSmallest) + sizeof(Block));
-  Block* block = nullptr;
-  for (std::size_t c = size_class; c <= size_class + kClassesAbove && c < kClasses && !block; ++c) {
-    if (!free_[c]) continue;
-    // A larger block is better than none, but new memory is better than a larger block.
-    if (c > size_class && used_ + class_bytes(size_class) <= limit_) break;
-    block = free_[c];
-    free_[c] = block->next;
+  Block* block = take(size_class);
+  if (!block) block = cut(class_bytes(size_class), urgent ? stats_.capacity : limit_);
+  if (!block && freed_ >= used_ / kJoinShare) {
+    join_neighbours();
+    block = take(size_class);
   }
+  if (!block) block = take_part(size_class);
   if (!block) {
-    const std::size_t end = used_ + class_bytes(size_class);
-    if (end > (urgent ? stats_.capacity : limit_) || !grow(end)) {
-      ++stats_.refused;
-      return nullptr;
-    }
-    block = new (begin_ + used_) Block{.size_class = size_class, .next = nullptr};
-    used_ = end;
+    ++stats_.refused;
+    return nullptr;
   }
   ++stats_.allocations;
-  stats_.in_use += class_bytes(block->size_class);
+  stats_.in_use += block->bytes;
   stats_.peak = std::max(stats_.peak, stats_.in_use);
   return block + 1;
+}
+
+void Arena::wait(Block* block) noexcept {
+  Block*& first = free_[class_within(block->bytes)];
+  block->is_free = true;
+  block->next = first;
+  first = block;
+}
+
+Arena::Block* Arena::take(std::size_t size_class) noexcept {
+  Block* const block = free_[size_class];
+  if (!block) return nullptr;
+  free_[size_class] = block->next;
+  block->is_free = false;
+  return block;
+}
+
+/// A new block from memory that is not in blocks yet, up to `limit` bytes from the start.
+Arena::Block* Arena::cut(std::size_t bytes, std::size_t limit) noexcept {
+  const std::size_t end = used_ + bytes;
+  if (end > limit || !grow(end)) return nullptr;
+  auto* const block = new (begin_ + used_) Block{.bytes = bytes, .is_free = false, .next = nullptr};
+  used_ = end;
+  return block;
+}
+
+/// Of the smallest larger block; the rest of it stays free.
+Arena::Block* Arena::take_part(std::size_t size_class) noexcept {
+  const std::size_t bytes = class_bytes(size_class);
+  Block* block = nullptr;
+  for (std::size_t larger = size_class + 1; larger < kClasses && !block; ++larger) block = take(larger);
+  if (!block || block->bytes - bytes < class_bytes(class_of(kSmallest + sizeof(Block)))) return block;
+  wait(new (reinterpret_cast<std::byte*>(block) + bytes)
+           Block{.bytes = block->bytes - bytes, .is_free = true, .next = nullptr});
+  block->bytes = bytes;
+  return block;
+}
+
+void Arena::join_neighbours() noexcept {
+  free_.fill(nullptr);
+  const auto at = [this](std::size_t place) { return reinterpret_cast<Block*>(begin_ + place); };
+  for (std::size_t place = 0; place < used_; place += at(place)->bytes) {
+    Block* const block = at(place);
+    if (!block->is_free) continue;
+    for (std::size_t next = place + block->bytes; next < used_ && at(next)->is_free; next = place + block->bytes)
+      block->bytes += at(next)->bytes;
+    wait(block);
+  }
+  freed_ = 0;
 }
 
 bool Arena::grow(std::size_t end) noexcept {
@@ -91,10 +142,10 @@ bool Arena::grow(std::size_t end) noexcept {
 
 void Arena::free(void* data) noexcept {
   const std::lock_guard lock(mutex_);
-  Block* block = static_cast<Block*>(data) - 1;
-  block->next = free_[block->size_class];
-  free_[block->size_class] = block;
-  stats_.in_use -= class_bytes(block->size_class);
+  Block* const block = static_cast<Block*>(data) - 1;
+  wait(block);
+  freed_ += block->bytes;
+  stats_.in_use -= block->bytes;
   release_if_over();
 }
 

@@ -19,8 +19,10 @@ namespace ddpkit::shm {
 ///
 /// Blocks come in size classes, four to a doubling. A freed block waits for the next request of its class: a training
 /// step asks for the same sizes again and again, so that from the second step on nothing is faulted in and what was
-/// freed last, still in the cache, is used first. Nothing is given back to the system before the arena ends. Its memory
-/// is bounded by the segment; pages are taken from the system only as blocks first need them.
+/// freed last, still in the cache, is used first. Once all memory is in blocks, a request of another size takes a part
+/// of a larger free block, and where there is none, free neighbours become one: so that batches of all lengths share
+/// what each needs for itself. Nothing is given back to the system before the arena ends. Its memory is bounded by the
+/// segment; pages are taken from the system only as blocks first need them.
 ///
 /// Thread-safe. The object itself must outlive every block; its pages are unmapped when it is closed and the last block
 /// has been freed.
@@ -51,7 +53,13 @@ class Arena {
   static constexpr std::size_t kClasses = 4 * 64;
 
   static std::size_t class_of(std::size_t bytes) noexcept;
+  static std::size_t class_within(std::size_t bytes) noexcept;
   static std::size_t class_bytes(std::size_t size_class) noexcept;
+  void wait(Block* block) noexcept;
+  Block* take(std::size_t size_class) noexcept;
+  Block* cut(std::size_t bytes, std::size_t limit) noexcept;
+  Block* take_part(std::size_t size_class) noexcept;
+  void join_neighbours() noexcept;
   bool grow(std::size_t end) noexcept;
   void release_if_over() noexcept;
 
@@ -62,6 +70,7 @@ class Arena {
   std::size_t limit_ = 0;                ///< Of what is not urgent.
   std::size_t used_ = 0;                 ///< Bytes from the start that blocks have been cut from.
   std::size_t populated_ = 0;            ///< Bytes from the start that have pages.
+  std::size_t freed_ = 0;                ///< Bytes, since neighbours were last joined.
   std::array<Block*, kClasses> free_{};  ///< [size class]
   bool closed_ = false;
   ArenaStats stats_;
