@@ -19,10 +19,10 @@ namespace ddpkit::shm {
 ///
 /// Blocks come in size classes, four to a doubling. A freed block waits for the next request of its class: a training
 /// step asks for the same sizes again and again, so that from the second step on nothing is faulted in and what was
-/// freed last, still in the cache, is used first. Once all memory is in blocks, a request of another size takes a part
-/// of a larger free block, and where there is none, free neighbours become one: so that batches of all lengths share
-/// what each needs for itself. Nothing is given back to the system before the arena ends. Its memory is bounded by the
-/// segment; pages are taken from the system only as blocks first need them.
+/// freed last, still in the cache, is used first. Once all memory is in blocks, a request that finds none of its class
+/// has free neighbours joined, unless that was done a short while ago, and takes a part of a larger free block: so that
+/// batches of all lengths share what each needs for itself. Nothing is given back to the system before the arena ends.
+/// Its memory is bounded by the segment; pages are taken from the system only as blocks first need them.
 ///
 /// Thread-safe. The object itself must outlive every block; its pages are unmapped when it is closed and the last block
 /// has been freed.
