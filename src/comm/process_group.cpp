@@ -41,7 +41,7 @@ void Work::wait() {
     // c10d's backends say in words alone whether it was the time that ran out.
     const std::string_view text = error.what();
     const bool late = text.find("Timed out") != text.npos || text.find("timeout") != text.npos;
-    recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt, text);
+    recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt);
     throw;
   }
   recorder.finish(record_);

@@ -3,10 +3,16 @@
 #include <ddpkit/comm/process_group.h>
 
 #include <ATen/ops/ones.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <barrier>
 #include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
 
+#include "comm/flight/recorder.h"
 #include "comm/flight/view.h"
 #include "support/catch.h"
 #include "support/folder.h"
@@ -14,6 +20,7 @@
 namespace {
 
 constexpr const char* kName = "a rank's last collectives outlive it";
+constexpr const char* kFailuresName = "the first to be recorded of failures on several threads counts";
 
 }  // namespace
 
@@ -47,4 +54,53 @@ TEST_CASE(kName, "[flight]") {
   CHECK_THAT(result.first_failure->state, ContainsSubstring("(4096 bytes, group 0)"));
   const std::string history = ddpkit::testing::read_file(logs.path() / "attempt_0" / "1" / "collectives.txt");
   CHECK(std::count(history.begin(), history.end(), '\n') == 257);  // 256, and the heading.
+}
+
+TEST_CASE(kFailuresName, "[flight]") {
+  using ddpkit::flight::Failure;
+  using ddpkit::flight::Page;
+  // In a process of its own, as one has a single recorder: with a page of ours, which is emptied for each round.
+  if (std::getenv("DDPKIT_TEST_FLIGHT")) {
+    const ddpkit::flight::View view;
+    ::setenv(ddpkit::flight::kPageVariable, std::to_string(view.descriptor()).c_str(), 1);
+    ddpkit::flight::Recorder& recorder = ddpkit::flight::Recorder::of_process();
+    REQUIRE(recorder.is_read());
+    void* memory = ::mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, view.descriptor(), 0);
+    REQUIRE(memory != MAP_FAILED);
+    constexpr int kRounds = 2000;
+    const std::vector<Failure> failures = {Failure::kPeerLost, Failure::kTimeout};
+    std::barrier<> meet(3);
+    std::vector<std::thread> threads;
+    for (int culprit = 0; culprit < 2; ++culprit)
+      threads.emplace_back([&, culprit] {
+        for (int round = 0; round < kRounds; ++round) {
+          meet.arrive_and_wait();
+          recorder.fail(failures[static_cast<std::size_t>(culprit)], culprit);
+          meet.arrive_and_wait();
+        }
+      });
+    int torn = 0, changed = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      static_cast<Page*>(memory)->outcome.store({});
+      meet.arrive_and_wait();
+      meet.arrive_and_wait();
+      const int culprit = view.culprit().value_or(-1);
+      torn += culprit < 0 || view.failure() != failures.at(static_cast<std::size_t>(culprit));
+      recorder.fail(Failure::kMismatch, 2);
+      changed += view.failure() == Failure::kMismatch || view.culprit() != culprit;
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(torn == 0);
+    CHECK(changed == 0);
+    return;
+  }
+  std::string output;
+  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", kFailuresName},
+                                            .ranks = 1,
+                                            .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
+                                            .time_limit = std::chrono::seconds(60),
+                                            .on_output = [&](int, const std::string& text) { output += text; }});
+  INFO(output);
+  CHECK(result.exit_code() == 0);
+  CHECK_THAT(output, ContainsSubstring("All tests passed"));
 }

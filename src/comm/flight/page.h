@@ -36,6 +36,13 @@ enum class Phase : std::uint32_t { kStarting, kMeeting, kTraining };
 /// What a collective failed with; shm::FailureKind's values.
 enum class Failure : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };
 
+/// How the first collective to fail ended.
+struct Outcome {
+  Failure failure{Failure::kNone};
+  std::int32_t culprit{-1};  ///< Rank in the whole job; -1: nobody, or not known as that.
+};
+static_assert(std::atomic<Outcome>::is_always_lock_free, "processes share it");
+
 /// One collective. Each field is written by its rank alone and read by anybody at any time; a reader may meet a record
 /// that is being written over, and must do with what it gets.
 struct Record {
@@ -56,9 +63,7 @@ struct Page {
   std::atomic<std::uint32_t> stacks{0};  ///< How often a stack has been written.
   std::atomic<std::uint32_t> stack_bytes{0};
   std::atomic<std::int64_t> step{-1};
-  std::atomic<Failure> failure{Failure::kNone};  ///< Of the first collective that failed; the next two come before it.
-  std::int32_t culprit{-1};  ///< Rank in the group, which is the whole job's where `failure` is set.
-  char failure_text[512] = {};
+  std::atomic<Outcome> outcome{Outcome{}};
   std::atomic<std::uint64_t> next{0};  ///< Collectives started.
   Record records[kRecords];            ///< [index % kRecords]
   char stack[kStackBytes] = {};        ///< Lines, as backtrace_symbols_fd writes them.

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 
 #include <ddpkit/comm/flight_recorder.h>
@@ -120,12 +119,9 @@ void Recorder::waits(std::uint64_t index) noexcept {
     record.started_ms.store(now_ms(), std::memory_order_relaxed);
 }
 
-void Recorder::fail(Failure failure, std::optional<int> culprit, std::string_view text) noexcept {
-  if (page_->failure.load() != Failure::kNone) return;
-  const std::size_t length = std::min(text.size(), sizeof page_->failure_text - 1);
-  std::memcpy(page_->failure_text, text.data(), length);
-  page_->culprit = culprit.value_or(-1);
-  page_->failure.store(failure);
+void Recorder::fail(Failure failure, std::optional<int> culprit) noexcept {
+  Outcome none;
+  page_->outcome.compare_exchange_strong(none, {.failure = failure, .culprit = culprit.value_or(-1)});
 }
 
 std::uint64_t Recorder::now_ms() noexcept {

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 #include "page.h"
 
@@ -56,8 +55,8 @@ class Recorder {
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
   void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
-  /// The first counts.
-  void fail(Failure failure, std::optional<int> culprit, std::string_view text) noexcept;
+  /// The first counts. `culprit`: rank in the whole job, where that is known.
+  void fail(Failure failure, std::optional<int> culprit) noexcept;
 
   /// The signal that makes this process write its stack: into the page, or to stderr where no launcher reads it. 0:
   /// none.

@@ -71,11 +71,11 @@ View::View(View&& other) noexcept
       seen_(other.seen_),
       seen_at_(other.seen_at_) {}
 
-Failure View::failure() const noexcept { return page_->failure.load(); }
+Failure View::failure() const noexcept { return page_->outcome.load().failure; }
 
 std::optional<int> View::culprit() const noexcept {
-  if (failure() == Failure::kNone || page_->culprit < 0) return std::nullopt;
-  return page_->culprit;
+  const std::int32_t culprit = page_->outcome.load().culprit;
+  return culprit < 0 ? std::nullopt : std::optional<int>(culprit);
 }
 
 void View::sample() noexcept {

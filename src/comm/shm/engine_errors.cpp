@@ -194,7 +194,7 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   failure_ = make_error(kind, text, std::move(context));
   announce(kind, text, culprit);
   // A launcher knows the ranks of the whole job, which are those of the first group.
-  recorder_.fail(static_cast<flight::Failure>(kind), group_number_ == 0 ? culprit : std::nullopt, text);
+  recorder_.fail(static_cast<flight::Failure>(kind), group_number_ == 0 ? culprit : std::nullopt);
   std::rethrow_exception(failure_);
 }
 
