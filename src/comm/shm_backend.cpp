@@ -34,17 +34,21 @@ void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   engine_->set_timeout(timeout);
 }
 
-ShmBackend::WorkPtr ShmBackend::work(std::vector<PendingHandle> pending, OpType type, Tensors outputs,
-                                     std::chrono::milliseconds timeout) const {
+ShmBackend::WorkPtr ShmBackend::start(std::vector<Request> requests, OpType type, Tensors outputs,
+                                      std::chrono::milliseconds timeout) const {
+  std::vector<PendingHandle> pending;
+  pending.reserve(requests.size());
+  for (Request& request : requests) pending.push_back(engine_->post(std::move(request)));
   return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, std::move(outputs), timeout);
 }
 
-ShmBackend::WorkPtr ShmBackend::work(PendingHandle pending, OpType type, Tensors outputs,
-                                     std::chrono::milliseconds timeout) const {
-  return work(std::vector<PendingHandle>{std::move(pending)}, type, std::move(outputs), timeout);
+ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outputs,
+                                      std::chrono::milliseconds timeout) const {
+  std::vector<PendingHandle> pending{engine_->post(std::move(request))};
+  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, std::move(outputs), timeout);
 }
 
-PendingHandle ShmBackend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+Request ShmBackend::all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
   const at::Tensor input = contribution(op, tensor);
   Outputs outputs;
   const at::Tensor output = outputs.add(tensor);
@@ -55,19 +59,19 @@ PendingHandle ShmBackend::start_all_reduce(const at::Tensor& tensor, const c10d:
                   .output = output.data_ptr(),
                   .numel = element_count(tensor)};
   outputs.attach_to(request, {input});
-  return engine_->post(std::move(request));
+  return request;
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor tensor = only(tensors, "all_reduce");
-  return work(start_all_reduce(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout);
+  return start(all_reduce_request(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const at::Tensor& tensor : tensors) check_tensor(tensor, "all_reduce_coalesced");
-  std::vector<PendingHandle> pending;
-  for (const at::Tensor& tensor : tensors) pending.push_back(start_all_reduce(tensor, options.reduceOp));
-  return work(std::move(pending), OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+  std::vector<Request> requests;
+  for (const at::Tensor& tensor : tensors) requests.push_back(all_reduce_request(tensor, options.reduceOp));
+  return start(std::move(requests), OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -84,7 +88,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
                   .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
                   .numel = element_count(tensor)};
   outputs.attach_to(request, {input});
-  return work(engine_->post(std::move(request)), OpType::REDUCE, {tensor}, options.timeout);
+  return start(std::move(request), OpType::REDUCE, {tensor}, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -100,10 +104,10 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
                   .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
                   .numel = element_count(tensor)};
   outputs.attach_to(request, {input, tensor});
-  return work(engine_->post(std::move(request)), OpType::BROADCAST, {tensor}, options.timeout);
+  return start(std::move(request), OpType::BROADCAST, {tensor}, options.timeout);
 }
 
-PendingHandle ShmBackend::start_all_gather(const Tensors& outputs, const at::Tensor& input) {
+Request ShmBackend::all_gather_request(const Tensors& outputs, const at::Tensor& input) const {
   const at::Tensor dense = input.contiguous();
   Outputs results;
   Request request{.kind = CollectiveKind::kAllGather,
@@ -112,16 +116,16 @@ PendingHandle ShmBackend::start_all_gather(const Tensors& outputs, const at::Ten
                   .numel = element_count(input)};
   for (const at::Tensor& output : outputs) request.outputs.push_back(results.add(output).data_ptr());
   results.attach_to(request, {dense});
-  return engine_->post(std::move(request));
+  return request;
 }
 
-PendingHandle ShmBackend::start_all_gather(const at::Tensor& output, const at::Tensor& input) {
+Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tensor& input) const {
   const at::Tensor dense = input.contiguous();
-  Request request = all_gather_request(output, dense);
+  Request request = dense_all_gather_request(output, dense);
   Outputs results;
   results.add(output);
   results.attach_to(request, {dense});
-  return engine_->post(std::move(request));
+  return request;
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -129,12 +133,12 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   const at::Tensor input = only(inputs, "all_gather");
   if (outputs.size() != 1) throw InvalidArgument("all_gather: one list of outputs is needed");
   check_list(outputs[0], size_, input, "all_gather");
-  return work(start_all_gather(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout);
+  return start(all_gather_request(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  return work(start_all_gather(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout);
+  return start(all_gather_request(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -154,19 +158,18 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& output
     }
     check_list(of_tensor[i], size_, inputs[i], "all_gather_coalesced");
   }
-  std::vector<PendingHandle> pending;
-  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(of_tensor[i], inputs[i]));
-  return work(std::move(pending), OpType::ALLGATHER_COALESCED, flat, options.timeout);
+  std::vector<Request> requests;
+  for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(of_tensor[i], inputs[i]));
+  return start(std::move(requests), OpType::ALLGATHER_COALESCED, flat, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::AllgatherOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
-  for (std::size_t i = 0; i < inputs.size(); ++i) check_stacked(outputs[i], inputs[i], "all_gather");
-  std::vector<PendingHandle> pending;
-  for (std::size_t i = 0; i < inputs.size(); ++i) pending.push_back(start_all_gather(outputs[i], inputs[i]));
-  return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
+  std::vector<Request> requests;
+  for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(outputs[i], inputs[i]));
+  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -187,7 +190,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   Tensors targets = is_root ? outputs[0] : Tensors{};
   for (const at::Tensor& target : targets) request.outputs.push_back(results.add(target).data_ptr());
   results.attach_to(request, {dense});
-  return work(engine_->post(std::move(request)), OpType::GATHER, std::move(targets), options.timeout);
+  return start(std::move(request), OpType::GATHER, std::move(targets), options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -210,11 +213,11 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
     request.inputs.push_back(dense.back().data_ptr());
   }
   results.attach_to(request, std::move(dense));
-  return work(engine_->post(std::move(request)), OpType::SCATTER, {output}, options.timeout);
+  return start(std::move(request), OpType::SCATTER, {output}, options.timeout);
 }
 
-PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const Tensors& inputs,
-                                               const c10d::ReduceOp& op) {
+Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const Tensors& inputs,
+                                           const c10d::ReduceOp& op) const {
   Outputs results;
   Request request{.kind = CollectiveKind::kReduceScatter,
                   .dtype = data_type(output),
@@ -227,17 +230,17 @@ PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const T
     request.inputs.push_back(dense.back().data_ptr());
   }
   results.attach_to(request, std::move(dense));
-  return engine_->post(std::move(request));
+  return request;
 }
 
-PendingHandle ShmBackend::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                               const c10d::ReduceOp& op) {
+Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
+                                           const c10d::ReduceOp& op) const {
   check_stacked(input, output, "reduce_scatter");
   const at::Tensor dense = contribution(op, input);
   Outputs results;
-  Request request = reduce_scatter_request(results.add(output), dense, op);
+  Request request = dense_reduce_scatter_request(results.add(output), dense, op);
   results.attach_to(request, {dense});
-  return engine_->post(std::move(request));
+  return request;
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -245,29 +248,27 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
   const at::Tensor output = only(outputs, "reduce_scatter");
   if (inputs.size() != 1) throw InvalidArgument("reduce_scatter: one list of inputs is needed");
   check_list(inputs[0], size_, output, "reduce_scatter");
-  return work(start_reduce_scatter(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
-              options.timeout);
+  return start(reduce_scatter_request(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
+               options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return work(start_reduce_scatter(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
-              options.timeout);
+  return start(reduce_scatter_request(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
+               options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::ReduceScatterOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("reduce_scatter_tensor_coalesced: as many outputs as inputs are needed");
-  for (std::size_t i = 0; i < inputs.size(); ++i) check_stacked(inputs[i], outputs[i], "reduce_scatter");
-  std::vector<PendingHandle> pending;
+  std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    pending.push_back(start_reduce_scatter(outputs[i], inputs[i], options.reduceOp));
-  return work(std::move(pending), OpType::COALESCED, outputs, options.timeout);
+    requests.push_back(reduce_scatter_request(outputs[i], inputs[i], options.reduceOp));
+  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout);
 }
 
-ShmBackend::WorkPtr ShmBackend::start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results,
-                                                 OpType type, std::chrono::milliseconds timeout) {
+Request ShmBackend::all_to_all_request(const Tensors& outputs, const Tensors& inputs) const {
   if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
     throw InvalidArgument(
         fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
@@ -291,11 +292,11 @@ ShmBackend::WorkPtr ShmBackend::start_all_to_all(const Tensors& outputs, const T
                                       request.send_numel[own], request.receive_numel[own]));
   request.numel = *std::max_element(request.send_numel.begin(), request.send_numel.end());
   targets.attach_to(request, std::move(dense));
-  return work(engine_->post(std::move(request)), type, std::move(results), timeout);
+  return request;
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start_all_to_all(outputs, inputs, outputs, OpType::ALLTOALL, options.timeout);
+  return start(all_to_all_request(outputs, inputs), OpType::ALLTOALL, outputs, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -320,12 +321,12 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
           fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name, size_, length));
     return tensor.detach().split_with_sizes(sizes);
   };
-  return start_all_to_all(split(output, output_splits, "output"), split(input, input_splits, "input"), {output},
-                          OpType::ALLTOALL_BASE, options.timeout);
+  return start(all_to_all_request(split(output, output_splits, "output"), split(input, input_splits, "input")),
+               OpType::ALLTOALL_BASE, {output}, options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return work(engine_->post(Request{.kind = CollectiveKind::kBarrier}), OpType::BARRIER, {}, options.timeout);
+  return start(Request{.kind = CollectiveKind::kBarrier}, OpType::BARRIER, {}, options.timeout);
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {

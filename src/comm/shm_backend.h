@@ -71,23 +71,27 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   void abort() override { engine_->abort("the program called abort()"); }
 
  private:
-  shm::PendingHandle start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);
-  shm::PendingHandle start_all_gather(const Tensors& outputs, const at::Tensor& input);
-  shm::PendingHandle start_all_gather(const at::Tensor& output, const at::Tensor& input);
-  shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
-  shm::PendingHandle start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
-  WorkPtr start_all_to_all(const Tensors& outputs, const Tensors& inputs, Tensors results, c10d::OpType type,
-                           std::chrono::milliseconds timeout);
+  // Requests that keep their tensors alive. They start nothing and throw InvalidArgument.
+  shm::Request all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  shm::Request all_gather_request(const Tensors& outputs, const at::Tensor& input) const;
+  shm::Request all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
+  shm::Request reduce_scatter_request(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
+  shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
+                                      const c10d::ReduceOp& op) const;
+  shm::Request all_to_all_request(const Tensors& outputs, const Tensors& inputs) const;
   WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
-  shm::Request all_gather_request(const at::Tensor& output, const at::Tensor& dense) const;
-  shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& dense,
-                                      const c10d::ReduceOp& op) const;
+  // The same of contiguous tensors, which must outlive the request.
+  shm::Request dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
+  shm::Request dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
+                                            const c10d::ReduceOp& op) const;
   void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
   void check_peer(int peer, int tag, const char* call) const;
-  WorkPtr work(shm::PendingHandle pending, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout) const;
-  WorkPtr work(std::vector<shm::PendingHandle> pending, c10d::OpType type, Tensors outputs,
-               std::chrono::milliseconds timeout) const;
+  /// Starts what a call asks for, once all its requests are made: one that is refused leaves the others unstarted.
+  WorkPtr start(std::vector<shm::Request> requests, c10d::OpType type, Tensors outputs,
+                std::chrono::milliseconds timeout) const;
+  WorkPtr start(shm::Request request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout) const;
+  WorkPtr start(shm::MessageHandle message, c10d::OpType type, const at::Tensor& tensor) const;
 
   std::shared_ptr<shm::Engine> engine_;
   std::chrono::milliseconds timeout_;

@@ -5,6 +5,7 @@
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_backend.h"
+#include "comm/shm_work.h"
 
 namespace ddpkit {
 
@@ -32,13 +33,18 @@ void ShmBackend::check_peer(int peer, int tag, const char* call) const {
   if (tag < 0) throw InvalidArgument(fmt::format("{}: the tag is {}, but must not be negative", call, tag));
 }
 
+ShmBackend::WorkPtr ShmBackend::start(shm::MessageHandle message, OpType type, const at::Tensor& tensor) const {
+  std::vector<shm::PendingHandle> pending{engine_->post(std::move(message))};
+  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, Tensors{tensor}, c10d::kUnsetTimeout);
+}
+
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
   const at::Tensor tensor = only(tensors, "send");
   check_peer(destination, tag, "send");
   const at::Tensor dense = tensor.contiguous();
   auto message = message_of(Message::Kind::kSend, destination, tag, dense);
   message->keep_alive = std::make_shared<at::Tensor>(dense);
-  return work(engine_->post(std::move(message)), OpType::SEND, {tensor}, c10d::kUnsetTimeout);
+  return start(std::move(message), OpType::SEND, tensor);
 }
 
 ShmBackend::WorkPtr ShmBackend::receive(Tensors& tensors, int source, int tag, OpType type) {
@@ -46,7 +52,7 @@ ShmBackend::WorkPtr ShmBackend::receive(Tensors& tensors, int source, int tag, O
   Outputs outputs;
   auto message = message_of(Message::Kind::kReceive, source, tag, outputs.add(tensor));
   outputs.attach_to(*message);
-  return work(engine_->post(std::move(message)), type, {tensor}, c10d::kUnsetTimeout);
+  return start(std::move(message), type, tensor);
 }
 
 ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {

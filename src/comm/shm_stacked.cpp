@@ -42,24 +42,23 @@ void ShmBackend::check_stacked(const at::Tensor& stacked, const at::Tensor& part
         part.numel(), c10::toString(part.scalar_type()), stacked.numel(), c10::toString(stacked.scalar_type())));
 }
 
-/// `dense` must outlive the request. Both are contiguous.
-Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tensor& dense) const {
-  check_stacked(output, dense, "all_gather");
+Request ShmBackend::dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const {
+  check_stacked(output, input, "all_gather");
   auto outputs = parts_of<void*>(output, size_);
-  check_place(dense, output, outputs[static_cast<std::size_t>(rank_)],
+  check_place(input, output, outputs[static_cast<std::size_t>(rank_)],
               "all_gather: the input may lie within the output only where this rank's part goes");
   return {.kind = CollectiveKind::kAllGather,
-          .dtype = data_type(dense),
-          .input = dense.data_ptr(),
-          .numel = element_count(dense),
+          .dtype = data_type(input),
+          .input = input.data_ptr(),
+          .numel = element_count(input),
           .outputs = std::move(outputs)};
 }
 
-/// The same; the tensors have passed check_stacked().
-Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const at::Tensor& dense,
-                                           const c10d::ReduceOp& op) const {
-  auto inputs = parts_of<const void*>(dense, size_);
-  check_place(output, dense, inputs[static_cast<std::size_t>(rank_)],
+/// The tensors have passed check_stacked().
+Request ShmBackend::dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
+                                                 const c10d::ReduceOp& op) const {
+  auto inputs = parts_of<const void*>(input, size_);
+  check_place(output, input, inputs[static_cast<std::size_t>(rank_)],
               "reduce_scatter: the output may lie within the input only where this rank's part is");
   return {.kind = CollectiveKind::kReduceScatter,
           .dtype = data_type(output),

@@ -14,13 +14,12 @@ namespace ddpkit {
 
 using c10d::OpType;
 using shm::CollectiveKind;
-using shm::PendingHandle;
 using shm::Request;
 
 void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_tensor(tensor, "all_reduce");
   if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    engine_->wait(start_all_reduce(tensor, op));
+    engine_->wait(engine_->post(all_reduce_request(tensor, op)));
     return;
   }
   engine_->run({.kind = CollectiveKind::kAllReduce,
@@ -33,16 +32,16 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
 
 void ShmBackend::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
   const at::Tensor dense = input.contiguous();
-  engine_->run(all_gather_request(output, dense));
+  engine_->run(dense_all_gather_request(output, dense));
 }
 
 void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
   if (!output.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    engine_->wait(start_reduce_scatter(output, input, op));
+    engine_->wait(engine_->post(reduce_scatter_request(output, input, op)));
     return;
   }
   check_stacked(input, output, "reduce_scatter");
-  engine_->run(reduce_scatter_request(output, input, op));
+  engine_->run(dense_reduce_scatter_request(output, input, op));
 }
 
 void ShmBackend::barrier_now() { engine_->run({.kind = CollectiveKind::kBarrier}); }
@@ -70,7 +69,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_in_place(const Tensors& tensors, 
 /// All-reduce, or reduce-scatter where there are slices.
 ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op) {
   const char* call = slices ? "reduce_scatter_in_place" : "all_reduce_in_place";
-  std::vector<PendingHandle> pending;
+  std::vector<Request> requests;
   for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
     const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
     Request request{.kind = slices ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
@@ -91,9 +90,9 @@ ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tens
     };
     request.keep_alive =
         std::make_shared<std::pair<Tensors, Tensors>>(part(tensors), slices ? part(*slices) : Tensors());
-    pending.push_back(engine_->post(std::move(request)));
+    requests.push_back(std::move(request));
   }
-  return work(std::move(pending), slices ? OpType::REDUCE_SCATTER : OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
+  return start(std::move(requests), slices ? OpType::REDUCE_SCATTER : OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {

@@ -151,6 +151,30 @@ RANK_TEST("c10d's lists and coalesced forms", "[shm]", 2, 3) {
   CHECK(torch::equal(scaled[0], sum_of_parts(ranks, {100}) * 0.5));
 }
 
+RANK_TEST("a coalesced call that is refused for its last part has moved none", "[shm][errors]", 2) {
+  auto& backend = *group.backend();
+  std::vector<torch::Tensor> several{torch::full({10}, group.rank() + 1, torch::kInt), part(group.rank(), {10})};
+  c10d::AllreduceCoalescedOptions both_bits;
+  both_bits.reduceOp = c10d::ReduceOp(c10d::ReduceOp::BAND);  // Not for floating point.
+  CHECK_THROWS_AS(backend.allreduce_coalesced(several, both_bits), ddpkit::InvalidArgument);
+
+  // The last part lies in the other rank's place.
+  torch::Tensor whole = torch::full({2 * 6}, -1.0f);
+  const torch::Tensor misplaced = whole.narrow(0, 6 * (1 - group.rank()), 6);
+  torch::Tensor gathered = torch::full({2 * 6}, -1.0f), reduced = torch::full({6}, -1.0f);
+  std::vector<torch::Tensor> large{gathered, whole}, parts{part(group.rank(), {6}), misplaced};
+  CHECK_THROWS_AS(backend.allgather_into_tensor_coalesced(large, parts), ddpkit::InvalidArgument);
+  large = {part(group.rank(), {2 * 6}), whole};
+  parts = {reduced, misplaced};
+  CHECK_THROWS_AS(backend.reduce_scatter_tensor_coalesced(parts, large), ddpkit::InvalidArgument);
+
+  // Whatever had been started is done when a later collective is.
+  group.barrier();
+  CHECK(torch::equal(several[0], torch::full({10}, group.rank() + 1, torch::kInt)));
+  CHECK(torch::equal(gathered, torch::full({2 * 6}, -1.0f)));
+  CHECK(torch::equal(reduced, torch::full({6}, -1.0f)));
+}
+
 RANK_TEST("a future completes though nobody waits for the work", "[shm]", 2) {
   std::vector<torch::Tensor> tensors{part(group.rank(), {500000})};
   const auto future = group.backend()->allreduce(tensors)->getFuture();
