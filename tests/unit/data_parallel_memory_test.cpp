@@ -154,8 +154,8 @@ TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][are
     CHECK_FALSE(second.arena());
   }
   CHECK(at::allclose(kept, net->forward(batch), 0, 1e-5));
-  CHECK_FALSE(DataParallel(net, {.replicas = replicas, .threads_per_replica = 1, .arena = false}).arena());
-  CHECK_THROWS_AS(DataParallel(net, {.replicas = replicas, .threads_per_replica = 1, .arena_mb = -1}), InvalidArgument);
+  CHECK_FALSE(DataParallel(net, {.replicas = replicas, .arena = false}).arena());
+  CHECK_THROWS_AS(DataParallel(net, {.replicas = replicas, .arena_mb = -1}), InvalidArgument);
   // Full: the rest comes from malloc.
   DataParallel small(net, {.replicas = replicas, .threads_per_replica = 1, .arena_mb = 0.1});
   net->zero_grad();

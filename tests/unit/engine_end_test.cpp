@@ -77,7 +77,6 @@ TEST_CASE("a rank that ends before the others have mapped its memory is named") 
   const Control control;
   const pid_t child = child_that([&] {
     RankBlock& self = control.block(1);
-    self.pid = ::getpid();
     self.staging_fd = self.channels_fd = 9999;
     self.joined.store(2);
   });
@@ -94,7 +93,7 @@ TEST_CASE("a rank that ends while the others map its part of a new segment is na
   const pid_t child = child_that([&] {
     auto* engine = new Engine(control.open(), 1, {parent, ::getpid()}, kPatience);
     // Both exchanges of an allocation: what it offers, and that it has mapped what the others offer.
-    SegmentOffer own{.bytes = kSegmentBytes, .pid = ::getpid(), .fd = 9999};
+    SegmentOffer own{.bytes = kSegmentBytes, .fd = 9999};
     for (int exchange = 0; exchange < 2; ++exchange) {
       static SegmentOffer offers[2];
       engine->post({.kind = CollectiveKind::kAllGather,

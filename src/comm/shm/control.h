@@ -109,8 +109,7 @@ struct alignas(kCacheLine) RankBlock {
   std::atomic<std::uint32_t> left{0};                        ///< The rank has given up its group in an orderly way.
   std::atomic<std::uint32_t> failure{0};  ///< FailureKind; what follows is complete before it is set.
   std::int32_t culprit{-1};               ///< The rank at fault, -1 when there is none.
-  std::int32_t pid{0};
-  std::int32_t stack_signal{0};  ///< Makes the process write its stack; 0: nothing does.
+  std::int32_t stack_signal{0};           ///< Makes the process write its stack; 0: nothing does.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
   std::array<std::uint64_t, 16> cores{};  ///< CPUs the rank may run on, as a bit mask.
@@ -150,7 +149,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000004ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000005ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

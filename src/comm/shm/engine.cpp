@@ -9,12 +9,16 @@
 
 namespace ddpkit::shm {
 
-Engine::Engine(Mapping control, int rank, const std::vector<int>& pids, std::chrono::milliseconds timeout)
-    : rank_(rank), world_size_(static_cast<int>(pids.size())), timeout_(timeout), control_(std::move(control)) {
+Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      world_size_(static_cast<int>(pids.size())),
+      pids_(std::move(pids)),
+      timeout_(timeout),
+      control_(std::move(control)) {
   blocks_ = reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead));
   parts_.resize(static_cast<std::size_t>(world_size_));
   try {
-    if (world_size_ > 1) join(pids);
+    if (world_size_ > 1) join();
   } catch (const PeerLost& error) {
     announce(FailureKind::kPeerLost, error.what(), error.context().rank);
     throw;

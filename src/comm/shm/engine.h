@@ -83,7 +83,7 @@ class Engine {
  public:
   /// `control` is mapped by all ranks, whose processes are `pids` [rank]; returns when all have joined. Throws
   /// RendezvousError when one does not in time, PeerLost when one ends or gives up before.
-  Engine(Mapping control, int rank, const std::vector<int>& pids, std::chrono::milliseconds timeout);
+  Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout);
   /// Marks this rank as having left. Does not wait for anybody.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -127,6 +127,7 @@ class Engine {
   using Clock = std::chrono::steady_clock;
 
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
+  int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
   Progress& mine() const noexcept { return blocks_[rank_].progress; }
 
   // Progress; all under mutex_.
@@ -171,7 +172,7 @@ class Engine {
   void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
 
   // Waiting.
-  void join(const std::vector<int>& pids);
+  void join();
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
   void sleep(std::unique_lock<std::mutex>& lock, bool others_busy);
@@ -200,6 +201,7 @@ class Engine {
 
   const int rank_;
   const int world_size_;
+  const std::vector<int> pids_;  ///< [rank]
   std::chrono::milliseconds timeout_;
   Mapping control_;
   RankBlock* blocks_ = nullptr;        ///< [rank]

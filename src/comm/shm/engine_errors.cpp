@@ -167,7 +167,7 @@ void Engine::check_peers(const Message* message) {
   for (const int r : dead) {
     if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
     fail(FailureKind::kPeerLost,
-         fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, block(r).pid,
+         fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, pid(r),
                      block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(message),
                      last_call(r)),
          r);
@@ -179,9 +179,9 @@ void Engine::throw_timeout(const Message* message, std::chrono::milliseconds wai
   std::vector<std::string> states;
   for (const int r : missing) {
     // The launcher asks for stacks itself where it can read them; elsewhere the silent rank writes its own to stderr.
-    if (const int signal = block(r).stack_signal; signal != 0 && !recorder_.is_read()) ::kill(block(r).pid, signal);
+    if (const int signal = block(r).stack_signal; signal != 0 && !recorder_.is_read()) ::kill(pid(r), signal);
   }
-  for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, block(r).pid, last_call(r)));
+  for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, pid(r), last_call(r)));
   fail(FailureKind::kTimeout,
        fmt::format("rank {} waited {:.1f} s in {} for {}: {}", rank_, std::chrono::duration<double>(waited).count(),
                    current_call(message), ranks_text(missing), fmt::join(states, "; ")),

@@ -1,6 +1,5 @@
 // The memory that ranks share: meeting, and symmetric segments.
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,10 +14,10 @@
 
 namespace ddpkit::shm {
 
-void Engine::join(const std::vector<int>& pids) {
+void Engine::join() {
   // The first to come has made the memory and the layout; everybody fills in its own block.
   staging_.resize(static_cast<std::size_t>(world_size_));
-  for (const int pid : pids) watches_.emplace_back(pid);
+  for (const int pid : pids_) watches_.emplace_back(pid);
   Mapping& own = staging_[static_cast<std::size_t>(rank_)];
   own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
   RankBlock& self = block(rank_);
@@ -27,7 +26,6 @@ void Engine::join(const std::vector<int>& pids) {
   Mapping& own_channels = channels_[static_cast<std::size_t>(rank_)];
   own_channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
   self.channels_fd = own_channels.descriptor();
-  self.pid = ::getpid();
   self.stack_signal = recorder_.stack_signal();
   self.staging_fd = own.descriptor();
   cpu_set_t cores;
@@ -42,9 +40,8 @@ void Engine::join(const std::vector<int>& pids) {
       while (block(r).joined.load() < step) {
         if (const auto told = told_by(r)) throw PeerLost(told->text, {.rank = told->culprit, .call = "rendezvous"});
         if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step)
-          throw PeerLost(
-              fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, pids[static_cast<std::size_t>(r)]),
-              {.rank = r, .call = "rendezvous"});
+          throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, pid(r)),
+                         {.rank = r, .call = "rendezvous"});
         if (Clock::now() > deadline)
           throw RendezvousError(fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
                                 {.rank = r, .call = "rendezvous"});
@@ -59,7 +56,7 @@ void Engine::join(const std::vector<int>& pids) {
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
-      const Owner owner{.rank = r, .pid = block(r).pid};
+      const Owner owner{.rank = r, .pid = pid(r)};
       staging_[index] = Mapping::open(owner, block(r).staging_fd, kSlots * kSlotBytes);
       channels_[index] = Mapping::open(owner, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
     }
@@ -94,7 +91,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
     }
   };
 
-  SegmentOffer own{.bytes = bytes, .pid = ::getpid()};
+  SegmentOffer own{.bytes = bytes};
   const auto note_error = [&own](const std::exception& error) {
     fmt::format_to_n(own.error, sizeof own.error - 1, "{}", error.what());
   };
@@ -123,7 +120,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
     for (int r = 0; r < world_size_; ++r) {
       const auto index = static_cast<std::size_t>(r);
       if (r != rank_)
-        segment->mappings[index] = Mapping::open({.rank = r, .pid = offers[index].pid}, offers[index].fd, bytes, fill);
+        segment->mappings[index] = Mapping::open({.rank = r, .pid = pid(r)}, offers[index].fd, bytes, fill);
       segment->base.push_back(segment->mappings[index].data());
     }
   } catch (const PeerLost& error) {

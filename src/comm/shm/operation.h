@@ -36,9 +36,8 @@ struct Operation : Pending {
 /// What a rank gives the others of a new symmetric segment, in an all-gather; in a second one, whether it has theirs.
 struct SegmentOffer {
   std::uint64_t bytes = 0;
-  std::int32_t pid = 0;
   std::int32_t fd = -1;
-  char error[240] = {};  ///< A sentence; empty when nothing went wrong.
+  char error[244] = {};  ///< A sentence; empty when nothing went wrong.
 };
 
 /// Elements [begin, begin + count) of a tensor.
