@@ -197,18 +197,24 @@ machine() {
     "$(c++ --version | head -n 1)" "$torch_version"
 }
 
-write_report() {
+# The machine that the report is of.
+machine_of_report() {
+  sed -n 's/^Measured on [^:]*: \(.*\)\.$/\1/p;/^## On GPUs/q' "$report" | head -n 1
+}
+
+# put_report DATE: $made/sections and $made/measured.tsv become the report and its ratios.
+put_report() {
   {
     cat <<'EOF'
 # Performance
 
-What `script/bench all` wrote: every figure is of one run, on one machine, ddpkit and its peers on the same work, in turns. Ratios
-come first, less is better: they move less from machine to machine than times do, but move they do (a peer that waits in the kernel is
-dear on one machine and cheap on another). `script/bench check` measures them anew and fails when one is over 15 % worse than here; it
-says so when it runs on another machine. [benchmarks.md](benchmarks.md) explains the columns.
+What `script/bench all` wrote: the figures of a section are of one run, and all are of one machine, ddpkit and its peers on the same
+work, in turns. Ratios come first, less is better: they move less from machine to machine than times do, but move they do (a peer that
+waits in the kernel is dear on one machine and cheap on another). `script/bench check` measures them anew and fails when one is over
+15 % worse than here; it says so when it runs on another machine. [benchmarks.md](benchmarks.md) explains the columns.
 
 EOF
-    printf 'Measured on %s: %s.\n\n' "$(date -u +%F)" "$(machine)"
+    printf 'Measured on %s: %s.\n\n' "$1" "$(machine)"
     printf '## Ratios\n\n'
     ratios_table
     cat "$made/sections"
@@ -216,9 +222,40 @@ EOF
   } | cat -s >"$made/report"
   cp "$made/report" "$report"
   mkdir -p "$pictures"
-  cp "$made"/*.svg "$pictures"
+  find "$made" -name '*.svg' -exec cp {} "$pictures" \;
   cp "$made/measured.tsv" "$ratios"
   say "Written: ${report#"$root"/}, ${ratios#"$root"/}, ${pictures#"$root"/}"
+}
+
+write_report() { put_report "$(date -u +%F)"; }
+
+# What was measured takes the place of its like in the report, and the rest stays.
+write_report_of_parts() {
+  local there missing
+  there=$(machine_of_report)
+  [ -z "$there" ] || [ "$there" = "$(machine)" ] ||
+    die "${report#"$root"/} is of another machine, $there: script/bench all measures all of it here, $(machine)"
+  if ! missing=$(awk -v kept="$made/kept" '
+    FNR == 1 { title = "" }
+    /^## / { title = substr($0, 4) }
+    NR == FNR { text[title] = text[title] $0 "\n"; next }
+    title == "On GPUs" { exit }
+    title == "" || title == "Ratios" { next }
+    !(title in text) { print >kept; next }
+    !placed[title]++ { printf "%s", text[title] >kept }
+    END {
+      for (title in text) if (!placed[title]) { printf "no section \"%s\"", title; exit 1 }
+    }' "$made/sections" "$report"); then
+    die "in ${report#"$root"/} there is $missing: script/bench all writes it whole"
+  fi
+  mv "$made/kept" "$made/sections"
+  awk -F '\t' '
+    NR == FNR { new[$3] = new[$3] $0 "\n"; next }
+    !($3 in new) { print; next }
+    !placed[$3]++ { printf "%s", new[$3] }
+    END { for (part in new) if (!placed[part]) printf "%s", new[part] }' "$made/measured.tsv" "$ratios" >"$made/all.tsv"
+  mv "$made/all.tsv" "$made/measured.tsv"
+  put_report "$(sed -n 's/^Measured on \([^:]*\):.*/\1/p' "$report" | head -n 1)"
 }
 
 # compare_ratios BEFORE AFTER: a table; 1 when one is missing or over 15 % worse. A part that this host cannot measure, or a
@@ -244,13 +281,17 @@ compare_ratios() {
     }' "$1" "$2"
 }
 
+# check_ratios [PART...]: of all parts without one.
 check_ratios() {
-  local has_ratios again here there
+  local has_ratios again here there before=$made/before.tsv
+  [ $# -gt 0 ] || set -- "${parts[@]}"
+  mapfile -t has_ratios < <(printf '%s\n' "$@" | grep -Fxf <(cut -f 3 "$ratios"))
+  [ ${#has_ratios[@]} -gt 0 ] || die "there are no ratios of: $*"
+  awk -F '\t' -v chosen="$*" 'index(" " chosen " ", " " $3 " ")' "$ratios" >"$before"
   here=$(machine)
-  mapfile -t has_ratios < <(printf '%s\n' "${parts[@]}" | grep -Fxf <(cut -f 3 "$ratios"))
   measure "${has_ratios[@]}"
   # Something else may have run beside: what looks worse is measured once more, and the better figure counts.
-  mapfile -t again < <(compare_ratios "$ratios" "$made/measured.tsv" parts)
+  mapfile -t again < <(compare_ratios "$before" "$made/measured.tsv" parts)
   if [ ${#again[@]} -gt 0 ]; then
     say "Worse by over 15 %, so measured again: ${again[*]}"
     cp "$made/measured.tsv" "$made/first.tsv"
@@ -260,30 +301,40 @@ check_ratios() {
       NR == FNR { second[$1] = $2; next }
       { print $1, ($1 in second && second[$1] < $2 ? second[$1] : $2), $3 }' "$made/second.tsv" "$made/first.tsv" >"$made/measured.tsv"
   fi
-  there=$(sed -n 's/^Measured on [^:]*: \(.*\)\.$/\1/p;/^## On GPUs/q' "$report" | head -n 1)
+  there=$(machine_of_report)
   if [ "$there" != "$here" ]; then
     say "Compared with another machine, $there. This one: $here. What a peer takes beside ddpkit moves with the machine: for figures of this one, run script/bench all, then check again."
   fi
-  compare_ratios "$ratios" "$made/measured.tsv" || die "ratios have worsened by over 15 % or are missing (above)"
+  compare_ratios "$before" "$made/measured.tsv" || die "ratios have worsened by over 15 % or are missing (above)"
 }
 
+# bench_report gpus, bench_report all|check [PART...]
 bench_report() {
-  [ $# -eq 1 ] || wrong_use "unknown argument '$2'"
+  local what=$1 part
+  shift
+  for part; do
+    printf '%s\n' "${parts[@]}" | grep -Fxq -e "$part" || wrong_use "there is no part '$part'. There are: $(printf '%s, ' "${parts[@]}" | sed 's/, $//')"
+  done
   made=$(mktemp -d)
   trap 'rm -rf "$made"' EXIT
-  [ "$1" = gpus ] || "$root/script/bootstrap" --peers
-  case $1 in
+  [ "$what" = gpus ] || "$root/script/bootstrap" --peers
+  case $what in
     gpus)
       measure "${gpu_parts[@]}"
       write_report_of_gpus
       ;;
     all)
-      measure "${parts[@]}"
-      write_report
+      if [ $# -eq 0 ]; then
+        measure "${parts[@]}"
+        write_report
+      else
+        measure "$@"
+        write_report_of_parts
+      fi
       ;;
     check)
       [ -s "$ratios" ] || die "there is no ${ratios#"$root"/} to compare with: script/bench all writes it"
-      check_ratios
+      check_ratios "$@"
       ;;
   esac
 }
