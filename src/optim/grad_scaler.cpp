@@ -103,7 +103,8 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   PerOptimizer& state = optimizers_[&optimizer];
   if (state.stage == Stage::kStepped)
     throw InvalidArgument("step() has already been called for this optimizer since the last update()");
-  if (auto* scaling = dynamic_cast<GradientScaling*>(&optimizer); scaling && state.stage == Stage::kReady) {
+  auto* scaling = dynamic_cast<GradientScaling*>(&optimizer);
+  if (scaling && state.stage == Stage::kReady) {
     check_group(optimizer);
     const double largest = grad_norm(parameters_of(optimizer), std::numeric_limits<double>::infinity());
     state.found_inf = on_any_rank(!std::isfinite(largest), group_ ? group_->device() : at::kCPU);
@@ -112,7 +113,10 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
     unscale_(optimizer);
   }
   state.stage = Stage::kStepped;
-  if (state.found_inf) return false;
+  if (state.found_inf) {
+    if (scaling) scaling->reset_scale();  // What clipping made of an infinite norm.
+    return false;
+  }
   optimizer.step();
   return true;
 }

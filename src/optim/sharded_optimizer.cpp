@@ -248,8 +248,15 @@ void ShardedOptimizerBase::follow_parameters() {
 }
 
 void ShardedOptimizerBase::zero_grad(bool set_to_none) {
-  torch::optim::Optimizer::zero_grad(set_to_none);
+  // Not torch::optim's, which detaches gradients in place: a slice's may be a view.
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& slice : slices_->slices) {
+    at::Tensor& gradient = slice.mutable_grad();
+    if (gradient.defined() && !set_to_none) gradient.zero_();
+    if (set_to_none) gradient.reset();
+  }
   for (NamedParameter& parameter : slices_->parameters) parameter.tensor.mutable_grad().reset();
+  reset_scale();
 }
 
 void ShardedOptimizerBase::scale_gradients(double factor) {

@@ -177,3 +177,49 @@ TEST_CASE("the scaler refuses calls out of order", "[grad_scaler]") {
   CHECK_THROWS_WITH(scaler.step(of_half), ContainsSubstring("float16 gradients"));
   CHECK_THROWS_AS(GradScaler({}, {.growth_factor = 1}), ddpkit::InvalidArgument);
 }
+
+RANK_TEST("a step that is left out takes its clipping with it", "[grad_scaler][optim][sharded]", 1, 2) {
+  for (const bool sharded : {false, true}) {
+    for (const bool scaled : {true, false}) {
+      for (const float bad : {kInfinity, NAN}) {
+        INFO("sharded " << sharded << ", scaled " << scaled << ", " << bad);
+        // Of two equal models one has a bad step before the sound one.
+        std::vector<torch::Tensor> results;
+        for (const bool first_is_bad : {true, false}) {
+          torch::manual_seed(3);
+          torch::nn::Linear model(8, 4);
+          ddpkit::DistributedDataParallel ddp(model, group);
+          GradScaler scaler(group, {.init_scale = 1024, .enabled = scaled});
+          const auto train = [&](auto& optimizer) {
+            for (int step = first_is_bad ? 0 : 1; step < 2; ++step) {
+              optimizer.zero_grad();
+              torch::Tensor loss = scaler.scale(ddp(torch::ones({2, 8})).square().sum());
+              if (step == 0) loss = loss * bad;
+              loss.backward();
+              scaler.unscale_(optimizer);
+              const double norm = optimizer.clip_grad_norm(0.1);
+              CHECK(std::isfinite(norm) == (step == 1));
+              // Without a scaler the loop itself leaves the step out.
+              if (scaled || std::isfinite(norm)) CHECK(scaler.step(optimizer) == (step == 1));
+              scaler.update(scaled ? std::optional<double>(1024) : std::nullopt);
+            }
+          };
+          const torch::optim::AdamWOptions options(0.1);
+          if (sharded) {
+            ddpkit::optim::ShardedOptimizer<FusedAdamW> optimizer(ddp, options);
+            train(optimizer);
+            results.push_back(model->weight.detach().clone());
+          } else {
+            FusedAdamW optimizer(model->parameters(), options);
+            train(optimizer);
+            results.push_back(model->weight.detach().clone());
+          }
+        }
+        CHECK(results[0].isfinite().all().item<bool>());
+        CHECK(torch::equal(results[0], results[1]));
+        torch::manual_seed(3);
+        CHECK_FALSE(torch::equal(results[0], torch::nn::Linear(8, 4)->weight));
+      }
+    }
+  }
+}

@@ -85,8 +85,16 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   /// Returns an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) final;
 
+  /// torch::optim's, and takes back what scale_gradients() and clip_grad_norm() have said of the gradients. Where a
+  /// step is left out and the module's zero_grad() is called instead of this, call reset_scale().
+  void zero_grad(bool set_to_none = true) {
+    torch::optim::Optimizer::zero_grad(set_to_none);
+    reset_scale();
+  }
+
   /// The gradients themselves stay as they are (on CUDA they are multiplied too).
   void scale_gradients(double factor) override { gradient_factor_ *= factor; }
+  void reset_scale() noexcept override { gradient_factor_ = 1; }
 
   /// clip_grad_norm_() without its second pass over memory: reads the gradients of all parameters, as scaled by
   /// scale_gradients(), returns their norm, and has the next step() scale them down to `max_norm`. Same arguments.

@@ -62,6 +62,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   /// The norm of all gradients of all ranks; has the next step() scale them down to `max_norm`. As the free function.
   double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
   void scale_gradients(double factor) override;
+  void reset_scale() noexcept override { gradient_factor_ = 1; }
   bool has_sharded_gradients() const noexcept override { return true; }
 
   /// The optimizer of this rank's slices.
