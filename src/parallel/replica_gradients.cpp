@@ -115,7 +115,7 @@ void ReplicaGradients::on_gradient(std::size_t replica, std::size_t param, const
   counting.fired[param] = true;
   if (replica == 0 && !on_device()) {
     const at::Tensor& gradient = leaves_[0][param].grad();
-    slots_[param].alone = gradient.layout() == at::kStrided && is_alone(gradient, added);
+    slots_[param].alone = gradient.defined() && gradient.layout() == at::kStrided && is_alone(gradient, added);
   }
   const std::size_t bucket = slots_[param].bucket;
   if (on_device()) {

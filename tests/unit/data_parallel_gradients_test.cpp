@@ -203,3 +203,38 @@ TEST_CASE("DataParallel without gradients", "[dp]") {
   CHECK(dp(batch).requires_grad());
   CHECK(dp(batch_of(0)).sizes() == at::IntArrayRef({0, 3}));
 }
+
+namespace {
+
+/// Lets nothing through to its input: its gradient is undefined, not zero.
+struct Stop : torch::autograd::Function<Stop> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& input) { return input.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+    return {Tensor()};
+  }
+};
+
+struct StoppedImpl : torch::nn::Cloneable<StoppedImpl> {
+  StoppedImpl() { reset(); }
+  void reset() override {
+    torch::manual_seed(1);
+    through = register_parameter("through", torch::randn({3}));
+    stopped = register_parameter("stopped", torch::randn({3}));
+  }
+  Tensor forward(const Tensor& x) { return x * through + x * Stop::apply(stopped); }
+  Tensor through, stopped;
+};
+TORCH_MODULE(Stopped);
+
+}  // namespace
+
+TEST_CASE("DataParallel with a parameter whose gradient a function leaves undefined", "[dp]") {
+  Stopped alone, replicated;
+  const Tensor batch = torch::randn({8, 3});
+  alone(batch).square().mean().backward();
+  REQUIRE_FALSE(alone->stopped.grad().defined());
+  DataParallel dp(replicated, {.replicas = 2});
+  dp.train_step(batch, [](StoppedImpl& net, Tensor& part) { return net.forward(part).square().mean(); });
+  CHECK(at::allclose(replicated->through.grad(), alone->through.grad()));
+  CHECK_FALSE((replicated->stopped.grad().defined() && replicated->stopped.grad().count_nonzero().item<int>() > 0));
+}
