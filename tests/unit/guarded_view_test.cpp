@@ -1,10 +1,13 @@
 // Shared pages that a rank may write to as if they were its own.
 #include "comm/shm/guarded_view.h"
 
+#include <setjmp.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -99,6 +102,48 @@ TEST_CASE("other faults still end the process") {
   // The sanitizers' own handler exits instead.
   const bool ended = WIFSIGNALED(status) ? WTERMSIG(status) == SIGSEGV : WEXITSTATUS(status) != 0;
   CHECK(ended);
+}
+
+namespace {
+
+sigjmp_buf after_fault;
+void recover(int, siginfo_t*, void*) { siglongjmp(after_fault, 1); }
+void let_pass(int, siginfo_t* info, void*) {
+  const auto page = reinterpret_cast<std::uintptr_t>(info->si_addr) & ~std::uintptr_t{4095};
+  ::mprotect(reinterpret_cast<void*>(page), 4096, PROT_READ | PROT_WRITE);
+}
+
+}  // namespace
+
+TEST_CASE("a program that recovers from faults of its own goes on doing so") {
+  for (const auto handler : {recover, let_pass}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      struct sigaction action {};
+      action.sa_sigaction = handler;
+      action.sa_flags = SA_SIGINFO | SA_NODEFER;
+      ::sigaction(SIGSEGV, &action, nullptr);
+      Shared shared;
+      void* own = ::mmap(nullptr, 8 * 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      static int recovered = 0;  // Static: what a jump leaves alone.
+      for (static int i = 0; i < 4; ++i) {
+        shared.view.data()[static_cast<std::size_t>(i) * shared.view.granule_bytes()] = std::byte{1};
+        if (sigsetjmp(after_fault, 1) == 0) {
+          static_cast<volatile char*>(own)[i * 4096] = 1;
+          if (handler == let_pass) ++recovered;
+        } else {
+          ++recovered;
+        }
+      }
+      ::_exit(recovered == 4 && shared.view.is_written() ? 0 : 3);
+    }
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CAPTURE(handler == recover);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
+  }
 }
 
 TEST_CASE("a view of nothing is an error") {

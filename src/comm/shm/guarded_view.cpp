@@ -28,6 +28,12 @@ std::size_t granule_of(std::size_t bytes) {
   return granule;
 }
 
+/// What a thread's last foreign fault was handed on with. The address of the siginfo is only compared.
+struct PassedOn {
+  const siginfo_t* info = nullptr;
+  const std::byte* frame = nullptr;
+};
+
 }  // namespace
 
 /// All of a process, where the signal handler finds them.
@@ -81,10 +87,14 @@ class GuardedViews {
         }
       }
     }
-    // Two handlers that each take the other for the one before must not call each other for ever.
-    const bool first = !passed_on_.exchange(true);
-    if (first && before_.sa_flags & SA_SIGINFO) return before_.sa_sigaction(signal, info, context);
-    if (first && before_.sa_handler != SIG_DFL && before_.sa_handler != SIG_IGN) return before_.sa_handler(signal);
+    // Two handlers that each take the other for the one before must not call each other for ever: then the same signal
+    // comes back from further up this thread's stack. One that jumps out of the handler never returns, so that nothing
+    // may depend on that.
+    const auto* frame = static_cast<const std::byte*>(__builtin_frame_address(0));
+    const bool came_back = passed_on_.info == info && frame < passed_on_.frame;
+    passed_on_ = {info, frame};
+    if (!came_back && before_.sa_flags & SA_SIGINFO) return before_.sa_sigaction(signal, info, context);
+    if (!came_back && before_.sa_handler != SIG_DFL && before_.sa_handler != SIG_IGN) return before_.sa_handler(signal);
     ::signal(SIGSEGV, SIG_DFL);
     if (info->si_code <= 0) ::raise(SIGSEGV);  // Sent, not a fault: it would not come again by itself.
     errno = error;
@@ -92,7 +102,7 @@ class GuardedViews {
 
   static inline std::array<std::atomic<GuardedView*>, GuardedView::kMostViews> views_{};
   static inline struct sigaction before_ {};
-  static inline std::atomic<bool> passed_on_{false};
+  static inline thread_local PassedOn passed_on_;
 };
 
 GuardedView::GuardedView(const Owner& owner, int fd, std::size_t bytes) : bytes_(bytes), granule_(granule_of(bytes)) {
