@@ -95,7 +95,9 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   return batch;
 }
 
-void DistributedSampler::set_position(std::size_t position) { state_->walk.set_position(position); }
+void DistributedSampler::set_position(std::size_t position) {
+  state_->walk.set_position(position, state_->num_samples(state_->walk.taken()));
+}
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const { state_->walk.save(archive); }
 

@@ -85,7 +85,9 @@ std::optional<std::vector<std::size_t>> DistributedWeightedSampler::next(std::si
   return state_->walk.next(batch_size);
 }
 
-void DistributedWeightedSampler::set_position(std::size_t position) { state_->walk.set_position(position); }
+void DistributedWeightedSampler::set_position(std::size_t position) {
+  state_->walk.set_position(position, state_->num_samples(state_->walk.taken()));
+}
 
 void DistributedWeightedSampler::save(torch::serialize::OutputArchive& archive) const { state_->walk.save(archive); }
 

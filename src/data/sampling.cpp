@@ -73,8 +73,7 @@ std::optional<Indices> Walk::next(std::size_t batch_size) {
   return Indices(begin, begin + static_cast<std::ptrdiff_t>(count));
 }
 
-void Walk::set_position(std::size_t position) {
-  const std::size_t left = (length_ - progress_.taken + world_size_ - 1) / world_size_;
+void Walk::set_position(std::size_t position, std::size_t left) {
   if (position > left) throw InvalidArgument(fmt::format("there is no sample {} where {} are left", position, left));
   position_ = position;
 }

@@ -53,7 +53,10 @@ class Walk {
   void reset(const Draw& draw);
   /// Up to `batch_size` indices; nothing at the end.
   std::optional<Indices> next(std::size_t batch_size);
-  void set_position(std::size_t position);
+  /// Of the epoch's order, how much was taken before this walk began.
+  std::size_t taken() const noexcept { return progress_.taken; }
+  /// `position` of the `left` indices that this rank has left. Throws InvalidArgument beyond them.
+  void set_position(std::size_t position, std::size_t left);
 
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive, const Draw& draw);

@@ -170,6 +170,9 @@ TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
   load(third, saved(other));
   CHECK(third.indices() == Indices(all.begin() + 7, all.end()));
   CHECK_THROWS_AS(third.set_position(4), ddpkit::InvalidArgument);
+  DistributedSampler dropping(10, 4, 1, {.drop_last = true});
+  CHECK_THROWS_WITH(dropping.set_position(3), "there is no sample 3 where 2 are left");
+  dropping.set_position(2);
   DistributedSampler shorter(5, 1, 0);
   CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
 }
