@@ -168,6 +168,10 @@ void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, con
     end(-1);
     group.abort(fmt::format("its loop within join ended with an error: {}", error.what()));
     throw;
+  } catch (...) {
+    end(-1);
+    group.abort("its loop within join ended with an exception");
+    throw;
   }
 }
 
