@@ -1,10 +1,8 @@
 // How the ranks of a group find each other's memory.
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <new>
 #include <thread>
 
@@ -15,19 +13,15 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
 
+#include "comm/host.h"
 #include "comm/shm_backend.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 namespace {
 
 /// Reads the same on every rank of one host, container and user, and differs otherwise.
-std::string host_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat pid_namespace {};
-  ::stat("/proc/self/ns/pid", &pid_namespace);
-  return fmt::format("{}/{}/{}", boot, pid_namespace.st_ino, ::geteuid());
-}
+std::string host_identity() { return fmt::format("{}/{}/{}", boot_id(), namespace_number("pid"), ::geteuid()); }
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -16,6 +15,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "comm/host.h"
 #include "parallel/timeline_recorder.h"
 
 namespace ddpkit {
@@ -31,12 +31,12 @@ std::int64_t nanoseconds(Clock::time_point time) {
 }
 
 /// What ranks share that share a CLOCK_MONOTONIC: a running kernel, seen through one time namespace.
-std::string clock_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  char space[64] = {};
-  if (::readlink("/proc/self/ns/time", space, sizeof(space) - 1) < 0) space[0] = '\0';
-  return boot + space;
+std::string clock_identity() { return fmt::format("{}/{}", boot_id(), namespace_number("time")); }
+
+/// Where tensors lie that the ranks exchange: for `shm` on the host, also where it serves GPUs, whose messages it
+/// refuses.
+at::Device exchange_device(const ProcessGroup& group) {
+  return group.backend_name() == "shm" ? at::Device(at::kCPU) : group.device();
 }
 
 /// Every rank's text, on rank 0; nothing on the others. Not all_gather_bytes(), by which all ranks would hold all.
@@ -47,13 +47,13 @@ std::vector<std::string> gather_text(const std::string& text, const ProcessGroup
   if (group.rank() != 0) {
     const at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
     std::memcpy(bytes.data_ptr(), text.data(), text.size());
-    group.send(bytes.to(group.device()), 0);
+    group.send(bytes.to(exchange_device(group)), 0);
     return texts;
   }
   texts.push_back(text);
   for (int rank = 1; rank < group.world_size(); ++rank) {
     const auto size = std::stoll(sizes[static_cast<std::size_t>(rank)]);
-    const at::Tensor bytes = at::empty({size}, at::TensorOptions(at::kByte).device(group.device()));
+    const at::Tensor bytes = at::empty({size}, at::TensorOptions(at::kByte).device(exchange_device(group)));
     group.recv(bytes, rank);
     const at::Tensor on_host = bytes.cpu();
     texts.emplace_back(static_cast<const char*>(on_host.const_data_ptr()), static_cast<std::size_t>(size));
@@ -139,13 +139,13 @@ void TimelineRecorder::align_clocks() {
   const at::Tensor readings = at::zeros({exchanges, 2}, at::kLong);  // Before and after. [exchange]
   auto* own = readings.mutable_data_ptr<std::int64_t>();
   for (int i = 0; i < exchanges; ++i) {
-    const at::Tensor token = at::zeros({1}, at::TensorOptions(at::kLong).device(group_.device()));
+    const at::Tensor token = at::zeros({1}, at::TensorOptions(at::kLong).device(exchange_device(group_)));
     own[2 * i] = nanoseconds(Clock::now());
     group_.all_reduce(token);
     token.cpu();  // With a GPU, all_reduce() has not waited.
     own[2 * i + 1] = nanoseconds(Clock::now());
   }
-  const at::Tensor all = group_.all_gather(readings.to(group_.device())).cpu();
+  const at::Tensor all = group_.all_gather(readings.to(exchange_device(group_))).cpu();
   const auto readings_of = [&](std::int64_t rank) {
     std::vector<ClockReading> of_rank;
     for (int i = 0; i < exchanges; ++i)

@@ -6,15 +6,18 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <filesystem>
 #include <mutex>
 #include <thread>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/parallel/timeline.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/staged_backend.h"
 #include "support/catch.h"
+#include "support/folder.h"
 #include "support/ranks.h"
 
 namespace {
@@ -162,6 +165,19 @@ RANK_TEST("staged collectives give what the host's give", "[staged]", 1, 2, 3) {
   CHECK(device.all_gather_bytes(std::string(static_cast<std::size_t>(rank), 'x')).back().size() ==
         static_cast<std::size_t>(ranks - 1));
   device.barrier();
+}
+
+RANK_TEST("a timeline is written where shm serves a device", "[staged][timeline]", 2) {
+  const Staged staged(group);
+  // Nothing of a timeline may lie on the device: of this one a collective could not be read.
+  const ddpkit::ProcessGroup device(staged.group.backend(), group.store(), torch::Device(torch::kMeta));
+  const ddpkit::testing::Folder folder;
+  const std::string path = folder / "timeline.json";
+  ddpkit::Timeline timeline(device, path);
+  { const auto span = timeline.span("work"); }
+  timeline.write();
+  if (group.rank() == 0) CHECK(std::filesystem::file_size(path) > 0);
+  group.barrier();
 }
 
 RANK_TEST("the host goes on while a staged collective waits in its queue", "[staged]", 2) {
