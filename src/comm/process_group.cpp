@@ -15,6 +15,7 @@
 
 #include "comm/backends.h"
 #include "comm/flight/recorder.h"
+#include "comm/host.h"
 #include "comm/registered_memory.h"
 
 namespace ddpkit {
@@ -245,6 +246,32 @@ int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
   return work->sourceRank();
 }
 
+namespace {
+
+/// Fills in how many of a part's ranks are on this host, and the how manieth of them this one is. A host is what one
+/// loopback serves.
+void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment) {
+  const auto key = [](int rank) { return fmt::format("host-{}", rank); };
+  const std::string own = fmt::format("{}/{}", boot_id(), namespace_number("net"));
+  store.set(key(environment.rank), std::vector<std::uint8_t>(own.begin(), own.end()));
+  environment.local_rank = environment.local_world_size = 0;
+  for (int rank = 0; rank < environment.world_size; ++rank) {
+    std::vector<std::uint8_t> host;
+    try {
+      host = store.get(key(rank));
+    } catch (const c10::Error& error) {
+      throw RendezvousError(fmt::format("rank {} of a part of {} did not come to split(): {}", rank,
+                                        environment.world_size, error.what_without_backtrace()),
+                            {.rank = rank, .call = "split"});
+    }
+    if (std::string(host.begin(), host.end()) != own) continue;
+    if (rank < environment.rank) ++environment.local_rank;
+    ++environment.local_world_size;
+  }
+}
+
+}  // namespace
+
 std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
   for (const int r : ranks) {
     if (r < 0 || r >= world_size() || std::count(ranks.begin(), ranks.end(), r) != 1)
@@ -260,12 +287,13 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
   LaunchEnvironment environment = state_->environment;
   environment.rank = static_cast<int>(own - ranks.begin());
   environment.world_size = static_cast<int>(ranks.size());
-  // Of the ranks on this host only their number in the whole job is known; a group cannot have more than it has ranks.
   if (state_->environment.local_world_size == state_->environment.world_size) {
     environment.local_world_size = environment.world_size;
     environment.local_rank = environment.rank;
+  } else {
+    find_place_on_host(*store, environment);
   }
-  // Which ranks of a part share a host is not known.
+  // A part need not have equally many ranks on each host.
   const std::string kind = backend_name() == "hierarchical" ? "gloo" : backend_name();
   return ProcessGroup(backend_named(kind, "the backend").create(store, environment, device(), state_->timeout), store,
                       device(), environment);

@@ -44,10 +44,12 @@ class TwoNodes {
   bool there_ = true;
 };
 
-std::vector<std::string> node_of(int node, const FaultFolder& folder, const std::vector<std::string>& options) {
-  return worker_command(
-      folder, {"-n", "1", "--nnodes", "2", "--node-rank", std::to_string(node), "--master-addr", TwoNodes::address(0)},
-      options);
+std::vector<std::string> node_of(int node, const FaultFolder& folder, const std::vector<std::string>& options,
+                                 int ranks = 1) {
+  return worker_command(folder,
+                        {"-n", std::to_string(ranks), "--nnodes", "2", "--node-rank", std::to_string(node),
+                         "--master-addr", TwoNodes::address(0)},
+                        options);
 }
 
 }  // namespace
@@ -66,6 +68,27 @@ TEST_CASE("two nodes whose link is slow are only slower", "[faults]") {
   CHECK(first.orphans() == std::vector<int>());
   CHECK(second.orphans() == std::vector<int>());
   add_row("link slow (1 Mbit/s), two nodes on gloo", "only slower: exit code 0", first.seconds());
+}
+
+TEST_CASE("a part of the ranks that is spread over two nodes meets over their link", "[faults]") {
+  const TwoNodes nodes;
+  if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
+  for (const std::string backend : {"gloo", "hierarchical"}) {
+    CAPTURE(backend);
+    const FaultFolder folder;
+    const std::vector<std::string> options = {"--act",    "split", "--at-step", "1",  "--steps",   "2",
+                                              "--victim", "-1",    "--timeout", "60", "--backend", backend};
+    FaultRun first(node_of(0, folder, options, 2), {"ip", "netns", "exec", nodes.name(0)});
+    FaultRun second(node_of(1, folder, options, 2), {"ip", "netns", "exec", nodes.name(1)});
+    CHECK(first.wait(std::chrono::seconds(120)) == 0);
+    CHECK(second.wait(std::chrono::seconds(120)) == 0);
+    CAPTURE(first.err(), second.err());
+    // Rank 0 of a node prints to its stdout, the others to its stderr.
+    const std::string said = first.out() + first.err() + second.out() + second.err();
+    for (const int rank : {0, 1, 2, 3})
+      CHECK_THAT(said, ContainsSubstring(
+                           fmt::format("rank {} of a part with 1 on its host: {}", rank, rank % 2 == 0 ? 2 : 4)));
+  }
 }
 
 TEST_CASE("two nodes whose link goes down end with an error within the timeout", "[faults]") {

@@ -94,6 +94,17 @@ class Run {
   bool act() {
     const std::string& what = options_.act;
     if (is_victim_ && what.starts_with("other-")) mark(options_, "fault");
+    if (what == "split") {
+      // Even and odd ranks: with two on each node, each part has one there.
+      for (const int first : {0, 1}) {
+        const auto part = group_.split({first, first + 2});
+        if (!part) continue;
+        torch::Tensor sum = torch::full({1000}, group_.rank());
+        part->all_reduce(sum);
+        fmt::print("rank {} of a part with {} on its host: {}\n", group_.rank(), part->local_world_size(),
+                   sum[999].item<std::int64_t>());
+      }
+    }
     if (what == "other-shape") group_.all_reduce(torch::ones({is_victim_ ? 3 : 4}));
     if (what == "other-dtype") group_.all_reduce(torch::ones({4}, is_victim_ ? torch::kDouble : torch::kFloat));
     if (what == "kill-in-all-reduce") {

@@ -115,7 +115,13 @@ RANK_TEST("the other hierarchical collectives", "[hierarchical]", 2, 4, 6) {
     if (group.rank() == 1) CHECK(gathered.sum().item<std::int64_t>() == group.world_size() * (group.world_size() - 1));
     const auto pair = hosts.split({0, 1});
     CHECK(pair.has_value() == (group.rank() < 2));
-    if (pair) CHECK(pair->backend_name() == "gloo");
+    if (pair) {
+      CHECK(pair->backend_name() == "gloo");
+      // All these "hosts" are one, which a part finds out for itself.
+      CHECK(pair->local_world_size() == 2);
+      CHECK(pair->local_rank() == group.rank());
+      CHECK(pair->all_gather(torch::full({2}, group.rank())).sum().item<std::int64_t>() == 2);
+    }
     group.barrier();
   }
 }
