@@ -58,8 +58,10 @@ class OwnBackend : public AbortableBackend {
 };
 
 /// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the
-/// run.
+/// run, and how often this rank has met the others there before.
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+/// The ranks have met by that store: their next rendezvous there has keys of its own.
+void note_rendezvous(const LaunchEnvironment& environment);
 
 c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment,

@@ -18,6 +18,7 @@
 #include "comm/flight/recorder.h"
 #include "comm/hierarchical_backend.h"
 #include "comm/staged_backend.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 namespace {
@@ -92,11 +93,15 @@ ProcessGroup init_process_group(const InitOptions& options) {
   const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
   const BackendKind& backend_kind = choose_backend(options, environment);
   const at::Device device = choose_device(options, backend_kind.name, environment);
+  if (options.timeout.count() <= 0)
+    throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
+  const std::chrono::milliseconds timeout = bounded(options.timeout);
   if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
   flight::Recorder& recorder = flight::Recorder::of_process();
   recorder.set_phase(flight::Phase::kMeeting);
-  auto store = connect_store(environment, options.timeout);
-  auto backend = backend_kind.create(store, environment, device, options.timeout);
+  auto store = connect_store(environment, timeout);
+  auto backend = backend_kind.create(store, environment, device, timeout);
+  note_rendezvous(environment);
   recorder.set_phase(flight::Phase::kTraining);
   return ProcessGroup(std::move(backend), std::move(store), device, environment);
 }

@@ -1,5 +1,7 @@
 #include <ddpkit/comm/process_group.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <string_view>
@@ -51,6 +53,14 @@ void Work::wait() {
 bool Work::is_completed() { return !work_ || work_->isCompleted(); }
 
 struct ProcessGroup::State {
+  /// In a child made by fork() nothing is let go of: it has none of the group's threads, which would be waited for, and
+  /// is no rank, whose end the others would be told of.
+  struct Deleter {
+    void operator()(State* state) const {
+      if (::getpid() == state->process) delete state;
+    }
+  };
+
   c10::intrusive_ptr<c10d::Backend> backend;
   c10::intrusive_ptr<c10d::Store> store;
   at::Device device;
@@ -63,6 +73,7 @@ struct ProcessGroup::State {
   bool records = false;            ///< The backend does not tell the flight recorder by itself.
   std::uint32_t group_number = 0;  ///< For the recorder, where `records`, as the next.
   std::atomic<std::uint64_t> sequence = 0;
+  pid_t process = ::getpid();
 
   /// What `start` starts, on so many bytes.
   template <class Start>
@@ -86,7 +97,8 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
                        .store = std::move(store),
                        .device = device,
                        .environment = environment,
-                       .backend_name = {}}) {
+                       .backend_name = {}},
+             State::Deleter()) {
   if (!state_->backend) throw InvalidArgument("a process group needs a backend");
   state_->backend_name = state_->backend->getBackendName();
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());

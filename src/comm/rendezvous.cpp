@@ -6,7 +6,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <thread>
 
 #include <fmt/format.h>
@@ -149,13 +152,65 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
   }
 }
 
+/// What this process knows of earlier rendezvous.
+class Meetings {
+ public:
+  static Meetings& all() {
+    static Meetings meetings;
+    return meetings;
+  }
+  ~Meetings() {
+    if (::getpid() == process_) return;
+    // A child made by fork(): it has not the threads that serve, for which their destructors would wait.
+    for (auto& [address, store] : served_) store.release();
+  }
+
+  int count(const LaunchEnvironment& environment) {
+    const std::lock_guard lock(mutex_);
+    return counts_[job_of(environment)];
+  }
+  void add(const LaunchEnvironment& environment) {
+    const std::lock_guard lock(mutex_);
+    ++counts_[job_of(environment)];
+  }
+
+  /// Served until this process ends: of two rendezvous one after the other, a rank that comes early to the second must
+  /// not find the first one's store, which would end under it.
+  void serve(const LaunchEnvironment& environment, c10::intrusive_ptr<c10d::TCPStore> store) {
+    const std::lock_guard lock(mutex_);
+    served_.insert_or_assign(address_of(environment), std::move(store));
+  }
+  bool serves(const LaunchEnvironment& environment) {
+    const std::lock_guard lock(mutex_);
+    return served_.count(address_of(environment)) != 0;
+  }
+
+ private:
+  static std::string address_of(const LaunchEnvironment& environment) {
+    return fmt::format("{}:{}", environment.master_addr, environment.master_port);
+  }
+  /// Ranks of one job may be threads of one process.
+  static std::string job_of(const LaunchEnvironment& environment) {
+    return fmt::format("{} {} rank {} of {}", address_of(environment), environment.run_id, environment.rank,
+                       environment.world_size);
+  }
+
+  std::mutex mutex_;
+  std::map<std::string, int> counts_;
+  std::map<std::string, c10::intrusive_ptr<c10d::TCPStore>> served_;
+  const pid_t process_ = ::getpid();
+};
+
 }  // namespace
+
+void note_rendezvous(const LaunchEnvironment& environment) { Meetings::all().add(environment); }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;
-  options.isServer = environment.rank == 0 && !environment.use_agent_store;
+  Meetings& meetings = Meetings::all();
+  options.isServer = environment.rank == 0 && !environment.use_agent_store && !meetings.serves(environment);
   options.waitWorkers = false;  // The backend waits, and can say for whom.
   options.timeout = timeout;
   if (options.isServer) {
@@ -165,8 +220,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environme
   }
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-    // Two runs that meet at one port must not read each other's keys.
-    return c10::make_intrusive<c10d::PrefixStore>("ddpkit/" + environment.run_id, std::move(store));
+    if (options.isServer) meetings.serve(environment, store);
+    // Two runs that meet at one port must not read each other's keys, nor one run those of its last rendezvous.
+    return c10::make_intrusive<c10d::PrefixStore>(
+        fmt::format("ddpkit/{}/{}", environment.run_id, meetings.count(environment)), std::move(store));
   } catch (const c10::Error& error) {
     throw RendezvousError(fmt::format("rank {} cannot use the store at {}:{}: {}", environment.rank,
                                       environment.master_addr, environment.master_port, error.what_without_backtrace()),

@@ -71,6 +71,7 @@ c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c1
     throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
   if (timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
+  timeout = bounded(timeout);
   shm::Mapping control;
   std::vector<int> pids{::getpid()};
   std::string offer = fmt::format("{} {}", host_identity(), ::getpid());

@@ -1,8 +1,19 @@
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <optional>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 
 #include "support/catch.h"
 #include "support/port.h"
+#include "support/ranks.h"
 
 using ddpkit::init_process_group;
 using ddpkit::LaunchEnvironment;
@@ -57,6 +68,61 @@ TEST_CASE("a host name that does not resolve is an error", "[rendezvous]") {
 TEST_CASE("an unknown backend is refused with the known ones", "[rendezvous]") {
   CHECK_THROWS_WITH(init_process_group({.backend = "mpi"}),
                     ContainsSubstring("\"mpi\" is not one of shm, gloo, nccl, hierarchical"));
+}
+
+RANK_TEST("the ranks meet again and again in one process", "[rendezvous][gloo]", 2, 3) {
+  for (int round = 0; round < 20; ++round) {
+    // Rank 0 is the last to let go of a group in one round, and the first in the next.
+    const auto again = init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60)});
+    torch::Tensor sum = torch::full({100}, round + again.rank());
+    again.all_reduce(sum);
+    CHECK(sum[99].item<int>() == round * again.world_size() + again.world_size() * (again.world_size() - 1) / 2);
+    if ((round + again.rank()) % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  // Groups that live side by side.
+  const auto shm = init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60)});
+  const auto gloo = init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(60)});
+  for (const auto& member : {group, gloo, shm}) {
+    torch::Tensor sum = torch::ones({10});
+    member.all_reduce(sum);
+    CHECK(sum[9].item<float>() == static_cast<float>(group.world_size()));
+  }
+}
+
+RANK_TEST("a child made by fork() may end without its parent's group", "[rendezvous][shm]", 2) {
+  std::optional<ddpkit::ProcessGroup> own = ddpkit::testing::another_group(group, "forked");
+  // Has a thread of its own by this.
+  std::vector<torch::Tensor> tensors{torch::ones({10})};
+  own->backend()->allreduce(tensors)->getFuture()->wait();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    own.reset();
+    std::exit(0);  // Statics and all.
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  torch::Tensor sum = torch::ones({10});
+  own->all_reduce(sum);
+  CHECK(sum[9].item<float>() == 2);
+  group.barrier();
+}
+
+RANK_TEST("a timeout without end is one", "[rendezvous][shm]", 2) {
+  constexpr auto kForever = std::chrono::milliseconds::max();
+  const auto patient = init_process_group({.backend = "shm", .timeout = kForever});
+  if (patient.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  torch::Tensor sum = torch::ones({10});
+  patient.all_reduce(sum);
+  CHECK(sum[9].item<float>() == 2);
+  std::vector<torch::Tensor> tensors{sum};
+  const auto work = patient.backend()->allreduce(tensors);
+  if (patient.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  CHECK(work->wait(kForever));
+  CHECK_THROWS_WITH(init_process_group({.backend = "shm", .timeout = std::chrono::milliseconds(0)}),
+                    "the timeout is 0 ms, but must be positive");
 }
 
 TEST_CASE("a world of one needs no network", "[rendezvous]") {

@@ -63,7 +63,8 @@ class Work {
 ///
 /// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
 /// compares the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group
-/// come from one thread at a time.
+/// come from one thread at a time. A child made by fork() without exec() is no rank: it may let go of the group, and
+/// call nothing of it.
 ///
 /// Tensors are dense and lie on device(). A collective throws InvalidArgument for one that does not suit it, PeerLost
 /// when another rank has ended or given up, Timeout when one does not come within InitOptions::timeout. With `shm` the
@@ -159,7 +160,7 @@ class ProcessGroup {
 
   /// The c10d backend, for what has no wrapper here.
   const c10::intrusive_ptr<c10d::Backend>& backend() const noexcept;
-  /// The store the ranks met in; null for a world of one.
+  /// The store the ranks met in; of a world of one it is a store of its own.
   const c10::intrusive_ptr<c10d::Store>& store() const noexcept;
 
  private:
@@ -184,7 +185,8 @@ struct InitOptions {
 };
 
 /// Joins the job that the launcher describes in the environment (see read_launch_environment) and returns the group
-/// of all its ranks; a world of one when there is no launcher. Blocks until every rank has come.
+/// of all its ranks; a world of one when there is no launcher. Blocks until every rank has come. May be called again,
+/// on all ranks in the same order, also while earlier groups live: rank 0 serves the store until its process ends.
 /// Throws InvalidArgument for a bad environment or backend name, RendezvousError when the ranks cannot meet.
 ProcessGroup init_process_group(const InitOptions& options = {});
 

@@ -4,6 +4,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "../timeout.h"
 #include "engines.h"
 #include "operation.h"
 
@@ -148,7 +149,7 @@ MessageHandle Engine::post(MessageHandle message) {
 
 void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
   const std::lock_guard lock(mutex_);
-  timeout_ = timeout;
+  timeout_ = bounded(timeout);
 }
 
 std::uint64_t Engine::sequence() const noexcept {

@@ -7,6 +7,7 @@
 #include <climits>
 #include <thread>
 
+#include "../timeout.h"
 #include "engine.h"
 #include "engines.h"
 #include "operation.h"
