@@ -13,6 +13,8 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
 
+#include "comm/shm_arguments.h"
+
 namespace ddpkit {
 
 using c10d::OpType;
@@ -144,6 +146,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
       op != c10d::ReduceOp::MAX && op != c10d::ReduceOp::PRODUCT)
     return groups_.all->allreduce(tensors, options);
   const at::Tensor& tensor = only_tensor("all_reduce", tensors);
+  check_writable(tensor, "all_reduce");
   if (op == c10d::ReduceOp::AVG && !at::isFloatingType(tensor.scalar_type()))
     throw InvalidArgument(fmt::format("all_reduce: there is no mean of {}", c10::toString(tensor.scalar_type())));
   const auto flat = std::make_shared<Flat>(tensor);
@@ -162,9 +165,11 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
     first_.push([this, piece] { reduce_piece(piece); });
   }
   first_.push([this, job, flat] {
-    second_.push([job, flat] {
-      flat->put_back();
-      job->end_part();
+    second_.push([this, job, flat] {
+      attempt(job, [&] {
+        flat->put_back();
+        job->end_part();
+      });
     });
   });
   if (all == 0) job->end_part();
@@ -207,6 +212,7 @@ void HierarchicalBackend::gather_piece(const std::shared_ptr<Piece>& piece) {
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const auto flat = std::make_shared<Flat>(only_tensor("broadcast", tensors));
+  check_writable(tensors[0], "broadcast");
   if (options.rootRank < 0 || options.rootRank >= size_)
     throw InvalidArgument(fmt::format("broadcast: there is no rank {} in a world of {}", options.rootRank, size_));
   return enqueue(c10::make_intrusive<Job>(rank_, OpType::BROADCAST, tensors, 1), [this, flat, root = options.rootRank] {
@@ -223,10 +229,10 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, co
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                                  const c10d::AllgatherOptions& options) {
-  if (hosts() == 1) return groups_.in->_allgather_base(output, input, options);
+                                                                  const c10d::AllgatherOptions& /*options*/) {
   only_tensor("all_gather", {input});
   only_tensor("all_gather", {output});
+  check_writable(output, "all_gather");
   if (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type())
     throw InvalidArgument(fmt::format("all_gather: the output holds {} elements of {}, and {} ranks give {} of {} each",
                                       output.numel(), c10::toString(output.scalar_type()), size_, input.numel(),
@@ -236,8 +242,11 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
   return enqueue(c10::make_intrusive<Job>(rank_, OpType::_ALLGATHER_BASE, Tensors{output}, 1), [this, from, to] {
     const std::int64_t numel = from->values.numel(), local = local_world_size_;
     const auto across = static_cast<std::int64_t>(hosts());
-    at::Tensor rail = at::empty({across * numel}, from->values.options());
-    groups_.rail->_allgather_base(rail, from->values, c10d::AllgatherOptions())->wait();
+    at::Tensor rail = from->values;
+    if (hosts() > 1) {
+      rail = at::empty({across * numel}, from->values.options());
+      groups_.rail->_allgather_base(rail, from->values, c10d::AllgatherOptions())->wait();
+    }
     at::Tensor host = at::empty({local * across * numel}, from->values.options());
     groups_.in->_allgather_base(host, rail, c10d::AllgatherOptions())->wait();
     to->values.view({across, local, numel}).copy_(host.view({local, across, numel}).transpose(0, 1));

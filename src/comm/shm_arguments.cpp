@@ -1,7 +1,9 @@
 #include "comm/shm_arguments.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
 
@@ -48,6 +50,18 @@ void check_tensor(const at::Tensor& tensor, const char* call) {
   if (!tensor.is_cpu() || tensor.layout() != at::kStrided)
     throw InvalidArgument(fmt::format("{}: the shm backend takes dense CPU tensors, not {} on {}", call,
                                       c10::str(tensor.layout()), tensor.device().str()));
+  if (tensor.is_conj() || tensor.is_neg())
+    throw InvalidArgument(fmt::format("{}: the tensor is a {} view, which the memory does not show: call {}() first",
+                                      call, tensor.is_conj() ? "conjugate" : "negative",
+                                      tensor.is_conj() ? "resolve_conj" : "resolve_neg"));
+}
+
+void check_writable(const at::Tensor& tensor, const char* call) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    throw InvalidArgument(
+        fmt::format("{}: the result cannot be put into a tensor of sizes [{}] and strides [{}], whose elements share "
+                    "memory: give its contiguous() copy",
+                    call, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
 }
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call) {
@@ -96,6 +110,7 @@ at::Tensor contribution(const c10d::ReduceOp& op, const at::Tensor& tensor) {
 }
 
 at::Tensor Outputs::add(const at::Tensor& tensor) {
+  check_writable(tensor, call_);
   targets_.push_back(tensor);
   dense_.push_back(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options().requires_grad(false)));
   return dense_.back();

@@ -50,7 +50,7 @@ ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outp
 
 Request ShmBackend::all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
   const at::Tensor input = contribution(op, tensor);
-  Outputs outputs;
+  Outputs outputs("all_reduce");
   const at::Tensor output = outputs.add(tensor);
   Request request{.kind = CollectiveKind::kAllReduce,
                   .dtype = data_type(tensor),
@@ -78,7 +78,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const at::Tensor tensor = only(tensors, "reduce");
   check_root(options.rootRank, size_, "reduce");
   const at::Tensor input = contribution(options.reduceOp, tensor);
-  Outputs outputs;
+  Outputs outputs("reduce");
   const bool is_root = options.rootRank == rank_;
   Request request{.kind = CollectiveKind::kReduce,
                   .dtype = data_type(tensor),
@@ -96,7 +96,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
   check_root(options.rootRank, size_, "broadcast");
   const bool is_root = options.rootRank == rank_;
   const at::Tensor input = is_root ? tensor.contiguous() : at::Tensor();
-  Outputs outputs;
+  Outputs outputs("broadcast");
   Request request{.kind = CollectiveKind::kBroadcast,
                   .dtype = data_type(tensor),
                   .root = static_cast<int>(options.rootRank),
@@ -109,7 +109,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 
 Request ShmBackend::all_gather_request(const Tensors& outputs, const at::Tensor& input) const {
   const at::Tensor dense = input.contiguous();
-  Outputs results;
+  Outputs results("all_gather");
   Request request{.kind = CollectiveKind::kAllGather,
                   .dtype = data_type(input),
                   .input = dense.data_ptr(),
@@ -120,9 +120,10 @@ Request ShmBackend::all_gather_request(const Tensors& outputs, const at::Tensor&
 }
 
 Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tensor& input) const {
+  check_stacked(output, input, "all_gather");
   const at::Tensor dense = input.contiguous();
   Request request = dense_all_gather_request(output, dense);
-  Outputs results;
+  Outputs results("all_gather");
   results.add(output);
   results.attach_to(request, {dense});
   return request;
@@ -181,7 +182,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
     throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
   if (is_root) check_list(outputs[0], size_, input, "gather");
   const at::Tensor dense = input.contiguous();
-  Outputs results;
+  Outputs results("gather");
   Request request{.kind = CollectiveKind::kGather,
                   .dtype = data_type(input),
                   .root = static_cast<int>(options.rootRank),
@@ -201,7 +202,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   if (inputs.size() != (is_root ? 1u : 0u))
     throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
   if (is_root) check_list(inputs[0], size_, output, "scatter");
-  Outputs results;
+  Outputs results("scatter");
   Request request{.kind = CollectiveKind::kScatter,
                   .dtype = data_type(output),
                   .root = static_cast<int>(options.rootRank),
@@ -218,7 +219,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
 
 Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const Tensors& inputs,
                                            const c10d::ReduceOp& op) const {
-  Outputs results;
+  Outputs results("reduce_scatter");
   Request request{.kind = CollectiveKind::kReduceScatter,
                   .dtype = data_type(output),
                   .op = reduction(op, output, "reduce_scatter"),
@@ -237,7 +238,7 @@ Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const at::T
                                            const c10d::ReduceOp& op) const {
   check_stacked(input, output, "reduce_scatter");
   const at::Tensor dense = contribution(op, input);
-  Outputs results;
+  Outputs results("reduce_scatter");
   Request request = dense_reduce_scatter_request(results.add(output), dense, op);
   results.attach_to(request, {dense});
   return request;
@@ -273,7 +274,7 @@ Request ShmBackend::all_to_all_request(const Tensors& outputs, const Tensors& in
     throw InvalidArgument(
         fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
   Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
-  Outputs targets;
+  Outputs targets("all_to_all");
   Tensors dense;
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     check_tensor(inputs[r], "all_to_all");

@@ -81,7 +81,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   shm::Request all_to_all_request(const Tensors& outputs, const Tensors& inputs) const;
   WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
-  // The same of contiguous tensors, which must outlive the request.
+  // The same of contiguous tensors that have passed check_stacked(), and must outlive the request.
   shm::Request dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
   shm::Request dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
                                             const c10d::ReduceOp& op) const;

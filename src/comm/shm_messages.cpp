@@ -49,7 +49,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag)
 
 ShmBackend::WorkPtr ShmBackend::receive(Tensors& tensors, int source, int tag, OpType type) {
   const at::Tensor tensor = only(tensors, "recv");
-  Outputs outputs;
+  Outputs outputs("recv");
   auto message = message_of(Message::Kind::kReceive, source, tag, outputs.add(tensor));
   outputs.attach_to(*message);
   return start(std::move(message), type, tensor);

@@ -43,7 +43,6 @@ void ShmBackend::check_stacked(const at::Tensor& stacked, const at::Tensor& part
 }
 
 Request ShmBackend::dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const {
-  check_stacked(output, input, "all_gather");
   auto outputs = parts_of<void*>(output, size_);
   check_place(input, output, outputs[static_cast<std::size_t>(rank_)],
               "all_gather: the input may lie within the output only where this rank's part goes");
@@ -54,7 +53,6 @@ Request ShmBackend::dense_all_gather_request(const at::Tensor& output, const at:
           .outputs = std::move(outputs)};
 }
 
-/// The tensors have passed check_stacked().
 Request ShmBackend::dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
                                                  const c10d::ReduceOp& op) const {
   auto inputs = parts_of<const void*>(input, size_);

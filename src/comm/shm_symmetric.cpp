@@ -31,6 +31,7 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
 }
 
 void ShmBackend::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
+  check_stacked(output, input, "all_gather");
   const at::Tensor dense = input.contiguous();
   engine_->run(dense_all_gather_request(output, dense));
 }

@@ -45,7 +45,7 @@ bool ShmWork::isCompleted() {
   return true;
 }
 
-int ShmWork::sourceRank() const { return pending_[0]->message ? pending_[0]->message->peer : -1; }
+int ShmWork::sourceRank() const { return !pending_.empty() && pending_[0]->message ? pending_[0]->message->peer : -1; }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   if (const auto failure = exception()) std::rethrow_exception(failure);
@@ -65,6 +65,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   }
   // Complete with the last of several operations; with the first failure.
+  if (pending_.empty()) future_->markCompleted(c10::IValue(outputs_));  // An empty list.
   auto left = std::make_shared<std::atomic<std::size_t>>(pending_.size());
   for (const auto& pending : pending_) {
     engine_->finish_in_background(pending, [future = future_, left, outputs = outputs_](std::exception_ptr failure) {

@@ -97,6 +97,24 @@ RANK_TEST("many hierarchical collectives at once keep their order", "[hierarchic
   }
 }
 
+RANK_TEST("hierarchical collectives on one host keep their order too", "[hierarchical]", 2, 3) {
+  const ProcessGroup hosts = on_hosts_of(group, group.world_size());
+  std::vector<torch::Tensor> tensors;
+  std::vector<ddpkit::Work> works;
+  for (int i = 0; i < 60; ++i) {
+    tensors.push_back(part(group.rank() + 10 * i, {(i * 7919) % 200000 + 1}, at::kFloat));
+    works.push_back(hosts.all_reduce_async(tensors.back()));
+    const torch::Tensor all = hosts.all_gather(torch::full({3}, group.rank() + i));
+    for (int r = 0; r < group.world_size(); ++r) CHECK(all[r].equal(torch::full({3}, r + i)));
+  }
+  for (ddpkit::Work& work : works) work.wait();
+  for (int i = 0; i < 60; ++i) {
+    torch::Tensor expected = torch::zeros({(i * 7919) % 200000 + 1});
+    for (int r = 0; r < group.world_size(); ++r) expected += part(r + 10 * i, expected.sizes(), at::kFloat);
+    CHECK(tensors[static_cast<std::size_t>(i)].equal(expected));
+  }
+}
+
 RANK_TEST("the other hierarchical collectives", "[hierarchical]", 2, 4, 6) {
   for (const int local : hosts_for(group)) {
     CAPTURE(local);

@@ -175,11 +175,72 @@ RANK_TEST("a coalesced call that is refused for its last part has moved none", "
   CHECK(torch::equal(reduced, torch::full({6}, -1.0f)));
 }
 
-RANK_TEST("a future completes though nobody waits for the work", "[shm]", 2) {
+RANK_TEST("a result that cannot be put into its tensor is refused before anything moves", "[shm][errors]", 1, 2) {
+  const torch::Tensor one = torch::ones({1});
+  const torch::Tensor several = one.expand({8});
+  const auto refusal = ContainsSubstring("sizes [8] and strides [0], whose elements share memory");
+  CHECK_THROWS_WITH(group.all_reduce_async(several),
+                    "all_reduce: the result cannot be put into a tensor of sizes [8] and strides [0], whose elements "
+                    "share memory: give its contiguous() copy");
+  CHECK_THROWS_WITH(group.all_reduce(several), refusal);
+  if (group.rank() == 1) CHECK_THROWS_WITH(group.broadcast(several), refusal);
+  if (group.rank() == 1) CHECK_THROWS_WITH(group.recv(several, 0), refusal);
+  // As an input it serves.
+  CHECK(torch::equal(group.all_gather(several), torch::ones({group.world_size(), 8})));
+  const torch::Tensor conjugate = torch::conj(torch::ones({4}, torch::kComplexFloat));
+  CHECK_THROWS_WITH(group.all_gather(conjugate), ContainsSubstring("resolve_conj()"));
+  CHECK_THROWS_WITH(group.all_reduce(conjugate), ContainsSubstring("all_reduce: the tensor is a conjugate view"));
+  std::vector<torch::Tensor> large{torch::ones({2 * group.world_size()})}, sparse{torch::ones({2}).to_sparse()};
+  CHECK_THROWS_AS(group.backend()->allgather_into_tensor_coalesced(large, sparse), ddpkit::InvalidArgument);
+  group.barrier();
+}
+
+RANK_TEST("what a result's way back fails with comes out of its own wait", "[shm][errors]", 1, 2) {
+  // An inference tensor cannot be written outside inference mode; only one that is not contiguous is copied back.
+  torch::Tensor frozen;
+  {
+    const c10::InferenceMode mode;
+    frozen = torch::ones({4, 2}).t();
+  }
+  std::vector<torch::Tensor> tensors{frozen};
+  const auto work = group.backend()->allreduce(tensors);
+  group.barrier();
+  torch::Tensor sum = torch::ones({3});
+  group.all_reduce(sum);
+  CHECK(sum[2].item<float>() == static_cast<float>(group.world_size()));
+  CHECK_THROWS_WITH(work->wait(), ContainsSubstring("nference tensor"));
+  CHECK(work->isCompleted());
+  CHECK_FALSE(work->isSuccess());
+  const auto another = group.backend()->allreduce(tensors);
+  another->getFuture()->wait();
+  CHECK(another->getFuture()->hasError());
+  group.barrier();
+}
+
+RANK_TEST("futures end with their group, and one of nothing at once", "[shm][errors]", 2) {
+  std::vector<torch::Tensor> none;
+  const auto empty = group.backend()->allreduce_coalesced(none);
+  CHECK(empty->wait());
+  empty->getFuture()->wait();
+  CHECK_FALSE(empty->getFuture()->hasError());
+  CHECK(empty->sourceRank() == -1);
+  auto own = std::make_optional(ddpkit::testing::another_group(group, "let-go"));
+  if (group.rank() == 0) {
+    std::vector<torch::Tensor> tensors{torch::ones({10})};
+    const auto future = own->backend()->allreduce(tensors)->getFuture();
+    own.reset();
+    future->wait();
+    CHECK(future->hasError());
+    CHECK_THROWS_WITH(future->value(), ContainsSubstring("let go of before its collective was over"));
+  }
+  group.barrier();
+}
+
+RANK_TEST("a future completes though nobody waits for the work", "[shm]", 1, 2) {
   std::vector<torch::Tensor> tensors{part(group.rank(), {500000})};
   const auto future = group.backend()->allreduce(tensors)->getFuture();
   future->waitAndThrow();
-  CHECK(torch::equal(tensors[0], sum_of_parts(2, {500000})));
+  CHECK(torch::equal(tensors[0], sum_of_parts(group.world_size(), {500000})));
   CHECK(torch::equal(future->value().toTensorVector()[0], tensors[0]));
 }
 

@@ -50,10 +50,15 @@ Engine::~Engine() {
   }
   block(rank_).left.store(1);
   ring_sleepers();
+  // Nobody moves these on any more.
+  const auto abandoned = std::make_exception_ptr(
+      Error("the process group was let go of before its collective was over: keep it until then"));
+  for (const Background& entry : background_) {
+    if (entry.then) entry.then(entry.pending->finished ? entry.pending->failure : abandoned);
+  }
 }
 
-PendingHandle Engine::post(Request request) {
-  std::unique_lock lock(mutex_);
+OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request request) {
   throw_if_failed();
   OperationHandle operation = new_operation();
   operation->request = std::move(request);
@@ -61,13 +66,16 @@ PendingHandle Engine::post(Request request) {
   return operation;
 }
 
+PendingHandle Engine::post(Request request) {
+  std::unique_lock lock(mutex_);
+  return begin(lock, std::move(request));
+}
+
 void Engine::run(Request request) {
   std::unique_lock lock(mutex_);
-  throw_if_failed();
-  OperationHandle operation = new_operation();
-  operation->request = std::move(request);
-  enqueue(lock, operation);
+  OperationHandle operation = begin(lock, std::move(request));
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
+  operation->throw_if_failed();
   if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
 }
 
@@ -130,9 +138,8 @@ void Engine::run_alone(Operation& operation) {
   for (const Piece& piece : request.pieces) {
     if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation.element_size());
   }
-  if (request.on_finish) request.on_finish();
+  operation.finish(request.on_finish);
   operation.request.keep_alive.reset();
-  operation.finished = true;
 }
 
 MessageHandle Engine::post(MessageHandle message) {

@@ -103,8 +103,9 @@ class Engine {
   bool test(const PendingHandle& pending);
   /// Blocks until it is finished; `timeout` counts from now, 0 is the group's default. Throws what it failed with.
   void wait(const PendingHandle& pending, std::chrono::milliseconds timeout = {});
-  /// Sees to it that it finishes though nobody waits for it, then calls `then` with what it failed with, or null. The
-  /// one thing that takes a thread; the thread sleeps while there is nothing to do.
+  /// Sees to it that it finishes though nobody waits for it, then calls `then`, which does not throw, with what it
+  /// failed with, or null; also when this engine ends before. The one thing that takes a thread; the thread sleeps
+  /// while there is nothing to do.
   void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
   /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
@@ -169,6 +170,7 @@ class Engine {
   void tell_peers() noexcept;
   void ring_sleepers() noexcept;
   OperationHandle new_operation();
+  OperationHandle begin(std::unique_lock<std::mutex>& lock, Request request);
   void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
 
   // Waiting.
@@ -232,7 +234,7 @@ class Engine {
 
   struct Background {
     PendingHandle pending;
-    std::function<void(std::exception_ptr)> then;
+    std::function<void(std::exception_ptr)> then;  ///< Does not throw.
   };
   std::list<Background> background_;
   std::condition_variable background_wanted_;

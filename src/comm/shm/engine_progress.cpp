@@ -25,7 +25,8 @@ bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
 }  // namespace
 
 Operation* Engine::at(std::uint64_t sequence) const noexcept {
-  return sequence < next_sequence_ ? operations_[sequence - first_sequence_].get() : nullptr;
+  const std::uint64_t index = sequence - first_sequence_;
+  return index < operations_.size() ? operations_[index].get() : nullptr;  // None under way in a world of one.
 }
 
 std::byte* Engine::slot(int rank, std::uint64_t ticket) const noexcept {
@@ -152,10 +153,9 @@ bool Engine::finish() {
     const OperationHandle done = std::move(operations_.front());
     operations_.pop_front();
     ++first_sequence_;
-    if (done->request.on_finish) done->request.on_finish();
+    done->finish(done->request.on_finish);
     done->request.keep_alive.reset();
     done->segments.clear();
-    done->finished = true;
     recorder_.finish(done->record);
   }
 }

@@ -64,17 +64,21 @@ void pause() {
 
 bool Engine::test(const PendingHandle& pending) {
   const std::unique_lock lock(mutex_);
-  if (pending->finished) return true;
-  throw_if_failed();
-  progress();
-  if (!pending->finished) check_peers(pending->message);
+  if (!pending->finished) {
+    throw_if_failed();
+    progress();
+    if (!pending->finished) check_peers(pending->message);
+  }
+  pending->throw_if_failed();
   return pending->finished;
 }
 
 void Engine::wait(const PendingHandle& pending, milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  if (pending->finished) return;
-  wait_until(lock, timeout.count() > 0 ? timeout : timeout_, pending->message, [&] { return pending->finished; });
+  if (!pending->finished)
+    wait_until(lock, timeout.count() > 0 ? bounded(timeout) : timeout_, pending->message,
+               [&] { return pending->finished; });
+  pending->throw_if_failed();
 }
 
 void Engine::finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then) {
@@ -115,7 +119,7 @@ void Engine::run_background() {
     if (over.empty()) continue;
     lock.unlock();
     for (const Background& entry : over) {
-      if (entry.then) entry.then(entry.pending->finished ? nullptr : failure);
+      if (entry.then) entry.then(entry.pending->finished ? entry.pending->failure : failure);
     }
     over.clear();
     if (*ended) return;

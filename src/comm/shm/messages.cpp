@@ -62,9 +62,8 @@ void Mailbox::post(MessageHandle message) {
 }
 
 void Mailbox::complete(Message& message) {
-  if (message.on_finish) message.on_finish();
+  message.finish(message.on_finish);
   message.keep_alive.reset();
-  message.finished = true;
 }
 
 /// Serves a receive from the messages that came before it.

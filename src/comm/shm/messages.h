@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <list>
 #include <memory>
@@ -29,6 +30,20 @@ struct Pending {
   explicit Pending(const Message* as_message = nullptr) : message(as_message) {}
   const Message* message;  ///< Itself, where it is a message.
   bool finished = false;
+  std::exception_ptr failure = nullptr;  ///< What on_finish threw, for who waits for it.
+
+  /// It is over but for `on_finish`, whatever comes of that: the group goes on, and this one alone has failed.
+  void finish(const std::function<void()>& on_finish) noexcept {
+    try {
+      if (on_finish) on_finish();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    finished = true;
+  }
+  void throw_if_failed() const {
+    if (failure) std::rethrow_exception(failure);
+  }
 };
 using PendingHandle = std::shared_ptr<Pending>;
 
