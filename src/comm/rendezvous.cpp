@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -156,13 +157,8 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
 class Meetings {
  public:
   static Meetings& all() {
-    static Meetings meetings;
-    return meetings;
-  }
-  ~Meetings() {
-    if (::getpid() == process_) return;
-    // A child made by fork(): it has not the threads that serve, for which their destructors would wait.
-    for (auto& [address, store] : served_) store.release();
+    static auto* meetings = new Meetings;
+    return *meetings;
   }
 
   int count(const LaunchEnvironment& environment) {
@@ -178,6 +174,8 @@ class Meetings {
   /// not find the first one's store, which would end under it.
   void serve(const LaunchEnvironment& environment, c10::intrusive_ptr<c10d::TCPStore> store) {
     const std::lock_guard lock(mutex_);
+    // Registered when a store has been made: so it ends before whatever LibTorch made for it does.
+    if (served_.empty()) std::atexit([] { all().end_served(); });
     served_.insert_or_assign(address_of(environment), std::move(store));
   }
   bool serves(const LaunchEnvironment& environment) {
@@ -186,6 +184,10 @@ class Meetings {
   }
 
  private:
+  void end_served() {
+    // A child made by fork() has not the threads that serve, for which they would wait.
+    if (::getpid() == process_) served_.clear();
+  }
   static std::string address_of(const LaunchEnvironment& environment) {
     return fmt::format("{}:{}", environment.master_addr, environment.master_port);
   }
