@@ -98,7 +98,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   const std::chrono::milliseconds timeout = bounded(options.timeout);
   if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
   flight::Recorder& recorder = flight::Recorder::of_process();
-  recorder.set_phase(flight::Phase::kMeeting);
+  recorder.meet(environment.world_size);
   auto store = connect_store(environment, timeout);
   auto backend = backend_kind.create(store, environment, device, timeout);
   note_rendezvous(environment);

@@ -182,8 +182,24 @@ class Launch {
       first_failure_ = rank;
       ask_silent_ranks(rank);
     }
+    if (!first_failure_ && !kill_at_) find_absent_rank();
     if (!first_failure_ || kill_at_ || !options_.stop_on_failure) return;
     stop(SIGTERM, options_.grace);
+  }
+
+  /// A rank that ended well without having met the others, while one of them waits until all ranks have come: nothing
+  /// else would end that wait before its timeout.
+  void find_absent_rank() {
+    const auto is_meeting = [&](const flight::View& view) { return view.is_meeting(options_.nodes * options_.ranks); };
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      if (processes_[rank].running() || views_[rank].has_met()) continue;
+      for (std::size_t other = 0; other < processes_.size(); ++other) {
+        if (!processes_[other].running() || !is_meeting(views_[other])) continue;
+        result_.ranks[rank].before_meeting = true;
+        first_failure_ = rank;
+        return;
+      }
+    }
   }
 
   /// When a rank's collective was not joined in time: what do those do that it waited for?

@@ -65,6 +65,39 @@ TEST_CASE("ranks that ignore SIGTERM are killed after the grace time", "[faults]
   add_row("ranks that ignore SIGTERM (grace 0.5 s)", "killed after the grace time", now_seconds() - told);
 }
 
+TEST_CASE("a rank that ends well before the others could meet it is named", "[faults]") {
+  const FaultFolder folder;
+  // The others would wait for half an hour.
+  const auto but_rank_1 = [&](const Arguments& launcher, const std::string& before) {
+    Arguments arguments = {"run"};
+    arguments.insert(arguments.end(), launcher.begin(), launcher.end());
+    arguments.insert(arguments.end(), {"--", "sh", "-c", before + "exec \"$0\" \"$@\"", DDPKIT_TEST_FAULT_WORKER,
+                                       "--folder", folder.path().string(), "--steps", "5"});
+    return arguments;
+  };
+  FaultRun run(but_rank_1({"-n", "2"}, "[ $RANK = 1 ] && exit 0; "));
+  CHECK(run.wait() == 1);
+  CHECK_THAT(run.err(), ContainsSubstring("ddpkit run: rank 1 (pid "));
+  CHECK_THAT(run.err(), ContainsSubstring(") exited with code 0 before it met the others"));
+  CHECK(run.orphans() == std::vector<int>());
+  CHECK_FALSE(folder.leaves_segments());
+  add_row("a rank exits with 0 before the meeting", "named, exit code 1", run.seconds());
+
+  FaultRun again(but_rank_1({"-n", "2", "--max-restarts", "1"}, "[ $RANK = 1 ] && exit 0; "));
+  CHECK(again.wait() == 1);
+  CHECK_THAT(again.err(), ContainsSubstring("starting all ranks anew (restart 1 of 1)"));
+
+  // Nobody waits for it: neither those that form a smaller world, nor those that know of no world at all.
+  FaultRun smaller(but_rank_1({"-n", "3"},
+                              "export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2; [ $RANK = 2 ] && exit 0; "
+                              "[ $RANK = 1 ] && sleep 1; "));
+  CHECK(smaller.wait() == 0);
+  CHECK_THAT(smaller.out(), ContainsSubstring("done after 5 steps"));
+  FaultRun none({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 1 ] || { sleep 1; echo slept; }"});
+  CHECK(none.wait() == 0);
+  CHECK(none.out() == "slept\n");
+}
+
 TEST_CASE("a place to meet that is not there is named", "[faults]") {
   struct Place {
     std::string fault;

@@ -62,14 +62,15 @@ struct RankExit {
   int pid = -1;
   int exit_code = 0;                         ///< Meaningful when `signal` is 0.
   int signal = 0;                            ///< Signal that killed it, 0 for none.
+  bool before_meeting = false;               ///< It ended well before it met the others, who waited for it.
   bool ended_by_launcher = false;            ///< It was told to stop because of another rank, a signal or the limit.
   double seconds = 0;                        ///< When, after its start.
   std::string state = {};                    ///< What it did last, by the flight recorder: "was in all_reduce …".
   std::vector<std::string> last_lines = {};  ///< Of its stderr.
 
-  /// It ended by itself with exit code 0.
-  bool ok() const noexcept { return exit_code == 0 && signal == 0; }
-  /// "exited with code 3" or "was killed by signal 9 (SIGKILL)".
+  /// It ended by itself with exit code 0, and nobody waits for it.
+  bool ok() const noexcept { return exit_code == 0 && signal == 0 && !before_meeting; }
+  /// "exited with code 3", "was killed by signal 9 (SIGKILL)" or "exited with code 0 before it met the others".
   std::string describe() const;
 };
 
@@ -90,7 +91,8 @@ struct LocalLaunchResult {
   bool timed_out = false;                 ///< The time limit ended it.
   int stopped_by_signal = 0;              ///< The signal to this process that ended it, 0 for none.
 
-  /// What a shell expects: 0, the first failure's code, 128 + its signal, or 124 after the time limit.
+  /// What a shell expects: 0, the first failure's code (1 for a rank that ended well before it met the others), 128 +
+  /// its signal, or 124 after the time limit.
   int exit_code() const noexcept;
   /// Why it failed, in lines for a human: which rank was the first, when, how, what it did and what it said. Empty when
   /// it did not.

@@ -60,6 +60,7 @@ struct Page {
   std::atomic<std::int32_t> pid{0};           ///< 0 until a process has taken the page.
   std::atomic<std::int32_t> stack_signal{0};  ///< Makes the process write its stack; 0: it has no handler for it.
   std::atomic<Phase> phase{Phase::kStarting};
+  std::atomic<std::int32_t> world{0};    ///< Ranks in the job, as the process was told when it came to meet them.
   std::atomic<std::uint32_t> stacks{0};  ///< How often a stack has been written.
   std::atomic<std::uint32_t> stack_bytes{0};
   std::atomic<std::int64_t> step{-1};

@@ -54,6 +54,11 @@ class Recorder {
   /// The next collective is that of this bucket.
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
+  /// This rank waits for the others of a world of so many.
+  void meet(int world) noexcept {
+    page_->world.store(world, std::memory_order_relaxed);
+    page_->phase.store(Phase::kMeeting, std::memory_order_release);
+  }
   void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
   /// The first counts. `culprit`: rank in the whole job, where that is known.
   void fail(Failure failure, std::optional<int> culprit) noexcept;

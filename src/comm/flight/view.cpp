@@ -78,6 +78,12 @@ std::optional<int> View::culprit() const noexcept {
   return culprit < 0 ? std::nullopt : std::optional<int>(culprit);
 }
 
+bool View::is_meeting(int world) const noexcept {
+  return page_->phase.load() == Phase::kMeeting && page_->world.load() == world;
+}
+
+bool View::has_met() const noexcept { return page_->phase.load() == Phase::kTraining; }
+
 void View::sample() noexcept {
   const std::uint64_t next = page_->next.load();
   const std::uint64_t finished = next == 0 ? 0 : page_->records[(next - 1) % kRecords].finished.load();

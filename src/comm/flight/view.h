@@ -25,6 +25,11 @@ class View {
   Failure failure() const noexcept;
   std::optional<int> culprit() const noexcept;
 
+  /// Whether the rank waits for the others of a world of `world` ranks.
+  bool is_meeting(int world) const noexcept;
+  /// Whether it has met the others, or those of a world of its own.
+  bool has_met() const noexcept;
+
   /// Looks whether the rank has gone on since the last call.
   void sample() noexcept;
 

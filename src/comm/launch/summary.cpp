@@ -21,12 +21,14 @@ std::string describe(const SilentRank& rank, int first_rank) {
 }  // namespace launch
 
 std::string RankExit::describe() const {
-  if (signal == 0) return fmt::format("exited with code {}", exit_code);
+  if (signal == 0)
+    return fmt::format("exited with code {}{}", exit_code, before_meeting ? " before it met the others" : "");
   const char* name = ::sigabbrev_np(signal);
   return fmt::format("was killed by signal {}{}", signal, name ? fmt::format(" (SIG{})", name) : "");
 }
 
 int LocalLaunchResult::exit_code() const noexcept {
+  if (first_failure && first_failure->before_meeting) return 1;
   if (first_failure) return first_failure->signal != 0 ? 128 + first_failure->signal : first_failure->exit_code;
   if (timed_out) return 124;
   if (stopped_by_signal != 0) {
