@@ -174,7 +174,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   CLI::Option* log_dir = command
                              ->add_option("--log-dir", options->log_dir,
                                           "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and "
-                                          "collectives.txt, its last 256 collectives")
+                                          "collectives.txt, its last 256 collectives; each start has an A of its own")
                              ->type_name("FOLDER");
   command->add_option("--tee", options->tee, "With --log-dir, show as well: 0 nothing, 1 stdout, 2 stderr, 3 both")
       ->needs(log_dir)

@@ -7,9 +7,12 @@
 #include <ddpkit/comm/error.h>
 
 #include "support/catch.h"
+#include "support/folder.h"
 
 using ddpkit::local_launch;
 using ddpkit::LocalLaunchResult;
+using ddpkit::testing::Folder;
+using ddpkit::testing::read_file;
 
 namespace {
 
@@ -81,6 +84,32 @@ TEST_CASE("the time limit ends ranks that hang", "[launch]") {
   const Run hung = run(2, "exec sleep 60", std::chrono::milliseconds(200));
   CHECK(hung.result.timed_out);
   CHECK(hung.result.exit_code() == 124);
+}
+
+TEST_CASE("a further launch leaves the logs of earlier ones alone", "[launch]") {
+  const Folder logs;
+  const auto launch = [&](int first_rank, const std::string& word, int restart = 0) {
+    const auto result = local_launch({.command = {"sh", "-c", "echo " + word},
+                                      .ranks = 2,
+                                      .nodes = 2,
+                                      .node_rank = first_rank / 2,
+                                      .master_addr = "host0",
+                                      .master_port = 4321,
+                                      .restart_count = restart,
+                                      .on_output = [](int, const std::string&) {},
+                                      .log_dir = logs.path().string()});
+    REQUIRE(result.exit_code() == 0);
+  };
+  launch(0, "first");
+  launch(2, "beside");  // Another host's ranks of the same attempt, on a file system that both see.
+  launch(0, "second");
+  launch(0, "restarted", 1);
+  launch(2, "fifth", 5);
+  CHECK(read_file(logs / "attempt_0/1/stdout.log") == "first\n");
+  CHECK(read_file(logs / "attempt_0/2/stdout.log") == "beside\n");
+  CHECK(read_file(logs / "attempt_1/1/stdout.log") == "second\n");
+  CHECK(read_file(logs / "attempt_2/0/stdout.log") == "restarted\n");
+  CHECK(read_file(logs / "attempt_5/3/stdout.log") == "fifth\n");
 }
 
 TEST_CASE("a program that does not exist is an error", "[launch]") {

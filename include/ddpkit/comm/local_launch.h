@@ -46,7 +46,8 @@ struct LocalLaunchOptions {
   /// of the others go to stderr behind "[rank N] ".
   std::function<void(int rank, const std::string& text)> on_output = nullptr;
   /// Folder for each rank's output as well: `attempt_A/RANK/stdout.log` and `stderr.log`, where A is
-  /// `restart_count`. Empty: none.
+  /// `restart_count`, or follows the last attempt that a rank of this host has left there: nothing is overwritten.
+  /// Empty: none.
   std::string log_dir = {};
   /// Where there is a log folder: show what goes there.
   bool show_stdout = true;

@@ -10,11 +10,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <system_error>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parse_number.h>
 
 namespace ddpkit::launch {
 namespace {
@@ -35,6 +37,25 @@ void write_all(int fd, std::string_view text) {
     if (written < 0 && errno != EINTR && errno != EAGAIN) return;
     if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
   }
+}
+
+/// One more than the last attempt whose folder holds one of the ranks from `first` on; at least `least`. Another host's
+/// ranks may have made the newest one for this very attempt.
+int free_attempt(const std::filesystem::path& logs, int least, int first, int ranks) {
+  constexpr std::string_view kPrefix = "attempt_";
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(logs, error)) {
+    const std::string name = entry.path().filename();
+    int attempt = 0;
+    if (!name.starts_with(kPrefix) || !parse_number(std::string_view(name).substr(kPrefix.size()), attempt) ||
+        attempt < least || attempt == std::numeric_limits<int>::max())
+      continue;
+    for (int rank = first; rank < first + ranks; ++rank) {
+      std::error_code none;
+      if (std::filesystem::exists(entry.path() / std::to_string(rank), none)) least = std::max(least, attempt + 1);
+    }
+  }
+  return least;
 }
 
 /// A pseudo-terminal that hands on every byte as it is and is as wide as the launcher's; false when there is none.
@@ -62,7 +83,10 @@ bool open_terminal(int ends[2]) {
 }  // namespace
 
 RankOutput::RankOutput(const LocalLaunchOptions& options)
-    : options_(options), last_lines_(static_cast<std::size_t>(options.ranks)) {}
+    : options_(options), last_lines_(static_cast<std::size_t>(options.ranks)) {
+  if (!options.log_dir.empty())
+    attempt_ = free_attempt(options.log_dir, options.restart_count, rank_in_job(0), options.ranks);
+}
 
 RankOutput::~RankOutput() {
   for (const Stream& stream : streams_) {
@@ -73,7 +97,7 @@ RankOutput::~RankOutput() {
 
 std::filesystem::path RankOutput::folder(int rank) const {
   if (options_.log_dir.empty()) return {};
-  return std::filesystem::path(options_.log_dir) / fmt::format("attempt_{}", options_.restart_count) /
+  return std::filesystem::path(options_.log_dir) / fmt::format("attempt_{}", attempt_) /
          std::to_string(rank_in_job(rank));
 }
 
@@ -82,7 +106,7 @@ int RankOutput::open_log(int rank, const char* name) const {
   const std::filesystem::path file = folder(rank) / name;
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
-  const int fd = error ? -1 : ::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  const int fd = error ? -1 : ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (fd >= 0) return fd;
   throw InvalidArgument(
       fmt::format("cannot write the log {}: {}", file.string(), error ? error.message() : std::strerror(errno)));

@@ -68,6 +68,7 @@ class RankOutput {
   void close(std::size_t index);
 
   const LocalLaunchOptions& options_;
+  int attempt_ = 0;  ///< Of the log folder.
   std::vector<Stream> streams_;
   std::vector<std::deque<std::string>> last_lines_;  ///< The newest may be unfinished. [rank]
 };
