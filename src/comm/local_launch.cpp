@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <iostream>
 #include <map>
 #include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -45,7 +45,7 @@ constexpr milliseconds kAtOnce(20);
 class Launch {
  public:
   explicit Launch(const LocalLaunchOptions& options)
-      : options_(options), signals_(options.forward_signals), output_(options) {
+      : options_(options), signals_(options.forward_signals), output_(options, [this] { return goes_on(); }) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
     result_.first_rank = options.node_rank * options.ranks;
   }
@@ -56,13 +56,8 @@ class Launch {
     for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     while (running() > 0 || waits_for_others() || !output_.empty()) {
       wait();
-      reap();
-      for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
-      if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit && running() > 0) {
-        result_.timed_out = true;
-        stop(SIGTERM, options_.grace);
-      }
-      if (kill_at_ && Clock::now() > *kill_at_) kill_all();
+      attend();
+      if (std::exchange(asked_for_states_, false)) print_states();
       // Processes that have left their rank's group may hold its output open: they are not waited for.
       if (running() == 0 && !waits_for_others()) {
         if (!close_at_) close_at_ = Clock::now() + milliseconds(500);
@@ -126,6 +121,24 @@ class Launch {
       throw;
     }
     output_.close_ends(ends);
+  }
+
+  /// All that cannot wait for output: ends, signals, limits.
+  void attend() {
+    reap();
+    for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
+    if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit && running() > 0) {
+      result_.timed_out = true;
+      stop(SIGTERM, options_.grace);
+    }
+    if (kill_at_ && Clock::now() > *kill_at_) kill_all();
+  }
+
+  /// While nobody reads this process's output. It is waited for as long as it takes, but not by one that was told to
+  /// end and whose ranks have been killed.
+  bool goes_on() {
+    attend();
+    return !(killed_ && result_.stopped_by_signal != 0);
   }
 
   int running() const {
@@ -243,7 +256,10 @@ class Launch {
   }
 
   void take_signal(int number) {
-    if (number == SIGUSR1) return print_states();
+    if (number == SIGUSR1) {
+      asked_for_states_ = true;
+      return;
+    }
     if (result_.stopped_by_signal != 0) return kill_all();  // The second time it is meant.
     result_.stopped_by_signal = number;
     stop(number, options_.signal_grace);
@@ -254,14 +270,14 @@ class Launch {
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
       if (processes_[rank].running()) alive.push_back(static_cast<int>(rank));
     }
-    std::cerr << fmt::format("{:.1f} s after the start:\n",
-                             std::chrono::duration<double>(Clock::now() - start_).count());
-    for (const SilentRank& rank : look_at(alive)) std::cerr << launch::describe(rank, result_.first_rank);
+    std::string text =
+        fmt::format("{:.1f} s after the start:\n", std::chrono::duration<double>(Clock::now() - start_).count());
+    for (const SilentRank& rank : look_at(alive)) text += launch::describe(rank, result_.first_rank);
     for (const RankExit& end : result_.ranks) {
       if (end.pid > 0)
-        std::cerr << fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
+        text += fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
     }
-    std::cerr << std::flush;
+    output_.say(text);
   }
 
   void stop(int number, milliseconds grace) {
@@ -271,6 +287,7 @@ class Launch {
 
   void kill_all() {
     for (const launch::RankProcess& process : processes_) process.signal(SIGKILL);
+    killed_ = true;
     kill_at_ = Clock::now() + std::chrono::hours(24);
   }
 
@@ -311,6 +328,8 @@ class Launch {
   Clock::time_point sampled_ = start_;
   std::optional<Clock::time_point> kill_at_;  ///< All have been told to end; then they are killed.
   std::optional<Clock::time_point> close_at_;
+  bool killed_ = false;
+  bool asked_for_states_ = false;
 };
 
 }  // namespace

@@ -1,4 +1,7 @@
 // The fault matrix: what happens to the launcher, and where the ranks meet.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -96,6 +99,27 @@ TEST_CASE("a rank that ends well before the others could meet it is named", "[fa
   FaultRun none({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 1 ] || { sleep 1; echo slept; }"});
   CHECK(none.wait() == 0);
   CHECK(none.out() == "slept\n");
+}
+
+TEST_CASE("a launcher whose output nobody reads ends when it is told to", "[faults]") {
+  const FaultFolder folder;
+  const std::string pipe = folder / "pipe";
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  const int reader = ::open(pipe.c_str(), O_RDWR | O_NONBLOCK);
+  REQUIRE(reader >= 0);
+  FaultRun run({"run", "-n", "2", "--grace-seconds", "0.5", "--", "sh", "-c", "yes >&2"},
+               {"sh", "-c", "exec \"$@\" 2> " + pipe, "sh"});
+  const auto is_full = [&] {
+    pollfd place{reader, POLLOUT, 0};
+    return ::poll(&place, 1, 0) == 0;
+  };
+  while (!is_full()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const double told = now_seconds();
+  run.signal(SIGTERM);
+  CHECK(run.wait() == 128 + SIGTERM);
+  CHECK(run.orphans() == std::vector<int>());
+  add_row("SIGTERM while nobody reads its stderr", "ends after the grace time", now_seconds() - told);
+  ::close(reader);
 }
 
 TEST_CASE("a place to meet that is not there is named", "[faults]") {

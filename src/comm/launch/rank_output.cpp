@@ -1,6 +1,7 @@
 #include "rank_output.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -23,20 +24,14 @@ namespace {
 
 constexpr std::size_t kLastLines = 12;
 constexpr std::size_t kLongestLine = 500;
+/// While nobody reads this process's output: between two looks at everything else.
+constexpr std::chrono::milliseconds kLookWhileStalled(20);
 
 bool same_file(int a, int b) {
   struct stat first {
   }, second{};
   return ::fstat(a, &first) == 0 && ::fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
          first.st_ino == second.st_ino && first.st_rdev == second.st_rdev;
-}
-
-void write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const auto written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno != EINTR && errno != EAGAIN) return;
-    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
-  }
 }
 
 /// One more than the last attempt whose folder holds one of the ranks from `first` on; at least `least`. Another host's
@@ -82,8 +77,8 @@ bool open_terminal(int ends[2]) {
 
 }  // namespace
 
-RankOutput::RankOutput(const LocalLaunchOptions& options)
-    : options_(options), last_lines_(static_cast<std::size_t>(options.ranks)) {
+RankOutput::RankOutput(const LocalLaunchOptions& options, std::function<bool()> goes_on)
+    : options_(options), goes_on_(std::move(goes_on)), last_lines_(static_cast<std::size_t>(options.ranks)) {
   if (!options.log_dir.empty())
     attempt_ = free_attempt(options.log_dir, options.restart_count, rank_in_job(0), options.ranks);
 }
@@ -110,6 +105,19 @@ int RankOutput::open_log(int rank, const char* name) const {
   if (fd >= 0) return fd;
   throw InvalidArgument(
       fmt::format("cannot write the log {}: {}", file.string(), error ? error.message() : std::strerror(errno)));
+}
+
+void RankOutput::write(int fd, std::string_view text) const {
+  while (!text.empty()) {
+    pollfd place{fd, POLLOUT, 0};
+    const int ready = ::poll(&place, 1, static_cast<int>(kLookWhileStalled.count()));
+    if (ready == 0 && !goes_on_()) return;
+    if (ready <= 0) continue;
+    // A pipe that is ready takes so much at once; of more than that the call would wait for the rest.
+    const auto written = ::write(fd, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
+    if (written < 0 && errno != EINTR && errno != EAGAIN) return;
+    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
+  }
 }
 
 int RankOutput::open_stream(Stream stream, bool through_terminal) {
@@ -182,17 +190,17 @@ void RankOutput::read(const std::vector<pollfd>& descriptors, std::size_t first)
 }
 
 void RankOutput::take(Stream& stream, std::string_view text) {
-  if (stream.file >= 0) write_all(stream.file, text);
+  if (stream.file >= 0) write(stream.file, text);
   if (stream.is_error) remember(stream.rank, text);
   if (options_.on_output) return options_.on_output(stream.rank, std::string(text));
-  if (stream.terminal >= 0) write_all(stream.terminal, text);
+  if (stream.terminal >= 0) write(stream.terminal, text);
   if (!stream.by_line) return;
   stream.pending += text;
   std::string lines;
   for (std::size_t end; (end = stream.pending.find('\n')) != std::string::npos; stream.pending.erase(0, end + 1))
     lines += fmt::format("[rank {}] {}", rank_in_job(stream.rank), std::string_view(stream.pending).substr(0, end + 1));
   // To stderr both: stdout belongs to rank 0, whose output others may parse.
-  write_all(STDERR_FILENO, lines);
+  write(STDERR_FILENO, lines);
 }
 
 /// Keeps the last lines, as they look in the end: what a carriage return has written over is gone.
@@ -225,7 +233,7 @@ std::vector<std::string> RankOutput::last_lines(int rank) const {
 void RankOutput::close(std::size_t index) {
   Stream& stream = streams_[index];
   if (!stream.pending.empty())
-    write_all(STDERR_FILENO, fmt::format("[rank {}] {}\n", rank_in_job(stream.rank), stream.pending));
+    write(STDERR_FILENO, fmt::format("[rank {}] {}\n", rank_in_job(stream.rank), stream.pending));
   ::close(stream.fd);
   if (stream.file >= 0) ::close(stream.file);
   streams_.erase(streams_.begin() + static_cast<std::ptrdiff_t>(index));

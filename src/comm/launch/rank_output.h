@@ -2,6 +2,7 @@
 #pragma once
 
 #include <poll.h>
+#include <unistd.h>
 
 #include <deque>
 #include <filesystem>
@@ -22,7 +23,9 @@ namespace ddpkit::launch {
 /// ".
 class RankOutput {
  public:
-  explicit RankOutput(const LocalLaunchOptions& options);
+  /// `goes_on`: asked again and again while whoever reads this process's output takes none; once it is false, what is
+  /// left is dropped.
+  RankOutput(const LocalLaunchOptions& options, std::function<bool()> goes_on);
   ~RankOutput();
   RankOutput(const RankOutput&) = delete;
   RankOutput& operator=(const RankOutput&) = delete;
@@ -42,6 +45,9 @@ class RankOutput {
   /// Takes what is there of the descriptors that add_to() added from `first` on.
   void read(const std::vector<pollfd>& descriptors, std::size_t first);
   void close_all();
+
+  /// To this process's stderr, beside the ranks' lines.
+  void say(std::string_view text) const { write(STDERR_FILENO, text); }
 
   /// Of its stderr. [line]
   std::vector<std::string> last_lines(int rank) const;
@@ -63,11 +69,13 @@ class RankOutput {
   int rank_in_job(int rank) const { return options_.node_rank * options_.ranks + rank; }
   int open_stream(Stream stream, bool through_terminal);
   int open_log(int rank, const char* name) const;
+  void write(int fd, std::string_view text) const;
   void take(Stream& stream, std::string_view text);
   void remember(int rank, std::string_view text);
   void close(std::size_t index);
 
   const LocalLaunchOptions& options_;
+  std::function<bool()> goes_on_;
   int attempt_ = 0;  ///< Of the log folder.
   std::vector<Stream> streams_;
   std::vector<std::deque<std::string>> last_lines_;  ///< The newest may be unfinished. [rank]
