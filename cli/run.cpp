@@ -140,7 +140,8 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
       "TORCHELASTIC_MAX_RESTARTS, and OMP_NUM_THREADS (cores / N) where it is not set.\n\n"
       "Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
       "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).\n"
-      "SIGINT and SIGTERM are passed on; a second one kills the ranks. SIGUSR1 prints what each rank is doing.");
+      "SIGINT and SIGTERM are passed on, SIGHUP as SIGTERM; a second one kills the ranks.\n"
+      "SIGUSR1 prints what each rank is doing.");
   command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start: a number, gpu, cpu (cores), or auto")
       ->required()
       ->check(rank_count())

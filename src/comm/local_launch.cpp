@@ -260,9 +260,14 @@ class Launch {
       asked_for_states_ = true;
       return;
     }
-    if (result_.stopped_by_signal != 0) return kill_all();  // The second time it is meant.
+    if (result_.stopped_by_signal != 0) {
+      // The second time it is meant; but the end of a terminal may be told by the kernel and by the shell.
+      if (number != SIGHUP) kill_all();
+      return;
+    }
     result_.stopped_by_signal = number;
-    stop(number, options_.signal_grace);
+    // Ranks know SIGTERM, and keep their work.
+    stop(number == SIGHUP ? SIGTERM : number, options_.signal_grace);
   }
 
   void print_states() {

@@ -122,6 +122,37 @@ TEST_CASE("a launcher whose output nobody reads ends when it is told to", "[faul
   ::close(reader);
 }
 
+TEST_CASE("a session that ends tells the ranks to end, and leaves them the time for it", "[faults]") {
+  const Arguments arguments = {"run",
+                               "-n",
+                               "2",
+                               "--",
+                               "sh",
+                               "-c",
+                               "trap 'sleep 0.3; echo saved >&2; exit 0' TERM; echo ready >&2; "
+                               "while :; do sleep 0.05; done"};
+  const auto is_ready = [](const FaultRun& run) {
+    run.wait_for("[rank 1] ready\n");
+    run.wait_for("\nready\n");
+  };
+  FaultRun run(arguments, {"sh", "-c", "echo >&2; exec \"$@\"", "sh"});
+  is_ready(run);
+  run.signal(SIGHUP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  run.signal(SIGHUP);  // Of the kernel, and of the shell: one end.
+  CHECK(run.wait() == 0);
+  CHECK_THAT(run.err(), ContainsSubstring("\nsaved\n"));
+  CHECK_THAT(run.err(), ContainsSubstring("[rank 1] saved\n"));
+
+  FaultRun unheard(arguments, {"sh", "-c", "echo >&2; trap '' HUP; exec \"$@\"", "sh"});  // nohup
+  is_ready(unheard);
+  unheard.signal(SIGHUP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  CHECK_THAT(unheard.err(), !ContainsSubstring("saved"));
+  unheard.signal(SIGTERM);
+  CHECK(unheard.wait() == 0);
+}
+
 TEST_CASE("a place to meet that is not there is named", "[faults]") {
   struct Place {
     std::string fault;

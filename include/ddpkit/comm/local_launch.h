@@ -52,8 +52,8 @@ struct LocalLaunchOptions {
   /// Where there is a log folder: show what goes there.
   bool show_stdout = true;
   bool show_stderr = true;
-  /// Pass SIGINT and SIGTERM on to the ranks while they run (a second one kills them), and print what all ranks do on
-  /// SIGUSR1.
+  /// Pass SIGINT and SIGTERM on to the ranks while they run (a second one kills them), SIGHUP as SIGTERM unless this
+  /// process ignores it, and print what all ranks do on SIGUSR1.
   bool forward_signals = false;
 };
 

@@ -29,7 +29,10 @@ namespace {
   // No rank outlives its launcher, however that ends; not even one that ended before this line.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);
-  if (start.own_group) ::setpgid(0, 0);
+  if (start.own_group)
+    ::setpgid(0, 0);
+  else
+    ::signal(SIGHUP, SIG_IGN);  // The end of its terminal is told to the launcher too, which passes it on as SIGTERM.
   if (start.in >= 0) ::dup2(start.in, STDIN_FILENO);
   if (start.out >= 0) ::dup2(start.out, STDOUT_FILENO);
   if (start.err >= 0) ::dup2(start.err, STDERR_FILENO);

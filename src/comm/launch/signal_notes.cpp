@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -13,7 +14,7 @@
 namespace ddpkit::launch {
 namespace {
 
-constexpr int kNoted[] = {SIGINT, SIGTERM, SIGUSR1};
+constexpr int kNoted[] = {SIGINT, SIGTERM, SIGUSR1, SIGHUP};
 
 volatile sig_atomic_t pipe_to_write = -1;
 
@@ -32,12 +33,15 @@ SignalNotes::SignalNotes(bool active) : active_(active) {
   pipe_to_write = pipe_[1];
   struct sigaction action {};
   action.sa_handler = note;
-  for (int i = 0; i < 3; ++i) ::sigaction(kNoted[i], &action, &before_[i]);
+  for (std::size_t i = 0; i < std::size(kNoted); ++i) {
+    ::sigaction(kNoted[i], nullptr, &before_[i]);
+    if (kNoted[i] != SIGHUP || before_[i].sa_handler != SIG_IGN) ::sigaction(kNoted[i], &action, nullptr);
+  }
 }
 
 SignalNotes::~SignalNotes() {
   if (!active_) return;
-  for (int i = 0; i < 3; ++i) ::sigaction(kNoted[i], &before_[i], nullptr);
+  for (std::size_t i = 0; i < std::size(kNoted); ++i) ::sigaction(kNoted[i], &before_[i], nullptr);
   ::close(pipe_[0]);
   ::close(pipe_[1]);
 }

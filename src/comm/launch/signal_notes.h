@@ -5,7 +5,8 @@
 
 namespace ddpkit::launch {
 
-/// Notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them, while it lives. One at a time in a process.
+/// Notes SIGINT, SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP instead of dying of them, while it lives.
+/// One at a time in a process.
 class SignalNotes {
  public:
   /// Does nothing unless `active`.
@@ -22,7 +23,7 @@ class SignalNotes {
  private:
   bool active_;
   int pipe_[2] = {-1, -1};
-  struct sigaction before_[3]{};
+  struct sigaction before_[4]{};
 };
 
 }  // namespace ddpkit::launch
