@@ -16,6 +16,7 @@
 #include <ddpkit/train/random.h>
 
 #include "har/ucihar.h"
+#include "new_folder.h"
 
 namespace har {
 namespace {
@@ -106,20 +107,17 @@ void generate_ucihar(const fs::path& folder, const GenerateOptions& options) {
     throw ddpkit::InvalidArgument(
         fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
   }
-  fs::path partial = folder.has_filename() ? folder : folder.parent_path();
-  const fs::path target = partial;
-  partial += ".partial";
   try {
-    fs::remove_all(partial);
+    NewFolder made(folder);
     Random random(options.seed);
-    write_split(partial, "train", options.train, 1, 21, options.steps, random);
-    write_split(partial, "test", options.test, 22, 9, options.steps, random);
+    write_split(made.path(), "train", options.train, 1, 21, options.steps, random);
+    write_split(made.path(), "test", options.test, 22, 9, options.steps, random);
     std::string names;
     for (std::size_t i = 0; i < kActivities.size(); ++i) names += fmt::format("{} {}\n", i + 1, kActivities[i].name);
-    write_text(partial / "activity_labels.txt", names);
-    fs::rename(partial, target);
+    write_text(made.path() / "activity_labels.txt", names);
+    made.commit();
   } catch (const fs::filesystem_error& error) {
-    throw ddpkit::Error(fmt::format("cannot write {}: {}", target.string(), error.code().message()));
+    throw ddpkit::Error(fmt::format("cannot write {}: {}", folder.string(), error.code().message()));
   }
 }
 

@@ -14,6 +14,7 @@
 #include <ddpkit/train/random.h>
 #include <ddpkit/train/seed.h>
 
+#include "new_folder.h"
 #include "video/scene.h"
 #include "video/video_writer.h"
 
@@ -104,16 +105,13 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
   std::vector<std::vector<Behaviour>> dealt(static_cast<std::size_t>(options.videos));
   for (std::size_t i = 0; i < all.size(); ++i) dealt[i % dealt.size()].push_back(all[i]);
 
-  fs::path partial = folder.has_filename() ? folder : folder.parent_path();
-  const fs::path target = partial;
-  partial += ".partial";
   try {
-    fs::remove_all(partial);
-    fs::create_directories(partial / "videos");
+    NewFolder made(folder);
+    fs::create_directories(made.path() / "videos");
     ddpkit::Prefetcher<std::string> videos(
         options.videos,
         [&](std::int64_t number) {
-          return make_video(partial, static_cast<int>(number), dealt[static_cast<std::size_t>(number)], options);
+          return make_video(made.path(), static_cast<int>(number), dealt[static_cast<std::size_t>(number)], options);
         },
         {.num_workers = options.threads > 0 ? options.threads : ddpkit::available_cores()});
     ddpkit::train::ProgressBar bar(options.videos, {.label = "videos"});
@@ -123,13 +121,13 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
       bar.advance();
     }
     bar.clear();
-    write_text(partial / "trials.csv", csv);
+    write_text(made.path() / "trials.csv", csv);
     std::string names;
     for (const BehaviourClass& behaviour : kBehaviours) names += fmt::format("{}\n", behaviour.name);
-    write_text(partial / "classes.txt", names);
-    fs::rename(partial, target);
+    write_text(made.path() / "classes.txt", names);
+    made.commit();
   } catch (const fs::filesystem_error& error) {
-    throw ddpkit::Error(fmt::format("cannot write {}: {}", target.string(), error.code().message()));
+    throw ddpkit::Error(fmt::format("cannot write {}: {}", folder.string(), error.code().message()));
   }
 }
 

@@ -116,6 +116,22 @@ TEST_CASE("bad input is one sentence, an exit code, and nothing else", "[har]") 
   check_refused({"--data", folder / "set"}, 1, "y_test.txt is empty");
 }
 
+TEST_CASE("generated data leaves what lies beside it alone", "[har]") {
+  const Folder folder;
+  write_file(folder / "set.partial/mine", "x");
+  har::generate_ucihar(folder / "set", {.train = 6, .test = 6, .steps = 4});
+  CHECK(read_file(folder / "set.partial/mine") == "x");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"set", "set.partial"});
+  CHECK(names_in(folder / "set") == std::vector<std::string>{"activity_labels.txt", "test", "train"});
+  std::filesystem::create_directory(folder / "plain");
+  CHECK(std::filesystem::status(folder / "set").permissions() ==
+        std::filesystem::status(folder / "plain").permissions());
+  // Nothing is left of what fails.
+  CHECK_THROWS_WITH(har::generate_ucihar(folder / "set.partial/mine/set", {.train = 6, .test = 6, .steps = 4}),
+                    ContainsSubstring("cannot write "));
+  CHECK(names_in(folder / "set.partial") == std::vector<std::string>{"mine"});
+}
+
 TEST_CASE("a loss that is no number ends the run before it replaces a checkpoint", "[har]") {
   const Folder folder;
   const Run run = run_har(2, {"--data", generated(), "--epochs", "1", "--lr", "1e30", "--save-dir", folder.path()});

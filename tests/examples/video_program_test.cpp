@@ -131,5 +131,8 @@ TEST_CASE("wrong options of video are refused in one sentence", "[video]") {
   check_refused({"generate", generated().string()}, 1, "is not an empty folder", {1});
   check_refused({"generate", folder / "x", "--trials", "5"}, 1, "cannot generate 5 trials of 17 frames in 100 videos",
                 {1});
+  write_file(folder / "x.partial/mine", "x");
   check_refused({"generate", folder / "x", "--codec", "no-such"}, 1, "no encoder no-such", {1});
+  CHECK(read_file(folder / "x.partial/mine") == "x");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"x.partial"});
 }

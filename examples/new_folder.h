@@ -1,0 +1,47 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <stdlib.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <utility>
+
+/// A folder that appears whole or not at all: what is put into path() gets its name by commit(); without one it is
+/// removed. Until then it lies in a folder of its own beside the name, NAME.partial-XXXXXX.
+class NewFolder {
+ public:
+  /// `name`: no folder has it, or an empty one. Throws std::filesystem::filesystem_error.
+  explicit NewFolder(const std::filesystem::path& name) : name_(name.has_filename() ? name : name.parent_path()) {
+    if (name_.has_parent_path()) std::filesystem::create_directories(name_.parent_path());
+    std::string own = name_.string() + ".partial-XXXXXX";
+    if (!::mkdtemp(own.data()))
+      throw std::filesystem::filesystem_error("mkdtemp", name_, std::error_code(errno, std::generic_category()));
+    own_ = own;
+    // It has mkdtemp()'s permissions, its content is to have the user's.
+    path_ = own_ / "content";
+    try {
+      std::filesystem::create_directory(path_);
+    } catch (...) {
+      remove();
+      throw;
+    }
+  }
+  ~NewFolder() { remove(); }
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  const std::filesystem::path& path() const noexcept { return path_; }
+  /// Throws std::filesystem::filesystem_error.
+  void commit() { std::filesystem::rename(path_, name_); }
+
+ private:
+  void remove() noexcept {
+    std::error_code none;
+    std::filesystem::remove_all(own_, none);
+  }
+
+  std::filesystem::path name_, own_, path_;
+};
