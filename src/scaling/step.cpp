@@ -9,6 +9,9 @@
 namespace ddpkit::scaling {
 namespace {
 
+/// Of which a step is predicted one by one.
+constexpr double kMostBuckets = 1e6;
+
 /// Of `values`, between which it interpolates.
 double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
@@ -36,6 +39,12 @@ StepProfile assume_step(const AssumedStep& step) {
   profile.forward_us = step.compute_us - profile.backward_us;
   profile.other_us = check(step.other_us, "the time of the update");
   const double total = check(step.parameter_bytes, "the parameters' size");
+  const double buckets = 1 + std::max(0.0, (total - step.first_bucket_bytes) / step.bucket_bytes);
+  if (buckets > kMostBuckets)
+    throw std::invalid_argument(
+        fmt::format("parameters of {:.3g} bytes take {:.3g} buckets of {:.3g} bytes: at most {:.0f} are looked at one "
+                    "by one, so take larger buckets",
+                    total, buckets, step.bucket_bytes, kMostBuckets));
   for (double done = 0; done < total;) {
     const double cap = profile.buckets.empty() ? step.first_bucket_bytes : step.bucket_bytes;
     const double bytes = std::min(cap, total - done);

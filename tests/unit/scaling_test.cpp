@@ -71,6 +71,14 @@ TEST_CASE("an assumed step has DistributedDataParallel's buckets", "[scaling]") 
   CHECK_THROWS_AS(assume_step({.compute_us = -1}), std::invalid_argument);
   CHECK_THROWS_AS(assume_step({.compute_us = NAN}), std::invalid_argument);
   CHECK_THROWS_AS(assume_step({.compute_us = 1, .backward_share = 1.5}), std::invalid_argument);
+  // More buckets than memory holds.
+  CHECK_THROWS_WITH(assume_step({.compute_us = 1, .parameter_bytes = 4e30}),
+                    ContainsSubstring("4e+30 bytes take 1.53e+23 buckets of 2.62e+07 bytes"));
+  CHECK_THROWS_AS(assume_step({.compute_us = 1, .parameter_bytes = 4e6, .bucket_bytes = 1e-3}), std::invalid_argument);
+  CHECK_THROWS_AS(assume_step({.compute_us = 1, .parameter_bytes = 4e6, .bucket_bytes = 5e-300}),
+                  std::invalid_argument);
+  CHECK(assume_step({.compute_us = 1, .parameter_bytes = 999'999, .bucket_bytes = 1, .first_bucket_bytes = 1})
+            .buckets.size() == 999'999);
 }
 
 TEST_CASE("what backward cannot hide is exposed", "[scaling]") {
