@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <memory>
 #include <set>
@@ -20,6 +19,7 @@
 #include "bench/rank.h"
 #include "bench/row.h"
 #include "commands.h"
+#include "output_file.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -70,22 +70,14 @@ void check(Options& options) {
         fmt::format("--plot draws SVG only: name a file that ends in .svg, not \"{}\"", options.plot));
   for (const std::string& path : {options.csv, options.plot}) {
     if (path.empty()) continue;
-    const bool was_there = std::filesystem::exists(path);
-    // Now rather than after minutes of measuring.
-    if (!std::ofstream(path, std::ios::app)) throw InvalidArgument(fmt::format("cannot write {}", path));
-    if (!was_there) std::filesystem::remove(path);
+    check_output(path);
   }
 }
 
 /// Runs the measurements one after the other and keeps what they found: of several rounds, each row's best.
 class Bench {
  public:
-  explicit Bench(const Options& options) : options_(options) {
-    if (!options.csv.empty()) {
-      csv_.open(options.csv, std::ios::trunc);
-      csv_ << kCsvHeader << std::endl;
-    }
-  }
+  explicit Bench(const Options& options) : options_(options) {}
 
   int run() {
     std::cout << table_header() << std::endl;
@@ -100,7 +92,8 @@ class Bench {
       }
     }
     if (options_.rounds > 1) std::for_each(rows_.begin(), rows_.end(), [this](const Row& row) { print(row); });
-    if (!options_.plot.empty()) std::ofstream(options_.plot) << draw_log_log(panels_of(rows_), "bus bandwidth, GB/s");
+    if (!options_.csv.empty()) write_output(options_.csv, csv_);
+    if (!options_.plot.empty()) write_output(options_.plot, draw_log_log(panels_of(rows_), "bus bandwidth, GB/s"));
     std::uint64_t wrong = 0;
     for (const Row& row : rows_) wrong += row.wrong;
     if (wrong > 0) std::cerr << "ddpkit bench: " << wrong << " elements had a wrong value: see the column #wrong\n";
@@ -184,7 +177,7 @@ class Bench {
 
   void print(const Row& row) {
     std::cout << table_row(row) << std::endl;
-    if (csv_.is_open()) csv_ << to_csv(row) << std::endl;
+    csv_ += to_csv(row) + "\n";
   }
 
   static bool same_case(const Row& a, const Row& b) {
@@ -193,7 +186,7 @@ class Bench {
   }
 
   const Options& options_;
-  std::ofstream csv_;
+  std::string csv_ = std::string(kCsvHeader) + "\n";
   std::vector<Row> rows_;
   std::set<std::string> left_out_;
 };
@@ -228,7 +221,7 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
                    "Measure everything N times, the backends in turns, and keep each row's best (default: 1)")
       ->check(CLI::Range(1, 1000))
       ->type_name("N");
-  command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
+  command->add_option("--csv", options->csv, "Write the rows to this file too, when all are there")->type_name("FILE");
   command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
   command->add_option("--as-rank", options->as_rank)->group("");
   command->callback([options, command, backends, &run] {

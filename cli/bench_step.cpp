@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <memory>
 
@@ -15,6 +13,7 @@
 #include "bench/step_systems.h"
 #include "bench/workers.h"
 #include "commands.h"
+#include "output_file.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -51,11 +50,7 @@ void check(const Options& options) {
   if (options.step.peers) {
     if (const std::string reason = why_no_python(); !reason.empty()) throw InvalidArgument(reason);
   }
-  if (options.csv.empty()) return;
-  const bool was_there = std::filesystem::exists(options.csv);
-  // Now rather than after minutes of measuring.
-  if (!std::ofstream(options.csv, std::ios::app)) throw InvalidArgument(fmt::format("cannot write {}", options.csv));
-  if (!was_there) std::filesystem::remove(options.csv);
+  if (!options.csv.empty()) check_output(options.csv);
 }
 
 /// How many times as fast as Python each of our systems was, with its best bucket cap.
@@ -72,11 +67,7 @@ void compare_with_python(const std::vector<StepRow>& rows, const std::string& py
 }
 
 int run_bench(const Options& options) {
-  std::ofstream csv;
-  if (!options.csv.empty()) {
-    csv.open(options.csv, std::ios::trunc);
-    csv << kStepCsvHeader << std::endl;
-  }
+  std::string csv = std::string(kStepCsvHeader) + "\n";
   if (options.step.plan.device == "cpu" && options.step.plan.ranks > available_cores())
     std::cerr << fmt::format("{} ranks on {} cores: no rank has one to itself\n", options.step.plan.ranks,
                              available_cores());
@@ -87,11 +78,12 @@ int run_bench(const Options& options) {
     if (!rows) return 2;
     for (const StepRow& row : *rows) {
       std::cout << table_row(row) << std::endl;
-      if (csv.is_open()) csv << to_csv(row) << std::endl;
+      csv += to_csv(row) + "\n";
       wrong += row.end.wrong;
     }
     compare_with_python(*rows, python_ddp(options.step.plan));
   }
+  if (!options.csv.empty()) write_output(options.csv, csv);
   if (wrong > 0) std::cerr << "ddpkit bench: " << wrong << " weights are wrong: see the column #wrong\n";
   return wrong > 0 ? 1 : 0;
 }

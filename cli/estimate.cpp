@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -18,6 +16,7 @@
 #include "estimate/profile_file.h"
 #include "estimate/published.h"
 #include "estimate/report.h"
+#include "output_file.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -47,16 +46,12 @@ scaling::StepProfile make_profile(const Options& options) {
                                .first_bucket_bytes = options.first_bucket_cap_mb * (1 << 20)});
 }
 
-void write_plot(const std::string& path, const std::string& drawing) {
-  std::ofstream file(path, std::ios::trunc);
-  if (!(file << drawing).flush()) throw InvalidArgument(fmt::format("cannot write {}", path));
-}
-
 int run_estimate(Options options) try {
   if (options.check) {
     std::cout << published_table(published_points());
     return 0;
   }
+  if (!options.plot.empty()) check_output(options.plot);
   const scaling::StepProfile profile = make_profile(options);
   const LinkModel links = make_links(options.links);
   options.training.step.overlap = links.overlap;
@@ -71,7 +66,8 @@ int run_estimate(Options options) try {
   auto curve = options.training;
   curve.devices.clear();
   for (int devices = 1; devices <= links.most_devices; devices *= 2) curve.devices.push_back(devices);
-  write_plot(options.plot, estimate_plot(links, scaling::estimate_training_speedup(profile, links.all_reduce, curve)));
+  write_output(options.plot,
+               estimate_plot(links, scaling::estimate_training_speedup(profile, links.all_reduce, curve)));
   return 0;
 } catch (const std::invalid_argument& error) {
   throw InvalidArgument(error.what());

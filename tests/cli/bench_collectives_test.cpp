@@ -13,6 +13,7 @@ using ddpkit::testing::read_file;
 using ddpkit::testing::Run;
 using ddpkit::testing::run_bench;
 using ddpkit::testing::split;
+using ddpkit::testing::write_file;
 
 TEST_CASE("ddpkit bench collectives measures and checks each collective", "[bench]") {
   const Folder folder;
@@ -71,6 +72,32 @@ TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why n
   }
   CHECK_THAT(rows, ContainsSubstring("all_reduce,shm,2,65536,symmetric,"));
   CHECK_THAT(rows, ContainsSubstring("all_reduce,limit,2,65536,symmetric,"));
+}
+
+TEST_CASE("ddpkit bench replaces a file when it has all rows, or not at all", "[bench]") {
+  const Folder folder;
+  const auto measure = [&](const std::string& bytes, const std::string& option, const std::string& file) {
+    return run_bench(folder, {"collectives", "--backend", "shm", "--collective", "broadcast", "--iters", "2", "-b",
+                              bytes, "-e", bytes, option, file});
+  };
+  write_file(folder / "rows.csv", "old\n");
+  const Run failed = measure("9000G", "--csv", folder / "rows.csv");
+  CHECK(failed.exit_code == 1);
+  CHECK_THAT(failed.errors, ContainsSubstring("no shared memory"));
+  CHECK(read_file(folder / "rows.csv") == "old\n");
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"rows.csv"});
+  CHECK(measure("4K", "--csv", folder / "rows.csv").exit_code == 0);
+  CHECK(read_file(folder / "rows.csv").starts_with("collective,backend,"));
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"rows.csv"});
+  // A device stays one, and what it has not taken is not lost silently.
+  const Run full = measure("4K", "--csv", "/dev/full");
+  CHECK(full.exit_code == 1);
+  CHECK_THAT(full.errors, ContainsSubstring("cannot write /dev/full"));
+  CHECK(std::filesystem::is_character_file("/dev/full"));
+  std::filesystem::create_symlink("/dev/full", folder / "drawing.svg");
+  const Run plot = measure("4K", "--plot", folder / "drawing.svg");
+  CHECK(plot.exit_code == 1);
+  CHECK_THAT(plot.errors, ContainsSubstring("cannot write ") && ContainsSubstring("drawing.svg"));
 }
 
 TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measures", "[bench]") {
