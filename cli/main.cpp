@@ -1,8 +1,20 @@
 #include <algorithm>
+#include <cstdio>
 #include <exception>
 #include <iostream>
 
 #include "commands.h"
+
+namespace {
+
+/// A command that has done what it should has also said it: stdout may be a file on a full disk.
+int said_all(int code) {
+  if (std::cout.flush() && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  std::cerr << "ddpkit: not all of the output could be written to stdout\n";
+  return code == 0 ? 1 : code;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("ddpkit: data-parallel training on LibTorch, without Python", "ddpkit");
@@ -27,9 +39,9 @@ int main(int argc, char** argv) {
     }
     std::reverse(arguments.begin(), arguments.end());  // As CLI11 wants them.
     app.parse(arguments);
-    return run();
+    return said_all(run());
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);
+    if (error.get_exit_code() == 0) return said_all(app.exit(error));
     std::cerr << "ddpkit: " << error.what() << " (see ddpkit --help)\n";
     return 2;
   } catch (const std::exception& error) {

@@ -1,6 +1,11 @@
 // `ddpkit bench collectives` as a user runs it.
+#include <sys/wait.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <set>
+
+#include <fmt/format.h>
 
 #include "bench/row.h"
 #include "cli/run_ddpkit.h"
@@ -98,6 +103,29 @@ TEST_CASE("ddpkit bench replaces a file when it has all rows, or not at all", "[
   const Run plot = measure("4K", "--plot", folder / "drawing.svg");
   CHECK(plot.exit_code == 1);
   CHECK_THAT(plot.errors, ContainsSubstring("cannot write ") && ContainsSubstring("drawing.svg"));
+}
+
+TEST_CASE("ddpkit says so when its output finds no room", "[cli]") {
+  const Folder folder;
+  for (const char* arguments : {"--version", "--help", "estimate --compute-ms 1 --params 1M", "doctor",
+                                "bench collectives --backend shm --collective broadcast -b 4K -e 4K --iters 2"}) {
+    CAPTURE(arguments);
+    const auto run = [&](const char* where) {
+      return std::system(
+          fmt::format("{} {} {} 2> {}", DDPKIT_TEST_CLI, arguments, where, (folder / "errors").string()).c_str());
+    };
+    const int status = run("> /dev/full");
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 1);
+    CHECK_THAT(read_file(folder / "errors"), ContainsSubstring("ddpkit: not all of the output could be written"));
+  }
+  // What cannot be told to anyone still has its exit code.
+  const int unheard = std::system(DDPKIT_TEST_CLI " no-such-command 2> /dev/full");
+  CHECK(WIFEXITED(unheard));
+  CHECK(WEXITSTATUS(unheard) == 2);
+  const int unheard_run = std::system(DDPKIT_TEST_CLI " run -n 2 -- sh -c 'exit 3' 2> /dev/full");
+  CHECK(WIFEXITED(unheard_run));
+  CHECK(WEXITSTATUS(unheard_run) == 3);
 }
 
 TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measures", "[bench]") {
