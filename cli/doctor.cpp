@@ -19,6 +19,7 @@
 #include "doctor/live.h"
 #include "doctor/model.h"
 #include "doctor/network.h"
+#include "numbers.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -102,6 +103,7 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
   CLI::Option* parameters =
       command->add_option("--params", options->model.parameters, "Does a model of so many parameters fit: 7.16M, 1.2G")
           ->transform(parameter_count())
+          ->check(number_from_zero())
           ->type_name("N");
   command->add_option("--optimizer", options->model.optimizer, "sgd, momentum, adam, adamw (default: adam)")
       ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}))
@@ -116,7 +118,7 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
   command
       ->add_option("--activation-mb", options->model.activation_mb_per_sample,
                    "MiB that forward keeps for backward, of one sample")
-      ->check(CLI::NonNegativeNumber)
+      ->check(number_from_zero())
       ->needs(parameters)
       ->type_name("MIB");
   command->add_option("-n,--ranks", options->ranks, "Ranks to be started here (default: a rank a GPU, or 2)")

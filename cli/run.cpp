@@ -14,6 +14,7 @@
 
 #include "commands.h"
 #include "doctor/gpus.h"
+#include "numbers.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -34,16 +35,6 @@ struct RunOptions {
   double grace_seconds = 30;
   NumaBinding numa_binding = NumaBinding::kNode;
 };
-
-/// Of an environment variable, `otherwise` when it is not set.
-int number_from_environment(const char* name, int low, int high, int otherwise) {
-  const char* text = std::getenv(name);
-  if (!text || !*text) return otherwise;
-  int number = 0;
-  if (!parse_number(text, number) || number < low || number > high)
-    throw InvalidArgument(fmt::format("{} is \"{}\", which is no number between {} and {}", name, text, low, high));
-  return number;
-}
 
 /// GPUs that the ranks will see.
 int visible_gpus() {
@@ -185,7 +176,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   command
       ->add_option("--grace-seconds", options->grace_seconds,
                    "How long the ranks may take to end after SIGINT or SIGTERM before they are killed")
-      ->check(CLI::Range(0.0, 86400.0))
+      ->check(number_between(0, 86400))
       ->capture_default_str()
       ->type_name("S");
   const std::map<std::string, NumaBinding> bindings{

@@ -153,6 +153,14 @@ TEST_CASE("a session that ends tells the ranks to end, and leaves them the time 
   CHECK(unheard.wait() == 0);
 }
 
+TEST_CASE("a time that is no number is refused", "[faults]") {
+  for (const std::string seconds : {"nan", "-1", "1s"}) {
+    FaultRun run({"run", "-n", "1", "--grace-seconds", seconds, "--", "true"});
+    CHECK(run.wait() == 2);
+    CHECK_THAT(run.err(), ContainsSubstring("--grace-seconds: must be a number from 0 to 86400, not " + seconds));
+  }
+}
+
 TEST_CASE("a place to meet that is not there is named", "[faults]") {
   struct Place {
     std::string fault;
