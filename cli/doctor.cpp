@@ -67,12 +67,7 @@ int run_doctor(Options options) {
   append(findings, examine_gpus(gpus, variable("CUDA_VISIBLE_DEVICES"), kBuiltForCuda, usable));
   append(findings, examine_host(host, ranks, variable("OMP_NUM_THREADS"), usable > 0));
   if (options.master_addr.empty()) options.master_addr = variable("MASTER_ADDR").value_or("127.0.0.1");
-  if (options.master_port == 0) {
-    const std::string text = variable("MASTER_PORT").value_or("29500");
-    options.master_port = std::atoi(text.c_str());
-    if (options.master_port < 1 || options.master_port > 65535)
-      throw InvalidArgument(fmt::format("MASTER_PORT is \"{}\", which is no port between 1 and 65535", text));
-  }
+  if (options.master_port == 0) options.master_port = number_from_environment("MASTER_PORT", 1, 65535, 29500);
   append(findings, examine_network(options.master_addr, options.master_port));
   append(findings, live_all_reduce("shm", std::max(2, usable > 0 ? 2 : ranks)));
   if (usable > 0) append(findings, live_all_reduce("nccl", usable));
@@ -121,7 +116,9 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
       ->check(number_from_zero())
       ->needs(parameters)
       ->type_name("MIB");
-  command->add_option("-n,--ranks", options->ranks, "Ranks to be started here (default: a rank a GPU, or 2)")
+  command
+      ->add_option("-n,--ranks", options->ranks,
+                   "Ranks to be started here (default: a rank a GPU, or 2): so many all-reduce, each a process")
       ->check(CLI::Range(1, 4096))
       ->type_name("N");
   command->add_option("--master-addr", options->master_addr, "Where ranks meet (default: MASTER_ADDR, or 127.0.0.1)")

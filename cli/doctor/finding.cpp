@@ -64,14 +64,16 @@ std::string doctor_report(const Findings& findings) {
 }
 
 std::string doctor_json(const Findings& findings) {
-  nlohmann::json document = {{"can_train", can_train(findings)}, {"findings", nlohmann::json::array()}};
+  nlohmann::json document = {
+      {"can_train", can_train(findings)}, {"findings", nlohmann::json::array()}, {"to_do", nlohmann::json::array()}};
   for (const Finding& finding : findings)
     document["findings"].push_back({{"section", finding.section},
                                     {"severity", name_of(finding.severity)},
                                     {"what", finding.what},
                                     {"advice", finding.advice}});
   for (const Finding& finding : to_do(findings)) document["to_do"].push_back(finding.advice);
-  return document.dump();
+  // Names from the environment may be no UTF-8.
+  return document.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 }  // namespace ddpkit::cli

@@ -17,7 +17,10 @@ namespace ddpkit::cli {
 namespace {
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
-constexpr double kRankBytes = 150 * kMiB;                     ///< A rank with nothing but LibTorch's CPU libraries.
+constexpr double kRankBytes = 150 * kMiB;  ///< A rank with nothing but LibTorch's CPU libraries.
+/// Address space of a rank on the CPU: LibTorch's, and the arena of gradients of each rank of the host, whose least
+/// size without arena_mb that is.
+constexpr double kRankAddresses = 600 * kMiB, kArenaAddresses = kGiB;
 constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  ///< cgroup v1 writes a number like this for "none".
 
 std::string first_line(const std::string& path) {
@@ -167,7 +170,8 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
   } else {
     add(Severity::kFine, fmt::format("OMP_NUM_THREADS={} on {} ranks fits the cores", *threads, ranks));
   }
-  const auto usable = static_cast<double>(limits.usable_memory());
+  // RLIMIT_AS is of each process by itself, and of what it maps rather than of what it holds: a finding of its own.
+  const auto usable = static_cast<double>(std::min(limits.available, limits.memory_limit.value_or(limits.available)));
   std::string bound;
   if (limits.memory_limit)
     bound += fmt::format(", the container's limit is {}", in_units(static_cast<double>(*limits.memory_limit)));
@@ -184,6 +188,14 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
     add(Severity::kAdvice, fmt::format("only {} may be used", in_units(usable)),
         "Raise the memory limit of the container (docker run --memory), or see below what a model takes: "
         "ddpkit doctor --params N.");
+  const double addresses = kRankAddresses + kArenaAddresses * std::max(2, ranks);
+  if (!has_gpu && limits.address_limit && static_cast<double>(*limits.address_limit) < addresses)
+    add(Severity::kProblem,
+        fmt::format("a process may map {} (RLIMIT_AS), but each of {} ranks maps about {} at least: LibTorch, and the "
+                    "gradients of all ranks",
+                    in_units(static_cast<double>(*limits.address_limit)), std::max(2, ranks), in_units(addresses)),
+        "Lift the limit (ulimit -v unlimited), or start fewer ranks, or give DistributedDataParallel a smaller arena "
+        "(arena_mb).");
   if (limits.shm < 64 * kMiB)
     add(has_gpu ? Severity::kAdvice : Severity::kFine,
         fmt::format("/dev/shm holds {}: the backend shm does not use it{}", in_units(static_cast<double>(limits.shm)),

@@ -84,6 +84,25 @@ TEST_CASE("what limits a host is named", "[doctor]") {
         std::string::npos);
 }
 
+TEST_CASE("an address space that is too small for the ranks is one finding", "[doctor]") {
+  HostLimits host = good_host();
+  host.address_limit = 600 << 20;
+  const Findings findings = examine_host(host, 2, std::nullopt, false);
+  CHECK(std::count_if(findings.begin(), findings.end(), [](const Finding& f) { return !f.advice.empty(); }) == 1);
+  const Finding finding = about(findings, "a process may map 600.0 MiB (RLIMIT_AS), but each of 2 ranks maps");
+  CHECK(finding.severity == Severity::kProblem);
+  CHECK(finding.advice.find("ulimit -v unlimited") != std::string::npos);
+  host.address_limit = 4 * kGiB;
+  CHECK(can_train(examine_host(host, 2, std::nullopt, false)));
+  CHECK_FALSE(can_train(examine_host(host, 4, std::nullopt, false)));
+}
+
+TEST_CASE("what is no UTF-8, and nothing to do, are JSON too", "[doctor]") {
+  const auto document = nlohmann::json::parse(doctor_json({{"network", Severity::kFine, "the host \xff"}}));
+  CHECK(document["to_do"] == nlohmann::json::array());
+  CHECK(document["findings"][0]["what"] == "the host \xEF\xBF\xBD");
+}
+
 TEST_CASE("limits of control groups, new and old", "[doctor]") {
   const Folder root;
   write_file(root / "proc/meminfo", "MemTotal: 33554432 kB\nMemFree: 1 kB\nMemAvailable: 31457280 kB\n");
@@ -166,6 +185,15 @@ TEST_CASE("ddpkit doctor tells the truth under faults", "[doctor]") {
   CHECK(port.exit_code == 1);
   CHECK(finding_of(port, "127.0.0.1:" + std::to_string(taken.port()))["severity"] == "problem");
 
+  for (const std::string wrong : {"29500abc", "4294996796", "0", "-1"}) {
+    const Run refused = run_ddpkit(folder, {"doctor"}, {{"MASTER_PORT", wrong}});
+    CHECK(refused.exit_code == 1);
+    CHECK(refused.errors == "ddpkit: MASTER_PORT is \"" + wrong + "\", which is no number between 1 and 65535\n");
+  }
+  const Run bytes = run_ddpkit(folder, {"doctor", "--json"}, {{"MASTER_ADDR", "\xff"}});
+  CHECK(bytes.exit_code == 1);
+  CHECK(finding_of(bytes, "does not resolve")["severity"] == "problem");
+
   const Run name = run_ddpkit(folder, {"doctor", "--json", "--master-addr", "no.such.host.invalid"});
   CHECK(name.exit_code == 1);
   CHECK(finding_of(name, "no.such.host.invalid does not resolve")["severity"] == "problem");
@@ -198,6 +226,7 @@ TEST_CASE("ddpkit doctor under a memory limit of 1 GB", "[doctor]") {
   CHECK(WEXITSTATUS(status) == 1);  // 60 M parameters with Adam take 1 GB by themselves.
   const Run run{.exit_code = 1, .lines = {ddpkit::testing::read_file(folder / "out")}, .errors = {}};
   CHECK(finding_of(run, "RLIMIT_AS is 1.0 GiB")["severity"] == "fine");
+  CHECK(finding_of(run, "may map 1.0 GiB (RLIMIT_AS)")["severity"] == "problem");
   CHECK(finding_of(run, "does not fit")["severity"] == "problem");
 }
 
