@@ -81,7 +81,10 @@ Options read_options(Config& config) {
   read_training(config, options.training);
   DistributedOptions& distributed = options.distributed;
   config.read("distributed.enabled", distributed.enabled);
-  config.read("distributed.backend", distributed.backend, {"", "auto", "shm", "gloo", "nccl"});
+  config.read("distributed.backend", distributed.backend);
+  // Empty in the checkpoint of a run that has named none.
+  if (!distributed.backend.empty())
+    config.read("distributed.backend", distributed.backend, {"auto", "shm", "gloo", "nccl", "hierarchical"});
   if (distributed.backend == "auto") distributed.backend.clear();
   config.read("distributed.find_unused_parameters", distributed.find_unused_parameters);
   config.read("distributed.sync_batchnorm", distributed.sync_batchnorm);

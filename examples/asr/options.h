@@ -41,7 +41,7 @@ struct TrainingOptions {
 
 struct DistributedOptions {
   bool enabled = true;
-  std::string backend;  ///< shm, gloo or nccl; empty: chosen by device and hosts.
+  std::string backend;  ///< shm, gloo, nccl or hierarchical; empty: chosen by device and hosts.
   bool find_unused_parameters = false;
   bool sync_batchnorm = false;
   /// MiB of a rank's tensors that may come from memory the ranks of a host share: gradients, and what else comes first.

@@ -173,6 +173,8 @@ TEST_CASE("asr names what is wrong with its options", "[asr]") {
   };
   refused(joined(small(), {"training.lrr=1"}), "unknown key 'training.lrr'; did you mean training.lr?");
   refused(joined(small(), {"training.lr=no"}), "the command line: training.lr must be a number");
+  refused(joined(small(), {"distributed.backend=mpi"}),
+          "distributed.backend must be one of auto, shm, gloo, nccl, hierarchical, not ");
   refused({"--config", "/nowhere.yaml"}, "there is no config file /nowhere.yaml");
   refused({}, "data.train is not given");
   refused({"trian"}, "'trian' is no KEY=VALUE");
