@@ -98,15 +98,17 @@ std::string DataFaults::at(std::size_t line, const std::string& message) const {
 std::string DataFaults::summary(std::size_t most) const {
   std::string text;
   const auto list = [&](const std::vector<std::string>& lines) {
+    if (most == 0) return;
+    text += ":";
     for (std::size_t i = 0; i < std::min(most, lines.size()); ++i) text += "\n  " + lines[i];
     if (lines.size() > most) text += fmt::format("\n  and {} more", lines.size() - most);
   };
   if (!faults_.empty()) {
-    text += fmt::format("{} bad trial{} left out:", faults_.size(), faults_.size() == 1 ? "" : "s");
+    text += fmt::format("{} bad trial{} left out", faults_.size(), faults_.size() == 1 ? "" : "s");
     list(faults_);
   }
   if (!notes_.empty()) {
-    text += fmt::format("{}{} note{}:", text.empty() ? "" : "\n", notes_.size(), notes_.size() == 1 ? "" : "s");
+    text += fmt::format("{}{} note{}", text.empty() ? "" : "\n", notes_.size(), notes_.size() == 1 ? "" : "s");
     list(notes_);
   }
   return text;

@@ -38,7 +38,8 @@ class DataFaults {
   void note(std::size_t line, const std::string& message) { notes_.push_back(at(line, message)); }
 
   std::size_t count() const noexcept { return faults_.size(); }
-  /// How many trials were left out and the first `most` reasons, a line each; empty without faults and notes.
+  /// How many trials were left out and the first `most` reasons, a line each (0: none of them); empty without faults
+  /// and notes.
   std::string summary(std::size_t most = 20) const;
   std::string at(std::size_t line, const std::string& message) const;
 

@@ -21,6 +21,17 @@
 using namespace video;
 using namespace video::testing;
 
+TEST_CASE("a summary lists as many bad trials as it is asked for", "[video]") {
+  DataFaults faults("trials.csv", OnBadData::kSkip);
+  CHECK(faults.summary(0).empty());
+  faults.add(3, "x");
+  CHECK(faults.summary(0) == "1 bad trial left out");
+  faults.add(4, "y");
+  faults.note(5, "z");
+  CHECK(faults.summary(0) == "2 bad trials left out\n1 note");
+  CHECK(faults.summary(1) == "2 bad trials left out:\n  trials.csv:3: x\n  and 1 more\n1 note:\n  trials.csv:5: z");
+}
+
 TEST_CASE("a trial that cannot be used is named with file and line", "[video]") {
   const Folder folder;
   const std::string good = "v.mp4,0,16,rest\n";
