@@ -98,7 +98,7 @@ int spawn(const CommandLine& line, int argc, char** argv) {
   const ddpkit::LocalLaunchResult result = ddpkit::local_launch(launch);
   // A rank that ended in order has said what was wrong.
   if (result.first_failure && result.first_failure->signal != 0)
-    fmt::print(stderr, "asr: rank {} {}\n", result.first_failure->rank, result.first_failure->describe());
+    ddpkit::train::say(fmt::format("asr: rank {} {}", result.first_failure->rank, result.first_failure->describe()));
   return result.exit_code();
 }
 

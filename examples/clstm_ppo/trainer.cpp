@@ -11,6 +11,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/random.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "clstm_ppo/device.h"
@@ -68,7 +69,7 @@ void DistributedCLSTMPPOTrainer::train() {
   if (state.checkpoint) state.checkpoint->wait();
   if (state.is_stopped) {
     if (state.speaks())
-      fmt::print(stderr, "clstm_ppo: {}\n", state.stop->describe(kept_step, state.checkpoint.has_value()));
+      ddpkit::train::say("clstm_ppo: " + state.stop->describe(kept_step, state.checkpoint.has_value()));
     return;
   }
   state.stop.reset();

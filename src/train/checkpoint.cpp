@@ -15,6 +15,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/optim/sharded_optimizer.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "checkpoint_archive.h"
@@ -99,7 +100,7 @@ Checkpoint::~Checkpoint() {
   try {
     writer_->finish();
   } catch (const std::exception& error) {
-    fmt::print(stderr, "{}\n", error.what());
+    say(error.what());
   }
 }
 

@@ -20,6 +20,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/train/options.h>
 
+#include <ddpkit/train/text.h>
 namespace ddpkit::train {
 namespace {
 
@@ -125,7 +126,7 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   }
   std::fflush(stdout);
   if (speaks) {
-    fmt::print(stderr, "{}: {}\n", program, sentence);
+    say(fmt::format("{}: {}", program, sentence));
   } else {
     // A launcher ends the other ranks when the first one does: that must not be before the one that speaks has spoken.
     // It ends this sleep as well.
@@ -135,6 +136,22 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
 }
 
 }  // namespace
+// What is still in stdio's buffer may not fit on the disk, and what was in it before may not have done so.
+void check_stdout() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw Error("cannot write to stdout");
+}
+
+int help(const CLI::App& app, const CLI::ParseError& asked, const Program& program) {
+  if (!speaks_for_host()) return 0;
+  try {
+    app.exit(asked);
+    check_stdout();
+    return 0;
+  } catch (...) {
+    return report(app.get_name(), std::current_exception(), program);
+  }
+}
+
 
 std::string one_sentence(const std::exception_ptr& error) {
   std::string text;
@@ -162,11 +179,10 @@ int run_main(CLI::App& app, int argc, const char* const* argv, const std::functi
   try {
     app.parse(argc, argv);
     body(program);
-    // What is still in stdio's buffer may not fit on the disk.
-    if (std::fflush(stdout) != 0) throw Error("cannot write to stdout");
+    check_stdout();
     return 0;
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return speaks_for_host() ? app.exit(error) : 0;  // --help
+    if (error.get_exit_code() == 0) return help(app, error, program);
     return report(app.get_name(), std::make_exception_ptr(UsageError(describe_parse_error(app, error))), program);
   } catch (...) {
     return report(app.get_name(), std::current_exception(), program);

@@ -2,8 +2,6 @@
 
 #include <cstdio>
 
-#include <fmt/format.h>
-
 namespace ddpkit::train {
 
 std::string in_quotes(std::string_view text) {
@@ -14,8 +12,11 @@ std::string in_quotes(std::string_view text) {
 }
 
 void print_line(const std::string& line) {
-  fmt::print("{}\n", line);
+  const std::string text = line + '\n';
+  std::fwrite(text.data(), 1, text.size(), stdout);
   std::fflush(stdout);
 }
+
+void say(const std::string& line) noexcept { std::fprintf(stderr, "%s\n", line.c_str()); }
 
 }  // namespace ddpkit::train

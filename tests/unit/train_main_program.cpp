@@ -6,8 +6,10 @@
 
 #include <CLI/CLI.hpp>
 #include <stdexcept>
+#include <string>
 
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 int main(int argc, char** argv) {
@@ -19,6 +21,11 @@ int main(int argc, char** argv) {
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
     if (how == "early") throw ddpkit::InvalidArgument("before the ranks met");
+    if (how == "prints") {
+      for (int i = 0; i < 3; ++i) ddpkit::train::print_line("a line");
+      ddpkit::train::say("a remark");
+      return;
+    }
     const auto group = program.init_process_group({.device = at::kCPU});
     const bool ours = at_rank < 0 || at_rank == group.rank();
     if (how == "together") {

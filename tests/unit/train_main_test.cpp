@@ -1,9 +1,14 @@
+#include <sys/wait.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
+#include <string>
 
 #include <ddpkit/comm/local_launch.h>
 
 #include "support/catch.h"
+#include "support/folder.h"
 
 namespace {
 
@@ -36,6 +41,12 @@ Outcome fail(int ranks, const std::string& how, int at_rank = -1) {
   CHECK(outcome.text.find("Exception raised from") == std::string::npos);
   CHECK(outcome.text.find("frame #") == std::string::npos);
   return outcome;
+}
+
+// The exit code, as a shell has it, of the failing program with what a shell makes of `rest`.
+int run_in_shell(const std::string& rest) {
+  const int status = std::system(("'" DDPKIT_TEST_FAILING_PROGRAM "' " + rest).c_str());
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
 }  // namespace
@@ -79,4 +90,19 @@ TEST_CASE("ranks that call different collectives say so once", "[main]") {
   const Outcome outcome = fail(2, "mismatch", 1);
   CHECK(outcome.all_exited_with(1));
   CHECK(outcome.speakers.size() == 1);
+}
+
+TEST_CASE("a full stdout is an error, a full stderr is none", "[main]") {
+  const ddpkit::testing::Folder folder;
+  const std::string errors = folder / "errors";
+  for (const char* arguments : {"--how prints", "--help"}) {
+    CAPTURE(arguments);
+    CHECK(run_in_shell(arguments + std::string(" >/dev/full 2>'") + errors + "'") == 1);
+    CHECK_THAT(ddpkit::testing::read_file(errors), ContainsSubstring("failing: cannot write to stdout\n"));
+    CHECK(run_in_shell(arguments + std::string(" >/dev/full 2>/dev/full")) == 1);
+  }
+  CHECK(run_in_shell("--how prints >/dev/null 2>/dev/full") == 0);
+  CHECK(run_in_shell("--how usage 2>/dev/full") == 2);
+  CHECK(run_in_shell("--nope 2>/dev/full") == 2);
+  CHECK(run_in_shell("--how early 2>/dev/full") == 1);
 }
