@@ -3,6 +3,8 @@
 #include <exception>
 #include <iostream>
 
+#include <ddpkit/process_start.h>
+
 #include "commands.h"
 
 namespace {
@@ -17,6 +19,7 @@ int said_all(int code) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  ddpkit::prepare_process();
   CLI::App app("ddpkit: data-parallel training on LibTorch, without Python", "ddpkit");
   app.set_version_flag("--version", "ddpkit " DDPKIT_VERSION);
   app.require_subcommand(1);

@@ -18,9 +18,10 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
+#include <ddpkit/process_start.h>
 #include <ddpkit/train/options.h>
-
 #include <ddpkit/train/text.h>
+
 namespace ddpkit::train {
 namespace {
 
@@ -135,7 +136,6 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   return code;
 }
 
-}  // namespace
 // What is still in stdio's buffer may not fit on the disk, and what was in it before may not have done so.
 void check_stdout() {
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw Error("cannot write to stdout");
@@ -152,6 +152,7 @@ int help(const CLI::App& app, const CLI::ParseError& asked, const Program& progr
   }
 }
 
+}  // namespace
 
 std::string one_sentence(const std::exception_ptr& error) {
   std::string text;
@@ -175,6 +176,7 @@ ProcessGroup Program::init_process_group(const InitOptions& options) {
 }
 
 int run_main(CLI::App& app, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {
+  prepare_process();
   Program program;
   try {
     app.parse(argc, argv);

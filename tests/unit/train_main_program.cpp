@@ -5,6 +5,7 @@
 #include <signal.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 
@@ -16,14 +17,21 @@ int main(int argc, char** argv) {
   CLI::App app("Fails.", "failing");
   std::string how;
   int at_rank = -1;
+  std::string file;
   app.add_option("--how", how);
   app.add_option("--at-rank", at_rank, "-1: all");
+  app.add_option("--file", file, "That is written");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
     if (how == "early") throw ddpkit::InvalidArgument("before the ranks met");
     if (how == "prints") {
+      std::FILE* output = file.empty() ? nullptr : std::fopen(file.c_str(), "w");
       for (int i = 0; i < 3; ++i) ddpkit::train::print_line("a line");
       ddpkit::train::say("a remark");
+      if (output) {
+        std::fputs("data", output);
+        std::fclose(output);
+      }
       return;
     }
     const auto group = program.init_process_group({.device = at::kCPU});

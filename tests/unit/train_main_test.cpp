@@ -92,6 +92,16 @@ TEST_CASE("ranks that call different collectives say so once", "[main]") {
   CHECK(outcome.speakers.size() == 1);
 }
 
+TEST_CASE("what is printed goes into no file, though stdin, stdout or stderr is closed", "[main]") {
+  const ddpkit::testing::Folder folder;
+  for (const char* closed : {"<&-", ">&-", "2>&-", "<&- >&- 2>&-"}) {
+    CAPTURE(closed);
+    const std::string file = folder / "data";
+    CHECK(run_in_shell("--how prints --file '" + file + "' >/dev/null 2>/dev/null " + closed) == 0);
+    CHECK(ddpkit::testing::read_file(file) == "data");
+  }
+}
+
 TEST_CASE("a full stdout is an error, a full stderr is none", "[main]") {
   const ddpkit::testing::Folder folder;
   const std::string errors = folder / "errors";
