@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
@@ -32,6 +33,12 @@ int main(int argc, char** argv) {
         std::fputs("data", output);
         std::fclose(output);
       }
+      return;
+    }
+    if (how == "writes") {
+      ddpkit::train::AtomicFile output(file);
+      output.write(std::string(1 << 20, 'x').data(), 1 << 20);
+      output.commit();
       return;
     }
     const auto group = program.init_process_group({.device = at::kCPU});

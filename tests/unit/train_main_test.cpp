@@ -44,8 +44,8 @@ Outcome fail(int ranks, const std::string& how, int at_rank = -1) {
 }
 
 // The exit code, as a shell has it, of the failing program with what a shell makes of `rest`.
-int run_in_shell(const std::string& rest) {
-  const int status = std::system(("'" DDPKIT_TEST_FAILING_PROGRAM "' " + rest).c_str());
+int run_in_shell(const std::string& rest, const std::string& before = "") {
+  const int status = std::system((before + "'" DDPKIT_TEST_FAILING_PROGRAM "' " + rest).c_str());
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
@@ -115,4 +115,13 @@ TEST_CASE("a full stdout is an error, a full stderr is none", "[main]") {
   CHECK(run_in_shell("--how usage 2>/dev/full") == 2);
   CHECK(run_in_shell("--nope 2>/dev/full") == 2);
   CHECK(run_in_shell("--how early 2>/dev/full") == 1);
+}
+
+TEST_CASE("a limit on a file's size is said", "[main]") {
+  const ddpkit::testing::Folder folder;
+  const std::string errors = folder / "errors", file = folder / "large";
+  CHECK(run_in_shell("--how writes --file '" + file + "' 2>'" + errors + "'", "ulimit -f 16; ") == 1);
+  CHECK_THAT(ddpkit::testing::read_file(errors),
+             ContainsSubstring("failing: cannot write " + file) && ContainsSubstring("File too large"));
+  CHECK(ddpkit::testing::names_in(folder.path()) == std::vector<std::string>{"errors"});
 }
