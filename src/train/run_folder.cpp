@@ -11,6 +11,8 @@
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/together.h>
 
+#include "training_lock.h"
+
 namespace ddpkit::train {
 namespace {
 
@@ -63,6 +65,7 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
+    result.lock = lock_folder(folder);
     if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
       try {
         result.to_resume = examine(result.checkpoint, config, options);

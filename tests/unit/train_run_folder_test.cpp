@@ -1,6 +1,10 @@
 #include <torch/torch.h>
 
+#include <chrono>
+#include <thread>
+
 #include <ddpkit/comm/error.h>
+#include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/run_folder.h>
 
 #include "support/catch.h"
@@ -38,10 +42,12 @@ struct Run {
 TEST_CASE("a new folder is made, with nothing in it yet", "[run_folder]") {
   const Folder folder;
   const auto group = ddpkit::init_process_group();
-  const RunFolder run = open_run_folder(folder / "a/b", kConfig, {}, group);
-  CHECK(run.checkpoint == folder / "a/b/checkpoint.pt");
-  CHECK_FALSE(run.to_resume);
-  CHECK(names_in(folder / "a/b").empty());
+  {
+    const RunFolder run = open_run_folder(folder / "a/b", kConfig, {}, group);
+    CHECK(run.checkpoint == folder / "a/b/checkpoint.pt");
+    CHECK_FALSE(run.to_resume);
+    CHECK(names_in(folder / "a/b").empty());
+  }
   CHECK_THROWS_WITH(open_run_folder(folder / "a/b", kConfig, {.resume = true}, group),
                     ContainsSubstring("cannot resume") && ContainsSubstring("holds no run"));
 }
@@ -98,11 +104,49 @@ RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) 
   REQUIRE(found.to_resume);
   CHECK(found.to_resume->epoch == 2);
   CHECK(found.to_resume->config == kConfig);
+  const Run other(2);
   try {
-    open_run_folder(run.folder.path(), R"({"epochs":3,"lr":0.3,"world_size":1})", {}, group);
+    open_run_folder(other.folder.path(), R"({"epochs":3,"lr":0.3,"world_size":1})", {}, group);
     FAIL("no error");
   } catch (const ddpkit::InvalidArgument& error) {
     CHECK(error.context().rank == 0);
     CHECK_THAT(error.what(), ContainsSubstring("a run with lr 0.1"));
   }
+}
+
+TEST_CASE("a folder into which another one trains is refused until that one ends", "[run_folder]") {
+  const Run run(2);
+  std::optional<RunFolder> first = run.open(kConfig);
+  for (const bool overwrite : {false, true}) {
+    CHECK_THROWS_WITH(run.open(kConfig, {.overwrite = overwrite}),
+                      ContainsSubstring("another process trains into " + run.folder.path().string()) &&
+                          ContainsSubstring("--save-dir"));
+  }
+  CHECK(read_file(run.path) == run.before);
+  // Not even the file that is being written is touched.
+  AtomicFile writing(run.path);
+  writing.write("new", 3);
+  CHECK_THROWS_WITH(run.open(kConfig), ContainsSubstring("another process trains into"));
+  writing.commit();
+  CHECK(read_file(run.path) == "new");
+  write_file(run.path, run.before);
+  RunFolder copy = *first;
+  first.reset();
+  CHECK_THROWS_WITH(run.open(kConfig), ContainsSubstring("another process trains into"));
+  copy = RunFolder();
+  CHECK(run.open(kConfig).to_resume);
+}
+
+TEST_CASE("a folder whose run is just ending is waited for", "[run_folder]") {
+  const Run run(2);
+  std::optional<RunFolder> first = run.open(kConfig);
+  std::thread ending([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    first.reset();
+  });
+  std::optional<RunFolder> second;
+  CHECK_NOTHROW(second = run.open(kConfig));
+  ending.join();
+  REQUIRE(second);
+  CHECK(second->to_resume);
 }

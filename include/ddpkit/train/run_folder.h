@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,8 +25,9 @@ struct RunFolderOptions {
 
 /// What open_run_folder() found.
 struct RunFolder {
-  std::filesystem::path checkpoint;         ///< Where this run's checkpoint goes.
-  std::optional<CheckpointInfo> to_resume;  ///< Set when there is a checkpoint to go on from.
+  std::filesystem::path checkpoint;            ///< Where this run's checkpoint goes.
+  std::optional<CheckpointInfo> to_resume;     ///< Set when there is a checkpoint to go on from.
+  std::shared_ptr<const void> lock = nullptr;  ///< Of rank 0: keeps other processes out for as long as it is held.
 };
 
 /// Makes `folder` ready for a run that `config` (a JSON object) describes. Collective; rank 0 looks at the disk.
@@ -33,7 +35,7 @@ struct RunFolder {
 /// A run that is there is gone on with. Nothing that took work is lost by accident: where it is another one, which
 /// differs in more than `may_differ`, InvalidArgument is thrown, unless it is to be overwritten; also with `resume`
 /// where there is none, and for a folder that cannot be written to, before the training rather than after its first
-/// epoch.
+/// epoch; and where another process has a RunFolder of it, which does not end within some seconds.
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group);
 

@@ -1,0 +1,50 @@
+#include "training_lock.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::train {
+namespace {
+
+constexpr std::chrono::seconds kPatience(5);
+constexpr std::chrono::milliseconds kBetweenTries(50);
+
+struct OpenFolder {
+  explicit OpenFolder(const std::filesystem::path& folder)
+      : descriptor(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {}
+  ~OpenFolder() {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  OpenFolder(const OpenFolder&) = delete;
+  OpenFolder& operator=(const OpenFolder&) = delete;
+
+  int descriptor;  ///< The lock is its, and ends with it.
+};
+
+}  // namespace
+
+std::shared_ptr<const void> lock_folder(const std::filesystem::path& folder) {
+  auto open = std::make_shared<OpenFolder>(folder);
+  if (open->descriptor < 0) return open;
+  const auto limit = std::chrono::steady_clock::now() + kPatience;
+  while (::flock(open->descriptor, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) break;  // ENOLCK, EOPNOTSUPP, on NFS EBADF: there are no such locks here.
+    if (std::chrono::steady_clock::now() >= limit)
+      throw InvalidArgument(
+          fmt::format("another process trains into {}: let it end, or take another --save-dir", folder.string()));
+    std::this_thread::sleep_for(kBetweenTries);
+  }
+  return open;
+}
+
+}  // namespace ddpkit::train
