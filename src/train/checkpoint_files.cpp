@@ -13,6 +13,7 @@
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/text.h>
 
 namespace ddpkit::train {
 namespace {
@@ -61,6 +62,18 @@ void write_checkpoint_files(const CheckpointFiles& files, const std::function<vo
   }
 }
 
+std::optional<fs::path> newest_good_checkpoint(const fs::path& path) {
+  for (const auto& [step, older] : older_ones(path)) {
+    try {
+      read_checkpoint_info(older);
+      return older;
+    } catch (const InvalidArgument&) {
+      continue;
+    }
+  }
+  return std::nullopt;
+}
+
 bool recover_checkpoint(const std::filesystem::path& path) {
   std::string damage;
   try {
@@ -70,22 +83,15 @@ bool recover_checkpoint(const std::filesystem::path& path) {
     if (std::error_code ignored; !fs::exists(path, ignored)) return false;
     damage = error.what();
   }
-  for (const auto& [step, older] : older_ones(path)) {
-    try {
-      read_checkpoint_info(older);
-    } catch (const InvalidArgument&) {
-      continue;
-    }
-    fs::path damaged = path;
-    damaged += ".damaged";
-    // Each name stands for a whole file at any moment: first a second name for the damaged one, then the exchange.
-    AtomicFile::give_name(path, damaged);
-    AtomicFile::give_name(older, path);
-    fmt::print(stderr, "{}; going on from {} (the damaged one is kept as {})\n", damage, older.string(),
-               damaged.string());
-    return true;
-  }
-  return false;
+  const std::optional<fs::path> older = newest_good_checkpoint(path);
+  if (!older) return false;
+  fs::path damaged = path;
+  damaged += ".damaged";
+  // Each name stands for a whole file at any moment: first a second name for the damaged one, then the exchange.
+  AtomicFile::give_name(path, damaged);
+  AtomicFile::give_name(*older, path);
+  say(fmt::format("{}; going on from {} (the damaged one is kept as {})", damage, older->string(), damaged.string()));
+  return true;
 }
 
 }  // namespace ddpkit::train

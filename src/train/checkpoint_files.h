@@ -21,4 +21,7 @@ struct CheckpointFiles {
 /// those that are too old. Throws Error; what stood there then stands.
 void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write);
 
+/// The newest of the siblings of `path` that CheckpointOptions::keep leaves, of those that are whole.
+std::optional<std::filesystem::path> newest_good_checkpoint(const std::filesystem::path& path);
+
 }  // namespace ddpkit::train

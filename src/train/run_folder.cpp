@@ -9,13 +9,16 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
+#include "checkpoint_files.h"
 #include "training_lock.h"
 
 namespace ddpkit::train {
 namespace {
 
+namespace fs = std::filesystem;
 using nlohmann::json;
 
 // "a run with lr 0.01 (this one: 0.001)" for the first key that differs; empty when none does.
@@ -55,6 +58,26 @@ CheckpointInfo examine(const std::filesystem::path& checkpoint, const std::strin
       fmt::format("cannot resume: {} already holds {}: take another --save-dir, or --overwrite", folder, difference));
 }
 
+// The run in the folder, if there is one.
+std::optional<CheckpointInfo> find_run(const fs::path& checkpoint, const std::string& config,
+                                       const RunFolderOptions& options) {
+  std::error_code error;
+  if (fs::exists(checkpoint, error)) {
+    try {
+      return examine(checkpoint, config, options);
+    } catch (const InvalidArgument&) {
+      if (!recover_checkpoint(checkpoint)) throw;
+      return examine(checkpoint, config, options);
+    }
+  }
+  const std::optional<fs::path> newest = newest_good_checkpoint(checkpoint);
+  if (!newest) return std::nullopt;
+  CheckpointInfo info = examine(*newest, config, options);
+  AtomicFile::give_name(*newest, checkpoint);
+  say(fmt::format("{} is missing; going on from {}", checkpoint.string(), newest->string()));
+  return info;
+}
+
 }  // namespace
 
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
@@ -66,16 +89,9 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     std::filesystem::create_directories(folder, error);
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
     result.lock = lock_folder(folder);
-    if (std::filesystem::exists(result.checkpoint, error) && !options.overwrite) {
-      try {
-        result.to_resume = examine(result.checkpoint, config, options);
-      } catch (const InvalidArgument&) {
-        if (!recover_checkpoint(result.checkpoint)) throw;
-        result.to_resume = examine(result.checkpoint, config, options);
-      }
-    } else if (options.resume) {
+    if (!options.overwrite) result.to_resume = find_run(result.checkpoint, config, options);
+    if (options.resume && !result.to_resume)
       throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));
-    }
     AtomicFile probe(result.checkpoint);
   });
   // Rank 0 tells the others whether to resume, and from where.

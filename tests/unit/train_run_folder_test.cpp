@@ -1,6 +1,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <filesystem>
 #include <thread>
 
 #include <ddpkit/comm/error.h>
@@ -149,4 +150,19 @@ TEST_CASE("a folder whose run is just ending is waited for", "[run_folder]") {
   ending.join();
   REQUIRE(second);
   CHECK(second->to_resume);
+}
+
+TEST_CASE("a run whose checkpoint is missing is known by its numbered ones", "[run_folder]") {
+  const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
+  const Run run(3);
+  std::filesystem::rename(run.path, run.folder / "checkpoint-30.pt");
+  write_file(run.folder / "checkpoint-40.pt", "damaged");
+  CHECK_THROWS_WITH(run.open(other), ContainsSubstring("already holds a run with lr 0.1 (this one: 0.2)"));
+  CHECK_FALSE(std::filesystem::exists(run.path));
+  CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);
+  const RunFolder found = run.open(kConfig, {.resume = true});
+  REQUIRE(found.to_resume);
+  CHECK(found.to_resume->step == 30);
+  CHECK(read_file(run.path) == run.before);
+  CHECK(read_file(run.folder / "checkpoint-30.pt") == run.before);
 }

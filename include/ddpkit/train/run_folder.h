@@ -35,7 +35,8 @@ struct RunFolder {
 /// A run that is there is gone on with. Nothing that took work is lost by accident: where it is another one, which
 /// differs in more than `may_differ`, InvalidArgument is thrown, unless it is to be overwritten; also with `resume`
 /// where there is none, and for a folder that cannot be written to, before the training rather than after its first
-/// epoch; and where another process has a RunFolder of it, which does not end within some seconds.
+/// epoch; and where another process has a RunFolder of it, which does not end within some seconds. Where the checkpoint
+/// itself is missing, the newest good one that is beside it (CheckpointOptions::keep) takes its name.
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group);
 
