@@ -199,7 +199,9 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       app.add_flag("--resume", options.resume,
                    "Insist on a run in --save-dir to go on with, as happens by itself where there is one");
   resume->needs(save_dir)->group(run);
-  app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir")->excludes(resume)->group(run);
+  app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir; not what a restarted job wrote itself")
+      ->excludes(resume)
+      ->group(run);
   app.add_flag("--json", options.json, "Print one line of JSON a finished epoch")->group(run);
   add_config_option(app);
   app.get_config_ptr()->group(run);

@@ -1,6 +1,8 @@
 #include <ddpkit/train/run_folder.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
@@ -8,6 +10,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
@@ -58,6 +61,35 @@ CheckpointInfo examine(const std::filesystem::path& checkpoint, const std::strin
       fmt::format("cannot resume: {} already holds {}: take another --save-dir, or --overwrite", folder, difference));
 }
 
+std::int64_t number_in_environment(const char* name) {
+  std::int64_t value = 0;
+  const char* text = std::getenv(name);
+  return text && parse_number(text, value) ? value : 0;
+}
+
+// Whether what is there is to be replaced. A launcher starts a failed job anew with the same command, --overwrite in
+// it: what the job has written by then is to stay. A mark with the job's name, older than the checkpoint, says that it
+// has written one.
+bool replaces(const fs::path& checkpoint, bool overwrite) {
+  fs::path mark = checkpoint;
+  mark += ".overwrite";
+  std::error_code error;
+  const std::int64_t restarts = number_in_environment("TORCHELASTIC_RESTART_COUNT");
+  if (!overwrite || (restarts == 0 && number_in_environment("TORCHELASTIC_MAX_RESTARTS") == 0)) {
+    fs::remove(mark, error);
+    return overwrite;
+  }
+  const char* variable = std::getenv("TORCHELASTIC_RUN_ID");
+  const std::string job = variable ? variable : "none";
+  std::string marked;
+  if (restarts > 0 && std::getline(std::ifstream(mark), marked) && marked == job) {
+    const fs::file_time_type begun = fs::last_write_time(mark, error), written = fs::last_write_time(checkpoint, error);
+    return error || begun >= written;
+  }
+  std::ofstream(mark, std::ios::trunc) << job << '\n';
+  return true;
+}
+
 // The run in the folder, if there is one.
 std::optional<CheckpointInfo> find_run(const fs::path& checkpoint, const std::string& config,
                                        const RunFolderOptions& options) {
@@ -89,7 +121,8 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
     std::filesystem::create_directories(folder, error);
     if (error) throw InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
     result.lock = lock_folder(folder);
-    if (!options.overwrite) result.to_resume = find_run(result.checkpoint, config, options);
+    if (!replaces(result.checkpoint, options.overwrite))
+      result.to_resume = find_run(result.checkpoint, config, options);
     if (options.resume && !result.to_resume)
       throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));
     AtomicFile probe(result.checkpoint);

@@ -1,4 +1,6 @@
 // Runs that end early and go on.
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 
 #include "har_program.h"
@@ -139,4 +141,27 @@ TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
   REQUIRE(rest.exit_code == 0);
   // 120 windows, of which 5 steps of 2 x 4 were taken: 80 are left, in steps of 4.
   CHECK(rest.json(0)["step"] == 5 + 20);
+}
+
+TEST_CASE("a run that a launcher starts anew overwrites nothing of its own", "[har]") {
+  const Folder folder;
+  const std::string data = generated(), out = folder / "out";
+  REQUIRE(run_har(2, {"--data", data, "--epochs", "1", "--lr", "0.5", "--save-dir", out}).exit_code == 0);
+  const auto attempt = [&](int number, const std::string& epochs) {
+    std::string lines;
+    const auto result = ddpkit::local_launch(
+        {.command = {DDPKIT_TEST_HAR, "--data", data, "--epochs", epochs, "--json", "--save-dir", out, "--overwrite"},
+         .ranks = 2,
+         .restart_count = number,
+         .max_restarts = 1,
+         .environment = {{"OMP_NUM_THREADS", "1"}},
+         .time_limit = std::chrono::seconds(200),
+         .on_output = [&](int, const std::string& text) { lines += text; }});
+    INFO(lines);
+    CHECK(result.exit_code() == 0);
+    return std::count(lines.begin(), lines.end(), '{');
+  };
+  CHECK(attempt(0, "2") == 2);
+  CHECK(attempt(1, "5") == 3);
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "out/checkpoint.pt").epoch == 5);
 }

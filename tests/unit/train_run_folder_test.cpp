@@ -1,6 +1,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <thread>
 
@@ -36,6 +37,19 @@ struct Run {
   Folder folder;
   std::filesystem::path path = folder / "checkpoint.pt";
   std::string before;
+};
+
+// The environment of attempt `restart` of a job, for as long as it lives.
+struct Attempt {
+  explicit Attempt(int restart, const char* job = "one") {
+    ::setenv("TORCHELASTIC_RESTART_COUNT", std::to_string(restart).c_str(), 1);
+    ::setenv("TORCHELASTIC_MAX_RESTARTS", "4", 1);
+    ::setenv("TORCHELASTIC_RUN_ID", job, 1);
+  }
+  ~Attempt() {
+    for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"})
+      ::unsetenv(name);
+  }
 };
 
 }  // namespace
@@ -118,16 +132,13 @@ RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) 
 TEST_CASE("a folder into which another one trains is refused until that one ends", "[run_folder]") {
   const Run run(2);
   std::optional<RunFolder> first = run.open(kConfig);
-  for (const bool overwrite : {false, true}) {
-    CHECK_THROWS_WITH(run.open(kConfig, {.overwrite = overwrite}),
-                      ContainsSubstring("another process trains into " + run.folder.path().string()) &&
-                          ContainsSubstring("--save-dir"));
-  }
-  CHECK(read_file(run.path) == run.before);
   // Not even the file that is being written is touched.
   AtomicFile writing(run.path);
   writing.write("new", 3);
-  CHECK_THROWS_WITH(run.open(kConfig), ContainsSubstring("another process trains into"));
+  CHECK_THROWS_WITH(run.open(kConfig, {.overwrite = true}),
+                    ContainsSubstring("another process trains into " + run.folder.path().string()) &&
+                        ContainsSubstring("--save-dir"));
+  CHECK(read_file(run.path) == run.before);
   writing.commit();
   CHECK(read_file(run.path) == "new");
   write_file(run.path, run.before);
@@ -150,6 +161,28 @@ TEST_CASE("a folder whose run is just ending is waited for", "[run_folder]") {
   ending.join();
   REQUIRE(second);
   CHECK(second->to_resume);
+}
+
+TEST_CASE("a run that a launcher starts anew overwrites what was there before the job, and no more", "[run_folder]") {
+  const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
+  const Run run(3);
+  for (const int restart : {0, 1, 2}) {  // None has come as far as a checkpoint.
+    const Attempt attempt(restart);
+    CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);
+    CHECK(read_file(run.path) == run.before);
+  }
+  std::filesystem::last_write_time(run.path, std::filesystem::file_time_type::clock::now() + std::chrono::seconds(1));
+  for (const int restart : {3, 4}) {
+    const Attempt attempt(restart);
+    CHECK(run.open(kConfig, {.overwrite = true}).to_resume);
+    CHECK_THROWS_WITH(run.open(other, {.overwrite = true}), ContainsSubstring("already holds a run with lr 0.1"));
+  }
+  {
+    const Attempt attempt(1, "another");  // Whose first one has not come as far as the folder.
+    CHECK_FALSE(run.open(kConfig, {.overwrite = true}).to_resume);
+  }
+  CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);  // Without a launcher.
+  CHECK(names_in(run.folder.path()) == std::vector<std::string>{"checkpoint.pt"});
 }
 
 TEST_CASE("a run whose checkpoint is missing is known by its numbered ones", "[run_folder]") {

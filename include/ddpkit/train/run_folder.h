@@ -17,8 +17,10 @@ namespace ddpkit::train {
 
 /// Options of open_run_folder().
 struct RunFolderOptions {
-  bool resume = false;     ///< There must be a run to go on with.
-  bool overwrite = false;  ///< Replace what is there.
+  bool resume = false;  ///< There must be a run to go on with.
+  /// Replace what is there. Under a launcher that starts a failed job anew (TORCHELASTIC_RESTART_COUNT), what the job
+  /// itself has written is gone on with all the same.
+  bool overwrite = false;
   /// Keys of the config in which a resumed run may differ from what it was.
   std::vector<std::string> may_differ = {"epochs", "world_size", "multi_gpu"};
 };
