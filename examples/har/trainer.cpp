@@ -67,8 +67,7 @@ class Trainer {
         optimizer_(make_optimizer(options, model_->parameters())),
         sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.trainer.seed}),
         batch_size_(std::int64_t{options.trainer.batch_size} * devices_->count()),
-        batches_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
-        updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
+        updates_(updates_of(sampler_.num_samples())),
         scheduler_(*optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = all_devices()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(dataset.classes()) {}
@@ -98,6 +97,12 @@ class Trainer {
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
   std::shared_ptr<Classifier> seeded_model() const {
+  // That so many samples of this rank make.
+  std::int64_t updates_of(std::size_t samples) const {
+    const std::int64_t batches = (static_cast<std::int64_t>(samples) + batch_size_ - 1) / batch_size_;
+    return (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
+  }
+
     torch::manual_seed(options_.trainer.seed);
     auto model = make_model({.mode = options_.mode,
                              .channels = dataset_.channels(),
@@ -165,7 +170,12 @@ class Trainer {
                                              group_);
     checkpoint_.emplace(folder_.checkpoint, group_,
                         ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
-    if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, parts());
+    if (folder_.to_resume) {
+      info_ = checkpoint_->load(*model_, *optimizer_, parts());
+      // On other devices an epoch has another number of updates: the schedule goes on from the same share of the run.
+      sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
+      scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.indices().size()));
+    }
     if (options_.profile) {
       timeline_.emplace(group_, folder / "trace.json");
       devices_->set_timeline(*timeline_);
@@ -224,7 +234,7 @@ class Trainer {
     evaluated_.reset();
     const auto samples = static_cast<std::int64_t>(order.size());
     const std::int64_t batches = (samples + batch_size_ - 1) / batch_size_;
-    const std::int64_t updates = (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
+    const std::int64_t updates = updates_of(order.size());
     ddpkit::Prefetcher<Batch> loader(batches, [&](std::int64_t number) { return make_batch(indices, number); },
                                      {.num_workers = options_.num_workers});
     ddpkit::train::ProgressBar bar(
@@ -347,7 +357,6 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ddpkit::DistributedSampler sampler_;
   std::int64_t batch_size_;  // Of this process, on all its devices.
-  std::int64_t batches_;     // An epoch.
   std::int64_t updates_;     // An epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;

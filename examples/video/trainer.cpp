@@ -51,7 +51,7 @@ class Trainer {
                    torch::optim::AdamWOptions(options.trainer.lr).weight_decay(options.weight_decay)),
         sampler_(set, split.train, class_weights_, options.balance, options.trainer.seed, group),
         batch_size_(options.trainer.batch_size),
-        updates_((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_),
+        updates_(updates_of(sampler_.num_samples())),
         scheduler_(optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = group.world_size()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
@@ -78,6 +78,11 @@ class Trainer {
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
   std::shared_ptr<Classifier> seeded_model() const {
+  // That so many clips of this rank make.
+  std::int64_t updates_of(std::size_t clips) const {
+    return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
+  }
+
     torch::manual_seed(options_.trainer.seed);
     auto model =
         std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
@@ -124,7 +129,12 @@ class Trainer {
                                              group_);
     checkpoint_.emplace(folder_.checkpoint, group_,
                         ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
-    if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
+    if (folder_.to_resume) {
+      info_ = checkpoint_->load(*model_, optimizer_, parts());
+      // On other ranks an epoch has another number of updates: the schedule goes on from the same share of the run.
+      sampler_.set_epoch(info_.epoch);
+      scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.trials().size()));
+    }
     ddpkit::train::run_together(group_, [&] {
       if (!speaks()) return;
       write_config_file(folder / "config.yaml", options_);
@@ -181,7 +191,7 @@ class Trainer {
     }
     model_->train();
     const auto samples = static_cast<std::int64_t>(order.size());
-    const std::int64_t updates = (samples + batch_size_ - 1) / batch_size_;
+    const std::int64_t updates = updates_of(order.size());
     ddpkit::Prefetcher<Clips> loader =
         load(order, batch_size_,
              Variation{.seed = options_.trainer.seed, .epoch = info_.epoch, .augment = options_.augment});

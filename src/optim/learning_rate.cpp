@@ -101,6 +101,12 @@ void LearningRateScheduler::step() {
   apply();
 }
 
+void LearningRateScheduler::set_step(std::int64_t step) {
+  if (step < 0) throw InvalidArgument(fmt::format("the schedule cannot go to step {}: at least 0", step));
+  step_ = step;
+  apply();
+}
+
 std::vector<double> LearningRateScheduler::learning_rates() const {
   std::vector<double> rates;
   for (const auto& group : std::as_const(*optimizer_).param_groups()) rates.push_back(group.options().get_lr());

@@ -143,6 +143,33 @@ TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
   CHECK(rest.json(0)["step"] == 5 + 20);
 }
 
+TEST_CASE("another number of ranks goes on with the learning rate of its own share of the run", "[har]") {
+  const auto arguments = [](const Folder& folder, const Arguments& more) {
+    return joined(
+        {"--data", generated(), "--epochs", "6", "--json", "--checkpoint-steps", "1", "--save-dir", folder.path()},
+        more);
+  };
+  for (const auto& [before, after] : {std::pair{1, 3}, std::pair{3, 1}}) {
+    CAPTURE(before, after);
+    const Folder whole, parts;
+    const Run undisturbed = run_har(after, arguments(whole, {}));
+    REQUIRE(undisturbed.exit_code == 0);
+    // Within the third epoch: 120 windows make 8 updates on one rank, 3 on three.
+    const int steps = before == 1 ? 18 : 7;
+    REQUIRE(run_har(before, arguments(parts, {"--max-steps", std::to_string(steps)})).exit_code == 0);
+    CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").step == steps);
+    const Run rest = run_har(after, arguments(parts, {}));
+    INFO(rest.errors);
+    REQUIRE(rest.exit_code == 0);
+    REQUIRE(rest.lines.size() == 5);
+    for (std::size_t epoch = 2; epoch < 6; ++epoch) {
+      CHECK(rest.json(epoch - 2)["epoch"] == epoch + 1);
+      CHECK(rest.json(epoch - 2)["lr"] == undisturbed.json(epoch)["lr"]);
+      CHECK(rest.json(epoch - 2)["lr"] > 0);
+    }
+  }
+}
+
 TEST_CASE("a run that a launcher starts anew overwrites nothing of its own", "[har]") {
   const Folder folder;
   const std::string data = generated(), out = folder / "out";

@@ -31,6 +31,30 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
   }
 }
 
+TEST_CASE("a video run on another number of ranks goes on with the learning rate of its share of the run", "[video]") {
+  const auto arguments = [](const Folder& folder, const Arguments& more) {
+    return joined(joined(quick(), {"--epochs", "5", "--lr-scaling", "none", "--save-dir", folder.path()}), more);
+  };
+  for (const auto& [before, after] : {std::pair{1, 3}, std::pair{3, 1}}) {
+    CAPTURE(before, after);
+    const Folder whole, parts;
+    const Run undisturbed = run_video(after, arguments(whole, {}));
+    REQUIRE(undisturbed.exit_code == 0);
+    const std::int64_t updates = run_video(before, joined(quick(), {"--epochs", "1"})).json(0)["step"];
+    REQUIRE(run_video(before, arguments(parts, {"--max-steps", std::to_string(2 * updates)})).exit_code == 0);
+    CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 2);
+    const Run rest = run_video(after, arguments(parts, {}));
+    INFO(rest.errors);
+    REQUIRE(rest.exit_code == 0);
+    REQUIRE(rest.lines.size() >= 3);
+    for (std::size_t epoch = 2; epoch < 5; ++epoch) {
+      CHECK(rest.json(epoch - 2)["epoch"] == epoch + 1);
+      CHECK(rest.json(epoch - 2)["lr"] == undisturbed.json(epoch)["lr"]);
+      CHECK(rest.json(epoch - 2)["lr"] > 0);
+    }
+  }
+}
+
 TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the new one", "[video]") {
   // A child writes checkpoint after checkpoint, epoch 1, 2, ...; it is killed at a random moment, nearly always within
   // a write.

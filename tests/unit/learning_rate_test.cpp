@@ -92,6 +92,10 @@ TEST_CASE("a schedule resumes, on another number of ranks too", "[learning_rate]
     resumed.step();
     auto expected = first(6, cosine_decay(10));
     check(resumed.learning_rates(), {0.1 * ranks * expected[5], 0.01 * ranks * expected[5]});
+    resumed.set_step(2);
+    CHECK(resumed.steps() == 2);
+    check(resumed.learning_rates(), {0.1 * ranks * expected[2], 0.01 * ranks * expected[2]});
+    CHECK_THROWS_WITH(resumed.set_step(-1), ContainsSubstring("step -1"));
   }
   std::istringstream saved(archive.str());
   torch::serialize::InputArchive input;

@@ -86,7 +86,11 @@ class LearningRateScheduler {
   /// optimizer has got other parameter groups meanwhile.
   void step();
 
-  std::int64_t steps() const noexcept { return step_; }  ///< Calls of step(), over all runs.
+  /// Goes to step `step` of the schedule, from 0: where a run that goes on on another number of ranks, and so with
+  /// another number of steps an epoch, stands in its own. Throws InvalidArgument below 0.
+  void set_step(std::int64_t step);
+
+  std::int64_t steps() const noexcept { return step_; }  ///< Calls of step(), over all runs, or as set_step() said.
   std::vector<double> learning_rates() const;            ///< Now. [group]
   const std::vector<double>& base_learning_rates() const noexcept { return base_; }  ///< [group]
 
