@@ -10,7 +10,7 @@
 namespace video {
 
 nlohmann::json run_config(const TrainOptions& options) {
-  return {{"data", std::filesystem::path(options.data).filename().string()},
+  return {{"data", std::filesystem::weakly_canonical(options.data).filename().string()},
           {"size", name_of(options.size)},
           {"frames", options.frames},
           {"validation_share", options.validation_share},

@@ -55,6 +55,19 @@ TEST_CASE("a video run on another number of ranks goes on with the learning rate
   }
 }
 
+TEST_CASE("a video run is known by its data, however its folder is written", "[video]") {
+  const Folder folder;
+  for (const char* name : {"a", "b"})
+    std::filesystem::copy(generated(), folder / name, std::filesystem::copy_options::recursive);
+  const auto arguments = [&](const std::string& data, const char* epochs) {
+    return joined(quick(folder / data), {"--epochs", epochs, "--save-dir", folder / "run"});
+  };
+  REQUIRE(run_video(1, arguments("a/", "1")).exit_code == 0);
+  check_refused(arguments("b/", "1"), 1, "already holds a run with data \"a\" (this one: \"b\")", {1});
+  REQUIRE(run_video(1, arguments("a", "2")).exit_code == 0);
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
+}
+
 TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the new one", "[video]") {
   // A child writes checkpoint after checkpoint, epoch 1, 2, ...; it is killed at a random moment, nearly always within
   // a write.
