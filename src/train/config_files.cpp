@@ -15,8 +15,6 @@ namespace {
 
 constexpr std::size_t kMostBytes = 1 << 20;
 constexpr int kMostFiles = 100;
-constexpr int kMostValues = 10'000;
-constexpr int kMostLevels = 64;
 
 std::string at(const std::string& name, const YAML::Node& node, bool has_lines) {
   return has_lines ? fmt::format("{}:{}", name, node.Mark().line + 1) : name;
@@ -83,8 +81,10 @@ void Config::Loader::follow(const YAML::Node& defaults, const std::string& name,
 void Config::Loader::flatten(const std::string& key, const YAML::Node& node, const std::string& name, bool has_lines,
                              int depth, std::map<std::string, Entry>& into) {
   const std::string here = at(name, node, has_lines);
-  if (depth > kMostLevels) throw UsageError(fmt::format("{}: nested more than {} levels deep", here, kMostLevels));
-  if (++values > kMostValues) throw UsageError(fmt::format("{}: more than {} values in all", here, kMostValues));
+  if (depth > kMostConfigLevels)
+    throw UsageError(fmt::format("{}: nested more than {} levels deep", here, kMostConfigLevels));
+  if (++values > kMostConfigValues)
+    throw UsageError(fmt::format("{}: more than {} values in all", here, kMostConfigValues));
   if (node.IsMap()) {
     std::set<std::string> seen;
     for (const auto& item : node) {
@@ -100,7 +100,8 @@ void Config::Loader::flatten(const std::string& key, const YAML::Node& node, con
   Entry entry{.values = {}, .is_list = node.IsSequence(), .where = here};
   if (node.IsSequence()) {
     for (const auto& item : node) {
-      if (++values > kMostValues) throw UsageError(fmt::format("{}: more than {} values in all", here, kMostValues));
+      if (++values > kMostConfigValues)
+        throw UsageError(fmt::format("{}: more than {} values in all", here, kMostConfigValues));
       if (!item.IsScalar()) throw UsageError(fmt::format("{}: '{}' must be a list of single values", here, key));
       entry.values.push_back(item.Scalar());
     }

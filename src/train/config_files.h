@@ -9,6 +9,10 @@ class Node;
 
 namespace ddpkit::train {
 
+/// What config files may hold at most: aliases repeat what they stand for, itself among it.
+constexpr int kMostConfigValues = 10'000;
+constexpr int kMostConfigLevels = 64;
+
 /// Collects the entries of one Config from any number of files, within bounds on their number, size and depth.
 struct Config::Loader {
   std::map<std::string, Entry>& entries;

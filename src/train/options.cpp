@@ -13,6 +13,8 @@
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/main.h>
 
+#include "config_files.h"
+
 namespace ddpkit::train {
 namespace {
 
@@ -43,30 +45,38 @@ class YamlConfig : public CLI::Config {
     if (const CLI::Option* option = app_->get_config_ptr(); option && option->count() > 0) {
       file = option->as<std::string>();
     }
-    std::vector<CLI::ConfigItem> items;
-    std::set<std::string> seen;
+    Found found;
     try {
       const YAML::Node root = YAML::Load(input);
-      if (root.IsNull()) return items;
+      if (root.IsNull()) return found.items;
       if (!root.IsMap()) throw UsageError(fmt::format("{} must hold KEY: VALUE lines", file));
-      collect(file, root, seen, items);
+      collect(file, root, 0, found);
     } catch (const YAML::Exception& error) {
       throw UsageError(fmt::format("{}:{}: not valid YAML: {}", file, error.mark.line + 1, error.msg));
     }
-    return items;
+    return found.items;
   }
 
  private:
-  void collect(const std::string& file, const YAML::Node& map, std::set<std::string>& seen,
-               std::vector<CLI::ConfigItem>& items) const {
+  struct Found {
+    std::vector<CLI::ConfigItem> items;
+    std::set<std::string> seen;
+    int values = 0;
+  };
+
+  void collect(const std::string& file, const YAML::Node& map, int depth, Found& found) const {
     for (const auto& entry : map) {
       const std::string at = fmt::format("{}:{}", file, entry.first.Mark().line + 1);
+      if (depth > kMostConfigLevels)
+        throw UsageError(fmt::format("{}: nested more than {} levels deep", at, kMostConfigLevels));
+      if (++found.values > kMostConfigValues)
+        throw UsageError(fmt::format("{}: more than {} values in all", at, kMostConfigValues));
       if (!entry.first.IsScalar()) throw UsageError(fmt::format("{}: a key must be the name of an option", at));
       const std::string& key = entry.first.Scalar();
       const CLI::Option* option = app_->get_option_no_throw("--" + key);
       const bool is_known = option && option->get_configurable();
       if (entry.second.IsMap() && !is_known) {
-        collect(file, entry.second, seen, items);
+        collect(file, entry.second, depth + 1, found);
         continue;
       }
       if (!is_known) {
@@ -76,7 +86,7 @@ class YamlConfig : public CLI::Config {
         }
         throw UsageError(fmt::format("{}: unknown option '{}'{}", at, key, did_you_mean(key, names, "")));
       }
-      if (!seen.insert(key).second) throw UsageError(fmt::format("{}: '{}' is given twice", at, key));
+      if (!found.seen.insert(key).second) throw UsageError(fmt::format("{}: '{}' is given twice", at, key));
       CLI::ConfigItem item;
       item.name = key;
       if (entry.second.IsScalar()) {
@@ -86,7 +96,7 @@ class YamlConfig : public CLI::Config {
       } else {
         throw UsageError(fmt::format("{}: '{}' needs a value", at, key));
       }
-      items.push_back(std::move(item));
+      found.items.push_back(std::move(item));
     }
   }
 

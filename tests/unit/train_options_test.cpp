@@ -88,6 +88,13 @@ TEST_CASE("a config file that is wrong says where", "[options]") {
   CHECK_THROWS_WITH(parse_config("- 1\n"), ContainsSubstring("must hold KEY: VALUE lines"));
   CHECK_THROWS_WITH(parse_config("epochs: 0\n"), ContainsSubstring("--epochs: must be at least 1, not 0"));
   CHECK_THROWS_AS(parse({"--config", "/nonexistent.yaml"}), UsageError);
+  // Aliases: one that holds itself, and some that double what they stand for.
+  CHECK_THROWS_WITH(parse_config("x: &a\n  y: *a\n"), ContainsSubstring("run.yaml:2: nested more than 64 levels deep"));
+  std::string doubled = "a0: &a0 {}\n";
+  for (int i = 1; i < 40; ++i)
+    doubled += "a" + std::to_string(i) + ": &a" + std::to_string(i) + " {p: *a" + std::to_string(i - 1) + ", q: *a" +
+               std::to_string(i - 1) + "}\n";
+  CHECK_THROWS_WITH(parse_config(doubled), ContainsSubstring("more than 10000 values in all"));
 }
 
 TEST_CASE("a wrong option is one sentence that names it", "[options]") {
