@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -16,11 +17,12 @@ namespace ddpkit::train {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenTalks(200);
-constexpr int kNoted[] = {SIGINT, SIGTERM};
+constexpr int kNoted[] = {SIGINT, SIGTERM, SIGHUP};
+constexpr std::size_t kAll = std::size(kNoted);
 
 volatile sig_atomic_t received = 0;
 volatile sig_atomic_t received_at_ms = 0;  ///< Of a clock that wraps around.
-struct sigaction before[2]{};
+struct sigaction before[kAll] {};
 
 void note(int number) {
   timespec now{};
@@ -44,11 +46,15 @@ StopSignal::StopSignal(const ProcessGroup& group)
   struct sigaction action {};
   action.sa_handler = note;
   action.sa_flags = SA_RESTART;
-  for (int i = 0; i < 2; ++i) ::sigaction(kNoted[i], &action, &before[i]);
+  for (std::size_t i = 0; i < kAll; ++i) {
+    ::sigaction(kNoted[i], &action, &before[i]);
+    // Under nohup a terminal that goes is no reason to end.
+    if (kNoted[i] == SIGHUP && before[i].sa_handler == SIG_IGN) ::sigaction(SIGHUP, &before[i], nullptr);
+  }
 }
 
 StopSignal::~StopSignal() {
-  for (int i = 0; i < 2; ++i) ::sigaction(kNoted[i], &before[i], nullptr);
+  for (std::size_t i = 0; i < kAll; ++i) ::sigaction(kNoted[i], &before[i], nullptr);
 }
 
 bool StopSignal::requested() {

@@ -1,3 +1,4 @@
+#include <signal.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -6,6 +7,8 @@
 #include <string>
 
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/stop_signal.h>
 
 #include "support/catch.h"
 #include "support/folder.h"
@@ -124,4 +127,20 @@ TEST_CASE("a limit on a file's size is said", "[main]") {
   CHECK_THAT(ddpkit::testing::read_file(errors),
              ContainsSubstring("failing: cannot write " + file) && ContainsSubstring("File too large"));
   CHECK(ddpkit::testing::names_in(folder.path()) == std::vector<std::string>{"errors"});
+}
+
+TEST_CASE("a terminal that goes stops a training, unless it was started to outlive it", "[main]") {
+  const auto group = ddpkit::init_process_group();
+  {
+    ::signal(SIGHUP, SIG_IGN);
+    ddpkit::train::StopSignal stop(group);
+    ::raise(SIGHUP);
+    CHECK_FALSE(stop.requested());
+  }
+  ::signal(SIGHUP, SIG_DFL);
+  ddpkit::train::StopSignal stop(group);
+  CHECK_FALSE(stop.requested());
+  ::raise(SIGHUP);
+  CHECK(stop.requested());
+  CHECK_THAT(stop.describe(7, true), ContainsSubstring("stopped by SIGHUP after step 7"));
 }

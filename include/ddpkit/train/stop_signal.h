@@ -12,13 +12,14 @@ class ProcessGroup;
 
 namespace ddpkit::train {
 
-/// SIGINT and SIGTERM (Ctrl-C, a scheduler that takes its machine back) as a request that all ranks meet at the same
-/// step, so that training ends between two steps with its checkpoint in order. One at a time in a process.
+/// SIGINT, SIGTERM and SIGHUP (Ctrl-C, a scheduler that takes its machine back, a terminal that goes; under nohup not)
+/// as a request that all ranks meet at the same step, so that training ends between two steps with its checkpoint in
+/// order. One at a time in a process.
 ///
 /// A second signal, more than half a second after the first, ends the process as it always would.
 class StopSignal {
  public:
-  /// From here on the process does not die of the two. Every rank makes one.
+  /// From here on the process does not die of them. Every rank makes one.
   explicit StopSignal(const ProcessGroup& group);
   ~StopSignal();
   StopSignal(const StopSignal&) = delete;
