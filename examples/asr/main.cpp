@@ -12,6 +12,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/local_launch.h>
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/options.h>
 #include <ddpkit/train/text.h>
 
 #include "asr/check.h"
@@ -23,7 +24,9 @@
 namespace {
 
 using ddpkit::train::Config;
+using ddpkit::train::number_between;
 using ddpkit::train::UsageError;
+using ddpkit::train::whole_number;
 
 struct CommandLine {
   std::string config;
@@ -47,23 +50,23 @@ void add_options(CLI::App& app, CommandLine& line) {
   app.add_flag("--json", line.json, "Print one line of JSON a finished epoch: run.json");
   const std::string ranks = "Ranks";
   app.add_option("--spawn", line.launch.ranks, "Start so many ranks on this host, instead of a launcher's")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->type_name("N")
       ->default_str("")
       ->group(ranks);
   app.add_option("--nnodes", line.launch.nodes, "Hosts that each --spawn as many ranks")
-      ->check(CLI::Range(1, 65536))
+      ->check(whole_number(1, 65536))
       ->type_name("N")
       ->group(ranks);
   app.add_option("--node-rank", line.launch.node_rank, "Number of this host among them, from 0")
-      ->check(CLI::Range(0, 65535))
+      ->check(whole_number(0, 65535))
       ->type_name("N")
       ->group(ranks);
   app.add_option("--master-addr", line.launch.master_addr, "Address of host 0, where the ranks meet")
       ->type_name("HOST")
       ->group(ranks);
   app.add_option("--master-port", line.launch.master_port, "And port; a free one where there is one host")
-      ->check(CLI::Range(1, 65535))
+      ->check(whole_number(1, 65535))
       ->type_name("PORT")
       ->default_str("")
       ->group(ranks);
@@ -170,7 +173,7 @@ int main(int argc, char** argv) {
   transcribe->add_option("file", line.files, "Recordings, and KEY=VALUE of evaluation")->required()->type_name("FILE");
   transcribe->add_flag("--streaming", line.streaming, "As if they were just being recorded, by the recurrent form");
   transcribe->add_option("--piece-ms", line.piece_ms, "Sound that is taken at a time")
-      ->check(CLI::Range(1.0, 1e6))
+      ->check(number_between(1.0, 1e6))
       ->type_name("MS");
   app.require_subcommand(0, 1);
   int exit_code = 0;

@@ -6,8 +6,11 @@
 namespace clstm_ppo {
 namespace {
 
-CLI::Range count(int least) { return {least, 1'000'000}; }
-CLI::Range share(double least = 0, double most = 1) { return {least, most}; }
+using ddpkit::train::number_between;
+using ddpkit::train::whole_number;
+
+CLI::Validator count(int least) { return whole_number(least, 1'000'000); }
+CLI::Validator share(double least = 0, double most = 1) { return number_between(least, most); }
 
 void add_data_options(CLI::App& app, TrainOptions& options) {
   const std::string data = "Data";
@@ -27,11 +30,11 @@ void add_data_options(CLI::App& app, TrainOptions& options) {
 void add_market_options(CLI::App& app, TrainOptions& options) {
   const std::string trading = "Trading";
   app.add_option("--initial-cash", options.initial_cash, "Money to begin with")
-      ->check(CLI::Range(1.0, 1e12))
+      ->check(number_between(1.0, 1e12))
       ->type_name("X")
       ->group(trading);
   app.add_option("--hmax", options.hmax, "The most shares of an asset that a step trades [what the portfolio is worth]")
-      ->check(CLI::Range(1e-9, 1e12))
+      ->check(number_between(1e-9, 1e12))
       ->type_name("N")
       ->group(trading);
   app.add_option("--cost", options.cost, "Of what is traded, as a share")
@@ -48,11 +51,11 @@ void add_market_options(CLI::App& app, TrainOptions& options) {
 void add_device_options(CLI::App& app, TrainOptions& options) {
   const std::string devices = "Devices";
   app.add_option("--num-gpus", options.num_gpus, "GPUs of a host to use, a rank each; -1: all; 0: the CPU")
-      ->check(CLI::Range(-1, 1024))
+      ->check(whole_number(-1, 1024))
       ->type_name("N")
       ->group(devices);
   app.add_option("--threads", options.threads, "Threads of a rank on the CPU; these LSTMs are too small to share out")
-      ->check(CLI::Range(1, 1024))
+      ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(devices);
   app.add_flag("--amp,!--no-amp", options.amp, "Mixed precision, with loss scaling, where the device gains by it [on]")
@@ -66,7 +69,7 @@ void add_device_options(CLI::App& app, TrainOptions& options) {
 void add_learning_options(CLI::App& app, TrainOptions& options) {
   const std::string training = "Training";
   app.add_option("--num-episodes", options.num_episodes, "Episodes, of all ranks together")
-      ->check(CLI::Range(1, 1'000'000'000))
+      ->check(whole_number(1, 1'000'000'000))
       ->type_name("N")
       ->group(training);
   app.add_option("--envs", options.envs, "Episodes that a rank runs side by side before it learns from them")
@@ -107,11 +110,11 @@ void add_learning_options(CLI::App& app, TrainOptions& options) {
       ->type_name("X")
       ->group(ppo);
   app.add_option("--max-grad-norm", options.ppo.max_grad_norm, "Longer gradients are shortened to it")
-      ->check(CLI::Range(1e-6, 1e6))
+      ->check(number_between(1e-6, 1e6))
       ->type_name("X")
       ->group(ppo);
   app.add_option("--reward-scale", options.reward_scale, "What a reward of 1, a doubling, counts as")
-      ->check(CLI::Range(1e-6, 1e6))
+      ->check(number_between(1e-6, 1e6))
       ->type_name("X")
       ->group(ppo);
 }
@@ -133,15 +136,15 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   add_learning_options(app, options);
   const std::string model = "Model";
   app.add_option("--window", options.window, "Days of states that the first LSTM reads")
-      ->check(CLI::Range(1, 10'000))
+      ->check(whole_number(1, 10'000))
       ->type_name("N")
       ->group(model);
   app.add_option("--hidden", options.hidden, "Numbers that each LSTM remembers")
-      ->check(CLI::Range(1, 65'536))
+      ->check(whole_number(1, 65'536))
       ->type_name("N")
       ->group(model);
   app.add_option("--log-std", options.log_std, "Logarithm of the actions' deviation, to begin with")
-      ->check(CLI::Range(-10.0, 3.0))
+      ->check(number_between(-10.0, 3.0))
       ->type_name("X")
       ->group(model);
   const std::string run = "Run";
@@ -162,13 +165,13 @@ CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptio
   CLI::App* generate = app.add_subcommand("generate", "Write prices with a pattern that can be learnt");
   generate->option_defaults()->always_capture_default();
   generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
-  generate->add_option("--assets", options.assets, "Assets")->check(CLI::Range(1, 1000))->type_name("N");
-  generate->add_option("--days", options.days, "Days")->check(CLI::Range(2, 1'000'000))->type_name("N");
+  generate->add_option("--assets", options.assets, "Assets")->check(whole_number(1, 1000))->type_name("N");
+  generate->add_option("--days", options.days, "Days")->check(whole_number(2, 1'000'000))->type_name("N");
   generate->add_option("--swing", options.swing, "The most that is expected of a day")
       ->check(share(0, 0.2))
       ->type_name("X");
   generate->add_option("--period", options.period, "Days of a swing, on average")
-      ->check(CLI::Range(2.0, 1e6))
+      ->check(number_between(2.0, 1e6))
       ->type_name("X");
   generate->add_option("--wander", options.wander, "By which its phase strays each day, radians")
       ->check(share(0, 3))
@@ -176,7 +179,7 @@ CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptio
   generate->add_option("--noise", options.noise, "Deviation of a day's return from what is expected")
       ->check(share(0, 0.2))
       ->type_name("X");
-  generate->add_option("--seed", options.seed, "Same seed, same prices")->type_name("N");
+  generate->add_option("--seed", options.seed, "Same seed, same prices")->check(whole_number(0))->type_name("N");
   return generate;
 }
 

@@ -8,17 +8,19 @@
 
 namespace {
 
+using ddpkit::train::whole_number;
+
 CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions& options) {
   CLI::App* generate = app.add_subcommand("generate", "Write a made-up data set in the UCI-HAR layout");
   generate->option_defaults()->always_capture_default();
   generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
-  const auto count = CLI::Range(1, 1'000'000);
+  const auto count = whole_number(1, 1'000'000);
   generate->add_option("--train", options.train, "Training windows")->check(count)->type_name("N");
   generate->add_option("--test", options.test, "Test windows")->check(count)->type_name("N");
   generate->add_option("--steps", options.steps, "Samples a window, at 50 Hz")
-      ->check(CLI::Range(1, 100'000))
+      ->check(whole_number(1, 100'000))
       ->type_name("N");
-  generate->add_option("--seed", options.seed, "Same seed, same files")->type_name("N");
+  generate->add_option("--seed", options.seed, "Same seed, same files")->check(whole_number(0))->type_name("N");
   return generate;
 }
 

@@ -9,6 +9,8 @@ using ddpkit::optim::LearningRateScaling;
 using ddpkit::train::add_choice;
 using ddpkit::train::Choices;
 using ddpkit::train::name_in;
+using ddpkit::train::number_between;
+using ddpkit::train::whole_number;
 
 constexpr Choices<MultiGpu, 4> kMultiGpu = {{{"none", MultiGpu::kNone},
                                              {"dp", MultiGpu::kDp},
@@ -22,8 +24,8 @@ constexpr Choices<LearningRateScaling, 3> kScalings = {{{"none", LearningRateSca
                                                         {"linear", LearningRateScaling::kLinear},
                                                         {"sqrt", LearningRateScaling::kSquareRoot}}};
 
-CLI::Range share(double most = 1) { return {0.0, most}; }
-CLI::Range count(int least) { return {least, 1'000'000}; }
+CLI::Validator share(double most = 1) { return number_between(0, most); }
+CLI::Validator count(int least) { return whole_number(least, 1'000'000); }
 
 }  // namespace
 
@@ -47,7 +49,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->group(devices);
   app.add_option("--gpu-ids", options.gpu_ids, "GPUs to use, such as 0,1,3 [all]")
       ->delimiter(',')
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, 1023))
       ->capture_default_str()
       ->type_name("N,...")
       ->group(devices);
@@ -80,7 +82,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->type_name("N")
       ->group(training);
   app.add_option("--num-workers", options.num_workers, "Threads a rank that put batches together ahead of the model")
-      ->check(CLI::Range(0, 256))
+      ->check(whole_number(0, 256))
       ->type_name("N")
       ->group(training);
 

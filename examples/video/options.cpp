@@ -12,7 +12,9 @@ using ddpkit::optim::LearningRateScaling;
 using ddpkit::train::add_choice;
 using ddpkit::train::Choices;
 using ddpkit::train::name_in;
+using ddpkit::train::number_between;
 using ddpkit::train::parse_whole_number;
+using ddpkit::train::whole_number;
 
 constexpr Choices<Balance, 3> kBalances = {
     {{"none", Balance::kNone}, {"loss", Balance::kLoss}, {"sampler", Balance::kSampler}}};
@@ -22,8 +24,8 @@ constexpr Choices<LearningRateScaling, 3> kScalings = {{{"none", LearningRateSca
 constexpr Choices<OnBadData, 2> kPolicies = {{{"stop", OnBadData::kStop}, {"skip", OnBadData::kSkip}}};
 constexpr Choices<Check, 2> kChecks = {{{"index", Check::kIndex}, {"decode", Check::kDecode}}};
 
-CLI::Range count(int least) { return {least, 1'000'000}; }
-CLI::Range share(double most = 1) { return {0.0, most}; }
+CLI::Validator count(int least) { return whole_number(least, 1'000'000); }
+CLI::Validator share(double most = 1) { return number_between(0, most); }
 
 CLI::Option* add_size(CLI::App& app, FrameSize& size, const std::string& description) {
   const auto parse = [&size](const std::string& text) {
@@ -60,11 +62,11 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->group(data);
   add_size(app, options.size, "Frames are scaled to this")->group(data);
   app.add_option("--frames", options.frames, "Frames of a clip")
-      ->check(CLI::Range(1, 1024))
+      ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(data);
   app.add_option("--validation-share", options.validation_share, "Share of the videos that are held out")
-      ->check(CLI::Range(0.01, 0.9))
+      ->check(number_between(0.01, 0.9))
       ->type_name("X")
       ->group(data);
   add_choice(app, "--on-bad-data", options.on_bad_data, kPolicies,
@@ -79,22 +81,22 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
 
   const std::string loading = "Loading";
   app.add_option("--num-workers", options.num_workers, "Decoding threads a rank; 0: the training thread decodes")
-      ->check(CLI::Range(0, 256))
+      ->check(whole_number(0, 256))
       ->type_name("N")
       ->group(loading);
   app.add_option("--prefetch-factor", options.prefetch_factor, "Batches that each of them may be ahead")
-      ->check(CLI::Range(1, 1024))
+      ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(loading);
   app.add_option("--open-videos", options.open_videos, "Files a rank keeps open with their decoders")
-      ->check(CLI::Range(1, 10'000))
+      ->check(whole_number(1, 10'000))
       ->type_name("N")
       ->group(loading);
   app.add_option("--cache-dir", options.cache_dir, "Keep decoded clips in this folder [no cache]")
       ->type_name("FOLDER")
       ->group(loading);
   app.add_option("--cache-mb", options.cache_mb, "What the cache may hold, MiB")
-      ->check(CLI::Range(1, 1 << 30))
+      ->check(whole_number(1, 1 << 30))
       ->type_name("N")
       ->group(loading);
 
@@ -121,7 +123,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->type_name("X")
       ->group(model);
   app.add_option("--width", options.width, "Channels of the first layer; 16 makes 3 M parameters")
-      ->check(CLI::Range(1, 256))
+      ->check(whole_number(1, 256))
       ->type_name("N")
       ->group(model);
 
@@ -136,21 +138,21 @@ CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptio
   generate->add_option("--videos", options.videos, "Videos")->check(count(1))->type_name("N");
   generate->add_option("--trials", options.trials, "Trials in all")->check(count(1))->type_name("N");
   generate->add_option("--trial-frames", options.trial_frames, "Frames of a trial")
-      ->check(CLI::Range(1, 100'000))
+      ->check(whole_number(1, 100'000))
       ->type_name("N");
   generate->add_option("--least", options.least_of_class, "Trials that even the rarest class gets")
       ->check(count(1))
       ->type_name("N");
   add_size(*generate, options.size, "Of the videos");
   generate->add_option("--keyframe-interval", options.keyframe_interval, "Frames from keyframe to keyframe")
-      ->check(CLI::Range(1, 100'000))
+      ->check(whole_number(1, 100'000))
       ->type_name("N");
   generate->add_option("--codec", options.codec, "FFmpeg's name of the encoder [libx264, else mpeg4]")
       ->type_name("NAME");
   generate->add_option("--threads", options.threads, "Threads [one a core]")
-      ->check(CLI::Range(0, 1024))
+      ->check(whole_number(0, 1024))
       ->type_name("N");
-  generate->add_option("--seed", options.seed, "Same seed, same files")->type_name("N");
+  generate->add_option("--seed", options.seed, "Same seed, same files")->check(whole_number(0))->type_name("N");
   return generate;
 }
 

@@ -114,7 +114,9 @@ CLI::Validator positive_number() {
       "NUMBER > 0");
 }
 
-CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
+}  // namespace
+
+CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
   return CLI::Validator(
       [least, most](const std::string& text) {
         std::int64_t value = 0;
@@ -122,10 +124,18 @@ CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric
           return fmt::format("must be a whole number up to {}, not {}", most, text);
         return value < least ? fmt::format("must be at least {}, not {}", least, text) : std::string();
       },
-      "");
+      most < std::numeric_limits<int>::max() ? fmt::format("{} to {}", least, most) : "");
 }
 
-}  // namespace
+CLI::Validator number_between(double least, double most) {
+  return CLI::Validator(
+      [least, most](const std::string& text) {
+        double value = 0;
+        if (parse_number(text, value) && value >= least && value <= most) return std::string();
+        return fmt::format("must be a number from {} to {}, not {}", least, most, text);
+      },
+      fmt::format("{} to {}", least, most));
+}
 
 std::string nearest(const std::string& word, const std::vector<std::string>& candidates) {
   std::string best;

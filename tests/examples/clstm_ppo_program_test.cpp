@@ -53,6 +53,11 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   check_refused({"--data", generated(), "--sequence", "5"}, 2, "--episode-steps 128 is no multiple of --sequence 5");
   check_refused({"--data", generated(), "--batch_size", "20"}, 2, "--batch-size 20 is no multiple of --sequence 16");
   check_refused({"--data", generated(), "--plot", "x.png"}, 2, "name a file that ends in .svg, not x.png", {2});
+  for (const char* option : {"--test-share", "--initial-cash", "--hmax", "--cost", "--turbulence-share", "--clip",
+                             "--gamma", "--log-std", "--reward-scale"})
+    check_refused({"--data", generated(), option, "nan"}, 2, option + std::string(": must be a number from "), {1});
+  check_refused({"generate", folder / "made", "--noise", "nan"}, 2, "--noise: must be a number from 0 to 0.2", {1});
+  check_refused({"generate", folder / "made", "--seed", "-1"}, 2, "--seed: must be at least 0, not -1", {1});
   check_refused({"--data", generated(), "--num_episode", "5"}, 2, "did you mean --num-episodes?");
   check_refused({"--data", generated(), "--assets", "GOOG"}, 1, "there is no file", {2});
   check_refused({"--data", generated(), "--episode-steps", "800"}, 1,

@@ -100,7 +100,9 @@ TEST_CASE("bad input is one sentence, an exit code, and nothing else", "[har]") 
   check_refused({"--data", generated(), "--batch-size", "0"}, 2, "har: --batch-size: must be at least 1, not 0");
   check_refused({"--data", generated(), "--epoch", "3"}, 2, "unknown option --epoch; did you mean --epochs?");
   check_refused({"--data", generated(), "--mode", "transformer"}, 2, "--mode: must be one of cnn, flatten, lstm");
-  check_refused({"--data", generated(), "--dropout", "1.5"}, 2, "--dropout");
+  check_refused({"--data", generated(), "--dropout", "1.5"}, 2, "--dropout: must be a number from 0 to 0.95, not 1.5");
+  check_refused({"--data", generated(), "--momentum", "nan"}, 2, "--momentum: must be a number from 0 to 1, not nan");
+  check_refused({"--data", generated(), "--gpu-ids=-1"}, 2, "--gpu-ids: must be at least 0, not -1");
   check_refused({"--data", generated(), "--save-dir", "/proc/none"}, 1, "cannot make the folder /proc/none");
   check_refused({"--data", generated(), "--config", "/nonexistent.yaml"}, 2, "/nonexistent.yaml");
 

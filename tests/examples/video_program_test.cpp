@@ -124,6 +124,8 @@ TEST_CASE("wrong options of video are refused in one sentence", "[video]") {
   check_refused({"--data", "/nonexistent"}, 1, "there is no data folder /nonexistent");
   check_refused({"--data", folder.path()}, 1, "there is no file");
   check_refused(joined(quick(), {"--size", "8"}), 2, "--size", {1});
+  check_refused(joined(quick(), {"--validation-share", "nan"}), 2,
+                "--validation-share: must be a number from 0.01 to 0.9, not nan", {1});
   check_refused(joined(quick(), {"--balance", "weights"}), 2, "--balance: must be one of none, loss, sampler");
   check_refused(joined(quick(), {"--lr-scaling", "cubic"}), 2, "--lr-scaling: must be one of none, linear, sqrt", {1});
   check_refused(joined(quick(), {"--frames", "18"}), 1, "frames ", {1});

@@ -123,3 +123,15 @@ TEST_CASE("the nearest name is one slip of the pen away", "[options]") {
   CHECK(nearest("momentum", names).empty());
   CHECK(nearest("", {}).empty());
 }
+
+TEST_CASE("a range takes numbers and nothing else", "[options]") {
+  const CLI::Validator number = number_between(0, 0.5), whole = whole_number(-1, 1024);
+  const auto check = [](const CLI::Validator& validator, std::string text) { return validator(text); };
+  for (const char* good : {"0", "0.25", "0.5", "5e-1"}) CHECK(check(number, good).empty());
+  for (const char* bad : {"nan", "-nan", "NaN", "inf", "-0.1", "0.51", "", "x", "0.1x", " 0.1"})
+    CHECK(check(number, bad) == std::string("must be a number from 0 to 0.5, not ") + bad);
+  for (const char* good : {"-1", "0", "1024"}) CHECK(check(whole, good).empty());
+  for (const char* bad : {"nan", "1025", "1.5", "99999999999999999999", ""})
+    CHECK(check(whole, bad) == std::string("must be a whole number up to 1024, not ") + bad);
+  CHECK(check(whole, "-2") == "must be at least -1, not -2");
+}

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,6 +42,12 @@ void add_checkpoint_options(CLI::App& app, TrainerOptions& options);
 /// line wins over the file. What is wrong with the file (an unknown key, which is named with the nearest known one; a
 /// key given twice; no YAML) throws UsageError out of App::parse().
 void add_config_option(CLI::App& app);
+
+/// Checks for CLI::Option::check(). Strict: digits as parse_number() takes them, and nothing else; a NaN, which no
+/// range of CLI11's refuses, is no number.
+CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max());
+/// The same for any number; both ends are allowed.
+CLI::Validator number_between(double least, double most);
 
 /// One sentence for what CLI11 found wrong with a command line; for an unknown option it names the nearest known one.
 std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error);
