@@ -57,6 +57,13 @@ File open(const std::filesystem::path& path, SF_INFO& info) {
   check_wav_is_whole(path);
   if (info.frames <= 0 || info.channels <= 0 || info.samplerate <= 0)
     throw AudioError(fmt::format("{}: an empty recording", path.string()));
+  if (info.frames == SF_COUNT_MAX)
+    throw AudioError(
+        fmt::format("{}: its header does not say how long it is: write it anew, as a whole file", path.string()));
+  constexpr sf_count_t kMost = sf_count_t{1} << 40;  // Two years at 16 kHz.
+  if (info.frames > kMost)
+    throw AudioError(
+        fmt::format("{}: its header announces {} samples: no recording is so long", path.string(), info.frames));
   return file;
 }
 

@@ -204,7 +204,12 @@ Batch Dataset::batch(const std::vector<std::size_t>& indices, std::size_t repeat
       batch.weights[static_cast<std::int64_t>(row)] = 0;
     else
       batch.sums.add(computed.sums);
-    if (!one.defined()) one = torch::zeros({utterance.frames, log_mel_.options().mels});
+    std::vector<std::int64_t> target = alphabet_.encode(utterance.text).value();
+    if (!one.defined()) {
+      // Unreadable after all: the least that CTC takes, since its header may have announced anything.
+      one = torch::zeros({1, log_mel_.options().mels});
+      target.resize(1);
+    }
     if (augmentation) {
       // By the utterance: the same on whichever rank it is.
       const std::uint64_t seed =
@@ -216,7 +221,6 @@ Batch Dataset::batch(const std::vector<std::size_t>& indices, std::size_t repeat
     }
     frames.push_back(one.size(0));
     features.push_back(std::move(one));
-    const std::vector<std::int64_t> target = alphabet_.encode(utterance.text).value();
     targets.insert(targets.end(), target.begin(), target.end());
     target_lengths.push_back(static_cast<std::int64_t>(target.size()));
   }

@@ -59,6 +59,25 @@ TEST_CASE("a recording whose end shows only when it is read is named as well", "
   check_policies(with_line(folder, "cut.flac", "abc"), (folder / "cut.flac").string(), "unreadable", "truncated");
 }
 
+TEST_CASE("a FLAC whose header says too much, or nothing, of its length is named", "[asr]") {
+  const Folder folder;
+  write_sound(folder / "sound.flac", spoken("abc"), 8000, SF_FORMAT_FLAC | SF_FORMAT_PCM_16);
+  const std::string whole = read_file(folder / "sound.flac");
+  // The number of samples: the last 36 of the 64 bits from byte 18 on.
+  const auto announcing = [&](char high, char rest) {
+    std::string changed = whole;
+    changed[21] = static_cast<char>((changed[21] & 0xf0) | high);
+    for (std::size_t i = 22; i < 26; ++i) changed[i] = rest;
+    return changed;
+  };
+  write_file(folder / "most.flac", announcing(0x0f, '\xff'));
+  check_policies(with_line(folder, "most.flac", "abc"), (folder / "most.flac").string(), "unreadable",
+                 "of the 68719476735 samples that its header announces");
+  write_file(folder / "streamed.flac", announcing(0, 0));
+  check_policies(with_line(folder, "streamed.flac", "abc"), (folder / "streamed.flac").string(), "unreadable",
+                 "its header does not say how long it is");
+}
+
 TEST_CASE("an empty transcript is named, and skipped or the end", "[asr]") {
   const Folder folder;
   write_sound(folder / "mute.wav", spoken("abc"));
