@@ -8,6 +8,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/json_text.h>
 
 namespace asr {
 
@@ -37,12 +38,12 @@ void Faults::add(Fault fault, const std::string& file, const std::string& messag
 }
 
 std::array<std::size_t, kFaults> Faults::count(const ddpkit::ProcessGroup& group) const {
-  std::array<std::set<std::string>, kFaults> all;
+  std::array<std::set<std::string>, kFaults> mine, all;
   {
     const std::lock_guard lock(mutex_);
-    all = files_;
+    mine = files_;
   }
-  for (const std::string& text : group.all_gather_bytes(nlohmann::json(all).dump())) {
+  for (const std::string& text : group.all_gather_bytes(ddpkit::train::json_text(nlohmann::json(mine)))) {
     const auto theirs = nlohmann::json::parse(text);
     for (std::size_t i = 0; i < kFaults; ++i) {
       for (const auto& file : theirs[i]) all[i].insert(file.get<std::string>());

@@ -8,6 +8,7 @@
 
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
@@ -76,13 +77,12 @@ void evaluate_run(const Options& given, const ddpkit::ProcessGroup& group) {
     const EvaluationResult result = evaluate(*trained.model, *dataset, options.evaluation, group);
     if (group.rank() != 0) continue;
     if (given.run.json) {
-      print_line(nlohmann::ordered_json{{"set", name},
-                                        {"path", path},
-                                        {"utterances", result.errors.utterances},
-                                        {"loss", result.loss},
-                                        {"cer", result.errors.cer()},
-                                        {"wer", result.errors.wer()}}
-                     .dump());
+      print_line(ddpkit::train::json_text(nlohmann::ordered_json{{"set", name},
+                                                                 {"path", path},
+                                                                 {"utterances", result.errors.utterances},
+                                                                 {"loss", result.loss},
+                                                                 {"cer", result.errors.cer()},
+                                                                 {"wer", result.errors.wer()}}));
       continue;
     }
     print_line(fmt::format("{}: {} utterances  loss {:.4f}  CER {:.1f} %  WER {:.1f} %", path, result.errors.utterances,

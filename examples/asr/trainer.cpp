@@ -13,6 +13,7 @@
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
@@ -151,19 +152,19 @@ class Trainer {
   void open_folder() {
     const std::filesystem::path folder = options_.run.save_dir;
     folder_ = ddpkit::train::open_run_folder(
-        folder, config_.dump(),
+        folder, ddpkit::train::json_text(config_),
         {.resume = options_.run.resume, .overwrite = options_.run.overwrite, .may_differ = may_differ()}, group_);
     checkpoint_.emplace(folder_.checkpoint, group_);
     if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
     ddpkit::train::run_together(group_, [&] {
       if (!options_.run.tensorboard || !speaks()) return;
       summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
-      summary_->add_text("config", "```\n" + config_.dump(2) + "\n```", info_.step);
+      summary_->add_text("config", "```\n" + ddpkit::train::json_text(config_, 2) + "\n```", info_.step);
     });
   }
 
   void save() {
-    info_.config = config_.dump();
+    info_.config = ddpkit::train::json_text(config_);
     checkpoint_->save(*model_, optimizer_, info_, parts());
   }
 

@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -49,7 +50,7 @@ void DistributedCLSTMPPOTrainer::State::make_model() {
 }
 
 std::string DistributedCLSTMPPOTrainer::State::config() const {
-  return nlohmann::json{
+  return ddpkit::train::json_text(nlohmann::json{
       {"program", "clstm_ppo"},
       {"assets", market->names()},
       {"days", market->days()},
@@ -83,8 +84,7 @@ std::string DistributedCLSTMPPOTrainer::State::config() const {
       {"amp", learner->amp_name()},
       {"seed", options.trainer.seed},
       {"world_size", group.world_size()},
-  }
-      .dump();
+  });
 }
 
 std::vector<ddpkit::train::CheckpointPart> DistributedCLSTMPPOTrainer::State::parts() {

@@ -13,6 +13,7 @@
 
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
@@ -96,13 +97,13 @@ class Trainer {
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
-  std::shared_ptr<Classifier> seeded_model() const {
   // That so many samples of this rank make.
   std::int64_t updates_of(std::size_t samples) const {
     const std::int64_t batches = (static_cast<std::int64_t>(samples) + batch_size_ - 1) / batch_size_;
     return (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
   }
 
+  std::shared_ptr<Classifier> seeded_model() const {
     torch::manual_seed(options_.trainer.seed);
     auto model = make_model({.mode = options_.mode,
                              .channels = dataset_.channels(),
@@ -127,7 +128,7 @@ class Trainer {
 
   // What another run in the same folder would have to share to be the same run.
   std::string config() const {
-    return nlohmann::json{
+    return ddpkit::train::json_text(nlohmann::json{
         {"program", "har"},
         {"data", dataset_.name},
         {"train_windows", dataset_.train.size()},
@@ -151,8 +152,7 @@ class Trainer {
         {"seed", options_.trainer.seed},
         {"world_size", group_.world_size()},
         {"devices", all_devices()},
-    }
-        .dump();
+    });
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {

@@ -10,6 +10,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/data/prefetcher.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
 
@@ -85,9 +86,7 @@ void check_trials(TrialSet& set, ClipLoader& loader, const CheckOptions& options
   bar.clear();
 
   std::map<std::size_t, std::string> bad;  // In the file's order.
-  // Bytes of a file name may be no UTF-8: shown as such rather than refused.
-  const std::string text = mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  for (const std::string& rank : group.all_gather_bytes(text)) {
+  for (const std::string& rank : group.all_gather_bytes(ddpkit::train::json_text(mine))) {
     for (const auto& finding : nlohmann::json::parse(rank)) {
       const std::size_t trial = finding[0];
       if (finding[2])

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/json_text.h>
 
 namespace video {
 
@@ -50,7 +51,7 @@ void write_config_file(const std::filesystem::path& path, const TrainOptions& op
   for (const auto& [key, value] : config.items()) {
     std::string name = key;
     std::replace(name.begin(), name.end(), '_', '-');
-    text += fmt::format("{}: {}\n", name, value.dump());  // JSON's values are YAML's too.
+    text += fmt::format("{}: {}\n", name, ddpkit::train::json_text(value));  // JSON's values are YAML's too.
   }
   ddpkit::train::AtomicFile file(path);
   file.write(text.data(), text.size());

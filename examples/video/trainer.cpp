@@ -11,6 +11,7 @@
 
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
@@ -77,12 +78,12 @@ class Trainer {
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
-  std::shared_ptr<Classifier> seeded_model() const {
   // That so many clips of this rank make.
   std::int64_t updates_of(std::size_t clips) const {
     return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
   }
 
+  std::shared_ptr<Classifier> seeded_model() const {
     torch::manual_seed(options_.trainer.seed);
     auto model =
         std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
@@ -111,7 +112,7 @@ class Trainer {
     config["classes"] = set_.class_names;
     config["amp"] = amp_name();
     config["world_size"] = group_.world_size();
-    return config.dump();
+    return ddpkit::train::json_text(config);
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {

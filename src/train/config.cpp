@@ -10,6 +10,7 @@
 #include <yaml-cpp/yaml.h>
 
 #include <ddpkit/parse_number.h>
+#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 
@@ -147,12 +148,12 @@ void Config::read(const std::string& key, std::string& value, const std::vector<
       refuse(key, *entry, fmt::format("one of {}", fmt::join(choices, ", ")));
     value = text;
   }
-  known_[key] = nlohmann::json(value).dump();
+  known_[key] = json_text(nlohmann::json(value));
 }
 
 void Config::read(const std::string& key, std::vector<std::string>& value) {
   if (const Entry* entry = find(key)) value = entry->values;
-  known_[key] = nlohmann::json(value).dump();
+  known_[key] = json_text(nlohmann::json(value));
 }
 
 void Config::read(const std::string& key, std::vector<std::int64_t>& value, const Range& range) {

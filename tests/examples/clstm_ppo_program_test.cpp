@@ -69,6 +69,19 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   check_refused(with_prices("column", "Date,Open\n"), 1, "column/X.csv:1: the column High is missing", {2});
 }
 
+TEST_CASE("clstm_ppo: names that are no UTF-8 are no obstacle", "[clstm_ppo]") {
+  const Folder folder;
+  write_file(folder / "set/caf\xe9.csv", read_file(std::filesystem::path(generated()) / "PLANTED1.csv"));
+  Arguments arguments = quick();
+  arguments[1] = folder / "set";
+  for (const char* episodes : {"8", "16"}) {
+    const Run run = run_clstm_ppo(1, joined(arguments, {"--num-episodes", episodes, "--save-dir", folder / "run"}));
+    INFO(run.errors);
+    CHECK(run.exit_code == 0);
+  }
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
+}
+
 TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits of one never killed", "[clstm_ppo]") {
   for (const int ranks : {1, 2}) {
     CAPTURE(ranks);

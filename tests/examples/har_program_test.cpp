@@ -134,6 +134,18 @@ TEST_CASE("generated data leaves what lies beside it alone", "[har]") {
   CHECK(names_in(folder / "set.partial") == std::vector<std::string>{"mine"});
 }
 
+TEST_CASE("har trains on data whose name is no UTF-8", "[har]") {
+  const Folder folder;
+  const std::filesystem::path data = folder / "caf\xe9";
+  std::filesystem::copy(generated(), data, std::filesystem::copy_options::recursive);
+  for (const char* epochs : {"1", "2"}) {
+    const Run run = run_har(1, {"--data", data, "--epochs", epochs, "--save-dir", folder / "run"});
+    INFO(run.errors);
+    CHECK(run.exit_code == 0);
+  }
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
+}
+
 TEST_CASE("a loss that is no number ends the run before it replaces a checkpoint", "[har]") {
   const Folder folder;
   const Run run = run_har(2, {"--data", generated(), "--epochs", "1", "--lr", "1e30", "--save-dir", folder.path()});

@@ -138,3 +138,20 @@ TEST_CASE("wrong options of video are refused in one sentence", "[video]") {
   CHECK(read_file(folder / "x.partial/mine") == "x");
   CHECK(names_in(folder.path()) == std::vector<std::string>{"x.partial"});
 }
+
+TEST_CASE("video takes labels and names that are no UTF-8", "[video]") {
+  const Folder folder;
+  const std::filesystem::path data = folder / "caf\xe9";
+  std::filesystem::copy(generated(), data, std::filesystem::copy_options::recursive);
+  for (const char* name : {"trials.csv", "classes.txt"}) {
+    std::string text = read_file(data / name);
+    for (std::size_t at = text.find("walk"); at != std::string::npos; at = text.find("walk", at)) text[at] = '\xe9';
+    write_file(data / name, text);
+  }
+  for (const char* epochs : {"1", "2"}) {
+    const Run run = run_video(2, joined(quick(data), {"--epochs", epochs, "--save-dir", folder / "run"}));
+    INFO(run.errors);
+    CHECK(run.exit_code == 0);
+  }
+  CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
+}
