@@ -36,6 +36,7 @@ void DistributedCLSTMPPOTrainer::initialize() {
   ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
   state_->make_model();
   if (!state_->options.trainer.save_dir.empty()) state_->open_folder();
+  state_->check_plot();
 }
 
 void DistributedCLSTMPPOTrainer::train() {

@@ -131,20 +131,29 @@ void DistributedCLSTMPPOTrainer::State::report(const Round& round) {
   if (summary) write_to(*summary, round);
 }
 
-void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
-  std::string plot = options.plot;
-  if (plot.empty() && !options.trainer.save_dir.empty())
-    plot = (std::filesystem::path(options.trainer.save_dir) / "equity.svg").string();
+std::string DistributedCLSTMPPOTrainer::State::plot() const {
+  if (!options.plot.empty() || options.trainer.save_dir.empty()) return options.plot;
+  return (std::filesystem::path(options.trainer.save_dir) / "equity.svg").string();
+}
+
+void DistributedCLSTMPPOTrainer::State::check_plot() const {
   ddpkit::train::run_together(group, [&] {
-    if (!speaks() || plot.empty()) return;
+    if (speaks() && !plot().empty()) ddpkit::train::AtomicFile probe(plot());
+  });
+}
+
+void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
+  if (speaks()) {
+    print_line(options.trainer.json ? as_json(result) : as_table(result));
+    print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
+  }
+  ddpkit::train::run_together(group, [&] {
+    if (!speaks() || plot().empty()) return;
     const std::string text = as_svg(result);
-    ddpkit::train::AtomicFile file(plot);
+    ddpkit::train::AtomicFile file(plot());
     file.write(text.data(), text.size());
     file.commit();
   });
-  if (!speaks()) return;
-  print_line(options.trainer.json ? as_json(result) : as_table(result));
-  print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
 }
 
 }  // namespace clstm_ppo

@@ -35,6 +35,8 @@ struct DistributedCLSTMPPOTrainer::State {
   void read_market();
   void make_model();
   void open_folder();
+  std::string plot() const;  ///< Where the equity curve goes; empty: nowhere.
+  void check_plot() const;   ///< That it can be written there.
   void print_header() const;
   std::string config() const;
   std::vector<ddpkit::train::CheckpointPart> parts();

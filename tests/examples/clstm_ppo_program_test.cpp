@@ -53,6 +53,7 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   check_refused({"--data", generated(), "--sequence", "5"}, 2, "--episode-steps 128 is no multiple of --sequence 5");
   check_refused({"--data", generated(), "--batch_size", "20"}, 2, "--batch-size 20 is no multiple of --sequence 16");
   check_refused({"--data", generated(), "--plot", "x.png"}, 2, "name a file that ends in .svg, not x.png", {2});
+  check_refused({"--data", generated(), "--plot", "/nonexistent/x.svg"}, 1, "cannot create /nonexistent/x.svg.tmp");
   for (const char* option : {"--test-share", "--initial-cash", "--hmax", "--cost", "--turbulence-share", "--clip",
                              "--gamma", "--log-std", "--reward-scale"})
     check_refused({"--data", generated(), option, "nan"}, 2, option + std::string(": must be a number from "), {1});
