@@ -47,7 +47,7 @@ void add_options(CLI::App& app, CommandLine& line) {
   app.add_option("--seed", line.seed, "Same seed, same weights: training.seed")->type_name("N");
   app.add_option("--save-dir", line.save_dir, "Folder of the run's checkpoint: run.save_dir")->type_name("FOLDER");
   app.add_option("--max-steps", line.max_steps, "Stop after N optimizer steps: training.max_steps")->type_name("N");
-  app.add_flag("--json", line.json, "Print one line of JSON a finished epoch: run.json");
+  app.add_flag("--json", line.json, "Print one line of JSON a finished epoch, and a last one of text: run.json");
   const std::string ranks = "Ranks";
   app.add_option("--spawn", line.launch.ranks, "Start so many ranks on this host, instead of a launcher's")
       ->check(whole_number(1, 4096))

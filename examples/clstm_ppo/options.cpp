@@ -129,7 +129,8 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   ddpkit::train::add_checkpoint_options(app, options.trainer);
   for (const char* name : {"--epochs", "--checkpoint-steps"}) app.remove_option(app.get_option(name));
   app.get_option("--batch-size")->description("Days a batch, on each device");
-  app.get_option("--json")->description("Print one line of JSON a finished round");
+  app.get_option("--json")->description(
+      "Print one line of JSON a finished round; the last line, the result, stays text");
   add_data_options(app, options);
   add_market_options(app, options);
   add_device_options(app, options);

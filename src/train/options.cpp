@@ -222,7 +222,8 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
   app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir; not what a restarted job wrote itself")
       ->excludes(resume)
       ->group(run);
-  app.add_flag("--json", options.json, "Print one line of JSON a finished epoch")->group(run);
+  app.add_flag("--json", options.json, "Print one line of JSON a finished epoch; the last line, the result, stays text")
+      ->group(run);
   add_config_option(app);
   app.get_config_ptr()->group(run);
 }
