@@ -1,6 +1,9 @@
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <csignal>
+#include <filesystem>
+#include <iterator>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/atomic_file.h>
@@ -74,4 +77,14 @@ TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic
 TEST_CASE("an atomic file in no folder says so", "[atomic_file]") {
   CHECK_THROWS_WITH(AtomicFile("/nonexistent/folder/file"),
                     ContainsSubstring("/nonexistent/folder/file") && ContainsSubstring("No such file or directory"));
+}
+
+TEST_CASE("what is no plain file is not replaced by one", "[atomic_file]") {
+  const Folder folder;
+  const auto pipe = folder / "pipe";
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  CHECK_THROWS_WITH(AtomicFile(pipe), pipe.string() + " is no plain file, which another could replace");
+  CHECK(std::filesystem::is_fifo(pipe));
+  CHECK_THROWS_AS(AtomicFile(folder.path()), ddpkit::InvalidArgument);
+  CHECK(std::distance(std::filesystem::directory_iterator(folder.path()), {}) == 1);
 }

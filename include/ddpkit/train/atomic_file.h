@@ -12,7 +12,8 @@ namespace ddpkit::train {
 /// The temporary file is PATH.tmp; one that a killed process left behind is overwritten.
 class AtomicFile {
  public:
-  /// Throws Error, with the system's reason, when the temporary file cannot be made.
+  /// Throws Error, with the system's reason, when the temporary file cannot be made; InvalidArgument where `path` is a
+  /// folder, a device or the like, whose place a file must not take.
   explicit AtomicFile(std::filesystem::path path);
   /// Without a commit(), removes the temporary file.
   ~AtomicFile();
