@@ -12,6 +12,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/train/options.h>
 
 #include "commands.h"
 #include "doctor/gpus.h"
@@ -19,7 +20,7 @@
 #include "doctor/live.h"
 #include "doctor/model.h"
 #include "doctor/network.h"
-#include "numbers.h"
+#include "environment_number.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -98,7 +99,7 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
   CLI::Option* parameters =
       command->add_option("--params", options->model.parameters, "Does a model of so many parameters fit: 7.16M, 1.2G")
           ->transform(parameter_count())
-          ->check(number_from_zero())
+          ->check(train::number_from_zero())
           ->type_name("N");
   command->add_option("--optimizer", options->model.optimizer, "sgd, momentum, adam, adamw (default: adam)")
       ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}))
@@ -113,7 +114,7 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
   command
       ->add_option("--activation-mb", options->model.activation_mb_per_sample,
                    "MiB that forward keeps for backward, of one sample")
-      ->check(number_from_zero())
+      ->check(train::number_from_zero())
       ->needs(parameters)
       ->type_name("MIB");
   command

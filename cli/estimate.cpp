@@ -10,13 +10,13 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/scaling/estimate.h>
 #include <ddpkit/scaling/nccl.h>
+#include <ddpkit/train/options.h>
 
 #include "commands.h"
 #include "estimate/links.h"
 #include "estimate/profile_file.h"
 #include "estimate/published.h"
 #include "estimate/report.h"
-#include "numbers.h"
 #include "output_file.h"
 
 namespace ddpkit::cli {
@@ -89,23 +89,23 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   CLI::Option* profile = command->add_option("--profile", options->profile, "Timeline of a run")->type_name("FILE");
   CLI::Option* compute =
       command->add_option("--compute-ms", options->compute_ms, "Forward and backward of one device, in milliseconds")
-          ->check(positive_number())
+          ->check(train::positive_number())
           ->type_name("MS");
   CLI::Option* parameters = command->add_option("--params", options->parameters, "Parameters of the model: 7.16M, 1.2G")
                                 ->transform(parameter_count())
-                                ->check(number_from_zero())
+                                ->check(train::number_from_zero())
                                 ->type_name("N");
   command->add_option("--other-ms", options->other_ms, "Update, data and the rest, in milliseconds (default: 0)")
-      ->check(number_from_zero())
+      ->check(train::number_from_zero())
       ->type_name("MS");
   command->add_option("--element-bytes", options->element_bytes, "Of a gradient's element (default: 4)")
-      ->check(whole_number_between(1, 16))
+      ->check(train::whole_number(1, 16))
       ->type_name("N");
   command->add_option("--bucket-cap-mb", options->bucket_cap_mb, "As DistributedDataParallel's (default: 25)")
-      ->check(positive_number())
+      ->check(train::positive_number())
       ->type_name("MIB");
   command->add_option("--first-bucket-cap-mb", options->first_bucket_cap_mb, "The same (default: 1)")
-      ->check(positive_number())
+      ->check(train::positive_number())
       ->type_name("MIB");
   std::vector<std::string> names = {"shm"};
   for (const auto& cluster : scaling::gpu_clusters()) names.push_back(cluster.name);
@@ -117,10 +117,10 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   command
       ->add_option("--bandwidth-GBps", options->links.bandwidth_GBps,
                    "Links of your own, in 10^9 bytes a second each way, instead of a cluster's")
-      ->check(positive_number())
+      ->check(train::positive_number())
       ->type_name("N");
   command->add_option("--alpha-us", options->links.alpha_us, "Of these, the time of an empty message (default: 5)")
-      ->check(number_from_zero())
+      ->check(train::number_from_zero())
       ->type_name("US");
   command
       ->add_option("--collectives", options->links.collectives,
@@ -137,12 +137,12 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   command->add_flag("--sharded-update", options->training.step.sharded_update,
                     "Each device updates its part of the weights: --other-ms is divided");
   command->add_option("--hours", options->hours, "Of the whole training on one device, for times and cost")
-      ->check(positive_number())
+      ->check(train::positive_number())
       ->type_name("H");
   command
       ->add_option("--price-per-hour", options->training.price_per_hour,
                    "Of one device (default: a usual cloud's, of clusters)")
-      ->check(number_from_zero())
+      ->check(train::number_from_zero())
       ->type_name("PRICE");
   command->add_option("--plot", options->plot, "Draw speed-up up to 4,096 devices into this file")
       ->type_name("FILE.svg");

@@ -11,10 +11,11 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
 #include <ddpkit/parse_number.h>
+#include <ddpkit/train/options.h>
 
 #include "commands.h"
 #include "doctor/gpus.h"
-#include "numbers.h"
+#include "environment_number.h"
 
 namespace ddpkit::cli {
 namespace {
@@ -176,7 +177,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   command
       ->add_option("--grace-seconds", options->grace_seconds,
                    "How long the ranks may take to end after SIGINT or SIGTERM before they are killed")
-      ->check(number_between(0, 86400))
+      ->check(train::number_between(0, 86400))
       ->capture_default_str()
       ->type_name("S");
   const std::map<std::string, NumaBinding> bindings{

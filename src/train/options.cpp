@@ -2,7 +2,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -103,39 +102,7 @@ class YamlConfig : public CLI::Config {
   const CLI::App* app_;
 };
 
-// Strict: no NaN, no infinity, no trailing text.
-CLI::Validator positive_number() {
-  return CLI::Validator(
-      [](const std::string& text) {
-        double value = 0;
-        if (parse_number(text, value) && std::isfinite(value) && value > 0) return std::string();
-        return fmt::format("must be a number above 0, not {}", text);
-      },
-      "NUMBER > 0");
-}
-
 }  // namespace
-
-CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
-  return CLI::Validator(
-      [least, most](const std::string& text) {
-        std::int64_t value = 0;
-        if (!parse_number(text, value) || value > most)
-          return fmt::format("must be a whole number up to {}, not {}", most, text);
-        return value < least ? fmt::format("must be at least {}, not {}", least, text) : std::string();
-      },
-      most < std::numeric_limits<int>::max() ? fmt::format("{} to {}", least, most) : "");
-}
-
-CLI::Validator number_between(double least, double most) {
-  return CLI::Validator(
-      [least, most](const std::string& text) {
-        double value = 0;
-        if (parse_number(text, value) && value >= least && value <= most) return std::string();
-        return fmt::format("must be a number from {} to {}, not {}", least, most, text);
-      },
-      fmt::format("{} to {}", least, most));
-}
 
 std::string nearest(const std::string& word, const std::vector<std::string>& candidates) {
   std::string best;

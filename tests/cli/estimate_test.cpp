@@ -156,7 +156,7 @@ TEST_CASE("ddpkit estimate refuses what it cannot use in one sentence", "[estima
       {{"--compute-ms", "nan", "--params", "1M"}, "--compute-ms: must be a number above 0, not nan"},
       {{"--compute-ms", "1", "--other-ms", "inf", "--params", "1M"}, "--other-ms: must be a number from 0 on, not inf"},
       {{"--compute-ms", "1", "--element-bytes", "1.5", "--params", "1M"},
-       "must be a whole number from 1 to 16, not 1.5"},
+       "must be a whole number up to 16, not 1.5"},
       {{"--compute-ms", "1", "--params", "-1"}, "--params: must be a number from 0 on, not -1"},
       {{"--compute-ms", "1", "--params", "1e30"}, "4e+30 bytes take 1.53e+23 buckets"},
       {{"--compute-ms", "1", "--params", "1Z"}, "--params"},

@@ -43,10 +43,12 @@ void add_checkpoint_options(CLI::App& app, TrainerOptions& options);
 /// key given twice; no YAML) throws UsageError out of App::parse().
 void add_config_option(CLI::App& app);
 
-/// Checks for CLI::Option::check(). Strict: digits as parse_number() takes them, and nothing else; a NaN, which no
-/// range of CLI11's refuses, is no number.
+/// Checks for CLI::Option::check(). Strict: digits as parse_number() takes them, and nothing else; neither an infinity
+/// nor a NaN, which no range of CLI11's refuses, is a number.
+CLI::Validator positive_number();
+CLI::Validator number_from_zero();
 CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max());
-/// The same for any number; both ends are allowed.
+/// Both ends are allowed.
 CLI::Validator number_between(double least, double most);
 
 /// One sentence for what CLI11 found wrong with a command line; for an unknown option it names the nearest known one.
