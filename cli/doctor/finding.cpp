@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/train/json_text.h>
+
 namespace ddpkit::cli {
 namespace {
 
@@ -73,7 +75,7 @@ std::string doctor_json(const Findings& findings) {
                                     {"advice", finding.advice}});
   for (const Finding& finding : to_do(findings)) document["to_do"].push_back(finding.advice);
   // Names from the environment may be no UTF-8.
-  return document.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return train::json_text(document);
 }
 
 }  // namespace ddpkit::cli
