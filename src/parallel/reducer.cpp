@@ -102,6 +102,7 @@ void Reducer::Impl::follow_parameters() {
       for (Bucket& bucket : buckets_) {
         if (bucket.work.valid()) bucket.work.wait();
       }
+      if (put_off_) throw_unfinished();
       forget_backward();
     }
   }
@@ -128,7 +129,11 @@ void Reducer::Impl::remove_hooks() noexcept {
 }
 
 void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
+  // Where a backward within another one may bring the first gradient and others be missing, only the end of the
+  // backward that comes from here says that there are none left.
+  at_outputs(outputs, &Impl::note_task);
   const std::lock_guard lock(mutex_);
+  if (!options_.find_unused_parameters) return;
   if (!has_hint_) reached_.assign(slots_.size(), false);
   has_hint_ = true;
   visit_graph(outputs, [this](torch::autograd::Node* node) {

@@ -47,8 +47,14 @@ void Reducer::Impl::begin_backward() {
     if (slot.expected && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
   }
   first_gradient_ = Clock::now();
-  // Runs when the whole graph has been walked: on the CPU on the thread that called backward(), else on autograd's own
-  // of the device, with that caller's current stream, which then waits for the streams of all hooks.
+  queue_end();
+}
+
+/// At the end of the backward that runs here. It runs when the whole graph has been walked: on the CPU on the thread
+/// that called backward(), else on autograd's own of the device, with that caller's current stream, which then waits
+/// for the streams of all hooks.
+void Reducer::Impl::queue_end() {
+  put_off_ = false;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
@@ -66,6 +72,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
     // An earlier backward that threw half-way left its state behind.
     if (in_backward_ && slot.fired) forget_backward();
     if (!in_backward_) begin_backward();
+    if (put_off_) queue_end();
     if (slot.bucket != kNoBucket && slot.bucket < next_bucket_)
       throw Error(fmt::format("parameter {} got a gradient though no output of forward comes from it, after its bucket "
                               "was reduced without it: find_unused_parameters and static_graph need the parameters "
@@ -164,6 +171,11 @@ void Reducer::Impl::launch(std::size_t b) {
 void Reducer::Impl::end_backward() {
   const std::lock_guard lock(mutex_);
   if (!in_backward_) return;
+  if (an_outer_backward_goes_on()) {
+    reentrant_ = true;
+    put_off_ = output_task_ < 0;
+    return;
+  }
   try {
     finish_backward();
   } catch (...) {
@@ -172,11 +184,37 @@ void Reducer::Impl::end_backward() {
   }
 }
 
+/// `action` runs whenever a backward comes by one of them.
+void Reducer::Impl::at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)()) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    output.register_hook([weak = weak_from_this(), action](const at::Tensor&) {
+      if (const auto self = weak.lock()) (self.get()->*action)();
+    });
+  }
+}
+
+void Reducer::Impl::note_task() {
+  const std::lock_guard lock(mutex_);
+  if (!synchronize) return;
+  output_task_ = torch::autograd::get_current_graph_task_id();
+  queue_end();
+}
+
+bool Reducer::Impl::is_complete() const {
+  return std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.fired || !slot.expected; });
+}
+
+/// When a backward has ended: whether it was one within another, as reentrant checkpointing has it, which may bring
+/// more. Only then does the engine run a node on this thread. (As long as it nests no deeper than it has threads for.)
+bool Reducer::Impl::an_outer_backward_goes_on() const {
+  if (!torch::autograd::get_current_node()) return false;
+  if (must_be_complete() && is_complete()) return false;
+  return torch::autograd::get_current_graph_task_id() != output_task_;
+}
+
 void Reducer::Impl::finish_backward() {
-  bool complete = true;
-  for (const Slot& slot : slots_) complete = complete && (slot.fired || !slot.expected);
-  if (!complete && !allows_unused()) throw_incomplete();
-  if (!complete && graph_is_known()) throw_incomplete();
+  if (must_be_complete() && !is_complete()) throw_incomplete();
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
   announce(kJoinEndOfBackward);
   if (allows_unused() && !graph_is_known()) agree_on_used();
@@ -188,8 +226,8 @@ void Reducer::Impl::finish_backward() {
   }
   divide_by_active_ranks();
   for (Slot& slot : slots_) slot.used = false;
-  in_backward_ = false;
-  has_hint_ = false;
+  in_backward_ = put_off_ = has_hint_ = false;
+  output_task_ = -1;
   ++backwards;
   if (!trace) trace.emplace();
   trace->first_gradient = first_gradient_;
@@ -285,8 +323,8 @@ void Reducer::Impl::give_up(const std::string& where) noexcept {
 }
 
 void Reducer::Impl::forget_backward() noexcept {
-  in_backward_ = false;
-  has_hint_ = false;
+  in_backward_ = put_off_ = has_hint_ = false;
+  output_task_ = -1;
   reached_output_ = {};
   memory_->forget();
   arrivals_.clear();  // Half an order, which the next backward begins anew.

@@ -34,7 +34,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void follow_parameters();
   void remove_hooks() noexcept;
   void set_comm_hook(CommHook hook);
-  bool wants_outputs() const { return options_.find_unused_parameters && !graph_is_known() && synchronize; }
+  bool wants_outputs() const { return (!must_be_complete() || reentrant_) && synchronize; }
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
   void set_gradient_sink(GradientSink* sink);
   std::vector<NamedParameter> parameters() const;
@@ -81,6 +81,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   /// A static graph's used parameters are known from its first backward on.
   bool graph_is_known() const { return options_.static_graph && used_anywhere_.defined(); }
   bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
+  /// Whether each backward has to bring all gradients that are expected.
+  bool must_be_complete() const { return !allows_unused() || graph_is_known(); }
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
   void tell_plan(const std::string& what) const;
@@ -88,10 +90,15 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   void on_gradient(std::size_t index, const at::Tensor& added);
   void begin_backward();
+  void queue_end();
+  void note_task();
+  void at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)());
   void launch_complete_buckets();
   void feed_sink();
   void launch(std::size_t bucket);
   void end_backward();
+  bool is_complete() const;
+  bool an_outer_backward_goes_on() const;
   void finish_backward();
   void finish_dense();
   void finish_bucket(std::size_t bucket);
@@ -110,6 +117,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void begin_shadow();
   void note_arrival(std::size_t index);
   [[noreturn]] void throw_incomplete();
+  [[noreturn]] void throw_unfinished();
   void forget_backward() noexcept;
   void give_up(const std::string& where) noexcept;
 
@@ -127,6 +135,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
   std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
   bool in_backward_ = false;
+  bool reentrant_ = false;             ///< A backward within another one has brought some gradients, not all.
+  bool put_off_ = false;               ///< So this time, and nothing waits for the outer one's end.
+  int output_task_ = -1;               ///< The backward, as autograd counts, that has come by an output of forward.
   bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
   std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]

@@ -88,14 +88,7 @@ void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t
   write_timeline_after_ = write_after;
 }
 
-void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) {
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
-      if (const auto self = weak.lock()) self->note_reached();
-    });
-  }
-}
+void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) { at_outputs(outputs, &Impl::note_reached); }
 
 void Reducer::Impl::note_reached() {
   const std::lock_guard lock(mutex_);

@@ -51,4 +51,17 @@ void Reducer::Impl::throw_incomplete() {
   throw Error(text, {.rank = group_.rank(), .call = "backward", .bucket = next_bucket_});
 }
 
+/// The last backward was made of backwards within others, and none of them was known to be the last.
+void Reducer::Impl::throw_unfinished() {
+  if (must_be_complete()) throw_incomplete();
+  const std::string text = fmt::format(
+      "backward on rank {} has not ended: a backward within another one (a checkpoint) brought its last gradient, and "
+      "with find_unused_parameters or static_graph the end of the outer one is seen only where forward returns "
+      "tensors, "
+      "or what they can be found in (ddpkit/parallel/outputs.h)",
+      group_.rank());
+  group_.abort(text);
+  throw Error(text, {.rank = group_.rank(), .call = "backward"});
+}
+
 }  // namespace ddpkit

@@ -105,8 +105,9 @@ class Reducer {
 
   /// Whether forward's outputs should be shown to expect_gradients_of().
   bool wants_outputs() const noexcept;
-  /// A forward pass has made `outputs`: parameters from which none of them comes will get no gradient, so that buckets
-  /// need not wait for them. Adds to what earlier forwards have said since the last backward. Without a hint, unused
+  /// A forward pass has made `outputs`: the backward that comes from them is the one whose end counts. With
+  /// find_unused_parameters, parameters from which none of them comes will get no gradient, so that buckets need not
+  /// wait for them. Adds to what earlier forwards have said since the last backward. Without a hint, unused
   /// parameters are known only when backward ends.
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
 
