@@ -183,6 +183,14 @@ write_report_of_gpus() {
   say "Written: ${report#"$root"/}"
 }
 
+# In MB, as far as one core reaches it: the C library may tell what the whole processor has.
+last_level_cache() {
+  local kilobytes
+  kilobytes=$(sed -n 's/K$//p' /sys/devices/system/cpu/cpu0/cache/index3/size 2>/dev/null) || true
+  [ -n "$kilobytes" ] || kilobytes=$(($(getconf LEVEL3_CACHE_SIZE) / 1024))
+  printf '%s MB' $((kilobytes / 1024))
+}
+
 # The machine and what it builds with. Cloud machines hide the processor's name: its model and its caches tell them apart.
 machine() {
   awk -F '[[:space:]]*: ' '
@@ -193,8 +201,7 @@ machine() {
       printf "%s (family %s, model %s, stepping %s)", cpu["model name"], cpu["cpu family"], cpu["model"], cpu["stepping"]
       printf ", %s cores, %d GB of memory", cores, memory
     }' cores="$(nproc)" /proc/meminfo /proc/cpuinfo
-  printf ', last-level cache %s; %s; LibTorch %s' "$(getconf LEVEL3_CACHE_SIZE | awk '{ printf "%.0f MB", $1 / 1048576 }')" \
-    "$(c++ --version | head -n 1)" "$torch_version"
+  printf ', last-level cache %s; %s; LibTorch %s' "$(last_level_cache)" "$(c++ --version | head -n 1)" "$torch_version"
 }
 
 # The machine that the report is of.
