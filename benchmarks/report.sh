@@ -185,10 +185,8 @@ write_report_of_gpus() {
 
 # In MB, as far as one core reaches it: the C library may tell what the whole processor has.
 last_level_cache() {
-  local kilobytes
-  kilobytes=$(sed -n 's/K$//p' /sys/devices/system/cpu/cpu0/cache/index3/size 2>/dev/null) || true
-  [ -n "$kilobytes" ] || kilobytes=$(($(getconf LEVEL3_CACHE_SIZE) / 1024))
-  printf '%s MB' $((kilobytes / 1024))
+  { sed 's/K$//' /sys/devices/system/cpu/cpu0/cache/index3/size 2>/dev/null \
+    || getconf LEVEL3_CACHE_SIZE | awk '{ print $1 / 1024 }'; } | awk '{ printf "%.0f MB", $1 / 1024 }'
 }
 
 # The machine and what it builds with. Cloud machines hide the processor's name: its model and its caches tell them apart.

@@ -107,7 +107,7 @@ void Reducer::Impl::launch_complete_buckets() {
   // Which parameters a static graph uses is known only when its first backward ends.
   if (options_.static_graph && !graph_is_known()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  if (sink_ && !(allows_unused() && !graph_is_known())) feed_sink();
+  if (sink_ && must_be_complete()) feed_sink();
 }
 
 /// Hands over what is there, and waits for what is too much to be under way. No rank waits for one that needs
@@ -217,7 +217,7 @@ void Reducer::Impl::finish_backward() {
   if (must_be_complete() && !is_complete()) throw_incomplete();
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
   announce(kJoinEndOfBackward);
-  if (allows_unused() && !graph_is_known()) agree_on_used();
+  if (!must_be_complete()) agree_on_used();
   finish_dense();
   for (std::size_t i = dense_; i < slots_.size(); ++i) {
     at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();

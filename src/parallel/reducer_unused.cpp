@@ -57,8 +57,7 @@ void Reducer::Impl::throw_unfinished() {
   const std::string text = fmt::format(
       "backward on rank {} has not ended: a backward within another one (a checkpoint) brought its last gradient, and "
       "with find_unused_parameters or static_graph the end of the outer one is seen only where forward returns "
-      "tensors, "
-      "or what they can be found in (ddpkit/parallel/outputs.h)",
+      "tensors, or what they can be found in (ddpkit/parallel/outputs.h)",
       group_.rank());
   group_.abort(text);
   throw Error(text, {.rank = group_.rank(), .call = "backward"});
