@@ -3,7 +3,7 @@ include(CMakePackageConfigHelpers)
 
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/ddpkit")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/ddpkit" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
-install(TARGETS ddpkit ddpkit_scaling EXPORT ddpkitTargets)
+install(TARGETS ddpkit ddpkit_fmt ddpkit_scaling EXPORT ddpkitTargets)
 set(DDPKIT_HAS_TRAIN OFF)
 if(TARGET ddpkit_train)
   set(DDPKIT_HAS_TRAIN ON)

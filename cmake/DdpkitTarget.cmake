@@ -29,16 +29,22 @@ function(ddpkit_target target)
   endif()
 endfunction()
 
-# A precompiled header is worth its 11 s only where several files share it: one for
-# everything that includes torch/torch.h (examples, tests).
+# ddpkit_shared_pch(NAME HEADERS header... [OPTIONS option...] [LIBRARIES target...]) makes the precompiled header NAME.
+# A precompiled header costs 11 s, so several targets share one.
+function(ddpkit_shared_pch name)
+  cmake_parse_arguments(PARSE_ARGV 1 pch "" "" "HEADERS;OPTIONS;LIBRARIES")
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/${name}.cpp" CONTENT "")
+  add_library(${name} OBJECT "${PROJECT_BINARY_DIR}/${name}.cpp")
+  ddpkit_target(${name})
+  target_compile_options(${name} PRIVATE -fpch-preprocess ${pch_OPTIONS})
+  target_link_libraries(${name} PUBLIC LibTorch::LibTorch Threads::Threads ${pch_LIBRARIES})
+  target_precompile_headers(${name} PRIVATE ${pch_HEADERS})
+endfunction()
+
+# Everything that includes torch/torch.h and is not a test.
 function(ddpkit_torch_pch target)
   if(NOT TARGET ddpkit_torch_pch)
-    file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/torch_pch.cpp" CONTENT "")
-    add_library(ddpkit_torch_pch OBJECT "${PROJECT_BINARY_DIR}/torch_pch.cpp")
-    ddpkit_target(ddpkit_torch_pch)
-    target_compile_options(ddpkit_torch_pch PRIVATE -fpch-preprocess)
-    target_link_libraries(ddpkit_torch_pch PUBLIC LibTorch::LibTorch Threads::Threads)
-    target_precompile_headers(ddpkit_torch_pch PRIVATE <torch/torch.h>)
+    ddpkit_shared_pch(ddpkit_torch_pch HEADERS <torch/torch.h>)
   endif()
   target_compile_options(${target} PRIVATE -fpch-preprocess)
   target_precompile_headers(${target} REUSE_FROM ddpkit_torch_pch)

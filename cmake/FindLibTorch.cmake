@@ -113,8 +113,6 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_include_directories(LibTorch::LibTorch INTERFACE
     "${LibTorch_PREFIX}/include" "${LibTorch_PREFIX}/include/torch/csrc/api/include")
   target_link_libraries(LibTorch::LibTorch INTERFACE LibTorch::torch_cpu LibTorch::c10)
-  # The fmt inside the wheel has no library of its own.
-  target_compile_definitions(LibTorch::LibTorch INTERFACE FMT_HEADER_ONLY=1)
   # libtorch_cpu.so itself needs CUDA's runtime and CUPTI: found at run time by its own
   # rpath, at link time by ours.
   foreach(_libtorch_path IN LISTS _libtorch_nvidia_libs ITEMS "${LibTorch_PREFIX}/lib")
