@@ -1,3 +1,5 @@
+#include <CLI/CLI.hpp>
+
 #include "commands.h"
 
 namespace ddpkit::cli {

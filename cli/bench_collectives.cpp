@@ -1,3 +1,4 @@
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
@@ -26,7 +27,7 @@ namespace {
 
 using namespace bench;
 
-struct Options {
+struct CollectivesOptions {
   Plan plan;
   std::vector<int> ranks = {};             ///< Empty: ranks_on() the device.
   std::vector<std::string> backends = {};  ///< Empty: all that the device has.
@@ -39,7 +40,7 @@ struct Options {
 };
 
 /// What follows from other options.
-void complete(Options& options) {
+void complete(CollectivesOptions& options) {
   const std::string& device = options.plan.device;
   const bool on_cpu = device == "cpu";
   if (options.ranks.empty()) options.ranks = {ranks_on(device, 0)};
@@ -57,7 +58,7 @@ void complete(Options& options) {
   }
 }
 
-void check(Options& options) {
+void check(CollectivesOptions& options) {
   const std::vector<std::string> known = group_collectives();
   if (options.plan.collectives.empty()) options.plan.collectives = known;
   for (const std::string& name : options.plan.collectives) {
@@ -77,7 +78,7 @@ void check(Options& options) {
 /// Runs the measurements one after the other and keeps what they found: of several rounds, each row's best.
 class Bench {
  public:
-  explicit Bench(const Options& options) : options_(options) {}
+  explicit Bench(const CollectivesOptions& options) : options_(options) {}
 
   int run() {
     std::cout << table_header() << std::endl;
@@ -185,7 +186,7 @@ class Bench {
            std::tie(b.collective, b.backend, b.ranks, b.bytes, b.memory);
   }
 
-  const Options& options_;
+  const CollectivesOptions& options_;
   std::string csv_ = std::string(kCsvHeader) + "\n";
   std::vector<Row> rows_;
   std::set<std::string> left_out_;
@@ -194,7 +195,7 @@ class Bench {
 }  // namespace
 
 void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<CollectivesOptions>();
   CLI::App* command = bench.add_subcommand("collectives", "Time and bandwidth of each collective with each backend");
   command->footer(
       "Starts the ranks itself, each on a core of its own where there are enough. Every size is checked before and "

@@ -1,3 +1,4 @@
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -20,7 +21,7 @@ namespace {
 
 using namespace bench;
 
-struct Options {
+struct StepCommandOptions {
   StepOptions step;
   std::int64_t hidden = 128;  ///< Of an MLP of the user's own.
   int layers = 3;
@@ -44,7 +45,7 @@ void complete(StepOptions& step) {
     throw InvalidArgument("--update graphed needs --device cuda: a CPU has no graphs");
 }
 
-void check(const Options& options) {
+void check(const StepCommandOptions& options) {
   for (const std::string& model : options.step.plan.models) mlp_shape(model);
   for (const std::string& cap : options.step.plan.bucket_caps_mb) bucket_caps(cap);
   if (options.step.peers) {
@@ -66,7 +67,7 @@ void compare_with_python(const std::vector<StepRow>& rows, const std::string& py
   }
 }
 
-int run_bench(const Options& options) {
+int run_bench(const StepCommandOptions& options) {
   std::string csv = std::string(kStepCsvHeader) + "\n";
   if (options.step.plan.device == "cpu" && options.step.plan.ranks > available_cores())
     std::cerr << fmt::format("{} ranks on {} cores: no rank has one to itself\n", options.step.plan.ranks,
@@ -91,7 +92,7 @@ int run_bench(const Options& options) {
 }  // namespace
 
 void add_bench_step(CLI::App& bench, std::function<int()>& run) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<StepCommandOptions>();
   StepPlan& plan = options->step.plan;
   CLI::App* command = bench.add_subcommand("step", "Time of a training step: alone, and on several ranks");
   command->footer(

@@ -1,12 +1,14 @@
-// Tier 0 and CLI11.
+// Tier 0: the standard library only. CLI11 is declared, not included.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <functional>
-#include <map>
 #include <string>
 #include <vector>
+
+namespace CLI {
+class App;
+class AsNumberWithUnit;
+}  // namespace CLI
 
 namespace ddpkit::cli {
 
@@ -26,9 +28,7 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run);
 void add_bench_step(CLI::App& bench, std::function<int()>& run);
 
 /// Reads a number of parameters: "7.16M", "1.2G".
-inline CLI::AsNumberWithUnit parameter_count() {
-  return CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}});
-}
+CLI::AsNumberWithUnit parameter_count();
 
 /// Cuts the arguments of a command that starts another program: takes off and returns the program and everything behind
 /// it, which is the program's own even where it looks like an option of ours. "--" may stand between.

@@ -2,6 +2,7 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -12,6 +13,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/comm/process_group.h>
 #include <ddpkit/train/options.h>
 
 #include "commands.h"
@@ -25,7 +27,7 @@
 namespace ddpkit::cli {
 namespace {
 
-struct Options {
+struct DoctorOptions {
   ModelPlan model;
   int ranks = 0;  ///< 0: a rank a GPU, or two.
   std::string master_addr;
@@ -53,19 +55,14 @@ void append(Findings& to, Findings more) {
   to.insert(to.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
 }
 
-int run_doctor(Options options) {
+int run_doctor(DoctorOptions options) {
   if (!options.as_rank.empty()) return run_doctor_rank(options.as_rank);
-#ifdef DDPKIT_WITH_CUDA
-  constexpr bool kBuiltForCuda = true;
-#else
-  constexpr bool kBuiltForCuda = false;
-#endif
   const int usable = at::hasCUDA() ? static_cast<int>(at::detail::getCUDAHooks().deviceCount()) : 0;
   const int ranks = options.ranks > 0 ? options.ranks : usable > 0 ? usable : std::min(2, available_cores());
   const GpuSystem gpus = read_gpus();
   const HostLimits host = read_host_limits();
   Findings findings = examine_software();
-  append(findings, examine_gpus(gpus, variable("CUDA_VISIBLE_DEVICES"), kBuiltForCuda, usable));
+  append(findings, examine_gpus(gpus, variable("CUDA_VISIBLE_DEVICES"), is_nccl_available(), usable));
   append(findings, examine_host(host, ranks, variable("OMP_NUM_THREADS"), usable > 0));
   if (options.master_addr.empty()) options.master_addr = variable("MASTER_ADDR").value_or("127.0.0.1");
   if (options.master_port == 0) options.master_port = number_from_environment("MASTER_PORT", 1, 65535, 29500);
@@ -90,7 +87,7 @@ int run_doctor(Options options) {
 }  // namespace
 
 void add_doctor(CLI::App& app, std::function<int()>& run) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<DoctorOptions>();
   CLI::App* command = app.add_subcommand("doctor", "Whether training can start here, how fast, and what would help");
   command->footer(
       "Looks at the software, GPUs and their links, cores, memory and the container's limits, the rendezvous port, "

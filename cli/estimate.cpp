@@ -1,5 +1,7 @@
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -22,7 +24,7 @@
 namespace ddpkit::cli {
 namespace {
 
-struct Options {
+struct EstimateOptions {
   std::string profile;
   double compute_ms = 0;
   double other_ms = 0;
@@ -38,7 +40,7 @@ struct Options {
   bool check = false;
 };
 
-scaling::StepProfile make_profile(const Options& options) {
+scaling::StepProfile make_profile(const EstimateOptions& options) {
   if (!options.profile.empty()) return read_profile(options.profile);
   return scaling::assume_step({.compute_us = options.compute_ms * 1e3,
                                .other_us = options.other_ms * 1e3,
@@ -47,7 +49,7 @@ scaling::StepProfile make_profile(const Options& options) {
                                .first_bucket_bytes = options.first_bucket_cap_mb * (1 << 20)});
 }
 
-int run_estimate(Options options) try {
+int run_estimate(EstimateOptions options) try {
   if (options.check) {
     std::cout << published_table(published_points());
     return 0;
@@ -76,8 +78,12 @@ int run_estimate(Options options) try {
 
 }  // namespace
 
+CLI::AsNumberWithUnit parameter_count() {
+  return CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}});
+}
+
 void add_estimate(CLI::App& app, std::function<int()>& run) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<EstimateOptions>();
   options->training.price_per_hour = -1;
   CLI::App* command = app.add_subcommand("estimate", "Predicted step time, speed-up and cost on several devices");
   command->footer(

@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
 #include <charconv>

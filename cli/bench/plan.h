@@ -1,7 +1,5 @@
-// Tier 0 and CLI11.
+// Tier 0: the standard library only. CLI11 is declared, not included.
 #pragma once
-
-#include <CLI/CLI.hpp>
 
 #include <cstdint>
 #include <string>
@@ -9,6 +7,10 @@
 #include <vector>
 
 #include "timing.h"
+
+namespace CLI {
+class App;
+}
 
 namespace ddpkit::bench {
 

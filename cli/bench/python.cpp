@@ -19,7 +19,7 @@ std::string python() {
 std::string why_no_python() {
   if (python().empty())
     return "--peers needs Python's PyTorch: let DDPKIT_PEER_PYTHON name a python that has it (script/bootstrap --peers "
-           "installs one, .deps/torch-cuda/bin/python)";
+           "installs one, .deps/torch/bin/python)";
   if (::access(python().c_str(), X_OK) != 0)
     return fmt::format("DDPKIT_PEER_PYTHON is {}, which is no program", python());
   if (::access(DDPKIT_PEERS_FOLDER, R_OK | X_OK) != 0)

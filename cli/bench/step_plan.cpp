@@ -1,5 +1,6 @@
 #include "step_plan.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <utility>

@@ -1,13 +1,15 @@
-// Tier 0 and CLI11.
+// Tier 0: the standard library only. CLI11 is declared, not included.
 #pragma once
-
-#include <CLI/CLI.hpp>
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+namespace CLI {
+class App;
+}
 
 namespace ddpkit::bench {
 

@@ -13,6 +13,8 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/train/main.h>
 
+#include "har/libtorch_parallel.h"
+
 namespace har {
 namespace {
 

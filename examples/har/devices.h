@@ -49,11 +49,6 @@ class Devices {
   virtual int count() const = 0;
 };
 
-/// By torch::nn::parallel::data_parallel, which clones the model to the devices in every step and gathers all outputs
-/// on the first. Throws UsageError in a build without CUDA.
-std::unique_ptr<Devices> make_libtorch_parallel(std::shared_ptr<Classifier> model,
-                                                const std::vector<c10::Device>& devices);
-
 /// `devices`: choose_devices(). The model stays the caller's.
 std::unique_ptr<Devices> make_devices(const TrainOptions& options, const std::vector<c10::Device>& devices,
                                       std::shared_ptr<Classifier> model, const ddpkit::ProcessGroup& group);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "har/devices.h"
+#include "har/libtorch_parallel.h"
 
 namespace har {
 namespace {

@@ -1,6 +1,6 @@
 #include <ddpkit/train/main.h>
 
-#include "har/devices.h"
+#include "har/libtorch_parallel.h"
 
 namespace har {
 

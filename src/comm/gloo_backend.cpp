@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#define USE_C10D_GLOO  // The header is empty without it.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "comm/backends.h"

@@ -1,5 +1,3 @@
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <ddpkit/comm/error.h>
 
 #include "comm/backends.h"

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/comm/process_group.h>
 
 #include "comm/backends.h"
 
@@ -22,6 +23,8 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
   backend->setBoundDeviceId(device);
   return backend;
 }
+
+bool is_nccl_available() noexcept { return true; }
 
 int cuda_device_count() { return c10::cuda::device_count(); }
 

@@ -1,6 +1,5 @@
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <ddpkit/comm/error.h>
+#include <ddpkit/comm/process_group.h>
 
 #include "comm/backends.h"
 
@@ -12,6 +11,8 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
       "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or "
       "-DDDPKIT_CUDA=ON)");
 }
+
+bool is_nccl_available() noexcept { return false; }
 
 int cuda_device_count() { return 0; }
 

@@ -25,7 +25,7 @@ constexpr std::uint64_t kLongestHeader = 100'000'000;  // The reference implemen
 constexpr std::size_t kHeaderStep = 8;
 constexpr std::string_view kMetadata = "__metadata__";
 
-constexpr std::array<std::pair<std::string_view, at::ScalarType>, 15> kTypes{{
+constexpr std::array<std::pair<std::string_view, at::ScalarType>, 15> kTensorTypes{{
     {"BOOL", at::kBool},
     {"U8", at::kByte},
     {"I8", at::kChar},
@@ -43,15 +43,15 @@ constexpr std::array<std::pair<std::string_view, at::ScalarType>, 15> kTypes{{
     {"F8_E5M2", at::kFloat8_e5m2},
 }};
 
-std::string_view name_of(at::ScalarType dtype) {
-  for (const auto& [name, type] : kTypes) {
+std::string_view tensor_type_name(at::ScalarType dtype) {
+  for (const auto& [name, type] : kTensorTypes) {
     if (type == dtype) return name;
   }
   return {};
 }
 
 at::ScalarType dtype_of(const std::string& tensor, const std::string& name) {
-  for (const auto& [known, type] : kTypes) {
+  for (const auto& [known, type] : kTensorTypes) {
     if (known == name) return type;
   }
   throw BadFile(fmt::format("tensor {} has the type {}, which is not known here", tensor, name));
@@ -134,7 +134,7 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
     const auto* tensor = value.get_if<at::Tensor>();
     if (!name || !tensor || !tensor->defined())
       throw InvalidArgument(fmt::format("{}: safetensors hold tensors by name, and nothing else", path.string()));
-    if (tensor->layout() != at::kStrided || tensor->is_meta() || name_of(tensor->scalar_type()).empty() ||
+    if (tensor->layout() != at::kStrided || tensor->is_meta() || tensor_type_name(tensor->scalar_type()).empty() ||
         *name == kMetadata)
       throw InvalidArgument(fmt::format("{}: {}, a {} tensor, cannot be in a safetensors file", path.string(), *name,
                                         c10::toString(tensor->scalar_type())));
@@ -149,7 +149,7 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
   std::size_t offset = 0;
   for (const auto& [name, tensor] : sorted) {
     const std::size_t bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
-    entries[name] = {{"dtype", name_of(tensor.scalar_type())},
+    entries[name] = {{"dtype", tensor_type_name(tensor.scalar_type())},
                      {"shape", tensor.sizes().vec()},
                      {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;

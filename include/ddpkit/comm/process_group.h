@@ -190,4 +190,7 @@ struct InitOptions {
 /// Throws InvalidArgument for a bad environment or backend name, RendezvousError when the ranks cannot meet.
 ProcessGroup init_process_group(const InitOptions& options = {});
 
+/// True in a build with CUDA (-DDDPKIT_CUDA=ON), also on a host without a GPU.
+bool is_nccl_available() noexcept;
+
 }  // namespace ddpkit
