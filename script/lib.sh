@@ -10,10 +10,8 @@ build=$root/build
 # cuda-toolkit[cudart,cupti]==13.0.2.
 torch_version=2.11.0
 cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-cupti==13.0.85")
-# What the comparisons with Python import beside torch.
-peer_wheels=("torch==$torch_version" "numpy>=1.26,<3")
-# The same, small: what is added here does not fetch the large ones again.
-peer_extras=("safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18")
+# With all that they depend on: the CUDA configuration, and what the comparisons with Python import.
+full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18")
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
