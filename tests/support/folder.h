@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -13,7 +14,7 @@
 
 namespace ddpkit::testing {
 
-/// A new folder that is gone when the test is.
+/// A new folder. The process that made it removes it; forked ranks only use it.
 class Folder {
  public:
   Folder() {
@@ -23,7 +24,7 @@ class Folder {
   }
   ~Folder() {
     std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    if (::getpid() == owner_) std::filesystem::remove_all(path_, ignored);
   }
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
@@ -32,6 +33,7 @@ class Folder {
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
 
  private:
+  pid_t owner_ = ::getpid();
   std::filesystem::path path_;
 };
 

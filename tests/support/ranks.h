@@ -1,12 +1,13 @@
-// Runs a test's body on several ranks, each a process of its own.
+// Runs a test's body on several ranks, each a separate process.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
 
 namespace ddpkit::testing {
@@ -23,9 +24,10 @@ struct RankTestOptions {
   std::vector<std::pair<std::string, std::string>> environment = {};
 };
 
-/// The test called `name` (its full Catch2 name) on `ranks` processes. In the test's own process: starts this program
-/// once a rank with that test alone, waits, and fails with the output of the rank that failed, when one hangs, or when
-/// fewer ranks ran to the end than were asked for. In a rank's process: joins the group and runs `body`.
+/// Forks `ranks` processes, which join one group and run `body`. Fails with the output of the rank that failed, if a
+/// rank hangs, or if fewer than `ranks` ranks ran to the end. No operator of LibTorch may run before in this test case:
+/// LibTorch's threads do not survive a fork. `name` is the test case's.
+/// A rank sees the variables of a launcher, OMP_NUM_THREADS=1, and in DDPKIT_TEST_FOLDER a folder that all ranks share.
 void on_ranks(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body,
               const RankTestOptions& options = {});
 

@@ -42,7 +42,7 @@ TEST_CASE(kName, "[flight]") {
     std::_Exit(group.rank() == 1 ? 3 : 0);
   }
   const ddpkit::testing::Folder logs;
-  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", kName},
+  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", "--in-process", kName},
                                             .ranks = 2,
                                             .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
                                             .time_limit = std::chrono::seconds(60),
@@ -95,7 +95,7 @@ TEST_CASE(kFailuresName, "[flight]") {
     return;
   }
   std::string output;
-  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", kFailuresName},
+  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", "--in-process", kFailuresName},
                                             .ranks = 1,
                                             .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
                                             .time_limit = std::chrono::seconds(60),

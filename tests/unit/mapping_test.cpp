@@ -20,7 +20,8 @@ using ddpkit::shm::Mapping;
 namespace {
 
 constexpr std::size_t kMappedBytes = 16384;
-const ddpkit::shm::Owner kThisProcess{.rank = 0, .pid = ::getpid()};
+/// At run time: each test case has its own process.
+ddpkit::shm::Owner this_process() { return {.rank = 0, .pid = ::getpid()}; }
 
 }  // namespace
 
@@ -28,7 +29,7 @@ TEST_CASE("pages that a process maps already are not mapped a second time") {
   Mapping created = Mapping::create("test", kMappedBytes);
   std::byte* const data = created.data();
   std::strcpy(reinterpret_cast<char*>(data), "still there");
-  Mapping opened = Mapping::open(kThisProcess, created.descriptor(), kMappedBytes);
+  Mapping opened = Mapping::open(this_process(), created.descriptor(), kMappedBytes);
   CHECK(opened.data() == data);
   CHECK(opened.size() == kMappedBytes);
   CHECK(opened.descriptor() == -1);
@@ -57,7 +58,7 @@ TEST_CASE("pages that nobody maps any more are mapped afresh, with what they hol
   created.data()[kMappedBytes - 1] = std::byte{42};
   const int descriptor = ::dup(created.descriptor());
   created = Mapping();
-  const Mapping opened = Mapping::open(kThisProcess, descriptor, kMappedBytes);
+  const Mapping opened = Mapping::open(this_process(), descriptor, kMappedBytes);
   CHECK(opened.data()[kMappedBytes - 1] == std::byte{42});
   ::close(descriptor);
 }
@@ -70,10 +71,10 @@ TEST_CASE("threads open and let go of the same pages") {
   for (int thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&] {
       for (int i = 0; i < 200; ++i) {
-        const Mapping shared = Mapping::open(kThisProcess, created.descriptor(), kMappedBytes);
+        const Mapping shared = Mapping::open(this_process(), created.descriptor(), kMappedBytes);
         if (shared.data() != created.data()) ++wrong;
         // Of another length, these have no mapping but the threads', which come and go.
-        const Mapping part = Mapping::open(kThisProcess, descriptor, kMappedBytes / 2, Mapping::Fill::kOnTouch);
+        const Mapping part = Mapping::open(this_process(), descriptor, kMappedBytes / 2, Mapping::Fill::kOnTouch);
         if (part.data() == nullptr || part.size() != kMappedBytes / 2 || part.data()[0] != std::byte{0}) ++wrong;
       }
     });
