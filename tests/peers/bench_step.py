@@ -1,13 +1,16 @@
-"""`ddpkit bench step --peers` measures Python's DistributedDataParallel in the same run, on the same models."""
+"""`ddpkit bench step --peers` measures Python's DistributedDataParallel in the same run, on the same models.
+
+bench_step.py DDPKIT MODEL..."""
 import csv
 import os
 import subprocess
 import sys
 import tempfile
 
+ddpkit, *models = sys.argv[1:]
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "rows.csv")
-    command = [sys.argv[1], "bench", "step", "--model", "mlp-10k,cnn,lstm,transformer", "--batch", "8", "--steps", "4",
+    command = [ddpkit, "bench", "step", "--model", ",".join(models), "--batch", "8", "--steps", "4",
                "--optimizer", "adamw", "--update", "torch,sharded", "--backend", "shm", "--peers", "--csv", path]
     result = subprocess.run(command, env=dict(os.environ, DDPKIT_PEER_PYTHON=sys.executable), capture_output=True,
                             text=True)
@@ -15,7 +18,6 @@ with tempfile.TemporaryDirectory() as folder:
     with open(path) as file:
         rows = list(csv.DictReader(file))
 
-models = ("mlp-10k", "cnn", "lstm", "transformer")
 systems = {"alone": "1", "alone-x2": "2", "alone-barrier": "2", "ddpkit-shm": "2", "ddpkit-shm-sharded": "2", "python-ddp-gloo": "2",
            "python-alone": "1"}
 found = [(row["model"], row["system"]) for row in rows]

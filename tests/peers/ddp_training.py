@@ -1,6 +1,6 @@
 """50 steps of ddpkit's DistributedDataParallel on two ranks against Python's, from the same weights on the same batches.
 
-ddp_training.py DDPKIT DDP_TRAINING CASE MOMENTUM: the model CASE by SGD; Python's ranks talk through Gloo."""
+ddp_training.py DDPKIT DDP_TRAINING CASE:MOMENTUM...: the model CASE by SGD; Python's ranks communicate through Gloo."""
 import multiprocessing
 import os
 import subprocess
@@ -12,8 +12,10 @@ import torch.distributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from cases import run_each
+
 RANKS, STEPS, BATCH, LEARNING_RATE, TOLERANCE = 2, 50, 8, 0.05, 1e-5
-ddpkit, program, case, momentum = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
+ddpkit, program = sys.argv[1:3]
 
 
 class Model(nn.Module):
@@ -138,7 +140,7 @@ CASES.update({name: (DeepMlp, lambda: classified(20), {}) for name in HOOKS})
 IN_DOUBLE = {"power_sgd", "power_sgd_4"}
 
 
-def train(weights, data, part, rank, options):
+def train(case, momentum, weights, data, part, rank, options):
     """The state after all steps on a part of the samples; with a DistributedDataParallel unless options is None."""
     model = CASES[case][0]().to(torch.double if case in IN_DOUBLE else torch.float)
     model.load_state_dict(weights)
@@ -154,18 +156,18 @@ def train(weights, data, part, rank, options):
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def run_rank(folder, rank, weights, data, options):
+def run_rank(folder, rank, case, momentum, weights, data, options):
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    result = train(weights, data, slice(rank * BATCH, (rank + 1) * BATCH), rank, options)
+    result = train(case, momentum, weights, data, slice(rank * BATCH, (rank + 1) * BATCH), rank, options)
     if rank == 0:
         torch.save(result, f"{folder}/python.pt")
     torch.distributed.destroy_process_group()
 
 
-def python_ddp(folder, weights, data, options):
+def python_ddp(folder, *arguments):
     # Forked: to import torch takes longer than to train. No thread of torch's has been started yet.
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(folder, rank, weights, data, options)) for rank in range(RANKS)]
+    ranks = [context.Process(target=run_rank, args=(folder, rank, *arguments)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -179,33 +181,37 @@ def difference(a, b):
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(7)
-make_model, make_data, options = CASES[case]
-weights = {name: tensor.detach().clone() for name, tensor in make_model().state_dict().items()}
-data = dict(zip("xy", make_data()))
-if case in IN_DOUBLE:
-    weights = {name: tensor.double() for name, tensor in weights.items()}
-    data["x"] = data["x"].double()
-with tempfile.TemporaryDirectory() as folder:
-    torch.save(weights, f"{folder}/weights.pt")
-    torch.save(data, f"{folder}/data.pt")
-    if options is not None:
-        python = python_ddp(folder, weights, data, options)
-    else:
-        python = train(weights, data, slice(None), 0, None)
-    subprocess.run(
-        [ddpkit, "run", "-n", str(RANKS), "--", program, case, folder, str(LEARNING_RATE), str(momentum)], check=True,
-        env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=200,
-    )
-    # Written by pickle_save of LibTorch, whose types weights_only does not know.
-    ours = [torch.load(f"{folder}/rank-{rank}-of-{RANKS}.pt", weights_only=False) for rank in range(RANKS)]
+def compare(case, momentum):
+    torch.manual_seed(7)
+    make_model, make_data, options = CASES[case]
+    weights = {name: tensor.detach().clone() for name, tensor in make_model().state_dict().items()}
+    data = dict(zip("xy", make_data()))
+    if case in IN_DOUBLE:
+        weights = {name: tensor.double() for name, tensor in weights.items()}
+        data["x"] = data["x"].double()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(weights, f"{folder}/weights.pt")
+        torch.save(data, f"{folder}/data.pt")
+        if options is not None:
+            python = python_ddp(folder, case, momentum, weights, data, options)
+        else:
+            python = train(case, momentum, weights, data, slice(None), 0, None)
+        subprocess.run(
+            [ddpkit, "run", "-n", str(RANKS), "--", program, case, folder, str(LEARNING_RATE), str(momentum)], check=True,
+            env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=200,
+        )
+        # Written by pickle_save of LibTorch, whose types weights_only does not know.
+        ours = [torch.load(f"{folder}/rank-{rank}-of-{RANKS}.pt", weights_only=False) for rank in range(RANKS)]
 
-for name in ours[0]:
-    assert torch.equal(ours[0][name], ours[1][name]), f"{name} differs between ddpkit's ranks"
-moved, apart = difference(weights, python), difference(python, ours[0])
-# What rank 0 learns without the other: the comparison must see whether they exchange gradients.
-unlike = difference(python, train(weights, data, slice(0, BATCH), 0, None))
-assert moved > 1000 * TOLERANCE and unlike > 100 * TOLERANCE, (moved, unlike)
-assert apart <= TOLERANCE, f"ddpkit and Python differ by {apart:.2g} after {STEPS} steps"
-print(f"{case}, momentum {momentum}: weights moved by {moved:.2g}; ddpkit and Python differ by {apart:.2g}")
+    for name in ours[0]:
+        assert torch.equal(ours[0][name], ours[1][name]), f"{name} differs between ddpkit's ranks"
+    moved, apart = difference(weights, python), difference(python, ours[0])
+    # What rank 0 learns without the other: the comparison must see whether they exchange gradients.
+    unlike = difference(python, train(case, momentum, weights, data, slice(0, BATCH), 0, None))
+    assert moved > 1000 * TOLERANCE and unlike > 100 * TOLERANCE, (moved, unlike)
+    assert apart <= TOLERANCE, f"ddpkit and Python differ by {apart:.2g} after {STEPS} steps"
+    print(f"{case}, momentum {momentum}: weights moved by {moved:.2g}; ddpkit and Python differ by {apart:.2g}")
+
+
+torch.set_num_threads(1)
+run_each([(case, float(momentum)) for case, momentum in (argument.split(":") for argument in sys.argv[3:])], compare)

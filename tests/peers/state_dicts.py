@@ -1,4 +1,4 @@
-"""State dicts between ddpkit and Python, both ways. state_dicts.py STATE_DICTS CASE"""
+"""State dicts between ddpkit and Python, both ways. state_dicts.py STATE_DICTS CASE..."""
 import collections
 import os
 import subprocess
@@ -8,7 +8,9 @@ import tempfile
 import torch
 from torch import nn
 
-program, case = sys.argv[1:]
+from cases import run_each
+
+program, *cases = sys.argv[1:]
 STEPS, TOLERANCE = 10, 1e-6
 torch.set_num_threads(1)
 torch.manual_seed(7)
@@ -178,12 +180,16 @@ def safetensors(folder):
     assert torch.equal(safetensors.torch.load_file(f"{folder}/ours.safetensors")["t"], state["weight"].t())
 
 
-with tempfile.TemporaryDirectory() as folder:
-    if case == "values":
-        values(folder)
-        print("what Python wrote came back the same")
-    elif case == "safetensors":
-        safetensors(folder)
-        print("what Python wrote came back the same")
-    else:
-        training(folder, case)
+def run_case(case):
+    with tempfile.TemporaryDirectory() as folder:
+        if case == "values":
+            values(folder)
+            print("what Python wrote came back the same")
+        elif case == "safetensors":
+            safetensors(folder)
+            print("what Python wrote came back the same")
+        else:
+            training(folder, case)
+
+
+run_each([(case,) for case in cases], run_case)
