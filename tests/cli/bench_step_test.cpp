@@ -90,7 +90,7 @@ TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bu
   CHECK(rows[0].at("ratio_to_alone") == "1.0000");
 }
 
-TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optimizer", "[bench][gloo]") {
+TEST_CASE("ddpkit bench step takes any MLP, three ranks, another batch and optimizer", "[bench][gloo][.long]") {
   const Folder folder;
   auto [run, rows] = measure_steps(folder, {"--hidden", "8", "--layers", "1", "-n", "3", "--batch", "4", "--update",
                                             "torch", "--optimizer", "adamw", "--steps", "2"});

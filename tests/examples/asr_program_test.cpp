@@ -91,7 +91,7 @@ TEST_CASE("under a launcher and by --spawn the weights come out the same, and a 
   CHECK(same_bits(weights_of(launched.path()), weights_of(stopped.path())));
 }
 
-TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits", "[asr]") {
+TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits", "[asr][.long]") {
   const Folder whole, killed;
   const auto arguments = [&](const Folder& folder) {
     return joined(small(), {"--json", "training.epochs=5", "training.checkpoint_steps=1", "--save-dir", folder.path()});
@@ -162,20 +162,15 @@ TEST_CASE("the full model has 7.16 M parameters, and says so", "[asr]") {
 }
 
 TEST_CASE("asr names what is wrong with its options", "[asr]") {
-  const auto refused = [](const Arguments& arguments, const std::string& message) {
-    CAPTURE(arguments);
-    for (const int ranks : {1, 2}) {
-      const Run run = run_asr(ranks, arguments);
-      CHECK(run.exit_code == 2);
-      CHECK_THAT(run.errors, ContainsSubstring(message));
-      CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
-    }
+  const auto refused = [](const Arguments& arguments, const std::string& message,
+                          const std::vector<int>& worlds = {1}) {
+    ddpkit::testing::check_program_refuses(DDPKIT_TEST_ASR, arguments, 2, message, worlds);
   };
   refused(joined(small(), {"training.lrr=1"}), "unknown key 'training.lrr'; did you mean training.lr?");
   refused(joined(small(), {"training.lr=no"}), "the command line: training.lr must be a number");
   refused(joined(small(), {"distributed.backend=mpi"}),
           "distributed.backend must be one of auto, shm, gloo, nccl, hierarchical, not ");
   refused({"--config", "/nowhere.yaml"}, "there is no config file /nowhere.yaml");
-  refused({}, "data.train is not given");
+  refused({}, "data.train is not given", {1, 2});
   refused({"trian"}, "'trian' is no KEY=VALUE");
 }

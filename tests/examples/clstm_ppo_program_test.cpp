@@ -47,8 +47,8 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
     write_file(folder / name / "X.csv", text);
     return Arguments{"--data", folder / name};
   };
-  check_refused({}, 2, "--data FOLDER is required");
-  check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere");
+  check_refused({}, 2, "--data FOLDER is required", {1, 2});
+  check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere", {2});
   check_refused({"--data", generated(), "--num_gpus", "7"}, 2, "--num-gpus 7: this host shows");
   check_refused({"--data", generated(), "--sequence", "5"}, 2, "--episode-steps 128 is no multiple of --sequence 5");
   check_refused({"--data", generated(), "--batch_size", "20"}, 2, "--batch-size 20 is no multiple of --sequence 16");
@@ -83,7 +83,8 @@ TEST_CASE("clstm_ppo: names that are no UTF-8 are no obstacle", "[clstm_ppo]") {
   CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
 }
 
-TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits of one never killed", "[clstm_ppo]") {
+TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits of one never killed",
+          "[clstm_ppo][.long]") {
   for (const int ranks : {1, 2}) {
     CAPTURE(ranks);
     const Folder whole, killed;
@@ -144,7 +145,7 @@ TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same 
   CHECK(same_bits(weights_of(whole), weights_of(parts)));
 }
 
-TEST_CASE("clstm_ppo: two ranks learn a planted pattern", "[clstm_ppo]") {
+TEST_CASE("clstm_ppo: two ranks learn a planted pattern", "[clstm_ppo][.long]") {
   const Folder market;
   clstm_ppo::generate(market / "set", {});
   const Run run =

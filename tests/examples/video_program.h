@@ -56,7 +56,7 @@ inline std::vector<at::Tensor> weights_in(const std::filesystem::path& checkpoin
 
 /// Fails with `code` and says one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
-                          const std::vector<int>& worlds = {1, 2}) {
+                          const std::vector<int>& worlds = {1}) {
   ddpkit::testing::check_program_refuses(DDPKIT_TEST_VIDEO, arguments, code, message, worlds);
 }
 

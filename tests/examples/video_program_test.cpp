@@ -119,9 +119,9 @@ TEST_CASE("bad data is named with file and line, and stops the run or is left ou
 
 TEST_CASE("wrong options of video are refused in one sentence", "[video]") {
   const Folder folder;
-  check_refused({}, 2, "--data FOLDER is required");
+  check_refused({}, 2, "--data FOLDER is required", {1, 2});
   check_refused({"train"}, 2, "--data FOLDER is required", {1});
-  check_refused({"--data", "/nonexistent"}, 1, "there is no data folder /nonexistent");
+  check_refused({"--data", "/nonexistent"}, 1, "there is no data folder /nonexistent", {2});
   check_refused({"--data", folder.path()}, 1, "there is no file");
   check_refused(joined(quick(), {"--size", "8"}), 2, "--size", {1});
   check_refused(joined(quick(), {"--validation-share", "nan"}), 2,

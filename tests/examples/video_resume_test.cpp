@@ -9,7 +9,7 @@
 
 using namespace video::testing;
 
-TEST_CASE("a video run killed anywhere and started again ends with the bits of one never killed", "[video]") {
+TEST_CASE("a video run killed anywhere and started again ends with the bits of one never killed", "[video][.long]") {
   for (const int ranks : {1, 2}) {
     CAPTURE(ranks);
     const Folder whole, killed;

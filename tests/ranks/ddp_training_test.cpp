@@ -59,19 +59,6 @@ RANK_TEST("the same bits in every run", "[ddp]", 2, 3) {
   CHECK(torch::equal(run(), first));
 }
 
-TEST_CASE("DistributedDataParallel through gloo", "[ranks][gloo]") {
-  ddpkit::testing::on_ranks("DistributedDataParallel through gloo", 2,
-                            [](ProcessGroup& group) {
-                              auto reference = many_kinds(0);
-                              train_alone(*reference, "sgd", 5);
-                              auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
-                              DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.001});
-                              train_on_ranks(ddp, group, "sgd", 5);
-                              CHECK(largest_difference(flat_parameters(*model), flat_parameters(*reference)) < 1e-10);
-                            },
-                            {.backend = "gloo"});
-}
-
 RANK_TEST("gradient clipping sees the averaged gradient", "[ddp]", 2, 3) {
   auto reference = many_kinds(0);
   const Batch joined = joined_batch(0);

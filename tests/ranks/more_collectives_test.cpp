@@ -27,7 +27,7 @@ const std::vector<std::int64_t> kSizes = {0, 1, 100, 70000, 300001};
 
 }  // namespace
 
-RANK_TEST("reduce gives the root the sum", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("reduce gives the root the sum", "[shm]", 1, 2, 3) {
   for (const std::int64_t size : kSizes) {
     for (int root = 0; root < group.world_size(); ++root) {
       torch::Tensor tensor = part(group.rank(), {size});
@@ -38,7 +38,7 @@ RANK_TEST("reduce gives the root the sum", "[shm]", 1, 2, 3, 5) {
   }
 }
 
-RANK_TEST("reduce_scatter gives each rank its part of the sum", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("reduce_scatter gives each rank its part of the sum", "[shm]", 1, 2, 3) {
   for (const std::int64_t size : kSizes) {
     torch::Tensor output = torch::full({size}, -1.0f);
     group.reduce_scatter(output, part(group.rank(), {group.world_size(), size}));
@@ -50,7 +50,7 @@ RANK_TEST("reduce_scatter gives each rank its part of the sum", "[shm]", 1, 2, 3
   }
 }
 
-RANK_TEST("gather and scatter, to and from every root", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("gather and scatter, to and from every root", "[shm]", 1, 2, 3) {
   for (const std::int64_t size : kSizes) {
     for (int root = 0; root < group.world_size(); ++root) {
       const torch::Tensor all = group.gather(part(group.rank(), {size}), root);
@@ -65,7 +65,7 @@ RANK_TEST("gather and scatter, to and from every root", "[shm]", 1, 2, 3, 5) {
   }
 }
 
-RANK_TEST("all_to_all with even splits", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("all_to_all with even splits", "[shm]", 1, 2, 3) {
   const std::int64_t ranks = group.world_size();
   for (const std::int64_t size : kSizes) {
     torch::Tensor output = torch::full({ranks, size}, -1.0f);
@@ -74,7 +74,7 @@ RANK_TEST("all_to_all with even splits", "[shm]", 1, 2, 3, 5) {
   }
 }
 
-RANK_TEST("all_to_all with uneven splits", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("all_to_all with uneven splits", "[shm]", 1, 2, 3) {
   // Rank a sends rank b (a + 2 b) * 30000 rows of 2; the diagonal of 0 sends nothing.
   const auto rows = [](int from, int to) { return std::int64_t{30000} * (from + 2 * to); };
   std::vector<std::int64_t> input_splits, output_splits;

@@ -40,7 +40,7 @@ RANK_TEST("broadcast of symmetric memory, from every root", "[shm]", 1, 2, 3) {
   }
 }
 
-RANK_TEST("all_gather of symmetric memory", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("all_gather of symmetric memory", "[shm]", 1, 2, 3) {
   const std::int64_t ranks = group.world_size();
   for (const std::int64_t size : kSizes) {
     const torch::Tensor expected = stacked_parts(group.world_size(), {size});
@@ -59,7 +59,7 @@ RANK_TEST("all_gather of symmetric memory", "[shm]", 1, 2, 3, 5) {
   }
 }
 
-RANK_TEST("reduce_scatter of symmetric memory", "[shm]", 1, 2, 3, 5) {
+RANK_TEST("reduce_scatter of symmetric memory", "[shm]", 1, 2, 3) {
   const std::int64_t ranks = group.world_size();
   for (const std::int64_t size : kSizes) {
     const torch::Tensor parts = stacked_parts(group.world_size(), {ranks, size});

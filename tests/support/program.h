@@ -118,7 +118,7 @@ inline KilledRuns run_until_not_killed(int ranks, const ProgramRun& whole,
 
 /// Fails with `code` and says one sentence, once.
 inline void check_program_refuses(const std::string& program, const Arguments& arguments, int code,
-                                  const std::string& message, const std::vector<int>& worlds = {1, 2}) {
+                                  const std::string& message, const std::vector<int>& worlds = {1}) {
   for (const int ranks : worlds) {
     CAPTURE(arguments, ranks);
     const ProgramRun run = run_program(program, ranks, arguments);

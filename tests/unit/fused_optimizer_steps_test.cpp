@@ -30,7 +30,7 @@ void check_against_libtorch(const Options& options) {
     const auto references = copies_of(parameters);
     Ours ours(parameters, options);
     Theirs theirs(references, options);
-    take_steps(0, 100, parameters, ours, references, theirs);
+    take_steps(0, 15, parameters, ours, references, theirs);
     check_same(parameters, references, dtype == torch::kDouble ? 1e-12 : 1e-6);
   }
 }

@@ -47,7 +47,7 @@ double final_loss(const har::Dataset& data, std::optional<torch::ScalarType> aut
 
 }  // namespace
 
-TEST_CASE("the CNN trained in bfloat16 autocast reaches float32's loss within 2 %", "[har][precision]") {
+TEST_CASE("the CNN trained in bfloat16 autocast reaches float32's loss within 2 %", "[har][precision][.long]") {
   const ddpkit::testing::Folder folder;
   har::generate_ucihar(folder / "data", {.train = 180, .test = 6, .steps = 64});
   const har::Dataset data = har::normalised(har::read_recordings(folder / "data"));
