@@ -1,5 +1,6 @@
 // What state_dicts.py has ddpkit do.
 //   copy FROM TO                             reads and writes; names that end in .safetensors are of that format
+//   copy-each FROM TO ...                    the same for each pair; prints a line per pair: "copied" or the error
 //   train KIND FROM TO FOLDER START END      reads FROM, trains on FOLDER/data.pt, and writes TO
 #include <torch/torch.h>
 
@@ -27,6 +28,17 @@ bool is_safetensors(const std::string& name) { return name.ends_with(".safetenso
 void copy(const std::string& from, const std::string& to) {
   const StateValue value = is_safetensors(from) ? StateValue(load_safetensors(from)) : load_state_dict(from);
   is_safetensors(to) ? save_safetensors(to, value.to_dict()) : save_state_dict(to, value);
+}
+
+void copy_each(const std::vector<std::string>& names) {
+  for (std::size_t i = 0; i + 1 < names.size(); i += 2) {
+    try {
+      copy(names[i], names[i + 1]);
+      std::cout << "copied" << std::endl;
+    } catch (const std::exception& error) {
+      std::cout << error.what() << std::endl;
+    }
+  }
 }
 
 /// Two groups, of which the state brings the options.
@@ -72,6 +84,8 @@ int main(int argc, char** argv) {
   try {
     if (arguments.at(0) == "copy") {
       copy(arguments.at(1), arguments.at(2));
+    } else if (arguments.at(0) == "copy-each") {
+      copy_each({arguments.begin() + 1, arguments.end()});
     } else {
       train(arguments.at(1), arguments.at(2), arguments.at(3), arguments.at(4), std::stoll(arguments.at(5)),
             std::stoll(arguments.at(6)));
