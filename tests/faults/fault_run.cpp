@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <sstream>
 #include <thread>
 
 #include <fmt/format.h>
@@ -19,21 +20,26 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr const char* kMark = "DDPKIT_TEST_FAULT";
 
-std::vector<std::string> segments() {
-  return std::filesystem::exists("/dev/shm") ? names_in("/dev/shm") : std::vector<std::string>();
-}
-
-std::vector<int> marked_processes(const std::string& mark) {
+/// Processes with `text` in their /proc/PID/NAME.
+std::vector<int> processes_with(const char* name, const std::string& text) {
   std::vector<int> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
     const int pid = std::atoi(entry.path().filename().c_str());
     if (pid <= 0) continue;
-    std::ifstream file(entry.path() / "environ", std::ios::binary);
-    const std::string environment{std::istreambuf_iterator<char>(file), {}};
-    if (environment.find(mark) != std::string::npos) found.push_back(pid);
+    std::ostringstream content;  // Empty where the process has ended meanwhile.
+    content << std::ifstream(entry.path() / name, std::ios::binary).rdbuf();
+    if (content.str().find(text) != std::string::npos) found.push_back(pid);
   }
   return found;
+}
+
+/// Between fork and exec. A test that runs under nohup has inherited signals that are ignored.
+void reset_signals() {
+  for (int number = 1; number < NSIG; ++number) ::signal(number, SIG_DFL);
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
 }
 
 }  // namespace
@@ -52,6 +58,7 @@ FaultRun::FaultRun(const std::vector<std::string>& arguments, const std::vector<
   pid_ = ::fork();
   REQUIRE(pid_ >= 0);
   if (pid_ > 0) return;
+  reset_signals();
   const auto redirect = [](const std::string& path, int fd) {
     ::dup2(::open(path.c_str(), O_CREAT | O_WRONLY | O_APPEND, 0600), fd);
   };
@@ -68,14 +75,20 @@ FaultRun::~FaultRun() {
     ::kill(pid_, SIGKILL);
     ::waitpid(pid_, nullptr, 0);
   }
-  for (const int pid : marked_processes(mark_)) ::kill(pid, SIGKILL);
+  for (const int pid : processes_with("environ", mark_)) ::kill(pid, SIGKILL);
 }
 
 int FaultRun::wait(std::chrono::seconds limit) {
+  const std::optional<int> code = ended_within(limit);
+  if (!code) FAIL("the run hangs; so far it said:\n" << out() << err());
+  return *code;
+}
+
+std::optional<int> FaultRun::ended_within(std::chrono::seconds limit) {
   const auto deadline = Clock::now() + limit;
   int status = 0;
   while (::waitpid(pid_, &status, WNOHANG) != pid_) {
-    if (Clock::now() > deadline) FAIL("the run hangs; so far it said:\n" << out() << err());
+    if (Clock::now() > deadline) return std::nullopt;
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   pid_ = -1;
@@ -98,12 +111,10 @@ void FaultRun::wait_for(const std::string& text, std::chrono::seconds limit) con
 std::vector<int> FaultRun::orphans() const {
   const auto deadline = Clock::now() + std::chrono::seconds(10);
   std::vector<int> left;
-  while (!(left = marked_processes(mark_)).empty() && Clock::now() < deadline)
+  while (!(left = processes_with("environ", mark_)).empty() && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   return left;
 }
-
-FaultFolder::FaultFolder() : segments_before_(segments()) {}
 
 std::optional<double> FaultFolder::time_of(const std::string& name) const {
   double time = 0;
@@ -135,7 +146,20 @@ double FaultFolder::ended_after(const FaultRun& run) const {
   return run.ended_at() - *fault;
 }
 
-bool FaultFolder::leaves_segments() const { return segments() != segments_before_; }
+std::vector<int> FaultFolder::memory_holders() const {
+  std::vector<int> holders;
+  int lists = 0, regions = 0;
+  for (const std::string& name : names_in(path())) {
+    if (!name.starts_with("memory-")) continue;
+    ++lists;
+    std::ifstream file(*this / name);
+    for (std::string region; std::getline(file, region); ++regions) {
+      for (const int pid : processes_with("maps", region)) holders.push_back(pid);
+    }
+  }
+  CHECK((lists == 0 || regions > 0));
+  return holders;
+}
 
 std::vector<std::string> worker_command(const FaultFolder& folder, const std::vector<std::string>& launcher,
                                         const std::vector<std::string>& options) {

@@ -28,6 +28,8 @@ class FaultRun {
   /// Its exit code, 128 + the signal that killed it. Fails the test when it has not ended after `limit`, which only a
   /// hang reaches.
   int wait(std::chrono::seconds limit = std::chrono::seconds(60));
+  /// The same, and nothing when it has not ended after `limit`.
+  std::optional<int> ended_within(std::chrono::seconds limit);
   std::string out() const { return read_file(folder_ / "out"); }
   std::string err() const { return read_file(folder_ / "err"); }
   /// Waits until stdout and stderr together hold `text`.
@@ -49,7 +51,6 @@ class FaultRun {
 /// The folder in which the worker leaves what happened, and when.
 class FaultFolder : public Folder {
  public:
-  FaultFolder();
   /// When it was marked, of steady_clock, in seconds.
   std::optional<double> time_of(const std::string& name) const;
   std::string text_of(const std::string& name) const;
@@ -58,11 +59,9 @@ class FaultFolder : public Folder {
   std::optional<double> named_after(int rank) const;
   /// Seconds from the fault to the end of the whole run.
   double ended_after(const FaultRun& run) const;
-  /// Shared memory with a name that was not there before.
-  bool leaves_segments() const;
-
- private:
-  std::vector<std::string> segments_before_;
+  /// Processes that map the shared memory of the run. The ranks list their regions in the files memory-RANK when the
+  /// fault happens.
+  std::vector<int> memory_holders() const;
 };
 
 /// What a FaultRun starts: `run LAUNCHER... -- fault_worker --folder FOLDER OPTIONS...`.

@@ -10,14 +10,23 @@ using namespace ddpkit::testing;
 
 namespace {
 
-/// Nothing of the run is left: no process, no segment, and in its folder only what the worker itself has put there.
+/// Nothing of the run is left: no process, no shared memory, and in its folder only what the worker itself has written.
 void check_clean(const FaultRun& run, const FaultFolder& folder) {
   CHECK(run.orphans() == std::vector<int>());
-  CHECK_FALSE(folder.leaves_segments());
+  CHECK(folder.memory_holders() == std::vector<int>());
   for (const std::string& name : names_in(folder.path())) {
     CAPTURE(name);
-    CHECK((name == "fault" || name.starts_with("named-") || name.starts_with("pid-")));
+    CHECK((name == "fault" || name.starts_with("named-") || name.starts_with("pid-") || name.starts_with("memory-")));
   }
+}
+
+/// The ranks that the launcher's summary names, in its order.
+std::vector<int> blamed(const FaultRun& run) {
+  const std::string text = run.err(), words = "ddpkit run: rank ";
+  std::vector<int> ranks;
+  for (std::size_t at = 0; (at = text.find(words, at)) != std::string::npos;)
+    ranks.push_back(std::atoi(text.c_str() + (at += words.size())));
+  return ranks;
 }
 
 struct Death {
@@ -52,8 +61,12 @@ TEST_CASE("a rank that dies is named by the launcher, with what it did", "[fault
     const std::string first =
         fmt::format("ddpkit run: rank {} (pid {}) {}", death.victim, folder.pid_of(death.victim), death.words);
     CHECK_THAT(run.err(), ContainsSubstring(first));
+    CHECK(blamed(run) == std::vector<int>{death.victim});
     const bool trained = death.act == "kill" || death.act == "abort" || death.act == "segfault";
     if (trained) CHECK_THAT(run.err(), ContainsSubstring("at step 20; its last one was"));
+    // The other rank has ended before it noticed, or it knows who is to blame.
+    if (const std::string other = folder.text_of(fmt::format("named-{}", 1 - death.victim)); !other.empty())
+      CHECK_THAT(other, ContainsSubstring(fmt::format("rank {}", death.victim)));
     if (death.act == "kill-in-all-reduce") CHECK_THAT(run.err(), ContainsSubstring("all_reduce number"));
     if (death.act == "throw") CHECK_THAT(run.err(), ContainsSubstring("worker: thrown on purpose"));
     check_clean(run, folder);
@@ -79,14 +92,29 @@ TEST_CASE("ranks that do not do the same are told so at once", "[faults]") {
     const FaultFolder folder;
     FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", difference.act, "--victim", "1"}));
     CHECK(run.wait() == 1);
-    const std::string named = folder.text_of("named-0");
-    CAPTURE(named, run.err());
-    CHECK_THAT(named + run.err(), ContainsSubstring(difference.words));
+    CAPTURE(run.err());
+    CHECK_THAT(folder.text_of("named-0"), ContainsSubstring(difference.words));
     check_clean(run, folder);
     const auto after = folder.named_after(0);
     add_row(difference.act + ", rank 1", "one sentence with both calls or the rank, exit code 1",
             after ? *after : run.seconds());
   }
+}
+
+// Known faults: these tests fail once the launcher names rank 1, and then lose their tag. Rank 0 sees rank 1 leave the
+// group, and it fails before the process of rank 1 ends.
+TEST_CASE("a rank that returns an error from main, and ends slowly, is named", "[faults][!shouldfail]") {
+  const FaultFolder folder;
+  FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "return-slowly", "--victim", "1"}));
+  run.wait();
+  CHECK(blamed(run) == std::vector<int>{1});
+}
+
+TEST_CASE("a rank that exits early with code 0 is named", "[faults][!shouldfail]") {
+  const FaultFolder folder;
+  FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "exit-early", "--victim", "1"}));
+  run.wait();
+  CHECK(blamed(run) == std::vector<int>{1});
 }
 
 TEST_CASE("a silent rank is named with its stack when the timeout ends", "[faults]") {

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <set>
 #include <thread>
 
 #include <fmt/format.h>
@@ -39,6 +40,22 @@ void mark(const Options& options, const std::string& name, const std::string& te
   std::ofstream(options.folder + "/" + name) << fmt::format("{:.6f} {}\n", now_seconds(), text) << std::flush;
 }
 
+/// Lists the shared memory that this rank maps, a region per line: device, inode and name, as /proc/PID/maps has them.
+void note_memory(const Options& options, int rank) {
+  std::ifstream maps("/proc/self/maps");
+  std::set<std::string> regions;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:ddpkit:") == std::string::npos) continue;
+    // ADDRESSES RIGHTS OFFSET DEVICE INODE NAME
+    std::size_t at = 0;
+    for (int field = 0; field < 3; ++field) at = line.find(' ', at) + 1;
+    regions.insert(line.substr(at));
+  }
+  std::string text;
+  for (const std::string& region : regions) text += region + "\n";
+  std::ofstream(fmt::format("{}/memory-{}", options.folder, rank)) << text;
+}
+
 void die() { ::kill(::getpid(), SIGKILL); }
 
 /// extern "C" so that the stack shows the name as it stands.
@@ -56,6 +73,14 @@ void die_soon(const Options& options, std::chrono::microseconds after) {
   }).detach();
 }
 
+/// An end that takes its time, as with static objects of a large program.
+struct SlowEnd {
+  bool slow = false;
+  ~SlowEnd() {
+    if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+} slow_end;
+
 class Run {
  public:
   Run(const Options& options, ddpkit::ProcessGroup group)
@@ -72,6 +97,7 @@ class Run {
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     for (int step = 0; step < options_.steps; ++step) {
       ddpkit::note_step(step);
+      if (step == options_.at_step) note_memory(options_, group_.rank());
       if (step == options_.at_step && !act()) return;
       if (is_victim_ && options_.act == "slow") std::this_thread::sleep_for(std::chrono::milliseconds(10));
       optimizer.zero_grad();
@@ -129,7 +155,7 @@ class Run {
       ::setrlimit(RLIMIT_AS, &limit);
       const torch::Tensor large = torch::ones({std::int64_t{1} << 34});
     }
-    return what != "exit-early";
+    return what != "exit-early" && what != "return-slowly";
   }
 
   const Options& options_;
@@ -168,9 +194,11 @@ int main(int argc, char** argv) {
     }
   });
   const char* rank = std::getenv("RANK");
-  if (options.act == "kill-at-exit" && rank && std::atoi(rank) == options.victim) {
+  if (!rank || std::atoi(rank) != options.victim) return status;
+  if (options.act == "kill-at-exit") {
     mark(options, "fault");
     die();
   }
-  return status;
+  slow_end.slow = options.act == "return-slowly";
+  return slow_end.slow ? 1 : status;
 }
