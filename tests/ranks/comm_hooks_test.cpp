@@ -182,8 +182,12 @@ RANK_TEST("complex and half gradients through the half hooks", "[comm_hooks]", 2
       a = register_parameter("a", torch::ones({3}, torch::kComplexDouble));
       b = register_parameter("b", torch::ones({2, 3}, torch::kHalf));
     }
+    /// Another factor for each element.
+    static torch::Tensor of_a() { return torch::tensor({1.0, -2.0, 4.0}, torch::kDouble); }
+    static torch::Tensor of_b() { return torch::tensor({{1.0, 2.0, 3.0}, {-4.0, 5.0, 6.0}}, torch::kDouble); }
     torch::Tensor forward(double x) {
-      return torch::real(a * x).sum() + torch::imag(a * x).sum() * 2 + (b * x).sum().to(torch::kDouble);
+      const torch::Tensor scaled = a * (of_a() * x);
+      return torch::real(scaled).sum() + torch::imag(scaled).sum() * 2 + (b * (of_b() * x)).sum();
     }
     torch::Tensor a, b;
   };
@@ -193,11 +197,11 @@ RANK_TEST("complex and half gradients through the half hooks", "[comm_hooks]", 2
     const auto model = std::make_shared<Mixed>();
     DistributedDataParallel ddp(model, group);
     ddp.register_comm_hook(hook);
-    ddp(static_cast<double>(group.rank())).backward();
-    const double mean = (group.world_size() - 1) / 2.0;
-    CHECK(torch::allclose(torch::real(model->a.grad()), torch::full({3}, mean, torch::kDouble), 1e-2, 1e-2));
-    CHECK(torch::allclose(torch::imag(model->a.grad()), torch::full({3}, 2 * mean, torch::kDouble), 1e-2, 1e-2));
-    CHECK(torch::allclose(model->b.grad().to(torch::kDouble), torch::full({2, 3}, mean, torch::kDouble), 1e-2, 1e-2));
+    ddp(1.0 + group.rank()).backward();
+    const double mean = (group.world_size() + 1) / 2.0;
+    CHECK(torch::allclose(torch::real(model->a.grad()), mean * Mixed::of_a(), 1e-2, 0));
+    CHECK(torch::allclose(torch::imag(model->a.grad()), 2 * mean * Mixed::of_a(), 1e-2, 0));
+    CHECK(torch::allclose(model->b.grad().to(torch::kDouble), mean * Mixed::of_b(), 1e-2, 0));
   }
 }
 

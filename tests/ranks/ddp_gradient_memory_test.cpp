@@ -169,48 +169,57 @@ RANK_TEST("gradients that are a parameter's alone are not copied", "[ddp]", 1, 2
 
 namespace {
 
-/// A model whose gradient for inputs of `x` is x in every row.
-std::shared_ptr<torch::nn::LinearImpl> rows_of_inputs() {
+/// A model whose gradient is linear in its input.
+std::shared_ptr<torch::nn::LinearImpl> linear_model() {
   return std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1024, 8).bias(false));
 }
 
-void check_average_of_inputs(DistributedDataParallel<torch::nn::LinearImpl>& ddp, const ProcessGroup& group) {
+/// What `backward_of` gives for a factor of 1: each element differs.
+torch::Tensor unit_gradient() {
+  return torch::outer(torch::arange(1, 9).to(torch::kFloat), torch::linspace(0.5, 1, 1024));
+}
+
+void backward_of(DistributedDataParallel<torch::nn::LinearImpl>& ddp, double factor) {
+  (ddp(factor * torch::linspace(0.5, 1, 1024).unsqueeze(0)) * torch::arange(1, 9)).sum().backward();
+}
+
+void check_average(DistributedDataParallel<torch::nn::LinearImpl>& ddp, const ProcessGroup& group) {
   const double rank = group.rank(), ranks = group.world_size();
-  ddp(torch::full({1, 1024}, 1.0 + rank)).sum().backward();
-  CHECK(largest_difference(ddp.module().weight.grad(), torch::full({8, 1024}, (ranks + 1) / 2)) < 1e-6);
+  backward_of(ddp, 1.0 + rank);
+  CHECK(largest_difference(ddp.module().weight.grad(), unit_gradient() * ((ranks + 1) / 2)) < 1e-5);
 }
 
 }  // namespace
 
 RANK_TEST("ranks let go of a wrapped model at different times", "[ddp]", 2, 3) {
-  const auto first_model = rows_of_inputs(), second_model = rows_of_inputs();
+  const auto first_model = linear_model(), second_model = linear_model();
   using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
   auto first = std::make_unique<Wrapped>(first_model, group);
-  check_average_of_inputs(*first, group);
+  check_average(*first, group);
   if (group.rank() == 1) first.reset();
   auto second = std::make_unique<Wrapped>(second_model, group);
-  check_average_of_inputs(*second, group);
+  check_average(*second, group);
   first.reset();
   second_model->zero_grad();
-  check_average_of_inputs(*second, group);
+  check_average(*second, group);
   second.reset();
   second_model->zero_grad();
   // All have let go of both: there may be an arena again.
   Wrapped third(second_model, group);
   CHECK(third.reducer().arena());
-  check_average_of_inputs(third, group);
+  check_average(third, group);
 }
 
 RANK_TEST("a gradient from an arena that another rank no longer maps", "[ddp]", 2) {
-  const auto model = rows_of_inputs();
+  const auto model = linear_model();
   using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
   auto first = std::make_unique<Wrapped>(model, group);
-  check_average_of_inputs(*first, group);
+  check_average(*first, group);
   first.reset();
   if (group.rank() == 1) model->zero_grad();  // Rank 0's stays in the first arena, and is added to.
   Wrapped second(model, group, {.arena = false});
-  second(torch::full({1, 1024}, 1.0f)).sum().backward();
-  CHECK(largest_difference(model->weight.grad(), torch::full({8, 1024}, 1.0 + 1.5 / 2)) < 1e-6);
+  backward_of(second, 1);
+  CHECK(largest_difference(model->weight.grad(), unit_gradient() * (1.0 + 1.5 / 2)) < 1e-5);
 }
 
 RANK_TEST("the arena: gradients are reduced where autograd makes them", "[ddp][options][arena]", 2, 3) {
@@ -236,6 +245,22 @@ RANK_TEST("the arena: gradients are reduced where autograd makes them", "[ddp][o
   const torch::Tensor copy = outlives.clone();
   torch::randn({300, 300}).matmul(torch::randn({300, 300}));
   CHECK(torch::equal(outlives, copy));
+}
+
+RANK_TEST("gradients that lie otherwise on one rank are averaged element by element", "[ddp][options][arena]", 2, 3) {
+  Branches model, reference;
+  DistributedDataParallel ddp(model, group);
+  REQUIRE(ddp.reducer().arena());
+  // Autograd adds to the gradient where it lies.
+  if (group.rank() == 1) {
+    for (const auto& layer : {model->trunk, model->left, model->right})
+      layer->weight.mutable_grad() = torch::empty_strided({kWidth, kWidth}, {1, kWidth}, torch::kDouble).zero_();
+  }
+  const auto expected = expected_gradients(*reference, group.world_size(),
+                                           [&](int r) { return reference(input(0, r), "lr").pow(2).mean(); });
+  ddp(input(0, group.rank()), "lr").pow(2).mean().backward();
+  CHECK((model->trunk->weight.grad().stride(0) == 1) == (group.rank() == 1));
+  check_gradients(*model, expected, group);
 }
 
 RANK_TEST("the arena can be switched off, and a full one is only slower", "[ddp][options][arena]", 2, 3) {

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -99,6 +100,28 @@ RANK_TEST("no_sync accumulates, and the next backward averages the sum", "[ddp]"
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
 }
 
+RANK_TEST("the end of a nested no_sync leaves the outer one in force", "[ddp]", 2, 3) {
+  auto model = many_kinds(0), alone = many_kinds(0);
+  DistributedDataParallel ddp(model, group);
+  const auto backward = [&](int step) {
+    const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
+    loss_of(ddp(batch.data), batch).backward();
+    loss_of(alone->forward(batch.data), batch).backward();
+  };
+  {
+    const auto outer = ddp.no_sync();
+    {
+      const auto inner = ddp.no_sync();
+      backward(0);
+    }
+    backward(1);
+    CHECK(largest_difference(flat_gradients(*model), flat_gradients(*alone)) < 1e-12);
+  }
+  backward(2);
+  const torch::Tensor mean = group.all_gather(flat_gradients(*alone)).mean(0);
+  CHECK(largest_difference(flat_gradients(*model), mean) < 1e-12);
+}
+
 RANK_TEST("a backward that throws half-way leaves the next one sound", "[ddp]", 2) {
   struct Failing : torch::autograd::Function<Failing> {
     static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
@@ -109,10 +132,19 @@ RANK_TEST("a backward that throws half-way leaves the next one sound", "[ddp]", 
   torch::manual_seed(0);
   torch::nn::Linear first(3, 3), second(3, 3);
   torch::nn::Sequential model(first, second);
+  model->to(torch::kDouble);
+  const auto reference = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
   DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 100, .first_bucket_cap_mb = 100});
-  const auto x = torch::full({2, 3}, group.rank() + 1.0);
-  CHECK_THROWS_WITH(second(Failing::apply(first(x))).sum().backward(), ContainsSubstring("half-way"));
+  const auto loss_on = [&](int rank, auto& forward) {
+    torch::manual_seed(static_cast<std::uint64_t>(rank));
+    return forward(torch::randn({2, 3}, torch::kDouble)).square().sum();
+  };
+  const auto failing = [&](const torch::Tensor& x) { return second(Failing::apply(first(x))); };
+  CHECK_THROWS_WITH(loss_on(group.rank(), failing).backward(), ContainsSubstring("half-way"));
   model->zero_grad();
-  ddp(x).sum().backward();
+  loss_on(group.rank(), ddp).backward();
+  const auto alone = [&](const torch::Tensor& x) { return reference->forward(x); };
+  for (int r = 0; r < group.world_size(); ++r) (loss_on(r, alone) / group.world_size()).backward();
+  CHECK(largest_difference(flat_gradients(*model), flat_gradients(*reference)) < 1e-12);
   check_same_bits_on_all_ranks(group, flat_gradients(*model));
 }

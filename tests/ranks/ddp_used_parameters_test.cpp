@@ -83,6 +83,36 @@ RANK_TEST("without find_unused_parameters an unused parameter is an error that n
   CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("right."));
 }
 
+namespace {
+
+/// `side` is part of the loss, but not of forward's output.
+struct AsideImpl : torch::nn::Module {
+  AsideImpl() {
+    main = register_module("main", torch::nn::Linear(kWidth, kWidth));
+    side = register_module("side", torch::nn::Linear(kWidth, kWidth));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    aside = side(x);  // First, so that its gradient comes last.
+    return main(x);
+  }
+  torch::nn::Linear main{nullptr}, side{nullptr};
+  torch::Tensor aside;
+};
+
+}  // namespace
+
+RANK_TEST("a gradient that comes after its bucket was reduced without it is an error that names it", "[ddp][options]",
+          2, 3) {
+  const auto model = std::make_shared<AsideImpl>();
+  DistributedDataParallel ddp(model, group,
+                              {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
+  const torch::Tensor output = ddp(input(0, group.rank()));
+  const torch::Tensor loss = output.sum() + model->aside.sum();
+  CHECK_THROWS_WITH(loss.backward(),
+                    ContainsSubstring("parameter side.") && ContainsSubstring("no output of forward comes from it"));
+}
+
 RANK_TEST("static_graph: the first backward shows which parameters are used", "[ddp][options]", 2, 3) {
   for (const bool arena : {true, false}) {
     Branches model, reference;
@@ -121,13 +151,33 @@ RANK_TEST("parameters_to_ignore are neither broadcast nor averaged", "[ddp][opti
   CHECK(torch::equal(model->left->weight, own));
   Branches first(0);
   CHECK(torch::equal(model->right->weight, first->right->weight));
-  ddp(input(0, group.rank()), "lr").sum().backward();
-  const auto left = group.all_gather(model->left->weight.grad());
-  const auto right = group.all_gather(model->right->weight.grad());
-  for (int r = 1; r < group.world_size(); ++r) {
-    CHECK_FALSE(torch::equal(left[r], left[0]));
-    CHECK(torch::equal(right[r], right[0]));
+  ddp(input(0, group.rank()), "lr").pow(2).mean().backward();
+  // One process that plays all ranks, each with its own "left".
+  for (int r = 0; r < group.world_size(); ++r) {
+    Branches of_rank(static_cast<std::uint64_t>(r));
+    {
+      const torch::NoGradGuard no_grad;
+      for (const auto& item : first->named_parameters()) {
+        if (!item.key().starts_with("left.")) of_rank->named_parameters()[item.key()].copy_(item.value());
+      }
+    }
+    const torch::Tensor loss = of_rank(input(0, r), "lr").pow(2).mean();
+    loss.backward();
+    for (const auto& item : first->named_parameters()) {
+      const torch::Tensor gradient = of_rank->named_parameters()[item.key()].grad();
+      torch::Tensor& expected = first->named_parameters()[item.key()].mutable_grad();
+      if (item.key().starts_with("left.")) {
+        if (r == group.rank()) expected = gradient;
+      } else {
+        expected = expected.defined() ? expected + gradient / group.world_size() : gradient / group.world_size();
+      }
+    }
   }
+  for (const auto& item : first->named_parameters()) {
+    INFO(item.key());
+    CHECK(at::allclose(model->named_parameters()[item.key()].grad(), item.value().grad(), 0, 1e-12));
+  }
+  check_same_bits_on_all_ranks(group, model->right->weight.grad());
 }
 
 TEST_CASE("parameters_to_ignore must exist", "[ddp][options]") {
@@ -201,7 +251,14 @@ void check_outputs(ProcessGroup& group, bool known, const Sum& sum) {
       model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
   sum(ddp(input(0, group.rank()), 2.0, true)).backward();
   CHECK_FALSE(model->unused->weight.grad().defined());
-  check_same_bits_on_all_ranks(group, model->boxes->weight.grad());
+  // Each row of a weight's gradient is the sum of the inputs; forward doubles the boxes.
+  torch::Tensor row = torch::zeros(kWidth, torch::kDouble);
+  for (int r = 0; r < group.world_size(); ++r) row += input(0, r).sum(0) / group.world_size();
+  const torch::Tensor rows = row.expand({kWidth, kWidth}), ones = torch::ones(kWidth, torch::kDouble);
+  CHECK(largest_difference(model->boxes->weight.grad(), 2 * rows) < 1e-12);
+  CHECK(largest_difference(model->scores->weight.grad(), rows) < 1e-12);
+  CHECK(largest_difference(model->boxes->bias.grad(), 2 * kRows * ones) < 1e-12);
+  CHECK(largest_difference(model->scores->bias.grad(), kRows * ones) < 1e-12);
   const auto trace = ddp.reducer().last_backward().value();
   CHECK((trace.buckets[0].started < trace.last_gradient) == known);
 }

@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <vector>
+
 #include <ddpkit/comm/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/join.h>
@@ -14,6 +16,8 @@ using ddpkit::DistributedDataParallelOptions;
 using ddpkit::JoinOptions;
 using ddpkit::ProcessGroup;
 using ddpkit::testing::check_same_bits_on_all_ranks;
+using ddpkit::testing::flat_parameters;
+using ddpkit::testing::largest_difference;
 
 namespace {
 
@@ -40,9 +44,16 @@ torch::nn::Sequential with_sync_batch_norm(const ProcessGroup& group) {
   return make_model(ddpkit::SyncBatchNorm(torch::nn::BatchNormOptions(kFeatures), group));
 }
 
+/// A model, and all its weights after each step.
+struct Trained {
+  torch::nn::Sequential model;
+  std::vector<torch::Tensor> weights = {};  ///< [step]
+};
+
 /// One process that plays all ranks: those with inputs are normalised together, their gradients divided by `divisor`.
-torch::nn::Sequential train_alone(int ranks, bool divide_by_all) {
-  auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
+Trained train_alone(int ranks, bool divide_by_all) {
+  Trained alone{make_model(torch::nn::BatchNorm1d(kFeatures))};
+  torch::nn::Sequential& model = alone.model;
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (std::int64_t step = 0; step < steps_of(ranks - 1); ++step) {
     std::vector<torch::Tensor> inputs;
@@ -59,14 +70,18 @@ torch::nn::Sequential train_alone(int ranks, bool divide_by_all) {
     optimizer.zero_grad();
     loss.backward();
     optimizer.step();
+    alone.weights.push_back(flat_parameters(*model));
   }
-  return model;
+  return alone;
 }
 
-/// Ranks with different numbers of steps.
+/// Ranks with different numbers of steps. Returns this rank's weights after each of its steps: the end of join, which
+/// broadcasts the weights of one rank, cannot hide what they were. [step]
 template <class Model>
-void train_joined(Model& model, ProcessGroup& group, const DistributedDataParallelOptions& options,
-                  const JoinOptions& join_options) {
+std::vector<torch::Tensor> train_joined(Model& model, ProcessGroup& group,
+                                        const DistributedDataParallelOptions& options,
+                                        const JoinOptions& join_options) {
+  std::vector<torch::Tensor> weights;
   DistributedDataParallel ddp(model, group, options);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   std::int64_t done = 0;
@@ -77,10 +92,27 @@ void train_joined(Model& model, ProcessGroup& group, const DistributedDataParall
           optimizer.zero_grad();
           ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
           optimizer.step();
+          weights.push_back(flat_parameters(*model));
         }
       },
       join_options);
   CHECK(done == steps_of(group.rank()));
+  return weights;
+}
+
+void check_weights(const std::vector<torch::Tensor>& weights, const Trained& alone, const ProcessGroup& group) {
+  REQUIRE(weights.size() <= alone.weights.size());
+  for (std::size_t step = 0; step < weights.size(); ++step)
+    CHECK(largest_difference(weights[step], alone.weights[step]) < 1e-10);
+  for (std::size_t step = 0; step < static_cast<std::size_t>(steps_of(0)); ++step)
+    check_same_bits_on_all_ranks(group, weights[step]);
+}
+
+void check_end(const torch::nn::Sequential& model, const Trained& alone, const ProcessGroup& group) {
+  CHECK(largest_difference(flat_parameters(*model), alone.weights.back()) < 1e-10);
+  for (std::size_t i = 0; i < model->buffers().size(); ++i)
+    CHECK(at::allclose(model->buffers()[i], alone.model->buffers()[i], 0, 1e-10));
+  check_same_bits_on_all_ranks(group, *model);
 }
 
 }  // namespace
@@ -94,34 +126,117 @@ RANK_TEST("join: uneven inputs, with SyncBatchNorm in forward and backward", "[d
           DistributedDataParallelOptions{.find_unused_parameters = true},
           DistributedDataParallelOptions{.static_graph = true, .gradient_as_bucket_view = true}}) {
       auto model = with_sync_batch_norm(group);
-      train_joined(model, group, options, {.divide_by_initial_world_size = divide_by_all});
-      for (std::size_t i = 0; i < model->parameters().size(); ++i)
-        CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
-      for (std::size_t i = 0; i < model->buffers().size(); ++i)
-        CHECK(at::allclose(model->buffers()[i], reference->buffers()[i], 0, 1e-10));
-      check_same_bits_on_all_ranks(group, *model);
+      check_weights(train_joined(model, group, options, {.divide_by_initial_world_size = divide_by_all}), reference,
+                    group);
+      check_end(model, reference, group);
     }
   }
 }
 
 RANK_TEST("join: plain batch norm's buffers come from a rank that still trains", "[ddp][join]", 2, 3) {
   auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
-  train_joined(model, group, {}, {});
+  const auto weights = train_joined(model, group, {}, {});
   check_same_bits_on_all_ranks(group, *model);
-  // Rank 0 has left after two steps; the last rank has gone on counting.
-  CHECK(model->named_buffers()["1.num_batches_tracked"].item<std::int64_t>() == steps_of(group.world_size() - 1));
+  for (std::size_t step = 0; step < static_cast<std::size_t>(steps_of(0)); ++step)
+    check_same_bits_on_all_ranks(group, weights[step]);
+
+  // One process that plays all ranks: each step begins with the buffers of the first rank that still has inputs.
+  auto alone = make_model(torch::nn::BatchNorm1d(kFeatures));
+  torch::optim::SGD optimizer(alone->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  const auto copies = [](const std::vector<torch::Tensor>& tensors) {
+    std::vector<torch::Tensor> clones;
+    for (const auto& tensor : tensors) clones.push_back(tensor.clone());
+    return clones;
+  };
+  const auto restore = [&alone](const std::vector<torch::Tensor>& values) {
+    for (std::size_t i = 0; i < values.size(); ++i) alone->buffers()[i].copy_(values[i]);
+  };
+  std::vector<std::vector<torch::Tensor>> buffers(static_cast<std::size_t>(group.world_size()),
+                                                  copies(alone->buffers()));  // [rank][buffer]
+  for (std::int64_t step = 0; step < steps_of(group.world_size() - 1); ++step) {
+    std::vector<torch::Tensor> before;
+    optimizer.zero_grad();
+    for (int r = 0; r < group.world_size(); ++r) {
+      if (step >= steps_of(r)) continue;
+      auto& of_rank = buffers[static_cast<std::size_t>(r)];
+      if (before.empty()) before = of_rank;
+      restore(before);
+      (alone->forward(uneven_input(step, r)).pow(2).mean() / group.world_size()).backward();
+      of_rank = copies(alone->buffers());
+    }
+    optimizer.step();
+    if (step < steps_of(group.rank()))
+      CHECK(largest_difference(weights[static_cast<std::size_t>(step)], flat_parameters(*alone)) < 1e-10);
+  }
+  CHECK(largest_difference(flat_parameters(*model), flat_parameters(*alone)) < 1e-10);
+  for (std::size_t i = 0; i < model->buffers().size(); ++i)
+    CHECK(at::allclose(model->buffers()[i], buffers.back()[i], 0, 1e-10));
 }
 
 RANK_TEST("join: a rank without any input, and all ranks with the same number", "[ddp][join]", 2, 3) {
   for (const bool even : {true, false}) {
+    const auto has_input = [even](int rank) { return even || rank == 1; };
     auto model = with_sync_batch_norm(group);
     DistributedDataParallel ddp(model, group);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    std::vector<torch::Tensor> weights;
     ddpkit::join(ddp, [&] {
-      for (std::int64_t step = 0; step < (even || group.rank() == 1 ? 3 : 0); ++step)
+      for (std::int64_t step = 0; step < (has_input(group.rank()) ? 3 : 0); ++step) {
+        optimizer.zero_grad();
         ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
+        optimizer.step();
+        weights.push_back(flat_parameters(*model));
+      }
     });
+    auto alone = make_model(torch::nn::BatchNorm1d(kFeatures));
+    torch::optim::SGD of_alone(alone->parameters(), 0.1);
+    for (std::int64_t step = 0; step < 3; ++step) {
+      std::vector<torch::Tensor> inputs;
+      std::vector<std::int64_t> rows;
+      for (int r = 0; r < group.world_size(); ++r) {
+        if (!has_input(r)) continue;
+        inputs.push_back(uneven_input(step, r));
+        rows.push_back(inputs.back().size(0));
+      }
+      of_alone.zero_grad();
+      torch::Tensor loss = torch::zeros({}, torch::kDouble);
+      for (const auto& output : alone->forward(torch::cat(inputs)).split_with_sizes(rows))
+        loss = loss + output.pow(2).mean() / group.world_size();
+      loss.backward();
+      of_alone.step();
+      if (has_input(group.rank()))
+        CHECK(largest_difference(weights[static_cast<std::size_t>(step)], flat_parameters(*alone)) < 1e-10);
+    }
+    CHECK(largest_difference(flat_parameters(*model), flat_parameters(*alone)) < 1e-10);
     check_same_bits_on_all_ranks(group, *model);
   }
+}
+
+// The end of join gives all ranks the weights and buffers of one rank. The moments of ranks that ended early stay old.
+// When the fault is fixed, the weights are equal. (Catch2's [!shouldfail] does not see a failure within a rank.)
+RANK_TEST("known fault: in the join after a join, Adam's moments of a rank that ended early are old", "[ddp][join]",
+          2) {
+  auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
+  DistributedDataParallel ddp(model, group);
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+  torch::Tensor weights;
+  const auto epoch = [&](std::int64_t steps) {
+    ddpkit::join(ddp, [&] {
+      for (std::int64_t step = 0; step < steps; ++step) {
+        optimizer.zero_grad();
+        ddp(uneven_input(step, group.rank())).pow(2).mean().backward();
+        optimizer.step();
+      }
+      weights = flat_parameters(*model);
+    });
+  };
+  epoch(2);
+  check_same_bits_on_all_ranks(group, weights);
+  epoch(steps_of(group.rank()));
+  check_same_bits_on_all_ranks(group, flat_parameters(*model));
+  epoch(1);
+  const auto all = group.all_gather(weights);
+  CHECK_FALSE(torch::equal(all[0], all[1]));
 }
 
 RANK_TEST("join: throw_on_early_termination stops all ranks", "[ddp][join]", 2, 3) {
@@ -149,10 +264,8 @@ TEST_CASE("join through gloo", "[ranks][ddp][join][gloo]") {
                             [](ProcessGroup& group) {
                               const auto reference = train_alone(group.world_size(), true);
                               auto model = with_sync_batch_norm(group);
-                              train_joined(model, group, {}, {});
-                              for (std::size_t i = 0; i < model->parameters().size(); ++i)
-                                CHECK(at::allclose(model->parameters()[i], reference->parameters()[i], 0, 1e-10));
-                              check_same_bits_on_all_ranks(group, *model);
+                              check_weights(train_joined(model, group, {}, {}), reference, group);
+                              check_end(model, reference, group);
                             },
                             {.backend = "gloo"});
 }

@@ -7,7 +7,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <random>
+#include <string>
+#include <string_view>
 #include <thread>
 
 #include <ddpkit/comm/error.h>
@@ -59,9 +62,16 @@ void work_for_ever(ddpkit::ProcessGroup& group, std::mt19937& random) {
   }
 }
 
-std::size_t entries(const std::filesystem::path& folder) {
+/// Places where this process maps a group's shared memory, and descriptors of such memory.
+std::size_t shared_memories() {
+  constexpr std::string_view kName = "/memfd:ddpkit:";
   std::size_t count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) count += line.find(kName) != line.npos;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code closed;  // The descriptor by which the folder is read.
+    count += std::filesystem::read_symlink(entry, closed).string().starts_with(kName);
+  }
   return count;
 }
 
@@ -69,7 +79,6 @@ std::size_t entries(const std::filesystem::path& folder) {
 
 TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm][kill]") {
   const int kills = number_from("DDPKIT_TEST_KILLS", 10);
-  const std::size_t before = std::filesystem::exists("/dev/shm") ? entries("/dev/shm") : 0;
   for (int round = 0; round < kills; ++round) {
     const int this_round = number_from("DDPKIT_TEST_ROUND", round);
     std::mt19937 dice(static_cast<unsigned>(this_round));
@@ -77,6 +86,9 @@ TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm
     const auto delay = std::chrono::microseconds(dice() % 30000);
     ddpkit::testing::on_ranks("ranks killed at random moments are named to the others", kRanks,
                               [&](ddpkit::ProcessGroup& group) {
+                                const std::size_t memories = shared_memories();
+                                auto inner = std::optional(ddpkit::testing::another_group(group, "inner"));
+                                CHECK(shared_memories() > memories);
                                 const std::string mark = std::string(std::getenv("DDPKIT_TEST_FOLDER")) + "/killed-at";
                                 std::thread killer;
                                 if (group.rank() == victim) {
@@ -89,7 +101,7 @@ TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm
                                 }
                                 std::mt19937 random(static_cast<unsigned>(this_round));
                                 try {
-                                  work_for_ever(group, random);
+                                  work_for_ever(*inner, random);
                                 } catch (const ddpkit::PeerLost& error) {
                                   double killed_at = 0;
                                   std::ifstream(mark) >> killed_at;
@@ -100,9 +112,11 @@ TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm
                                   if (const char* log = std::getenv("DDPKIT_TEST_KILL_LOG"))
                                     std::ofstream(log, std::ios::app) << now_seconds() - killed_at << '\n';
                                 }
+                                // The survivors keep nothing of a group that has ended.
+                                inner.reset();
+                                CHECK(shared_memories() == memories);
                               },
                               {.doomed = {victim}, .environment = {{"DDPKIT_TEST_ROUND", std::to_string(round)}}});
     if (std::getenv("DDPKIT_TEST_ROUND")) return;  // A rank's process runs its own round alone.
   }
-  if (std::filesystem::exists("/dev/shm")) CHECK(entries("/dev/shm") == before);
 }
