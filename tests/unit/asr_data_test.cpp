@@ -3,8 +3,11 @@
 #include <limits>
 #include <numeric>
 
+#include <ddpkit/comm/process_group.h>
+
 #include "asr/audio.h"
 #include "asr/corpus.h"
+#include "asr/dataset.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/sound.h"
@@ -109,6 +112,21 @@ TEST_CASE("a manifest's lines are utterances", "[asr]") {
   write_file(folder / "cut.jsonl", "{\"audio_filepath\": \"a\", \"te");
   CHECK_THROWS_WITH(asr::read_corpus(folder / "cut.jsonl"), ContainsSubstring("cut.jsonl:1: no JSON object"));
   CHECK_THROWS_WITH(asr::read_corpus(folder / "gone"), ContainsSubstring("there is no manifest or folder"));
+}
+
+TEST_CASE("known fault: a manifest's offset and duration select a part of the recording", "[asr][!shouldfail]") {
+  const Folder folder;
+  write_sound(folder / "one.wav", tone(300, 1.0));
+  write_file(folder / "m.jsonl", R"({"audio_filepath": "one.wav", "offset": 0.25, "duration": 0.5, "text": "one"})"
+                                 "\n");
+  asr::Faults faults(asr::FaultPolicy::kStop);
+  const auto group = ddpkit::init_process_group({.environment = ddpkit::LaunchEnvironment{}});
+  asr::DatasetOptions options;
+  options.features.sample_rate = 8000;
+  options.output_frames = [](std::int64_t frames) { return frames; };
+  const asr::Dataset data(asr::read_corpus(folder / "m.jsonl"), options, faults, group);
+  CHECK(data.seconds() == Approx(0.5).epsilon(0.1));
+  CHECK(data.features(0).size(0) < 60);
 }
 
 TEST_CASE("LibriSpeech's folders are read, FLAC or WAV", "[asr]") {
