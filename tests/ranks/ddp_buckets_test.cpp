@@ -49,6 +49,23 @@ struct BackwardsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Backwards);
 
+/// Two layers beside each other. The gradient of the layer that forward uses last comes first.
+struct EitherOrderImpl : torch::nn::Module {
+  EitherOrderImpl() {
+    torch::manual_seed(4);
+    a = register_module("a", torch::nn::Linear(kWidth, kWidth));
+    b = register_module("b", torch::nn::Linear(kWidth, kWidth));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& x, bool a_is_last) {
+    const torch::Tensor first = torch::tanh(a_is_last ? b(x) : a(x));
+    const torch::Tensor last = torch::tanh(a_is_last ? a(x) : b(x));
+    return first * last;
+  }
+  torch::nn::Linear a{nullptr}, b{nullptr};
+};
+TORCH_MODULE(EitherOrder);
+
 }  // namespace
 
 RANK_TEST("buckets are rebuilt once, in the order gradients arrive", "[ddp][options]", 2, 3) {
@@ -70,5 +87,28 @@ RANK_TEST("buckets are rebuilt once, in the order gradients arrive", "[ddp][opti
       CHECK((trace.buckets[0].started < trace.last_gradient) == (step > 0));
     }
     CHECK(ddp.reducer().buckets() != before);
+  }
+}
+
+RANK_TEST("ranks whose gradients come in different orders have the buckets of rank 0", "[ddp][options]", 2, 3) {
+  const auto a_is_last = [](int rank) { return rank == 0; };
+  for (const DistributedDataParallelOptions& memory : kMemories) {
+    DistributedDataParallelOptions options = memory;
+    options.bucket_cap_mb = options.first_bucket_cap_mb = 0.01;
+    EitherOrder model, reference;
+    DistributedDataParallel ddp(model, group, options);
+    for (std::int64_t step = 0; step < 3; ++step) {
+      forget_gradients(*model);
+      forget_gradients(*reference);
+      const auto expected = expected_gradients(
+          *reference, group.world_size(), [&](int r) { return reference(input(step, r), a_is_last(r)).pow(2).mean(); });
+      ddp(input(step, group.rank()), a_is_last(group.rank())).pow(2).mean().backward();
+      check_gradients(*model, expected, group);
+    }
+    CHECK(ddp.reducer().rebuilds() == 1);
+    const auto buckets = ddp.reducer().buckets();
+    REQUIRE(buckets.size() == 2);
+    // Of rank 0: "a", parameters 0 and 1, comes first.
+    for (const std::size_t index : buckets[0]) CHECK(index < 2);
   }
 }

@@ -57,6 +57,8 @@ RANK_TEST("a gradient that no rank has used stays as it was", "[ddp][options]", 
     Branches model;
     DistributedDataParallel ddp(model, group, {.find_unused_parameters = true, .arena = arena});
     ddp(input(0, group.rank()), "lr").sum().backward();
+    // Different on each rank, so that a mean would show.
+    model->right->weight.mutable_grad().add_(group.rank());
     const torch::Tensor before = model->right->weight.grad().clone();
     model->trunk->weight.mutable_grad().reset();
     ddp(input(1, group.rank()), "l").sum().backward();

@@ -338,6 +338,22 @@ TEST_CASE("a sharded optimizer's state moves between world sizes", "[ranks][opti
       environment);
 }
 
+RANK_TEST("a sharded optimizer's consolidated state ends with the next step", "[optim][sharded]", 2) {
+  auto model = make_model();
+  DistributedDataParallel ddp(model, group);
+  ShardedOptimizer<FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(1e-2));
+  const auto step = [&] {
+    optimizer.zero_grad();
+    loss_of(ddp(torch::ones({3, kWidth}, torch::kDouble))).backward();
+    optimizer.step();
+  };
+  step();
+  optimizer.consolidate_state();
+  if (group.rank() == 0) CHECK_NOTHROW(optimizer.consolidated());
+  step();
+  CHECK_THROWS_WITH(optimizer.consolidated(), ContainsSubstring("consolidate_state()"));
+}
+
 RANK_TEST("join with a sharded optimizer", "[optim][sharded][join]", 2, 3) {
   for (const ShardedOptions& options : ways(group)) {
     auto model = make_model();
