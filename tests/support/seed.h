@@ -1,19 +1,19 @@
-// Random numbers for tests that draw their cases.
+// Seeds of tests that draw their cases.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 #include <iostream>
 #include <random>
-#include <string>
 
 namespace ddpkit::testing {
 
-/// The seed of this run, printed. DDPKIT_TEST_SEED repeats a run; without the variable each run draws other cases.
-inline std::mt19937 drawn_random() {
-  const char* given = std::getenv("DDPKIT_TEST_SEED");
-  const auto seed = given ? static_cast<unsigned>(std::stoul(given)) : std::random_device()();
+/// DDPKIT_TEST_SEED, or a new seed in each run. Printed, so that a failure can be repeated.
+inline std::uint64_t seed_of_this_run() {
+  const char* text = std::getenv("DDPKIT_TEST_SEED");
+  const std::uint64_t seed = text ? std::strtoull(text, nullptr, 10) : std::random_device()();
   std::cout << "DDPKIT_TEST_SEED=" << seed << std::endl;
-  return std::mt19937(seed);
+  return seed;
 }
 
 }  // namespace ddpkit::testing

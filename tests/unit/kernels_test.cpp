@@ -1,12 +1,47 @@
 #include "comm/shm/kernels.h"
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <random>
+
+#include "simd/variant.h"
 #include "support/catch.h"
+#include "support/drawn.h"
+#include "support/seed.h"
 
 using namespace ddpkit::shm;
+using ddpkit::testing::drawn;
+using ddpkit::testing::same;
+
+namespace ddpkit::shm {
+// Of kernels_<variant>.cpp. Programs call only the one that reduce() chooses for the processor.
+bool reduce_baseline(const ReduceArguments& arguments);
+#if defined(__x86_64__)
+bool reduce_avx2(const ReduceArguments& arguments);
+bool reduce_avx512(const ReduceArguments& arguments);
+#endif
+}  // namespace ddpkit::shm
 
 namespace {
+
+struct Variant {
+  const char* name;
+  bool (*reduce)(const ReduceArguments&);
+};
+
+/// All variants that this processor can run; the baseline first.
+std::vector<Variant> variants() {
+  std::vector<Variant> variants{{"baseline", &reduce_baseline}};
+#if defined(__x86_64__)
+  using ddpkit::simd::variant;
+  if (variant() != ddpkit::simd::Variant::kBaseline) variants.push_back({"avx2", &reduce_avx2});
+  if (variant() == ddpkit::simd::Variant::kAvx512) variants.push_back({"avx512", &reduce_avx512});
+#endif
+  return variants;
+}
 
 at::Tensor numbers(at::ScalarType dtype, std::int64_t numel, std::int64_t seed) {
   torch::manual_seed(static_cast<std::uint64_t>(seed));
@@ -15,97 +50,150 @@ at::Tensor numbers(at::ScalarType dtype, std::int64_t numel, std::int64_t seed) 
   return torch::randint(0, 7, {numel}, at::kLong).to(dtype);
 }
 
-at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs) {
+at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs, const Variant& variant) {
   std::vector<const void*> pointers;
   for (const auto& input : inputs) pointers.push_back(input.const_data_ptr());
-  at::Tensor output = at::empty_like(inputs[0]);
+  // One element more at both ends, which the kernel must leave alone.
+  const at::Tensor around = at::ones({inputs[0].numel() + 2}, inputs[0].options());
+  at::Tensor output = around.narrow(0, 1, inputs[0].numel());
   void* outputs[] = {output.data_ptr()};
-  reduce({.dtype = dtype,
-          .op = op,
-          .numel = static_cast<std::size_t>(output.numel()),
-          .inputs = pointers.data(),
-          .input_count = pointers.size(),
-          .outputs = outputs,
-          .output_count = 1});
+  REQUIRE(variant.reduce({.dtype = dtype,
+                          .op = op,
+                          .numel = static_cast<std::size_t>(output.numel()),
+                          .inputs = pointers.data(),
+                          .input_count = pointers.size(),
+                          .outputs = outputs,
+                          .output_count = 1}));
+  CHECK(around[0].item<double>() == 1);
+  CHECK(around[around.numel() - 1].item<double>() == 1);
   return output;
+}
+
+at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs) {
+  return run(dtype, op, inputs, {"chosen", [](const ReduceArguments& arguments) { return reduce(arguments), true; }});
 }
 
 const std::vector<std::pair<DataType, at::ScalarType>> kTypes = {
     {DataType::kUInt8, at::kByte},        {DataType::kInt8, at::kChar},     {DataType::kInt16, at::kShort},
     {DataType::kInt32, at::kInt},         {DataType::kInt64, at::kLong},    {DataType::kFloat16, at::kHalf},
-    {DataType::kBFloat16, at::kBFloat16}, {DataType::kFloat32, at::kFloat}, {DataType::kFloat64, at::kDouble}};
+    {DataType::kBFloat16, at::kBFloat16}, {DataType::kFloat32, at::kFloat}, {DataType::kFloat64, at::kDouble},
+    {DataType::kBool, at::kBool}};
+constexpr const char* kReductionNames[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+
+/// LibTorch's result.
+at::Tensor expected_of(Reduction op, const std::vector<at::Tensor>& inputs) {
+  return ddpkit::testing::reduced(inputs, static_cast<ddpkit::ReduceOp>(op));
+}
+
+/// Equal bits, or both NaN: the sign and the payload of a NaN depend on the order in which an instruction takes its
+/// operands.
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (!at::isFloatingType(a.scalar_type())) return a.equal(b);
+  return same(a, b) && a.nan_to_num().signbit().equal(b.nan_to_num().signbit());
+}
+
+/// Whether integers of this type can count the inputs: kernels divide in the type itself.
+bool can_count(at::ScalarType dtype, std::size_t count) {
+  return at::isFloatingType(dtype) || count <= (dtype == at::kChar ? 127U : dtype == at::kByte ? 255U : 32767U);
+}
 
 }  // namespace
 
 TEST_CASE("kernels agree with LibTorch for every type and reduction", "[kernels]") {
+  std::mt19937_64 random(ddpkit::testing::seed_of_this_run());
+  constexpr std::size_t kCounts[] = {4, 5, 8, 17, 127, 255, 256, 911, 1100};
+  constexpr std::int64_t kSizes[] = {1, 3, 15, 16, 17, 31, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2049, 5000};
+  const auto check = [&](DataType dtype, at::ScalarType scalar, Reduction op, std::size_t count, std::int64_t numel) {
+    std::vector<at::Tensor> inputs;
+    for (std::size_t r = 0; r < count; ++r) inputs.push_back(drawn(scalar, numel, random));
+    const at::Tensor expected = expected_of(op, inputs);
+    const at::Tensor baseline = run(dtype, op, inputs, variants()[0]);
+    for (const Variant& variant : variants()) {
+      INFO(kReductionNames[static_cast<int>(op)] << " of " << numel << " " << name_of(dtype) << " x" << count << ", "
+                                                 << variant.name);
+      const at::Tensor result = run(dtype, op, inputs, variant);
+      CHECK(same(result, expected));
+      CHECK(same_bits(result, baseline));
+    }
+  };
   for (const auto& [dtype, scalar] : kTypes) {
-    for (const std::size_t count : {1u, 2u, 3u, 5u}) {
-      for (const std::int64_t numel : {1, 15, 64, 1023, 1025, 5000}) {
-        std::vector<at::Tensor> inputs;
-        for (std::size_t r = 0; r < count; ++r) inputs.push_back(numbers(scalar, numel, static_cast<std::int64_t>(r)));
-        // Sums of half types are formed in float32 and rounded once.
-        const bool is_half = scalar == at::kHalf || scalar == at::kBFloat16;
-        const auto wide = [&](const at::Tensor& t) { return is_half ? t.to(at::kFloat) : t; };
-        at::Tensor sum = wide(inputs[0]).clone(), product = sum.clone(), low = sum.clone(), high = sum.clone();
-        for (std::size_t r = 1; r < count; ++r) {
-          sum += wide(inputs[r]);
-          product *= wide(inputs[r]);
-          low = at::minimum(low, wide(inputs[r]));
-          high = at::maximum(high, wide(inputs[r]));
-        }
-        const at::Tensor mean = at::isFloatingType(scalar)
-                                    ? sum / static_cast<double>(count)
-                                    : at::div(sum, static_cast<std::int64_t>(count), "trunc").to(scalar);
-        INFO(name_of(dtype) << " x" << count << " numel " << numel << " variant " << kernel_variant());
-        CHECK(at::equal(run(dtype, Reduction::kSum, inputs), sum.to(scalar)));
-        CHECK(at::equal(run(dtype, Reduction::kAvg, inputs), mean.to(scalar)));
-        CHECK(at::equal(run(dtype, Reduction::kProduct, inputs), product.to(scalar)));
-        CHECK(at::equal(run(dtype, Reduction::kMin, inputs), low.to(scalar)));
-        CHECK(at::equal(run(dtype, Reduction::kMax, inputs), high.to(scalar)));
+    for (int op = 0; op < static_cast<int>(std::size(kReductionNames)); ++op) {
+      if (!supports(dtype, static_cast<Reduction>(op))) continue;
+      for (int draw = 0; draw < 7; ++draw) {
+        const std::size_t count =
+            draw < 3 ? 1 + static_cast<std::size_t>(draw) : kCounts[random() % std::size(kCounts)];
+        const std::int64_t numel = count > 20 ? kSizes[random() % 11] : kSizes[random() % std::size(kSizes)];
+        if (static_cast<Reduction>(op) == Reduction::kAvg && !can_count(scalar, count)) continue;
+        check(dtype, scalar, static_cast<Reduction>(op), count, numel);
       }
     }
   }
 }
 
-TEST_CASE("bitwise kernels", "[kernels]") {
-  const at::Tensor a = torch::tensor({1, 2, 3, 12}, at::kInt), b = torch::tensor({3, 3, 5, 10}, at::kInt);
-  CHECK(at::equal(run(DataType::kInt32, Reduction::kBand, {a, b}), a.bitwise_and(b)));
-  CHECK(at::equal(run(DataType::kInt32, Reduction::kBor, {a, b}), a.bitwise_or(b)));
-  CHECK(at::equal(run(DataType::kInt32, Reduction::kBxor, {a, b}), a.bitwise_xor(b)));
-  CHECK_FALSE(supports(DataType::kFloat32, Reduction::kBand));
+namespace {
+
+/// Whether a mean of `count` int8 or uint8 is right. In a process of its own, which may end by a signal.
+bool has_right_mean(DataType dtype, at::ScalarType scalar, std::size_t count) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::signal(SIGFPE, SIG_DFL);  // Catch2 reports signals of the test's process.
+    std::vector<at::Tensor> inputs(count, at::zeros({3}, scalar));
+    inputs[0] = at::full({3}, 100, scalar);
+    ::_exit(run(dtype, Reduction::kAvg, inputs).equal(at::zeros({3}, scalar)) ? 0 : 1);
+  }
+  int status = -1;
+  return ::waitpid(child, &status, 0) == child && status == 0;
 }
 
-TEST_CASE("truth values: a sum is any, a product is all", "[kernels]") {
-  const at::Tensor a = torch::tensor({true, true, false, false}), b = torch::tensor({true, false, true, false});
-  CHECK(at::equal(run(DataType::kBool, Reduction::kSum, {a, b}), a.logical_or(b)));
-  CHECK(at::equal(run(DataType::kBool, Reduction::kProduct, {a, b}), a.logical_and(b)));
+}  // namespace
+
+// Known fault: the kernels divide by the number of ranks in the type of the elements, where 256 is 0.
+TEST_CASE("known fault: a mean of 8-bit integers over 256 ranks divides by zero", "[kernels][!shouldfail]") {
+  CHECK(has_right_mean(DataType::kUInt8, at::kByte, 256));
+}
+
+// Known fault: the same, where 200 is -56.
+TEST_CASE("known fault: a mean of int8 over 128 to 255 ranks divides by a negative number", "[kernels][!shouldfail]") {
+  const std::vector<at::Tensor> inputs(200, at::zeros({1}, at::kChar));
+  std::vector<at::Tensor> with_one = inputs;
+  with_one[0] = at::full({1}, 100, at::kChar);
+  CHECK(run(DataType::kInt8, Reduction::kAvg, with_one).item<int>() == 0);
+}
+
+TEST_CASE("reductions that a type does not have", "[kernels]") {
+  CHECK_FALSE(supports(DataType::kFloat32, Reduction::kBand));
   CHECK_FALSE(supports(DataType::kBool, Reduction::kAvg));
 }
 
 TEST_CASE("a NaN on one rank reaches the result", "[kernels]") {
   const at::Tensor a = torch::tensor({1.0f, NAN}), b = torch::tensor({NAN, 1.0f});
-  for (const auto op : {Reduction::kSum, Reduction::kMin, Reduction::kMax, Reduction::kProduct})
-    CHECK(run(DataType::kFloat32, op, {a, b}).isnan().all().item<bool>());
+  for (const Variant& variant : variants()) {
+    for (const auto op : {Reduction::kSum, Reduction::kMin, Reduction::kMax, Reduction::kProduct})
+      CHECK(run(DataType::kFloat32, op, {a, b}, variant).isnan().all().item<bool>());
+  }
 }
 
 TEST_CASE("a reduction in place writes all outputs", "[kernels]") {
-  for (const std::size_t count : {2u, 4u}) {
-    std::vector<at::Tensor> tensors;
-    std::vector<void*> pointers;
-    at::Tensor sum = torch::zeros({3000});
-    for (std::size_t r = 0; r < count; ++r) {
-      tensors.push_back(numbers(at::kFloat, 3000, static_cast<std::int64_t>(r)));
-      pointers.push_back(tensors.back().data_ptr());
-      sum += tensors.back();
+  for (const Variant& variant : variants()) {
+    for (const std::size_t count : {2u, 4u}) {
+      INFO(variant.name << " x" << count);
+      std::vector<at::Tensor> tensors;
+      std::vector<void*> pointers;
+      at::Tensor sum = torch::zeros({3000});
+      for (std::size_t r = 0; r < count; ++r) {
+        tensors.push_back(numbers(at::kFloat, 3000, static_cast<std::int64_t>(r)));
+        pointers.push_back(tensors.back().data_ptr());
+        sum += tensors.back();
+      }
+      REQUIRE(variant.reduce({.dtype = DataType::kFloat32,
+                              .op = Reduction::kSum,
+                              .numel = 3000,
+                              .inputs = pointers.data(),
+                              .input_count = count,
+                              .outputs = pointers.data(),
+                              .output_count = count}));
+      for (const auto& tensor : tensors) CHECK(at::equal(tensor, sum));
     }
-    reduce({.dtype = DataType::kFloat32,
-            .op = Reduction::kSum,
-            .numel = 3000,
-            .inputs = pointers.data(),
-            .input_count = count,
-            .outputs = pointers.data(),
-            .output_count = count});
-    for (const auto& tensor : tensors) CHECK(at::equal(tensor, sum));
   }
 }
 
@@ -116,20 +204,24 @@ TEST_CASE("a reduction copies something else on the way, and nothing beyond its 
       const at::Tensor sum = at::zeros({numel + 1}, scalar), copy = at::zeros({numel + 1}, scalar);
       const void* inputs[] = {a.const_data_ptr(), b.const_data_ptr()};
       void* outputs[] = {sum.data_ptr()};
-      reduce({.dtype = dtype,
-              .op = Reduction::kSum,
-              .numel = static_cast<std::size_t>(numel),
-              .inputs = inputs,
-              .input_count = 2,
-              .outputs = outputs,
-              .output_count = 1,
-              .copy_from = other.const_data_ptr(),
-              .copy_to = copy.data_ptr()});
-      INFO(name_of(dtype) << " numel " << numel);
-      CHECK(at::equal(sum.narrow(0, 0, numel), run(dtype, Reduction::kSum, {a, b})));
-      CHECK(at::equal(copy.narrow(0, 0, numel), other));
-      CHECK(sum[numel].item<double>() == 0);
-      CHECK(copy[numel].item<double>() == 0);
+      for (const Variant& variant : variants()) {
+        INFO(name_of(dtype) << " numel " << numel << ", " << variant.name);
+        sum.zero_();
+        copy.zero_();
+        REQUIRE(variant.reduce({.dtype = dtype,
+                                .op = Reduction::kSum,
+                                .numel = static_cast<std::size_t>(numel),
+                                .inputs = inputs,
+                                .input_count = 2,
+                                .outputs = outputs,
+                                .output_count = 1,
+                                .copy_from = other.const_data_ptr(),
+                                .copy_to = copy.data_ptr()}));
+        CHECK(at::equal(sum.narrow(0, 0, numel), run(dtype, Reduction::kSum, {a, b})));
+        CHECK(at::equal(copy.narrow(0, 0, numel), other));
+        CHECK(sum[numel].item<double>() == 0);
+        CHECK(copy[numel].item<double>() == 0);
+      }
     }
   }
 }
