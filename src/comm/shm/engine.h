@@ -177,7 +177,10 @@ class Engine {
   void join();
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
-  void sleep(std::unique_lock<std::mutex>& lock, bool others_busy);
+  /// `ended`: ended_peers() before this rank last looked at them.
+  void sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended);
+  /// Ranks that have announced a failure or left; this number never falls.
+  int ended_peers() const noexcept;
   void ring(int rank) noexcept;
   void run_background();
   // `message`: what is waited for, null for collectives.

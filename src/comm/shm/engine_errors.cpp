@@ -147,10 +147,18 @@ std::string Engine::current_call(const Message* message) const {
                              : fmt::format("{} (number {})", describe(operations_.front()->header), first_sequence_);
 }
 
+int Engine::ended_peers() const noexcept {
+  int ended = 0;
+  for (int r = 0; r < world_size_; ++r) ended += block(r).failure.load() != 0 || block(r).left.load() != 0 ? 1 : 0;
+  return ended;
+}
+
 void Engine::check_peers(const Message* message) {
   for (int r = 0; r < world_size_; ++r) {
     if (r == rank_) continue;
-    if (const auto told = told_by(r)) fail(told->kind, told->text, told->culprit);
+    // An abort is announced as such by the rank that aborts alone: who reads it names the announcing rank.
+    if (const auto told = told_by(r))
+      fail(told->kind == FailureKind::kAborted ? FailureKind::kPeerLost : told->kind, told->text, told->culprit);
   }
   const auto gone = [&](int r) { return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive(); };
   std::vector<int> dead;

@@ -109,8 +109,9 @@ void Engine::run_background() {
         at = next;
       }
       if (over.empty()) {
+        const int ended = ended_peers();
         check_peers(background_.front().pending->message);
-        sleep(lock, false);
+        sleep(lock, false, ended);
       }
     } catch (const std::exception&) {
       failure = std::current_exception();
@@ -151,6 +152,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
       start = Clock::now();
       if (!message && !operations_.empty()) recorder_.waits(operations_.front()->record);
     }
+    const int ended = ended_peers();
     check_peers(message);
     if (done()) return;
     const auto waited = Clock::now() - *start;
@@ -158,17 +160,17 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     lock.unlock();
     const bool others_busy = Engines::all().progress_others(this);
     lock.lock();
-    sleep(lock, others_busy);
+    sleep(lock, others_busy, ended);
   }
 }
 
-void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy) {
+void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended) {
   RankBlock& self = block(rank_);
-  // A peer raises a count, then looks at `sleeping`; here `sleeping` is set, then the counts are looked at. In whatever
-  // order these four happen, either this rank sees the count or the peer rings.
+  // A peer raises a count or ends its group, then looks at `sleeping`; here `sleeping` is set, then the counts and the
+  // ends are looked at. In whatever order these four happen, either this rank sees the change or the peer rings.
   const std::uint32_t bell = self.bell.load();
   self.sleeping.fetch_add(1);
-  if (!progress()) {
+  if (!progress() && ended_peers() == ended) {
     lock.unlock();
     futex_wait(self.bell, bell, others_busy ? kShortNap : kNap);
     lock.lock();
