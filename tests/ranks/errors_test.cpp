@@ -4,15 +4,18 @@
 
 #include <functional>
 #include <optional>
+#include <utility>
 
 #include <ddpkit/comm/error.h>
 
+#include "ranks/thread_ranks.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 using ddpkit::CollectiveMismatch;
 using ddpkit::PeerLost;
 using ddpkit::ProcessGroup;
+using ddpkit::ReduceOp;
 using ddpkit::Timeout;
 using ddpkit::testing::another_group;
 
@@ -48,16 +51,103 @@ RANK_TEST("ranks that call different collectives all learn who called what", "[s
   CHECK(std::string(caught<CollectiveMismatch>([&] { group.barrier(); }).what()) == error.what());
 }
 
-RANK_TEST("another size is a mismatch on every rank", "[shm][errors]", 2, 3) {
-  torch::Tensor tensor = torch::zeros({group.rank() == 0 ? 10 : 11});
-  const auto error = caught<CollectiveMismatch>([&] { group.all_reduce(tensor); });
-  CHECK_THAT(error.what(), ContainsSubstring("of 11 float32"));
-  CHECK(error.context().sequence.has_value());
+namespace {
+
+/// A call in which one rank, the odd one, gives another argument than the others.
+struct OddCall {
+  std::string argument;
+  std::function<void(const ProcessGroup& group, bool odd)> call;
+};
+
+std::vector<OddCall> odd_calls() {
+  std::vector<OddCall> calls;
+  const auto add = [&](std::string argument, std::function<void(const ProcessGroup&, bool)> call) {
+    calls.push_back({std::move(argument), std::move(call)});
+  };
+  const auto ones = [](std::int64_t size, at::ScalarType dtype = at::kFloat) { return torch::ones({size}, dtype); };
+  const auto op = [](bool odd) { return odd ? ReduceOp::kMax : ReduceOp::kSum; };
+  const auto size = [](bool odd) { return odd ? 11 : 10; };
+  // As many bytes as float32.
+  const auto dtype = [](bool odd) { return odd ? at::kInt : at::kFloat; };
+
+  add("broadcast's root", [=](const ProcessGroup& group, bool odd) { group.broadcast(ones(10), odd ? 1 : 0); });
+  add("broadcast's size", [=](const ProcessGroup& group, bool odd) { group.broadcast(ones(size(odd)), 1); });
+  add("broadcast's type", [=](const ProcessGroup& group, bool odd) { group.broadcast(ones(10, dtype(odd))); });
+  add("reduce's root", [=](const ProcessGroup& group, bool odd) { group.reduce(ones(10), odd ? 1 : 0); });
+  add("reduce's reduction", [=](const ProcessGroup& group, bool odd) { group.reduce(ones(10), 1, op(odd)); });
+  add("reduce's size", [=](const ProcessGroup& group, bool odd) { group.reduce(ones(size(odd)), 1); });
+  add("gather's root", [=](const ProcessGroup& group, bool odd) { (void)group.gather(ones(10), odd ? 1 : 0); });
+  add("gather's size", [=](const ProcessGroup& group, bool odd) { (void)group.gather(ones(size(odd))); });
+  add("scatter's root", [=](const ProcessGroup& group, bool odd) {
+    group.scatter(ones(10), torch::ones({group.world_size(), 10}), odd ? 1 : 0);
+  });
+  add("scatter's size", [=](const ProcessGroup& group, bool odd) {
+    group.scatter(ones(size(odd)), torch::ones({group.world_size(), size(odd)}));
+  });
+  add("all_reduce's reduction", [=](const ProcessGroup& group, bool odd) { group.all_reduce(ones(10), op(odd)); });
+  add("all_reduce's size", [=](const ProcessGroup& group, bool odd) { group.all_reduce(ones(size(odd))); });
+  add("all_reduce's type", [=](const ProcessGroup& group, bool odd) { group.all_reduce(ones(10, dtype(odd))); });
+  add("all_gather's size", [=](const ProcessGroup& group, bool odd) { (void)group.all_gather(ones(size(odd))); });
+  add("all_gather's type", [=](const ProcessGroup& group, bool odd) { (void)group.all_gather(ones(10, dtype(odd))); });
+  add("reduce_scatter's reduction", [=](const ProcessGroup& group, bool odd) {
+    group.reduce_scatter(ones(10), ones(10 * group.world_size()), op(odd));
+  });
+  add("reduce_scatter's size", [=](const ProcessGroup& group, bool odd) {
+    group.reduce_scatter(ones(size(odd)), ones(size(odd) * group.world_size()));
+  });
+  add("all_to_all's type", [=](const ProcessGroup& group, bool odd) {
+    group.all_to_all(ones(group.world_size(), dtype(odd)), ones(group.world_size(), dtype(odd)));
+  });
+  // Two rows for each rank; the odd one has three for, or from, the next rank.
+  const auto splits = [](const ProcessGroup& group, bool odd) {
+    std::vector<std::int64_t> splits(static_cast<std::size_t>(group.world_size()), 2);
+    if (odd) splits[static_cast<std::size_t>((group.rank() + 1) % group.world_size())] = 3;
+    return splits;
+  };
+  add("all_to_all's input splits", [=](const ProcessGroup& group, bool odd) {
+    const std::int64_t rows = 2 * group.world_size();
+    group.all_to_all(ones(rows), ones(rows + (odd ? 1 : 0)), {}, splits(group, odd));
+  });
+  add("all_to_all's output splits", [=](const ProcessGroup& group, bool odd) {
+    const std::int64_t rows = 2 * group.world_size();
+    group.all_to_all(ones(rows + (odd ? 1 : 0)), ones(rows), splits(group, odd), {});
+  });
+  // Tensors in symmetric memory, reduced by one call.
+  const auto reduce_pieces = [](const ProcessGroup& group, const std::vector<std::int64_t>& sizes) {
+    const torch::Tensor memory = group.allocate({100}, at::kFloat);
+    std::vector<at::Tensor> pieces;
+    std::int64_t begin = 0;
+    for (const std::int64_t piece : sizes)
+      pieces.push_back(memory.narrow(0, std::exchange(begin, begin + piece), piece));
+    ddpkit::testing::own_backend(group).all_reduce_in_place(pieces, c10d::ReduceOp(c10d::ReduceOp::SUM))->wait();
+  };
+  using Sizes = std::vector<std::int64_t>;
+  add("the order of the pieces' sizes", [=](const ProcessGroup& group, bool odd) {
+    reduce_pieces(group, odd ? Sizes{20, 10} : Sizes{10, 20});
+  });
+  add("the number of pieces", [=](const ProcessGroup& group, bool odd) {
+    reduce_pieces(group, odd ? Sizes{10, 10, 10} : Sizes{10, 20});
+  });
+  return calls;
 }
 
-RANK_TEST("another type is a mismatch on every rank", "[shm][errors]", 2) {
-  torch::Tensor tensor = torch::zeros({10}, group.rank() == 0 ? at::kFloat : at::kInt);
-  CHECK_THAT(caught<CollectiveMismatch>([&] { group.all_reduce(tensor); }).what(), ContainsSubstring("int32"));
+}  // namespace
+
+RANK_TEST("one argument that differs on one rank is a mismatch on every rank", "[shm][errors]", 2, 3) {
+  for (const int odd : {0, group.world_size() - 1}) {
+    for (const OddCall& odd_call : odd_calls()) {
+      INFO(odd_call.argument << " differs on rank " << odd);
+      const ProcessGroup inner = another_group(group, odd_call.argument + std::to_string(odd));
+      const auto error = caught<CollectiveMismatch>([&] {
+        odd_call.call(inner, group.rank() == odd);
+        // An all_to_all in which this rank's own pieces match, or a root's part, may have finished.
+        inner.barrier();
+      });
+      if (group.world_size() == 3 && odd_call.argument.find("splits") == std::string::npos)
+        CHECK(error.context().rank == odd);
+      CHECK(error.context().sequence.has_value());
+    }
+  }
 }
 
 RANK_TEST("symmetric memory of two sizes is a mismatch on every rank", "[shm][errors]", 2) {
@@ -123,7 +213,8 @@ RANK_TEST("a rank that gives up tells the others why", "[shm][errors]", 3) {
     inner.abort("the loss is NaN");
   } else {
     const auto error = caught<PeerLost>([&] { inner.barrier(); });
-    CHECK_THAT(error.what(), ContainsSubstring("rank 2 gave up: the loss is NaN"));
+    CHECK(error.what() == std::string("rank 2 gave up: the loss is NaN"));
+    CHECK(error.context().rank == 2);  // Also where another rank has passed it on.
   }
   group.barrier();
 }

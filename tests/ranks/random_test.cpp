@@ -2,51 +2,27 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <deque>
-#include <iostream>
+#include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 
 #include "support/catch.h"
+#include "support/drawn.h"
 #include "support/ranks.h"
+#include "support/seed.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::ReduceOp;
 using ddpkit::Work;
+using ddpkit::testing::drawn;
+using ddpkit::testing::reduced;
+using ddpkit::testing::same;
+using ddpkit::testing::seed_of_this_run;
 
 namespace {
-
-constexpr int kRandomRanks = 4;
-constexpr int kCollectives = 20000;
-
-std::uint64_t seed_of_this_run() {
-  const char* text = std::getenv("DDPKIT_TEST_SEED");
-  return text ? std::strtoull(text, nullptr, 10) : 1;
-}
-
-/// What rank `rank` (of the whole job) brings to collective `number`: small whole numbers, exact in every type.
-torch::Tensor data_of(std::uint64_t number, int rank, std::int64_t numel, at::ScalarType dtype) {
-  const auto factor = static_cast<std::int64_t>(number * 7 + static_cast<std::uint64_t>(rank) * 3 + 1);
-  const torch::Tensor values = (torch::arange(numel, at::kLong) * factor + number).remainder(5);
-  return dtype == at::kBool ? values > 2 : values.to(dtype);
-}
-
-torch::Tensor reduced(const std::vector<torch::Tensor>& parts, ReduceOp op) {
-  const bool half = parts[0].scalar_type() == at::kHalf || parts[0].scalar_type() == at::kBFloat16;
-  const auto wide = [&](const torch::Tensor& t) { return half ? t.to(at::kFloat) : t; };
-  torch::Tensor result = wide(parts[0]);
-  const bool truth = result.scalar_type() == at::kBool;
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    const torch::Tensor next = wide(parts[i]);
-    if (op == ReduceOp::kSum || op == ReduceOp::kAvg) result = truth ? result.logical_or(next) : result + next;
-    if (op == ReduceOp::kProduct) result = truth ? result.logical_and(next) : result * next;
-    if (op == ReduceOp::kMin) result = torch::minimum(result, next);
-    if (op == ReduceOp::kMax) result = torch::maximum(result, next);
-  }
-  if (op == ReduceOp::kAvg) result = result / static_cast<double>(parts.size());
-  return result.to(parts[0].scalar_type());
-}
 
 struct Group {
   ProcessGroup group;
@@ -64,10 +40,14 @@ struct Expected {
 class RandomRun {
  public:
   RandomRun(std::vector<Group> groups, int rank, std::uint64_t seed)
-      : groups_(std::move(groups)), rank_(rank), shared_(seed), own_(seed * 31 + static_cast<std::uint64_t>(rank)) {}
+      : groups_(std::move(groups)),
+        rank_(rank),
+        seed_(seed),
+        shared_(seed),
+        own_(seed * 31 + static_cast<std::uint64_t>(rank)) {}
 
-  void run() {
-    for (int number = 0; number < kCollectives; ++number) {
+  void run(int collectives) {
+    for (int number = 0; number < collectives; ++number) {
       start(static_cast<std::uint64_t>(number));
       // Every rank waits at times of its own, with up to 40 collectives under way.
       while (!pending_.empty() && (pending_.size() > 40 || own_() % 3 == 0)) finish_one();
@@ -78,6 +58,13 @@ class RandomRun {
   int checked() const { return checked_; }
 
  private:
+  /// What rank `rank` (of the whole job) gives to collective `number`.
+  torch::Tensor data_of(std::uint64_t number, int rank, std::int64_t numel, at::ScalarType dtype) const {
+    std::seed_seq words{seed_ & 0xffffffff, seed_ >> 32, number, static_cast<std::uint64_t>(rank)};
+    std::mt19937_64 random(words);
+    return drawn(dtype, numel, random);
+  }
+
   // Drawn by every rank, whether or not it takes part, so that all draw the same.
   std::uint64_t draw(std::uint64_t below) { return shared_() % below; }
 
@@ -91,9 +78,11 @@ class RandomRun {
     const auto numel = static_cast<std::int64_t>(draw(static_cast<std::uint64_t>(kScales[draw(7)]) + 1));
     const bool symmetric = draw(3) == 0;
     const std::uint64_t root_draw = draw(1000);
-    constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kAvg};
-    const bool averages = at::isFloatingType(dtype);
-    const ReduceOp op = kOps[draw(averages ? 5 : 4)];
+    constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin,  ReduceOp::kMax, ReduceOp::kProduct,
+                                 ReduceOp::kAvg, ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor};
+    std::uint64_t which_op = draw(at::isFloatingType(dtype) ? 5 : dtype == at::kBool ? 7 : 8);
+    if (dtype == at::kBool && which_op >= 4) ++which_op;  // No mean of truth values.
+    const ReduceOp op = kOps[which_op];
     const std::uint64_t mixed = draw(20);
     const Group& target = groups_[which];
     const auto own = std::find(target.members.begin(), target.members.end(), rank_);
@@ -179,12 +168,13 @@ class RandomRun {
     Expected& oldest = pending_.front();
     oldest.work.wait();
     ++checked_;
-    if (!torch::equal(oldest.actual, oldest.expected)) FAIL("wrong result of " << oldest.what);
+    if (!same(oldest.actual, oldest.expected)) FAIL("wrong result of " << oldest.what);
     pending_.pop_front();
   }
 
   std::vector<Group> groups_;
   int rank_;
+  std::uint64_t seed_;
   std::mt19937_64 shared_, own_;
   std::deque<Expected> pending_;
   int checked_ = 0;
@@ -192,22 +182,29 @@ class RandomRun {
 
 }  // namespace
 
-RANK_TEST("20000 random collectives", "[shm][random]", kRandomRanks) {
-  const std::uint64_t seed = seed_of_this_run();
-  std::cout << "seed " << seed << " (DDPKIT_TEST_SEED)" << std::endl;
+RANK_TEST("random collectives", "[shm][random]", 2, 3, 4) {
+  // Rank 0's seed, for all ranks.
+  torch::Tensor drawn_seed = torch::zeros({1}, at::kLong);
+  if (group.rank() == 0) drawn_seed[0] = static_cast<std::int64_t>(seed_of_this_run());
+  group.broadcast(drawn_seed);
+  const int collectives = group.world_size() == 4 ? 4000 : 1500;
   std::vector<Group> groups;
+  // The members of each group, in their order in it. Worlds below 4 have some of these groups.
+  const std::vector<std::vector<int>> kMembers = {{0, 1}, {3, 2}, {2, 0, 1}, {1, 2, 3}, {1, 0}};
+  std::vector<int> everybody(static_cast<std::size_t>(group.world_size()));
+  std::iota(everybody.begin(), everybody.end(), 0);
   const auto add = [&](const std::vector<int>& members) {
-    const auto part = members.size() == kRandomRanks ? std::optional(group) : group.split(members);
+    const auto part = members == everybody ? std::optional(group) : group.split(members);
     groups.push_back({part.value_or(group), members, part ? part->allocate({4 << 20}, at::kByte) : torch::Tensor()});
   };
-  add({0, 1, 2, 3});
-  add({0, 1});
-  add({3, 2});
-  add({2, 0, 1});
-  add({1, 2, 3});
-  RandomRun run(groups, group.rank(), seed);
-  run.run();
-  // Each rank is in three or four of the five groups.
-  CHECK(run.checked() > kCollectives / 2);
+  add(everybody);
+  for (const auto& members : kMembers) {
+    const bool fits = *std::max_element(members.begin(), members.end()) < group.world_size();
+    if (fits && members != everybody) add(members);
+  }
+  RandomRun run(groups, group.rank(), static_cast<std::uint64_t>(drawn_seed.item<std::int64_t>()));
+  run.run(collectives);
+  // Each rank is in half of the groups or more.
+  CHECK(run.checked() > collectives / 3);
   group.barrier();
 }
