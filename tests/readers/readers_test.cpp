@@ -155,7 +155,7 @@ const std::vector<Guise> kGuises = {
 }  // namespace
 
 TEST_CASE("readers use all that was written", "[readers]") {
-  std::mt19937 random = std::mt19937(static_cast<unsigned>(seed_of_this_run()));
+  std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   for (const Format& format : formats()) {
     for (int round = 0; round < 4; ++round) {
       const Folder folder;
@@ -166,7 +166,7 @@ TEST_CASE("readers use all that was written", "[readers]") {
 }
 
 TEST_CASE("readers see through byte-order marks, line ends, links and foreign files", "[readers]") {
-  std::mt19937 random = std::mt19937(static_cast<unsigned>(seed_of_this_run()));
+  std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   for (const Format& format : formats()) {
     for (const Guise& guise : kGuises) {
       const Folder folder;
@@ -178,7 +178,7 @@ TEST_CASE("readers see through byte-order marks, line ends, links and foreign fi
 }
 
 TEST_CASE("readers use or name a file whose ending is in capitals", "[readers]") {
-  std::mt19937 random = std::mt19937(static_cast<unsigned>(seed_of_this_run()));
+  std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   for (const Format& format : formats()) {
     std::set<std::string> endings;  // One file of each kind.
     for (bool found = true; std::exchange(found, false);) {
@@ -201,7 +201,7 @@ TEST_CASE("readers use or name a file whose ending is in capitals", "[readers]")
 }
 
 TEST_CASE("each key of a format changes what is read, or is refused by name", "[readers]") {
-  std::mt19937 random = std::mt19937(static_cast<unsigned>(seed_of_this_run()));
+  std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   for (const Format& format : formats()) {
     for (const Edit& edit : format.edits) {
       const Folder folder;

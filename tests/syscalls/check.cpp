@@ -191,7 +191,7 @@ class Trainings {
 }  // namespace
 
 void ddpkit::testing::check_system_calls(std::size_t drawn) {
-  std::mt19937 random = std::mt19937(static_cast<unsigned>(seed_of_this_run()));
+  std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   const Trainings trainings;
   std::cout << fmt::format("{} of {} cases\n", std::min(drawn, trainings.cases().size()), trainings.cases().size());
   std::vector<Case> cases;

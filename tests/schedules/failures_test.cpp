@@ -1,0 +1,178 @@
+// Ranks that die, leave, abort, disagree or are late, under many schedules.
+#include <ddpkit/comm/error.h>
+
+#include "explore.h"
+#include "support/catch.h"
+
+using namespace ddpkit::schedules;
+using ddpkit::CollectiveMismatch;
+using ddpkit::PeerLost;
+using ddpkit::Timeout;
+using ddpkit::shm::CollectiveKind;
+using ddpkit::shm::DataType;
+using ddpkit::shm::kMaxOutstanding;
+using ddpkit::shm::last_header;
+using ddpkit::shm::PendingHandle;
+using ddpkit::shm::RankBlock;
+
+namespace {
+
+/// Several all-reduces at once.
+void reduce_some(ScenarioRank& rank, int times, std::size_t numel) {
+  std::vector<Values> data;
+  std::vector<PendingHandle> pending;
+  for (int i = 0; i < times; ++i) data.push_back(ScenarioRank::values(rank.rank, i, numel));
+  for (Values& values : data) {
+    pending.push_back(rank.engine->post({.kind = CollectiveKind::kAllReduce,
+                                         .dtype = DataType::kInt64,
+                                         .input = values.data(),
+                                         .output = values.data(),
+                                         .numel = numel}));
+  }
+  for (int i = 0; i < times; ++i) {
+    rank.engine->wait(pending[static_cast<std::size_t>(i)]);
+    rank.check(data[static_cast<std::size_t>(i)] == rank.sum(i, numel), "a collective gave a wrong result");
+  }
+}
+
+/// The last rank ends its group by `end` after one collective. The others must learn it without waiting for the end of
+/// a nap.
+Scenario ends_by(int ranks, const std::function<void(ScenarioRank&)>& end, const std::string& message) {
+  return {.ranks = ranks,
+          .body =
+              [=](ScenarioRank& rank) {
+                if (rank.rank == ranks - 1) {
+                  reduce_some(rank, 1, 3);
+                  return end(rank);
+                }
+                try {
+                  // A rank that learns of the end before it has the result of the first call fails in that.
+                  reduce_some(rank, 1, 3);
+                  rank.engine->run({.kind = CollectiveKind::kBarrier});
+                  rank.check(false, "a barrier without the last rank");
+                } catch (const PeerLost& error) {
+                  rank.check(error.context().rank == ranks - 1, std::string("another rank is named: ") + error.what());
+                  rank.check(std::string(error.what()).find(message) != std::string::npos, error.what());
+                }
+              },
+          .schedules = 2000};
+}
+
+Scenario leaves(int ranks) {
+  return ends_by(
+      ranks, [](ScenarioRank& rank) { rank.engine.reset(); }, "has left the group");
+}
+
+Scenario aborts(int ranks) {
+  return ends_by(
+      ranks, [](ScenarioRank& rank) { rank.engine->abort("NaN"); },
+      "rank " + std::to_string(ranks - 1) + " gave up: NaN");
+}
+
+}  // namespace
+
+TEST_CASE("schedules: a rank dies at each point of its collectives", "[schedules]") {
+  const auto scenario = [](int ranks, std::size_t numel, int schedules) {
+    return Scenario{
+        .ranks = ranks, .body = [=](ScenarioRank& rank) { reduce_some(rank, 3, numel); }, .schedules = schedules};
+  };
+  explore_deaths("2 ranks", scenario(2, 5, 3000), 1);
+  explore_deaths("3 ranks", scenario(3, 5, 3000), 0);
+  explore_deaths("3 ranks that share a reduction", scenario(3, 2100, 2000), 2);
+}
+
+TEST_CASE("schedules: a rank dies at each point of the rendezvous", "[schedules]") {
+  explore_deaths("3 ranks",
+                 {.ranks = 3,
+                  .body = [](ScenarioRank& rank) { reduce_some(rank, 1, 2); },
+                  .schedules = 1500,
+                  .explores_join = true},
+                 1);
+}
+
+TEST_CASE("schedules: the rendezvous", "[schedules]") {
+  for (const int ranks : {2, 3}) {
+    explore(std::to_string(ranks) + " ranks", {.ranks = ranks,
+                                               .body = [](ScenarioRank& rank) { reduce_some(rank, 1, 3); },
+                                               .schedules = 1000,
+                                               .explores_join = true});
+  }
+}
+
+TEST_CASE("schedules: a rank leaves", "[schedules]") {
+  explore("3 ranks", leaves(3));
+  explore_all("2 ranks", leaves(2), 2);
+}
+
+TEST_CASE("schedules: a rank aborts", "[schedules]") {
+  explore("3 ranks", aborts(3));
+  explore_all("2 ranks", aborts(2), 2);
+}
+
+TEST_CASE("schedules: a rank's last call is read whole while it continues to call", "[schedules]") {
+  explore("2 ranks", {.body =
+                          [](ScenarioRank& rank) {
+                            auto* block = reinterpret_cast<RankBlock*>(rank.segment->base[0]);
+                            const auto post = [&](std::uint64_t sequence) {
+                              ddpkit::shm::CollectiveHeader header{};
+                              header.sequence = sequence;
+                              header.numel = 3 * sequence;
+                              header.piece_sizes = ~sequence;
+                              block->headers[sequence % kMaxOutstanding].store(header);
+                              block->progress.posted.store(sequence + 1, std::memory_order_release);
+                            };
+                            if (rank.rank == 0) {
+                              new (block) RankBlock;
+                              post(0);
+                            }
+                            rank.engine->run({.kind = CollectiveKind::kBarrier});
+                            for (std::uint64_t i = 1; rank.rank == 0 && i < 2 * kMaxOutstanding; ++i) post(i);
+                            for (int i = 0; rank.rank == 1 && i < 10; ++i) {
+                              const auto header = last_header(*block);
+                              if (!header) continue;
+                              const std::uint64_t sequence = header->sequence;
+                              rank.check(header->numel == 3 * sequence && header->piece_sizes == ~sequence,
+                                         "a header has parts of two");
+                            }
+                          },
+                      .schedules = 300,
+                      .symmetric = sizeof(RankBlock)});
+}
+
+TEST_CASE("schedules: ranks that call different collectives all learn it", "[schedules]") {
+  explore("3 ranks", {.ranks = 3,
+                      .body =
+                          [](ScenarioRank& rank) {
+                            reduce_some(rank, 1, 3);
+                            Values values(4);
+                            try {
+                              rank.engine->run({.kind = CollectiveKind::kBroadcast,
+                                                .dtype = DataType::kInt64,
+                                                .root = rank.rank == 1 ? 1 : 0,
+                                                .input = values.data(),
+                                                .output = values.data(),
+                                                .numel = 4});
+                              rank.check(false, "broadcasts from different ranks");
+                            } catch (const CollectiveMismatch& error) {
+                              rank.check(error.context().rank == 1, error.what());
+                            }
+                          },
+                      .schedules = 2000});
+}
+
+TEST_CASE("schedules: a late rank is named when the timeout ends", "[schedules]") {
+  explore("2 ranks", {.body =
+                          [](ScenarioRank& rank) {
+                            reduce_some(rank, 1, 3);
+                            if (rank.rank == 1) return;
+                            try {
+                              rank.engine->run({.kind = CollectiveKind::kBarrier});
+                              rank.check(false, "a barrier without rank 1");
+                            } catch (const Timeout& error) {
+                              rank.check(error.context().rank == 1, error.what());
+                            }
+                          },
+                      .schedules = 500,
+                      .naps_expire = true,
+                      .timeout = std::chrono::milliseconds(200)});
+}

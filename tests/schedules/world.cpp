@@ -1,0 +1,112 @@
+// Stand-ins for what the engine asks of the operating system and of the kernels: shared memory is the arena, processes
+// are the simulation's ranks, and a reduction reports what it reads and writes.
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/shm/kernels.h"
+#include "comm/shm/mapping.h"
+#include "comm/shm/process_watch.h"
+#include "simulation.h"
+#include "world.h"
+
+namespace ddpkit::schedules {
+namespace {
+
+/// What was taken from the arena. [descriptor]
+std::vector<std::byte*>& files() {
+  static std::vector<std::byte*> files;
+  return files;
+}
+
+std::shared_ptr<std::byte> unowned(std::byte* pages) {
+  return {pages, [](std::byte*) {}};
+}
+
+bool is_dead(int pid) {
+  const Simulation* const simulation = Simulation::current();
+  return simulation && simulation->is_dead(pid - kFirstPid);
+}
+
+}  // namespace
+
+void forget_memory() {
+  files().clear();
+  Arena::instance().reset();
+}
+
+}  // namespace ddpkit::schedules
+
+namespace ddpkit::shm {
+
+using schedules::Simulation;
+
+Mapping::~Mapping() = default;
+Mapping::Mapping(Mapping&& other) noexcept
+    : pages_(std::move(other.pages_)), size_(std::exchange(other.size_, 0)), fd_(std::exchange(other.fd_, -1)) {}
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(pages_, other.pages_);
+  std::swap(size_, other.size_);
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+void Mapping::close_descriptor() noexcept { fd_ = -1; }
+
+Mapping Mapping::create(const std::string&, std::size_t bytes, Fill) {
+  Mapping mapping;
+  mapping.pages_ = schedules::unowned(schedules::Arena::instance().take(bytes));
+  mapping.size_ = bytes;
+  mapping.fd_ = static_cast<int>(schedules::files().size());
+  schedules::files().push_back(mapping.pages_.get());
+  return mapping;
+}
+
+Mapping Mapping::open(const Owner& owner, int fd, std::size_t bytes, Fill) {
+  if (schedules::is_dead(owner.pid))
+    throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
+                   {.rank = owner.rank, .call = "rendezvous"});
+  Mapping mapping;
+  mapping.pages_ = schedules::unowned(schedules::files().at(static_cast<std::size_t>(fd)));
+  mapping.size_ = bytes;
+  return mapping;
+}
+
+ProcessWatch::ProcessWatch(int pid) : pid_(pid) {}
+ProcessWatch::~ProcessWatch() = default;
+ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept : pid_(other.pid_) {}
+ProcessWatch& ProcessWatch::operator=(ProcessWatch&& other) noexcept {
+  pid_ = other.pid_;
+  return *this;
+}
+bool ProcessWatch::alive() const noexcept {
+  if (Simulation* const simulation = Simulation::current()) simulation->point();
+  return !schedules::is_dead(pid_);
+}
+
+/// A sum of int64 is all that the scenarios need.
+void reduce(const ReduceArguments& arguments) {
+  Simulation& simulation = *Simulation::current();
+  if (arguments.dtype != DataType::kInt64 || arguments.op != Reduction::kSum) simulation.fail("not a sum of int64");
+  const std::size_t bytes = arguments.numel * sizeof(std::int64_t);
+  std::vector<std::int64_t> sum(arguments.numel);
+  const auto read = [&](const void* from) {
+    if (schedules::Arena::instance().contains(from)) simulation.memory().read(simulation.rank(), from, bytes);
+    return static_cast<const std::int64_t*>(from);
+  };
+  const auto write = [&](void* to, const std::int64_t* values) {
+    if (schedules::Arena::instance().contains(to)) simulation.memory().write(simulation.rank(), to, bytes);
+    std::memcpy(to, values, bytes);
+  };
+  for (std::size_t r = 0; r < arguments.input_count; ++r) {
+    const std::int64_t* input = read(arguments.inputs[r]);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += input[i];
+  }
+  for (std::size_t k = 0; k < arguments.output_count; ++k) write(arguments.outputs[k], sum.data());
+  if (arguments.copy_to) write(arguments.copy_to, read(arguments.copy_from));
+}
+
+}  // namespace ddpkit::shm
