@@ -1,0 +1,96 @@
+// A drawn training as data. Every field has a default; JSON holds only what differs from it, so that a case's features
+// are the keys of its JSON, and shrinking is the removal of keys.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+namespace ddpkit::fuzz {
+
+/// A layer from [rows, width] to [rows, width].
+struct Node {
+  std::string kind = "linear";  ///< See model.cpp.
+  std::string dtype = "";       ///< Of its parameters; empty: the case's.
+  std::string layout = "";      ///< Of its weight: transposed, channels_last, sliced, flat (a view of one tensor).
+  int layout_rank = -1;         ///< Only on this rank; -1: on all.
+  int tie = -1;                 ///< A node whose weight is this one's too.
+  std::string tie_by =
+      "name";    ///< handle: `head->weight = wte->weight`; name: register_parameter() of the same tensor.
+  int uses = 1;  ///< Times that the node is applied in a forward.
+  std::string when = "always";  ///< Steps and ranks that run it: never, even_steps, rank_0, by_rank.
+  bool sparse = false;          ///< Gradients of an embedding.
+  bool checkpoint = false;      ///< Run again in backward.
+  bool frozen = false;          ///< requires_grad is false when the model is wrapped.
+  bool ignored = false;         ///< Named in parameters_to_ignore.
+  bool detach = false;          ///< Its input is detached.
+};
+
+struct Wrapper {
+  std::string kind = "ddp";  ///< Or data_parallel: one process, `world` replicas.
+  double bucket_cap_mb = 25;
+  bool arena = true;
+  bool view = false;
+  bool find_unused = false;
+  bool static_graph = false;
+  bool broadcast_buffers = true;
+  std::string hook = "none";      ///< all_reduce, fp16, bf16, power_sgd, own, stats (own, and asks for statistics).
+  std::string output = "tensor";  ///< tuple, map, opaque.
+};
+
+struct OptimizerChoice {
+  std::string kind = "sgd";      ///< adam, adamw.
+  std::string engine = "torch";  ///< fused, sharded.
+  int groups = 1;
+  double momentum = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool amsgrad = false;
+  bool maximize = false;
+  bool in_backward = false;
+  bool own_weights = false;  ///< Sharded, without shared weights.
+  bool scaler = false;
+  bool schedule = false;
+};
+
+/// What a training program does next. Fields that its kind does not use keep their defaults.
+struct Event {
+  std::string kind = "step";
+  std::vector<int> slots = {0};  ///< Graphs that forward makes and backward uses.
+  std::string how = "";
+  int node = 0;
+  int rank = -1;
+  double value = 0;
+  std::vector<int> counts = {};  ///< Steps of each rank, in a join.
+};
+
+struct Case {
+  std::uint64_t data = 1;  ///< Seed of weights and inputs.
+  int world = 2;
+  std::string backend = "shm";
+  std::string dtype = "f64";
+  int width = 2;
+  int rows = 2;
+  double magnitude = 1;       ///< The loss is multiplied by it.
+  bool other_starts = false;  ///< Ranks start from different weights.
+  std::vector<Node> nodes = {};
+  Wrapper wrapper = {};
+  OptimizerChoice optimizer = {};
+  std::vector<Event> events = {};
+};
+
+/// Pure: the same on every machine.
+Case draw(std::uint64_t seed, std::uint64_t number);
+
+nlohmann::json to_json(const Case& drawn);
+Case from_json(const nlohmann::json& json);
+
+/// Keys and values that differ from the defaults, such as "optimizer.engine=sharded" or "event.kind=freeze".
+std::set<std::string> features(const Case& drawn);
+/// How many nodes, events and options have it.
+std::size_t count_feature(const Case& drawn, const std::string& feature);
+
+}  // namespace ddpkit::fuzz

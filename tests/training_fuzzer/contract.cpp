@@ -1,0 +1,46 @@
+// What the documentation allows ddpkit to refuse, by an Error on all ranks. All else has to work.
+#include <algorithm>
+
+#include "judge.h"
+
+namespace ddpkit::fuzz {
+namespace {
+
+struct Clause {
+  const char* feature;   ///< A prefix of one of the case's features.
+  const char* feature2;  ///< Another one; empty: none.
+  const char* phrase;    ///< Of the message.
+};
+
+constexpr Clause kClauses[] = {
+    // docs/ddp.md: unused parameters need find_unused_parameters or static_graph.
+    {"node.when", "", "gave no gradient to"},
+    {"node.detach", "", "gave no gradient to"},
+    {"event.kind=freeze", "", "gave no gradient to"},
+    // The same: checkpointed parameters do not appear in the graph of the forward pass.
+    {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
+    // docs/optimizers.md: what a sharded optimizer is not made for.
+    {"optimizer.engine=sharded", "layout=sliced", "is not dense in memory"},
+    {"optimizer.engine=sharded", "node.sparse", "is sparse"},
+    {"optimizer.in_backward", "", "update_in_backward"},
+    // Layouts that differ between ranks may work or be refused.
+    {"node.layout_rank", "", "differs between rank"},
+    {"event.kind=set_layout", "event.rank", "differs between rank"},
+    {"event.kind=cast", "", ""},
+};
+
+}  // namespace
+
+bool may_refuse(const Case& drawn, const std::string& message) {
+  const auto all = features(drawn);
+  const auto holds = [&](const std::string& feature) {
+    return feature.empty() || std::any_of(all.begin(), all.end(), [&](const std::string& one) {
+             return one.find(feature) != std::string::npos;
+           });
+  };
+  return std::any_of(std::begin(kClauses), std::end(kClauses), [&](const Clause& clause) {
+    return holds(clause.feature) && holds(clause.feature2) && message.find(clause.phrase) != std::string::npos;
+  });
+}
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,285 @@
+// The grammar: what is drawn, and how often.
+#include <algorithm>
+#include <random>
+
+#include "case.h"
+
+namespace ddpkit::fuzz {
+namespace {
+
+/// The standard library's distributions differ between implementations.
+class Dice {
+ public:
+  Dice(std::uint64_t seed, std::uint64_t number) {
+    std::seed_seq sequence{seed & 0xffffffffu, seed >> 32, number & 0xffffffffu, number >> 32};
+    engine_.seed(sequence);
+  }
+  /// From 0 to count - 1.
+  int below(int count) { return static_cast<int>(engine_() % static_cast<std::uint64_t>(count)); }
+  bool percent(int chance) { return below(100) < chance; }
+  template <class T>
+  T one_of(std::initializer_list<T> values) {
+    return *(values.begin() + below(static_cast<int>(values.size())));
+  }
+  std::string word(std::initializer_list<const char*> values) { return one_of<const char*>(values); }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+class Drawer {
+ public:
+  Drawer(std::uint64_t seed, std::uint64_t number) : dice_(seed, number) {}
+
+  Case draw() {
+    case_.data = static_cast<std::uint64_t>(dice_.below(1'000'000));
+    draw_ranks();
+    const int nodes = 1 + dice_.below(5);
+    for (int i = 0; i < nodes; ++i) draw_node(i);
+    // A model has something to train.
+    if (std::none_of(case_.nodes.begin(), case_.nodes.end(), [](const Node& node) {
+          return node.kind != "mask" && node.kind != "empty" && !node.frozen && !node.ignored && node.when == "always";
+        }))
+      case_.nodes.push_back({});
+    draw_wrapper();
+    draw_optimizer();
+    const int steps = 2 + dice_.below(4);
+    for (int i = 0; i < steps; ++i) draw_events();
+    return case_;
+  }
+
+ private:
+  bool is_half() const { return case_.dtype == "f16" || case_.dtype == "bf16"; }
+  bool is_data_parallel() const { return case_.wrapper.kind == "data_parallel"; }
+  bool has(const char* kind) const {
+    return std::any_of(case_.nodes.begin(), case_.nodes.end(), [&](const Node& node) { return node.kind == kind; });
+  }
+  template <class Member, class Value>
+  bool any_node(Member member, const Value& value) const {
+    return std::any_of(case_.nodes.begin(), case_.nodes.end(), [&](const Node& node) { return node.*member == value; });
+  }
+
+  void draw_ranks() {
+    case_.world = dice_.percent(70) ? 2 : 3 + dice_.below(2);
+    if (dice_.percent(12)) case_.wrapper.kind = "data_parallel";
+    if (!is_data_parallel() && dice_.percent(12)) case_.backend = dice_.word({"gloo", "hierarchical"});
+    const int type = dice_.below(100);
+    case_.dtype = type < 60 ? "f64" : type < 80 ? "f32" : type < 88 ? "bf16" : "f16";
+    if (case_.dtype == "f16" && dice_.percent(50)) case_.magnitude = 60000;
+    case_.width = 2 + dice_.below(3);
+    case_.rows = 2 + dice_.below(2);
+    case_.other_starts = !is_data_parallel() && dice_.percent(20);
+  }
+
+  void draw_node(int index) {
+    Node node;
+    if (is_half()) {
+      node.kind = dice_.word({"linear", "linear", "matmul", "scale", "bias", "mask"});
+    } else {
+      node.kind = dice_.word({"linear", "linear", "linear", "matmul", "scale", "empty", "bias", "conv", "embedding",
+                              "layer_norm", "batch_norm", "batch_norm", "sync_batch_norm", "lstm", "complex", "mask"});
+    }
+    if (is_data_parallel() && node.kind == "sync_batch_norm") node.kind = "batch_norm";
+    if (dice_.percent(20)) node.layout = dice_.word({"transposed", "channels_last", "sliced", "flat"});
+    if (!node.layout.empty() && !is_data_parallel() && dice_.percent(40)) node.layout_rank = dice_.below(case_.world);
+    if (node.layout == "flat") node.layout_rank = -1;
+    if (node.kind == "linear" && index > 0 && dice_.percent(25)) {
+      for (int i = 0; i < index; ++i)
+        if (case_.nodes[static_cast<std::size_t>(i)].kind == "linear") node.tie = i;
+      if (node.tie >= 0) node.tie_by = dice_.word({"name", "handle"});
+    }
+    if (dice_.percent(12)) node.uses = 2;
+    if (!is_data_parallel() && dice_.percent(6)) node.when = dice_.word({"never", "even_steps", "rank_0", "by_rank"});
+    // Ranks that skip its collectives would be out of step.
+    if (node.kind == "sync_batch_norm" && node.when != "never") node.when = "always";
+    if (node.kind == "embedding") node.sparse = dice_.percent(40);
+    if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm")
+      node.checkpoint = true;
+    node.frozen = dice_.percent(5);
+    node.ignored = !is_data_parallel() && node.tie < 0 && dice_.percent(4);
+    node.detach = dice_.percent(2);
+    if (case_.dtype == "f64" && dice_.percent(6) && (node.kind == "linear" || node.kind == "matmul"))
+      node.dtype = dice_.word({"f32", "bf16"});
+    if (node.tie >= 0) node.dtype = case_.nodes[static_cast<std::size_t>(node.tie)].dtype;
+    case_.nodes.push_back(node);
+  }
+
+  void draw_wrapper() {
+    Wrapper& wrapper = case_.wrapper;
+    wrapper.bucket_cap_mb = dice_.one_of({25.0, 25.0, 0.000001, 0.0001});
+    wrapper.arena = dice_.percent(75);
+    wrapper.broadcast_buffers = dice_.percent(80);
+    if (is_data_parallel()) return;
+    wrapper.view = dice_.percent(25);
+    const bool unused = !std::all_of(case_.nodes.begin(), case_.nodes.end(),
+                                     [](const Node& node) { return node.when == "always" && !node.detach; });
+    wrapper.find_unused = dice_.percent(unused ? 85 : 20);
+    wrapper.static_graph = !unused && !wrapper.find_unused && dice_.percent(20);
+    if (dice_.percent(15) && case_.magnitude == 1)
+      wrapper.hook = dice_.word({"all_reduce", "fp16", "bf16", "power_sgd", "own", "stats"});
+    wrapper.output = dice_.percent(80) ? "tensor" : dice_.word({"tuple", "map", "opaque"});
+  }
+
+  void draw_optimizer() {
+    OptimizerChoice& choice = case_.optimizer;
+    const bool sparse = any_node(&Node::sparse, true);
+    const bool coarse =
+        is_half() || any_node(&Node::dtype, "bf16") || case_.wrapper.hook == "fp16" || case_.wrapper.hook == "bf16";
+    const int engine = dice_.below(100);
+    choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
+    if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
+    if (has("complex") && choice.engine != "torch") choice.engine = "torch";
+    // Adam divides by the gradients' size, and so makes rounding as large as gradients.
+    choice.kind = sparse || coarse ? "sgd" : dice_.word({"sgd", "adam", "adamw"});
+    choice.groups = dice_.percent(75) ? 1 : 2 + dice_.below(2);
+    if (choice.kind == "sgd" && !sparse) {
+      choice.momentum = dice_.percent(50) ? 0.9 : 0;
+      choice.nesterov = choice.momentum > 0 && dice_.percent(30);
+    } else if (!sparse) {
+      choice.amsgrad = dice_.percent(20);
+    }
+    if (!sparse) choice.weight_decay = dice_.percent(25) ? 0.1 : 0;
+    choice.maximize = choice.engine != "torch" && dice_.percent(10);
+    if (choice.engine == "sharded") {
+      choice.in_backward = dice_.percent(20);
+      choice.own_weights = dice_.percent(30);
+    }
+    choice.scaler = !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
+    choice.schedule = dice_.percent(20);
+  }
+
+  void add(Event event) { case_.events.push_back(std::move(event)); }
+  std::string zero() {
+    return case_.optimizer.engine == "sharded" ? dice_.word({"", "", "base"}) : dice_.word({"", "", "base", "module"});
+  }
+  int any_index() { return dice_.below(static_cast<int>(case_.nodes.size())); }
+  /// One rank, or all.
+  int some_rank() { return dice_.percent(50) ? -1 : dice_.below(case_.world); }
+
+  void draw_step() {
+    add({.kind = "zero", .how = zero()});
+    add({.kind = "forward"});
+    add({.kind = "backward"});
+    add({.kind = "step"});
+  }
+
+  void draw_clipped_step(bool poisoned) {
+    add({.kind = "zero", .how = zero()});
+    Event forward{.kind = "forward"};
+    if (poisoned) {
+      forward.how = "poison";
+      forward.rank = some_rank();
+    }
+    add(forward);
+    add({.kind = "backward"});
+    // The order of the norm; 0 stands for infinity.
+    add({.kind = "clip", .node = dice_.one_of({2, 2, 2, 1, 0, 3}), .value = dice_.one_of({0.01, 1.0, 1e6})});
+    add({.kind = "step", .how = "if_finite"});
+  }
+
+  /// A step, or what makes steps interesting.
+  void draw_events() {
+    const bool clips = !case_.optimizer.in_backward && !any_node(&Node::ignored, true);
+    switch (dice_.below(32)) {
+      case 0:
+        if (clips) draw_clipped_step(false);
+        return draw_step();
+      case 1:
+        if (clips) draw_clipped_step(true);
+        return draw_step();
+      case 2:  // Accumulate.
+        if (is_data_parallel()) return draw_step();
+        add({.kind = "zero", .how = zero()});
+        for (int i = 1 + dice_.below(2); i > 0; --i) {
+          const std::string how = dice_.word({"no_sync", "no_sync", "nested_no_sync"});
+          add({.kind = "forward", .how = how});
+          add({.kind = "backward", .how = how});
+        }
+        add({.kind = "forward"});
+        add({.kind = "backward"});
+        return add({.kind = "step"});
+      case 3: {  // Two forwards, one backward.
+        add({.kind = "zero", .how = zero()});
+        add({.kind = "forward", .slots = {0}});
+        add({.kind = "forward", .slots = {1}, .how = dice_.word({"", "", "eval"})});
+        add({.kind = "backward", .slots = dice_.percent(50) ? std::vector<int>{0, 1} : std::vector<int>{0}});
+        return add({.kind = "step"});
+      }
+      case 4:  // Two backwards on one forward, perhaps with a step between.
+        add({.kind = "zero", .how = zero()});
+        add({.kind = "forward"});
+        add({.kind = "backward", .how = "retain"});
+        if (dice_.percent(60)) add({.kind = "step"});
+        if (dice_.percent(50)) add({.kind = "zero", .how = zero()});
+        add({.kind = "backward"});
+        return add({.kind = "step"});
+      case 5:
+        add({.kind = "freeze", .node = any_index()});
+        return draw_step();
+      case 6: {
+        const int node = any_index();
+        add({.kind = "unfreeze", .node = node});
+        return draw_step();
+      }
+      case 7:
+        add({.kind = "set_layout",
+             .how = dice_.word({"transposed", "channels_last", "sliced", "contiguous"}),
+             .node = any_index(),
+             .rank = is_data_parallel() ? -1 : some_rank()});
+        return draw_step();
+      case 8:
+      case 9:
+        add({.kind = "write", .how = dice_.word({"in_place", "pointer", "flat"}), .node = any_index()});
+        return draw_step();
+      case 10:
+        if (!is_data_parallel()) add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first"})});
+        return draw_step();
+      case 11:
+        add({.kind = "optimizer_again", .how = dice_.word({"old_first", "new_first"})});
+        return draw_step();
+      case 12:
+      case 13:
+      case 14:
+        add({.kind = "save_load",
+             .how = is_data_parallel() ? "same" : dice_.word({"same", "new", "schedule_after", "checkpoint"})});
+        return draw_step();
+      case 15:
+        if (!case_.optimizer.schedule && case_.optimizer.groups == 1) add({.kind = "add_group"});
+        return draw_step();
+      case 16:
+      case 17: {
+        if (is_data_parallel() || case_.optimizer.scaler) return draw_step();
+        Event join{.kind = "join"};
+        for (int rank = 0; rank < case_.world; ++rank) join.counts.push_back(dice_.below(4));
+        join.counts[0] = std::max(join.counts[0], 1);
+        add(join);
+        return draw_step();
+      }
+      case 18:
+        if (is_data_parallel()) return draw_step();
+        add({.kind = "throw",
+             .how = dice_.word({"forward", "backward"}),
+             .node = any_index(),
+             .rank = dice_.percent(70) ? -1 : dice_.below(case_.world)});
+        return draw_step();
+      case 19:
+        if (!is_data_parallel() && case_.optimizer.engine != "sharded")
+          add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
+        return draw_step();
+      case 20:
+        if (dice_.percent(20)) add({.kind = "cast"});
+        return draw_step();
+      default:
+        return draw_step();
+    }
+  }
+
+  Dice dice_;
+  Case case_;
+};
+
+}  // namespace
+
+Case draw(std::uint64_t seed, std::uint64_t number) { return Drawer(seed, number).draw(); }
+
+}  // namespace ddpkit::fuzz

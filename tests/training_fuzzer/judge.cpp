@@ -1,0 +1,118 @@
+#include "judge.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <fmt/format.h>
+
+namespace ddpkit::fuzz {
+namespace {
+
+/// Relative to the largest element of a tensor.
+double tolerance(const Case& drawn) {
+  double result = 1e-9;
+  const auto widen = [&](const std::string& dtype) {
+    if (dtype == "f32") result = std::max(result, 5e-4);
+    if (dtype == "f16" || dtype == "bf16") result = std::max(result, dtype == "f16" ? 0.02 : 0.1);
+  };
+  widen(drawn.dtype);
+  for (const Node& node : drawn.nodes) widen(node.dtype);
+  std::vector<std::string> hooks{drawn.wrapper.hook};
+  for (const Event& event : drawn.events) {
+    if (event.kind == "hook") hooks.push_back(event.how);
+    if (event.kind == "cast") widen("f32");
+  }
+  for (const std::string& hook : hooks) {
+    widen(hook == "fp16" ? "f16" : hook);
+    if (hook == "power_sgd") result = std::max(result, 1e-5);
+  }
+  return result;
+}
+
+bool close(double value, double expected, double limit) {
+  if (std::isnan(expected)) return std::isnan(value);
+  if (std::isinf(expected)) return value == expected;
+  return std::abs(value - expected) <= limit;
+}
+
+std::string difference(const Case& drawn, const Entry& entry, const Entry& expected, std::size_t rank) {
+  const std::string where = fmt::format("{} on rank {} after event {}", entry.name, rank, entry.event);
+  if (entry.name != expected.name || entry.event != expected.event)
+    return fmt::format("{}: the reference has {} of event {}", where, expected.name, expected.event);
+  if (entry.values.size() != expected.values.size())
+    return fmt::format("{}: {} elements instead of {}", where, entry.values.size(), expected.values.size());
+  double scale = 1e-3 * std::max(1.0, drawn.magnitude);
+  for (const double value : expected.values)
+    if (std::isfinite(value)) scale = std::max(scale, std::abs(value));
+  for (std::size_t i = 0; i < entry.values.size(); ++i) {
+    if (!close(entry.values[i], expected.values[i], tolerance(drawn) * scale))
+      return fmt::format("{}: element {} is {} instead of {}", where, i, entry.values[i], expected.values[i]);
+  }
+  return {};
+}
+
+/// What ranks reported before the first failure, if any.
+Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference) {
+  std::size_t common = reference[0].entries.size();
+  for (const Report& report : reports) common = std::min(common, report.entries.size());
+  for (std::size_t i = 0; i < common; ++i) {
+    for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+      const std::string text = difference(drawn, reports[rank].entries[i], reference[rank].entries[i], rank);
+      if (!text.empty()) {
+        const std::string& name = reference[rank].entries[i].name;
+        return {"WRONG " + name.substr(0, name.find(' ')), text};
+      }
+    }
+    const Entry& first = reports[0].entries[i];
+    if (first.kind == Kind::kLocal) continue;
+    for (std::size_t rank = 1; rank < reports.size(); ++rank) {
+      const Entry& other = reports[rank].entries[i];
+      if (std::memcmp(first.values.data(), other.values.data(), first.values.size() * sizeof(double)) != 0 &&
+          std::none_of(first.values.begin(), first.values.end(), [](double value) { return std::isnan(value); }))
+        return {"BITS", fmt::format("{} after event {} differs between ranks 0 and {}", first.name, first.event, rank)};
+    }
+  }
+  return {"PASS", ""};
+}
+
+}  // namespace
+
+Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference) {
+  if (const Verdict verdict = compare(drawn, reports, reference); verdict.is_fault()) return verdict;
+  const auto failed = [](const Report& report) { return report.failure != Failure::kNone; };
+  const auto count = static_cast<std::size_t>(std::count_if(reports.begin(), reports.end(), failed));
+  const bool reference_failed = failed(reference[0]);
+  if (count == 0) {
+    if (reference_failed)
+      return {"ACCEPTED", fmt::format("event {} fails without ddpkit ({}), but not with it", reference[0].failed_event,
+                                      reference[0].message)};
+    for (std::size_t rank = 0; rank < reports.size(); ++rank)
+      if (reports[rank].entries.size() != reference[rank].entries.size())
+        return {"WRONG entries", fmt::format("rank {} has another number of tensors than the reference", rank)};
+    return {"PASS", ""};
+  }
+  std::string words;
+  for (std::size_t rank = 0; rank < reports.size(); ++rank)
+    words += fmt::format("{}rank {}: {}", rank == 0 ? "" : "; ", rank,
+                         failed(reports[rank])
+                             ? fmt::format("event {}: {}", reports[rank].failed_event, reports[rank].message)
+                             : "no error");
+  for (const Report& report : reports)
+    if (report.failure == Failure::kTimeout) return {"HANG", words};
+  if (count < reports.size()) return {"SOME", words};
+  std::uint32_t first_event = reports[0].failed_event;
+  for (const Report& report : reports) first_event = std::min(first_event, report.failed_event);
+  if (reference_failed && first_event >= reference[0].failed_event) return {"ALIKE", reference[0].message};
+  bool named = false;
+  for (const Report& report : reports) {
+    if (report.failure == Failure::kOther) return {"UNNAMED", words};
+    named = named || report.failure == Failure::kDdpkit;
+  }
+  for (const Report& report : reports) {
+    if (report.failure == Failure::kDdpkit && !may_refuse(drawn, report.message)) return {"UNEXPECTED", words};
+  }
+  return {named ? "REFUSED" : "UNEXPECTED", words};
+}
+
+}  // namespace ddpkit::fuzz

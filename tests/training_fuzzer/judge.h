@@ -1,0 +1,33 @@
+// What a case's reports mean.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "case.h"
+#include "report.h"
+
+namespace ddpkit::fuzz {
+
+/// PASS, REFUSED (as the contract allows) and ALIKE (LibTorch's own error, without ddpkit too) are right; all others
+/// are faults.
+///   WRONG ...   a value differs from the reference: WRONG weight, gradient, buffer, state, norm, or entries
+///   BITS        ranks differ, though each is within the tolerance
+///   ACCEPTED    the reference fails, the ranks do not
+///   UNEXPECTED  an Error on all ranks that the contract does not know
+///   SOME        an error on some ranks only
+///   UNNAMED     an error that is not ddpkit's
+///   HANG, CRASH
+struct Verdict {
+  std::string kind;
+  std::string detail;
+  bool is_fault() const { return kind != "PASS" && kind != "REFUSED" && kind != "ALIKE"; }
+};
+
+/// `reports` of the ranks that ran, `reference` of all. [rank]
+Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference);
+
+/// Whether the documentation allows that `drawn` is refused with `message`. See contract.cpp.
+bool may_refuse(const Case& drawn, const std::string& message);
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,74 @@
+#include "known.h"
+
+#include <algorithm>
+#include <fstream>
+#include <optional>
+#include <stdexcept>
+
+#include "shrink.h"
+
+namespace ddpkit::fuzz {
+namespace {
+
+StoredCase read_one(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  if (!file) throw std::runtime_error("cannot read " + path.string());
+  const auto json = nlohmann::json::parse(file);
+  StoredCase stored{.name = path.stem().string()};
+  if (!json.contains("case")) {
+    stored.drawn = from_json(json);
+    return stored;
+  }
+  stored.about = json.value("about", "");
+  stored.known = json.value("known", "");
+  stored.drawn = from_json(json.at("case"));
+  return stored;
+}
+
+/// `drawn` without any of `feature`, by the fewest removals that shrinking knows.
+std::optional<Case> without(Case drawn, const std::string& feature) {
+  for (int removals = 0; removals < 12; ++removals) {
+    if (!features(drawn).contains(feature)) return drawn;
+    const std::size_t before = count_feature(drawn, feature);
+    const auto candidates = smaller(drawn);
+    // From the back: keys before nodes and events, since taking out a key changes least.
+    const auto found = std::find_if(candidates.rbegin(), candidates.rend(),
+                                    [&](const Case& one) { return count_feature(one, feature) < before; });
+    if (found == candidates.rend()) return std::nullopt;
+    drawn = *found;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::vector<StoredCase> read_stored(const std::filesystem::path& path) {
+  if (!std::filesystem::is_directory(path)) return {read_one(path)};
+  std::vector<std::filesystem::path> files;
+  for (const auto& entry : std::filesystem::directory_iterator(path))
+    if (entry.path().extension() == ".json") files.push_back(entry.path());
+  std::sort(files.begin(), files.end());
+  std::vector<StoredCase> stored;
+  for (const auto& file : files) stored.push_back(read_one(file));
+  return stored;
+}
+
+std::string explain(const Case& drawn, const Verdict& verdict, const std::vector<StoredCase>& stored,
+                    const std::function<Verdict(const Case&)>& run, int depth) {
+  const auto all = features(drawn);
+  for (const StoredCase& one : stored) {
+    if (one.known != verdict.kind) continue;
+    const auto needed = features(one.drawn);
+    if (!std::includes(all.begin(), all.end(), needed.begin(), needed.end())) continue;
+    for (const std::string& feature : needed) {
+      const auto candidate = without(drawn, feature);
+      if (!candidate || candidate->events.empty()) continue;
+      const Verdict then = run(*candidate);
+      if (!then.is_fault() || (depth > 0 && !explain(*candidate, then, stored, run, depth - 1).empty()))
+        return one.name;
+    }
+  }
+  return {};
+}
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,125 @@
+// training_fuzzer: draws trainings, compares ddpkit with one process, shrinks what fails. See README.md.
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <optional>
+#include <random>
+
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include "known.h"
+#include "pool.h"
+#include "shrink.h"
+
+namespace {
+
+using namespace ddpkit::fuzz;
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  std::uint64_t cases = 0;
+  std::uint64_t first = 0;
+  std::optional<std::uint64_t> seed;
+  double minutes = 0;
+  std::string replay;
+  std::string known;
+  bool print = false;
+};
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+/// A fault that goes away when its case is run again is not shrunk: what is left might be another one.
+Case shrunk(Pool& pool, const Case& drawn, const Verdict& verdict) {
+  return shrink(
+      drawn, [&](const Case& one) { return pool.run(one).kind == verdict.kind; }, verdict.kind == "HANG" ? 40 : 250);
+}
+
+/// Stored cases: each has to be right, or as wrong as it is marked.
+int replay(const Options& options) {
+  Pool pool;
+  const auto start = Clock::now();
+  const auto stored = read_stored(options.replay);
+  int failures = 0;
+  for (const StoredCase& one : stored) {
+    const Verdict verdict = pool.run(one.drawn);
+    const bool expected = one.known.empty() ? !verdict.is_fault() : verdict.kind == one.known;
+    if (expected && !options.print) continue;
+    if (!expected) ++failures;
+    if (!one.known.empty() && !verdict.is_fault())
+      fmt::print("{}: is right now ({}): delete its \"known\"\n", one.name, verdict.kind);
+    else
+      fmt::print("{}: {}{} {}\n", one.name, verdict.kind,
+                 one.known.empty() || expected ? "" : fmt::format(" instead of the known {}", one.known),
+                 verdict.detail);
+  }
+  fmt::print("{} stored cases, {} not as expected, in {:.1f} s\n", stored.size(), failures, seconds_since(start));
+  return failures == 0 ? 0 : 1;
+}
+
+int draw_and_run(const Options& options) {
+  const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
+  fmt::print("training_fuzzer --seed {}\n", seed);
+  std::fflush(stdout);
+  const auto stored = options.known.empty() ? std::vector<StoredCase>() : read_stored(options.known);
+  Pool pool;
+  const auto run = [&](const Case& one) { return pool.run(one); };
+  const auto start = Clock::now();
+  std::map<std::string, std::uint64_t> verdicts, known;
+  std::uint64_t number = options.first;
+  int unknown = 0;
+  for (; options.cases == 0 || number < options.first + options.cases; ++number) {
+    if (options.minutes > 0 && seconds_since(start) > 60 * options.minutes) break;
+    const Case drawn = draw(seed, number);
+    const Verdict verdict = pool.run(drawn);
+    ++verdicts[verdict.kind];
+    if (options.print) fmt::print("{} {} {}: {}\n", number, verdict.kind, verdict.detail, to_json(drawn).dump());
+    if (!verdict.is_fault()) continue;
+    if (const std::string name = explain(drawn, verdict, stored, run); !name.empty()) {
+      ++known[name];
+      continue;
+    }
+    ++unknown;
+    const Case small = shrunk(pool, drawn, verdict);
+    const Verdict again = pool.run(small);
+    fmt::print("case {} after {:.0f} s: {} {}\n  shrunk to {}\n  {} {}\n", number, seconds_since(start), verdict.kind,
+               verdict.detail, nlohmann::json{{"known", again.kind}, {"case", to_json(small)}}.dump(), again.kind,
+               again.detail);
+    std::fflush(stdout);
+  }
+  const std::uint64_t count = number - options.first;
+  fmt::print("{} cases in {:.0f} s ({:.0f} a minute):", count, seconds_since(start),
+             60 * static_cast<double>(count) / seconds_since(start));
+  for (const auto& [kind, times] : verdicts) fmt::print(" {} {}", times, kind);
+  fmt::print("; {} unknown faults\n", unknown);
+  for (const auto& [name, times] : known) fmt::print("  {} times {}\n", times, name);
+  return unknown == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // The ranks share the cores. Before the first operator, and so for all of them.
+  ::setenv("OMP_NUM_THREADS", "1", 1);
+  std::signal(SIGPIPE, SIG_IGN);
+  Options options;
+  CLI::App app("Draws trainings and compares ddpkit's ranks with one process that plays all of them.");
+  app.add_option("--cases", options.cases, "Cases to run; 0: until the minutes are over");
+  app.add_option("--first", options.first, "Number of the first case");
+  app.add_option("--seed", options.seed, "What is drawn; a new one is printed");
+  app.add_option("--minutes", options.minutes, "Stop after so many minutes; 0: after the cases");
+  app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
+  app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
+  app.add_flag("--print", options.print, "Print the verdict of each case");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    if (!options.replay.empty()) return replay(options);
+    if (options.cases == 0 && options.minutes == 0) options.cases = 100;
+    return draw_and_run(options);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "training_fuzzer: {}\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,244 @@
+#include "pool.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include "training.h"
+
+namespace ddpkit::fuzz {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Only a hang takes so long.
+constexpr std::chrono::seconds kPatience(10);
+/// Each arena adds an entry to a list that every end of a tensor searches: processes are replaced after this many.
+constexpr int kCasesPerPool = 400;
+constexpr std::uint32_t kReference = 0;
+
+void write_all(int fd, const void* data, std::size_t bytes) {
+  const auto* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::write(fd, at, bytes);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) throw std::system_error(errno, std::generic_category(), "write to a process of the pool");
+    at += written;
+    bytes -= static_cast<std::size_t>(written);
+  }
+}
+
+void write_frame(int fd, const std::string& text) {
+  const auto size = static_cast<std::uint64_t>(text.size());
+  write_all(fd, &size, sizeof size);
+  write_all(fd, text.data(), text.size());
+}
+
+/// In a worker, which may wait. Empty at the end of the pipe.
+std::optional<std::string> read_frame(int fd) {
+  const auto read_all = [fd](void* data, std::size_t bytes) {
+    auto* at = static_cast<char*>(data);
+    while (bytes > 0) {
+      const ssize_t got = ::read(fd, at, bytes);
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) return false;
+      at += got;
+      bytes -= static_cast<std::size_t>(got);
+    }
+    return true;
+  };
+  std::uint64_t size = 0;
+  if (!read_all(&size, sizeof size)) return std::nullopt;
+  std::string text(size, '\0');
+  if (!read_all(text.data(), size)) return std::nullopt;
+  return text;
+}
+
+[[noreturn]] void serve(std::uint32_t index, int in, int out) {
+  at::set_num_threads(1);
+  while (const auto frame = read_frame(in)) {
+    const auto line_end = frame->find('\n');
+    const std::string folder = frame->substr(0, line_end);
+    const Case drawn = from_json(nlohmann::json::parse(frame->substr(line_end + 1)));
+    std::string answer;
+    if (index == kReference) {
+      for (const Report& report : run_reference(drawn)) {
+        const std::string one = report.encoded();
+        const auto size = static_cast<std::uint64_t>(one.size());
+        answer.append(reinterpret_cast<const char*>(&size), sizeof size).append(one);
+      }
+    } else {
+      answer = run_rank(drawn, static_cast<int>(index) - 1, folder).encoded();
+    }
+    write_frame(out, answer);
+  }
+  ::_exit(0);
+}
+
+}  // namespace
+
+struct Pool::Worker {
+  Worker(std::uint32_t index, const std::string& words) {
+    int to[2], from[2];
+    if (::pipe2(to, O_CLOEXEC) != 0 || ::pipe2(from, O_CLOEXEC) != 0)
+      throw std::system_error(errno, std::generic_category(), "pipe");
+    pid = ::fork();
+    if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
+    if (pid == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const rlimit none{0, 0};
+      ::setrlimit(RLIMIT_CORE, &none);
+      ::close(to[1]);
+      ::close(from[0]);
+      const int errors = ::open(words.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND, 0600);
+      ::dup2(errors, STDERR_FILENO);
+      ::dup2(errors, STDOUT_FILENO);
+      serve(index, to[0], from[1]);
+    }
+    ::close(to[0]);
+    ::close(from[1]);
+    in = to[1];
+    out = from[0];
+  }
+  ~Worker() {
+    ::close(in);
+    ::close(out);
+    ::kill(pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+  }
+
+  /// Takes what there is. False when the process has ended.
+  bool read_more() {
+    char buffer[65536];
+    const ssize_t got = ::read(out, buffer, sizeof buffer);
+    if (got < 0 && errno == EINTR) return true;
+    if (got <= 0) return false;
+    bytes.append(buffer, static_cast<std::size_t>(got));
+    return true;
+  }
+  std::optional<std::string> frame() {
+    std::uint64_t size = 0;
+    if (bytes.size() < sizeof size) return std::nullopt;
+    std::memcpy(&size, bytes.data(), sizeof size);
+    if (bytes.size() < sizeof size + size) return std::nullopt;
+    return bytes.substr(sizeof size, size);
+  }
+
+  pid_t pid = -1;
+  int in = -1, out = -1;
+  std::string bytes;
+};
+
+Pool::Pool() {
+  std::string pattern = (std::filesystem::temp_directory_path() / "training-fuzzer-XXXXXX").string();
+  if (!::mkdtemp(pattern.data())) throw std::system_error(errno, std::generic_category(), pattern);
+  folder_ = pattern;
+}
+
+Pool::~Pool() {
+  workers_.clear();
+  std::error_code ignored;
+  std::filesystem::remove_all(folder_, ignored);
+}
+
+Pool::Worker& Pool::worker(std::size_t index) {
+  while (workers_.size() <= index)
+    workers_.push_back(std::make_unique<Worker>(static_cast<std::uint32_t>(workers_.size()),
+                                                fmt::format("{}/words-{}", folder_, workers_.size())));
+  return *workers_[index];
+}
+
+void Pool::replace() {
+  workers_.clear();
+  cases_ = 0;
+}
+
+std::string Pool::last_words() const {
+  std::string words;
+  for (std::size_t i = 1; i < workers_.size(); ++i) {
+    std::ifstream file(fmt::format("{}/words-{}", folder_, i));
+    std::ostringstream text;
+    text << file.rdbuf();
+    const std::string all = text.str();
+    if (!all.empty())
+      words +=
+          fmt::format("; rank {} wrote: {}", i - 1, all.substr(all.size() - std::min<std::size_t>(all.size(), 300)));
+  }
+  return words;
+}
+
+Verdict Pool::run(const Case& drawn) {
+  if (++cases_ > kCasesPerPool) replace();
+  const std::size_t ranks = drawn.wrapper.kind == "data_parallel" ? 1 : static_cast<std::size_t>(drawn.world);
+  const std::string folder = folder_ + "/case";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directory(folder);
+  const std::string frame = folder + "\n" + to_json(drawn).dump();
+  for (std::size_t i = 0; i <= ranks; ++i) {
+    worker(i).bytes.clear();
+    write_frame(worker(i).in, frame);
+  }
+  const auto deadline = Clock::now() + kPatience;
+  std::vector<std::optional<std::string>> answers(ranks + 1);
+  for (;;) {
+    std::vector<pollfd> waited;
+    std::vector<std::size_t> indices;
+    for (std::size_t i = 0; i <= ranks; ++i) {
+      if (answers[i]) continue;
+      waited.push_back({worker(i).out, POLLIN, 0});
+      indices.push_back(i);
+    }
+    if (waited.empty()) break;
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    if (left <= 0) {
+      std::string silent;
+      for (const std::size_t i : indices)
+        silent += (silent.empty() ? "" : ", ") + (i == 0 ? "the reference" : "rank " + std::to_string(i - 1));
+      replace();
+      return {"HANG", fmt::format("no answer from {} within {} s", silent, kPatience.count())};
+    }
+    ::poll(waited.data(), waited.size(), static_cast<int>(left));
+    for (std::size_t at = 0; at < waited.size(); ++at) {
+      if (waited[at].revents == 0) continue;
+      Worker& one = worker(indices[at]);
+      if (!one.read_more()) {
+        int status = 0;
+        ::waitpid(one.pid, &status, 0);
+        const std::string end = WIFSIGNALED(status) ? fmt::format("was killed by signal {} ({})", WTERMSIG(status),
+                                                                  ::strsignal(WTERMSIG(status)))
+                                                    : fmt::format("ended with exit code {}", WEXITSTATUS(status));
+        const std::string who = indices[at] == 0 ? "the reference" : "rank " + std::to_string(indices[at] - 1);
+        const Verdict verdict{"CRASH", who + " " + end + last_words()};
+        replace();
+        return verdict;
+      }
+      answers[indices[at]] = one.frame();
+    }
+  }
+  std::vector<Report> reports, reference;
+  for (std::size_t at = 0; at < answers[0]->size();) {
+    std::uint64_t size = 0;
+    std::memcpy(&size, answers[0]->data() + at, sizeof size);
+    reference.push_back(Report::decoded(answers[0]->substr(at + sizeof size, size)));
+    at += sizeof size + size;
+  }
+  for (std::size_t i = 1; i <= ranks; ++i) reports.push_back(Report::decoded(*answers[i]));
+  return judge(drawn, reports, reference);
+}
+
+}  // namespace ddpkit::fuzz

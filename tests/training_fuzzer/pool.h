@@ -1,0 +1,38 @@
+// Processes that carry out cases: one for the reference, one for each rank. They are forked once, from a process that
+// has run no operator, and live for many cases.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "case.h"
+#include "judge.h"
+
+namespace ddpkit::fuzz {
+
+class Pool {
+ public:
+  Pool();
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  /// A pool in which a case hung or that it killed is replaced.
+  Verdict run(const Case& drawn);
+
+ private:
+  struct Worker;
+
+  Worker& worker(std::size_t index);
+  void replace();
+  std::string last_words() const;
+
+  std::string folder_;
+  std::vector<std::unique_ptr<Worker>> workers_;  ///< The reference, then ranks.
+  int cases_ = 0;
+};
+
+}  // namespace ddpkit::fuzz

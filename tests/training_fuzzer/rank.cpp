@@ -1,0 +1,240 @@
+#include "rank.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ddpkit/parallel/comm_hooks.h>
+#include <ddpkit/parallel/join.h>
+#include <ddpkit/parallel/power_sgd.h>
+
+namespace ddpkit::fuzz {
+namespace {
+
+/// One process's `world` batches as one.
+Batch joined_batch(const Case& drawn, int number) {
+  std::vector<Batch> parts;
+  for (int rank = 0; rank < drawn.world; ++rank) parts.push_back(make_batch(drawn, number, rank));
+  const auto all = [&](at::Tensor Batch::*member) {
+    std::vector<at::Tensor> tensors;
+    for (const Batch& part : parts) tensors.push_back(part.*member);
+    return torch::cat(tensors);
+  };
+  return {all(&Batch::x), all(&Batch::index), all(&Batch::mask), all(&Batch::coefficients), number, 0};
+}
+
+}  // namespace
+
+RankTraining::RankTraining(const Case& drawn, int rank, ProcessGroup group, std::string folder)
+    : drawn_(drawn), rank_(rank), group_(std::move(group)), folder_(std::move(folder)), hook_(drawn.wrapper.hook) {}
+
+void RankTraining::start() {
+  const bool alone = drawn_.wrapper.kind == "data_parallel";
+  model_ = std::make_shared<Model>(drawn_, rank_, alone ? std::nullopt : std::optional(group_), false);
+  if (alone) {
+    data_parallel_ = std::make_unique<DataParallel<Model>>(
+        model_, DataParallelOptions{.replicas = drawn_.world,
+                                    .bucket_cap_mb = drawn_.wrapper.bucket_cap_mb,
+                                    .broadcast_buffers = drawn_.wrapper.broadcast_buffers,
+                                    .arena = drawn_.wrapper.arena});
+  } else {
+    wrap();
+  }
+  make_optimizer();
+  if (drawn_.optimizer.scaler) scaler_.emplace(group_, optim::GradScalerOptions{.init_scale = kLossScale});
+}
+
+void RankTraining::wrap() {
+  const Wrapper& wrapper = drawn_.wrapper;
+  DistributedDataParallelOptions options;
+  options.bucket_cap_mb = options.first_bucket_cap_mb = wrapper.bucket_cap_mb;
+  options.broadcast_buffers = wrapper.broadcast_buffers;
+  options.find_unused_parameters = wrapper.find_unused;
+  options.static_graph = wrapper.static_graph;
+  options.gradient_as_bucket_view = wrapper.view;
+  options.parameters_to_ignore = model_->ignored_names();
+  options.arena = wrapper.arena;
+  options.arena_mb = 4;
+  ddp_ = std::make_unique<Wrapped>(model_, group_, options);
+  set_hook(hook_);
+}
+
+void RankTraining::set_hook(const std::string& name) {
+  hook_ = name;
+  if (name == "all_reduce") ddp_->register_comm_hook(comm_hooks::all_reduce(group_));
+  if (name == "fp16") ddp_->register_comm_hook(comm_hooks::fp16_compress(group_));
+  if (name == "bf16") ddp_->register_comm_hook(comm_hooks::bf16_compress(group_));
+  if (name == "power_sgd")
+    ddp_->register_comm_hook(comm_hooks::PowerSGD(
+        group_, {.matrix_approximation_rank = 8, .start_powerSGD_iter = 1, .min_compression_rate = 1e-6}));
+  if (name == "own" || name == "stats")
+    ddp_->register_comm_hook([this, asks = name == "stats"](GradBucket& bucket) {
+      if (asks) (void)ddp_->stats();
+      const torch::NoGradGuard no_grad;
+      bucket.buffer.div_(group_.world_size());
+      return PendingReduction{.work = group_.all_reduce_async(bucket.buffer)};
+    });
+  if (name == "none_again") ddp_->register_comm_hook({});
+}
+
+void RankTraining::make_optimizer() {
+  optimizer_ = fuzz::make_optimizer(drawn_.optimizer, optimizer_parameters(*model_, true), ddp_.get());
+  make_scheduler();
+}
+
+void RankTraining::make_scheduler() {
+  if (!drawn_.optimizer.schedule) return;
+  scheduler_ = std::make_unique<optim::LearningRateScheduler>(*optimizer_.base, optim::Schedule(&schedule_factor));
+  if (steps_ > 0) scheduler_->set_step(steps_);
+}
+
+at::Tensor RankTraining::output_of(const Batch& batch) {
+  if (data_parallel_) return data_parallel_->forward(batch);
+  const std::string& output = drawn_.wrapper.output;
+  if (output == "tuple") return std::get<1>(ddp_->forward(batch, AsTuple()))[0];
+  if (output == "map") return ddp_->forward(batch, AsMap()).at("output");
+  if (output == "opaque") return ddp_->forward(batch, AsOpaque()).value;
+  return ddp_->forward(batch);
+}
+
+at::Tensor RankTraining::forward(const Event& event) {
+  Batch batch = data_parallel_ ? joined_batch(drawn_, batch_) : make_batch(drawn_, batch_, rank_);
+  ++batch_;
+  if (data_parallel_) {
+    for (int rank = 0; rank < drawn_.world; ++rank)
+      if (poisons(event, rank)) batch.x.narrow(0, rank * drawn_.rows, drawn_.rows).mul_(INFINITY);
+  } else if (poisons(event, rank_)) {
+    batch.x = batch.x * INFINITY;
+  }
+  model_->train(event.how != "eval");
+  std::optional<DistributedDataParallelBase::NoSync> guard;
+  if (is_local(event) && ddp_) guard.emplace(ddp_->reducer());
+  if (event.how == "nested_no_sync" && ddp_) {
+    const auto inner = ddp_->no_sync();
+  }
+  const at::Tensor output = output_of(batch);
+  model_->train();
+  return loss_of(drawn_, output, batch);
+}
+
+void RankTraining::backward(const Event& event) {
+  at::Tensor loss;
+  for (const int slot : event.slots) {
+    if (const auto found = graphs_.find(slot); found != graphs_.end())
+      loss = loss.defined() ? loss + found->second : found->second;
+  }
+  if (!loss.defined() || !loss.requires_grad()) return;
+  std::optional<DistributedDataParallelBase::NoSync> guard;
+  if (is_local(event) && ddp_) guard.emplace(ddp_->reducer());
+  if (event.how == "nested_no_sync" && ddp_) {
+    const auto inner = ddp_->no_sync();
+  }
+  (scaler_ ? scaler_->scale(loss) : loss).backward({}, event.how == "retain");
+}
+
+void RankTraining::zero(const std::string& how) {
+  unscaled_ = false;
+  if (how == "module") return model_->zero_grad();
+  if (how == "base") return optimizer_.base->zero_grad();
+  if (optimizer_.fused) return optimizer_.fused->zero_grad();
+  if (optimizer_.sharded) return optimizer_.sharded->zero_grad();
+  optimizer_.base->zero_grad();
+}
+
+void RankTraining::clip(const Event& event) {
+  const double type = event.node == 0 ? INFINITY : event.node;
+  if (scaler_ && !unscaled_) scaler_->unscale_(*optimizer_.base);
+  unscaled_ = true;
+  norm_ = optimizer_.fused     ? optimizer_.fused->clip_grad_norm(event.value, type)
+          : optimizer_.sharded ? optimizer_.sharded->clip_grad_norm(event.value, type)
+                               : optim::clip_grad_norm_(model_->parameters(), event.value, type);
+  report_tensor(report, event_, Kind::kWeight, "norm", at::scalar_tensor(norm_, at::kDouble));
+}
+
+void RankTraining::step() {
+  bool done = true;
+  if (scaler_) {
+    done = scaler_->step(*optimizer_.base);
+    scaler_->update();
+  } else {
+    optimizer_.base->step();
+  }
+  unscaled_ = false;
+  if (!done) return;
+  ++steps_;
+  if (scheduler_) scheduler_->step();
+}
+
+void RankTraining::join(const Event& event) {
+  const int before = batch_;
+  const auto loop = [&] {
+    for (int k = 0; k < event.counts.at(static_cast<std::size_t>(rank_)); ++k) {
+      zero("");
+      graphs_[0] = forward({});
+      backward({});
+      step();
+    }
+  };
+  if (optimizer_.sharded)
+    ddpkit::join({*ddp_, *optimizer_.sharded}, loop);
+  else
+    ddpkit::join(*ddp_, loop);
+  const int most = *std::max_element(event.counts.begin(), event.counts.end());
+  batch_ = before + most;
+  steps_ += most - event.counts[static_cast<std::size_t>(rank_)];
+}
+
+void RankTraining::throw_within(const Event& event) {
+  if (event.rank < 0 || event.rank == rank_) {
+    if (event.how == "forward")
+      model_->throw_next_in_forward();
+    else
+      model_->throw_next_in_backward(static_cast<std::size_t>(event.node));
+  }
+  try {
+    forward(event).backward();
+  } catch (const Model::Thrown&) {
+    if (event.rank >= 0) throw;
+  }
+  model_->train();
+  zero("");
+}
+
+void RankTraining::perform(std::uint32_t number, const Event& event) {
+  event_ = number;
+  if (change_model(*model_, event, rank_)) {
+  } else if (event.kind == "zero") {
+    zero(event.how);
+  } else if (event.kind == "forward") {
+    graphs_[event.slots.at(0)] = forward(event);
+  } else if (event.kind == "backward") {
+    backward(event);
+    return report_all(true, is_local(event) ? Kind::kLocal : Kind::kGradient);
+  } else if (event.kind == "clip") {
+    clip(event);
+  } else if (event.kind == "step") {
+    if (event.how != "if_finite" || std::isfinite(norm_)) step();
+  } else if (event.kind == "join") {
+    join(event);
+  } else if (event.kind == "throw") {
+    throw_within(event);
+  } else if (event.kind == "hook") {
+    set_hook(event.how);
+  } else if (event.kind == "wrap_again") {
+    wrap_again(event.how);
+  } else if (event.kind == "optimizer_again") {
+    optimizer_again(event.how);
+  } else if (event.kind == "save_load") {
+    save_load(event.how);
+  } else if (event.kind == "add_group") {
+    add_group();
+  }
+  report_all(false, Kind::kLocal);
+}
+
+void RankTraining::report_all(bool gradients, Kind gradient) {
+  report_model(report, event_, *model_, gradients && !optimizer_.sharded, gradient);
+  if (!optimizer_.sharded && drawn_.events[event_].kind == "step")
+    report_state(report, event_, *optimizer_.base, *model_);
+}
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,71 @@
+// A rank's training under ddpkit.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ddpkit/optim/grad_scaler.h>
+#include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/parallel/data_parallel.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+#include "optimizers.h"
+#include "training.h"
+
+namespace ddpkit::fuzz {
+
+/// Does what a program would do for each event, with the case's wrapper and optimizer.
+class RankTraining {
+ public:
+  RankTraining(const Case& drawn, int rank, ProcessGroup group, std::string folder);
+  /// Wraps the model and makes the optimizer: collective, may throw.
+  void start();
+  void perform(std::uint32_t number, const Event& event);
+  Report report;
+
+ private:
+  using Wrapped = DistributedDataParallel<Model>;
+
+  void wrap();
+  void make_optimizer();
+  void make_scheduler();
+  void set_hook(const std::string& name);
+
+  at::Tensor forward(const Event& event);
+  at::Tensor output_of(const Batch& batch);
+  void backward(const Event& event);
+  void zero(const std::string& how);
+  void clip(const Event& event);
+  void step();
+  void join(const Event& event);
+  void throw_within(const Event& event);
+  void wrap_again(const std::string& how);
+  void optimizer_again(const std::string& how);
+  void save_load(const std::string& how);
+  void add_group();
+  void report_all(bool gradients, Kind gradient);
+
+  const Case& drawn_;
+  int rank_;
+  ProcessGroup group_;
+  std::string folder_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<Wrapped> ddp_;
+  std::unique_ptr<DataParallel<Model>> data_parallel_;
+  Optimizer optimizer_;
+  std::unique_ptr<optim::LearningRateScheduler> scheduler_;
+  std::optional<optim::GradScaler> scaler_;
+  std::map<int, at::Tensor> graphs_;  ///< Losses by slot.
+  std::string hook_;
+  std::vector<at::Tensor> added_;
+  std::uint32_t event_ = 0;
+  int batch_ = 0;
+  std::int64_t steps_ = 0;
+  double norm_ = 0;
+  bool unscaled_ = false;
+};
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,104 @@
+// Events that replace a training's objects: wrapper, optimizer, scheduler, checkpoints; and what a rank's process does.
+#include <sstream>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include <ddpkit/train/checkpoint.h>
+
+#include "comm/backends.h"
+#include "rank.h"
+
+namespace ddpkit::fuzz {
+
+/// old_first: the old wrapper, and with it a sharded optimizer, ends before the new one is made.
+void RankTraining::wrap_again(const std::string& how) {
+  const bool sharded = optimizer_.sharded != nullptr;
+  graphs_.clear();
+  if (how == "old_first") {
+    if (sharded) optimizer_ = {};
+    ddp_.reset();
+    wrap();
+    if (sharded) make_optimizer();
+    return;
+  }
+  const auto old = std::move(ddp_);
+  wrap();
+  if (sharded) make_optimizer();  // The old optimizer ends in the assignment, before the old wrapper.
+}
+
+void RankTraining::optimizer_again(const std::string& how) {
+  if (how == "old_first") optimizer_ = {};
+  make_optimizer();
+}
+
+/// same: into the object that saved. new: into a new one, with a scheduler from before load(). schedule_after: the same
+/// with a scheduler from after load(). checkpoint: through a checkpoint file.
+void RankTraining::save_load(const std::string& how) {
+  if (how == "checkpoint") {
+    const std::string path = folder_ + "/checkpoint.pt";
+    train::save_checkpoint(path, *model_, *optimizer_.base, {}, group_);
+    train::load_checkpoint(path, *model_, *optimizer_.base, group_);
+    return;
+  }
+  if (optimizer_.sharded) optimizer_.sharded->consolidate_state(0);
+  std::string bytes;
+  if (!optimizer_.sharded || rank_ == 0) {
+    std::ostringstream stream;
+    torch::save(*optimizer_.base, stream);
+    bytes = stream.str();
+  }
+  if (optimizer_.sharded) bytes = group_.all_gather_bytes(bytes)[0];
+  if (how != "same") {
+    optimizer_ = {};
+    optimizer_ = fuzz::make_optimizer(drawn_.optimizer, optimizer_parameters(*model_, true), ddp_.get());
+    if (how == "new") make_scheduler();
+  }
+  std::istringstream stream(bytes);
+  torch::load(*optimizer_.base, stream);
+  if (how == "schedule_after") make_scheduler();
+}
+
+/// A parameter that gets no gradient.
+void RankTraining::add_group() {
+  added_.push_back(at::ones({3}, at::TensorOptions(type_named(drawn_.dtype))).set_requires_grad(true));
+  optimizer_.base->add_param_group(torch::optim::OptimizerParamGroup({added_.back()}));
+}
+
+namespace {
+
+ProcessGroup make_group(const Case& drawn, int rank, const std::string& folder) {
+  const int world = drawn.wrapper.kind == "data_parallel" ? 1 : drawn.world;
+  const auto store = c10::make_intrusive<c10d::FileStore>(folder + "/store", -1);
+  LaunchEnvironment environment;
+  environment.rank = environment.local_rank = rank;
+  environment.world_size = environment.local_world_size = world;
+  if (drawn.backend == "hierarchical") {  // Two hosts where they would have equally many ranks, else one rank on each.
+    environment.local_world_size = world % 2 == 0 ? world / 2 : 1;
+    environment.local_rank = rank % environment.local_world_size;
+  }
+  const std::chrono::milliseconds timeout = std::chrono::seconds(6);  // Less than the pool's patience.
+  return {backend_named(drawn.backend, "the case's backend").create(store, environment, at::kCPU, timeout), store,
+          at::kCPU, environment};
+}
+
+}  // namespace
+
+Report run_rank(const Case& drawn, int rank, const std::string& folder) {
+  Report report;
+  note_failure(report, 0, [&] {
+    const ProcessGroup group = make_group(drawn, rank, folder);
+    RankTraining training(drawn, rank, group, folder);
+    std::uint32_t event = 0;
+    note_failure(training.report, 0, [&] { training.start(); });
+    for (; event < drawn.events.size() && training.report.failure == Failure::kNone; ++event)
+      note_failure(training.report, event, [&] { training.perform(event, drawn.events[event]); });
+    // Nobody leaves while another rank may still need this one, or may find out that it does not.
+    if (training.report.failure == Failure::kNone) note_failure(training.report, event, [&] { group.barrier(); });
+    if (training.report.failure != Failure::kNone) group.abort(training.report.message);
+    report = std::move(training.report);
+  });
+  return report;
+}
+
+}  // namespace ddpkit::fuzz

@@ -1,0 +1,100 @@
+#include "training.h"
+
+#include <algorithm>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::fuzz {
+namespace {
+
+void write_through_pointer(const at::Tensor& parameter) {
+  AT_DISPATCH_FLOATING_TYPES(parameter.scalar_type(), "write", [&] {
+    if (!parameter.is_non_overlapping_and_dense()) return;
+    auto* data = static_cast<scalar_t*>(parameter.data_ptr());
+    for (std::int64_t i = 0; i < parameter.numel(); ++i) data[i] *= scalar_t(0.75);
+  });
+}
+
+}  // namespace
+
+bool change_model(Model& model, const Event& event, int rank) {
+  if (event.kind == "cast") {
+    model.to(at::kFloat);
+    return true;
+  }
+  const bool freeze = event.kind == "freeze";
+  if (!freeze && event.kind != "unfreeze" && event.kind != "set_layout" && event.kind != "write") return false;
+  const torch::NoGradGuard no_grad;
+  const auto node = static_cast<std::size_t>(event.node);
+  if (event.kind == "set_layout") {
+    if (event.rank < 0 || event.rank == rank) model.set_layout(node, event.how);
+  } else if (event.kind == "write" && event.how == "flat") {
+    if (model.flat.defined()) model.flat.mul_(0.75);
+  } else {
+    for (const at::Tensor& parameter : model.parameters_of(node)) {
+      if (event.kind != "write")
+        parameter.set_requires_grad(!freeze);
+      else if (event.how == "pointer" && !parameter.is_complex() && parameter.element_size() >= 4)
+        write_through_pointer(parameter);
+      else
+        parameter.mul_(0.75);
+    }
+  }
+  return true;
+}
+
+void report_model(Report& report, std::uint32_t event, Model& model, bool gradients, Kind gradient) {
+  const auto ignored = model.ignored_names();
+  const auto is_ignored = [&](const std::string& name) {
+    return std::find(ignored.begin(), ignored.end(), name) != ignored.end();
+  };
+  for (const auto& item : model.named_parameters()) {
+    const bool own = is_ignored(item.key());
+    report_tensor(report, event, own ? Kind::kLocal : Kind::kWeight, "weight " + item.key(), item.value());
+    if (gradients)
+      report_tensor(report, event, own ? Kind::kLocal : gradient, "gradient " + item.key(), item.value().grad());
+  }
+  for (const auto& item : model.named_buffers())
+    report_tensor(report, event, Kind::kLocal, "buffer " + item.key(), item.value());
+}
+
+std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {
+  const OptimizerChoice& choice = model.drawn().optimizer;
+  // torch::optim's own updates a parameter twice that is listed twice; a program has to see to it.
+  const auto all = as_listed && choice.engine == "fused" ? model.parameters() : model.distinct_parameters();
+  if (choice.engine != "sharded") return all;
+  std::vector<at::Tensor> averaged;
+  for (const auto& item : model.named_parameters()) {
+    const auto ignored = model.ignored_names();
+    if (!item.value().requires_grad() || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end())
+      continue;
+    if (std::none_of(averaged.begin(), averaged.end(), [&](const auto& one) { return one.is_same(item.value()); }))
+      averaged.push_back(item.value());
+  }
+  return averaged;
+}
+
+void note_failure(Report& report, std::uint32_t event, const std::function<void()>& action) {
+  const auto note = [&](Failure failure, const std::exception& error) {
+    report.failure = failure;
+    report.failed_event = event;
+    report.message = error.what();
+  };
+  try {
+    action();
+  } catch (const PeerLost& error) {
+    note(Failure::kPeerLost, error);
+  } catch (const Timeout& error) {
+    note(Failure::kTimeout, error);
+  } catch (const Error& error) {
+    note(Failure::kDdpkit, error);
+  } catch (const c10::Error& error) {
+    report.failure = Failure::kOther;
+    report.failed_event = event;
+    report.message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    note(Failure::kOther, error);
+  }
+}
+
+}  // namespace ddpkit::fuzz
