@@ -3,6 +3,7 @@
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <limits>

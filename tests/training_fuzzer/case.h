@@ -63,7 +63,7 @@ struct Event {
   std::string how = "";
   int node = 0;
   int rank = -1;
-  double value = 0;
+  double value = 1;
   std::vector<int> counts = {};  ///< Steps of each rank, in a join.
 };
 
@@ -81,6 +81,11 @@ struct Case {
   OptimizerChoice optimizer = {};
   std::vector<Event> events = {};
 };
+
+/// Whether weights change within backward.
+inline bool updates_in_backward(const Case& drawn) {
+  return drawn.optimizer.in_backward && drawn.optimizer.engine == "sharded";
+}
 
 /// Pure: the same on every machine.
 Case draw(std::uint64_t seed, std::uint64_t number);

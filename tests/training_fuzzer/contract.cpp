@@ -27,6 +27,10 @@ constexpr Clause kClauses[] = {
     {"node.layout_rank", "", "differs between rank"},
     {"event.kind=set_layout", "event.rank", "differs between rank"},
     {"event.kind=cast", "", ""},
+    {"event.kind=freeze", "", "requires_grad"},
+    {"event.kind=unfreeze", "", "requires_grad"},
+    {"node.checkpoint", "", "ready twice"},
+    {"event.kind=freeze", "event.kind=wrap_again", "needs a module with at least one parameter"},
 };
 
 }  // namespace

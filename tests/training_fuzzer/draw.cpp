@@ -90,13 +90,13 @@ class Drawer {
     }
     if (dice_.percent(12)) node.uses = 2;
     if (!is_data_parallel() && dice_.percent(6)) node.when = dice_.word({"never", "even_steps", "rank_0", "by_rank"});
-    // Ranks that skip its collectives would be out of step.
-    if (node.kind == "sync_batch_norm" && node.when != "never") node.when = "always";
     if (node.kind == "embedding") node.sparse = dice_.percent(40);
     if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm")
       node.checkpoint = true;
     node.frozen = dice_.percent(5);
-    node.ignored = !is_data_parallel() && node.tie < 0 && dice_.percent(4);
+    // The reference gives sync_batch_norm's gradients to one rank's parameters.
+    node.ignored =
+        !is_data_parallel() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
     node.detach = dice_.percent(2);
     if (case_.dtype == "f64" && dice_.percent(6) && (node.kind == "linear" || node.kind == "matmul"))
       node.dtype = dice_.word({"f32", "bf16"});
@@ -111,12 +111,17 @@ class Drawer {
     wrapper.broadcast_buffers = dice_.percent(80);
     if (is_data_parallel()) return;
     wrapper.view = dice_.percent(25);
+    // Ranks whose input to it wants no gradient would skip its collectives in backward.
+    if (has("sync_batch_norm"))
+      for (Node& node : case_.nodes)
+        if (node.when != "never") node.when = "always";
     const bool unused = !std::all_of(case_.nodes.begin(), case_.nodes.end(),
                                      [](const Node& node) { return node.when == "always" && !node.detach; });
     wrapper.find_unused = dice_.percent(unused ? 85 : 20);
     wrapper.static_graph = !unused && !wrapper.find_unused && dice_.percent(20);
     if (dice_.percent(15) && case_.magnitude == 1)
-      wrapper.hook = dice_.word({"all_reduce", "fp16", "bf16", "power_sgd", "own", "stats"});
+      wrapper.hook = dice_.word({"all_reduce", "fp16", "bf16", "power_sgd", "own"});
+    if (wrapper.hook == "own" && dice_.percent(3)) wrapper.hook = "stats";
     wrapper.output = dice_.percent(80) ? "tensor" : dice_.word({"tuple", "map", "opaque"});
   }
 
@@ -133,10 +138,11 @@ class Drawer {
     choice.kind = sparse || coarse ? "sgd" : dice_.word({"sgd", "adam", "adamw"});
     choice.groups = dice_.percent(75) ? 1 : 2 + dice_.below(2);
     if (choice.kind == "sgd" && !sparse) {
-      choice.momentum = dice_.percent(50) ? 0.9 : 0;
+      // Near the type's end LibTorch's intermediate values overflow where ddpkit's, in float32, do not.
+      choice.momentum = case_.magnitude == 1 && dice_.percent(50) ? 0.9 : 0;
       choice.nesterov = choice.momentum > 0 && dice_.percent(30);
     } else if (!sparse) {
-      choice.amsgrad = dice_.percent(20);
+      choice.amsgrad = !has("complex") && dice_.percent(20);
     }
     if (!sparse) choice.weight_decay = dice_.percent(25) ? 0.1 : 0;
     choice.maximize = choice.engine != "torch" && dice_.percent(10);
@@ -144,7 +150,7 @@ class Drawer {
       choice.in_backward = dice_.percent(20);
       choice.own_weights = dice_.percent(30);
     }
-    choice.scaler = !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
+    choice.scaler = !has("complex") && !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
     choice.schedule = dice_.percent(20);
   }
 
@@ -166,7 +172,7 @@ class Drawer {
   void draw_clipped_step(bool poisoned) {
     add({.kind = "zero", .how = zero()});
     Event forward{.kind = "forward"};
-    if (poisoned) {
+    if (poisoned && case_.wrapper.hook != "power_sgd") {  // It keeps what it has not sent.
       forward.how = "poison";
       forward.rank = some_rank();
     }
@@ -180,6 +186,8 @@ class Drawer {
   /// A step, or what makes steps interesting.
   void draw_events() {
     const bool clips = !case_.optimizer.in_backward && !any_node(&Node::ignored, true);
+    // Near a type's end sums overflow or not by their order.
+    if (case_.magnitude != 1 && dice_.percent(80)) return draw_step();
     switch (dice_.below(32)) {
       case 0:
         if (clips) draw_clipped_step(false);
@@ -206,10 +214,12 @@ class Drawer {
         return add({.kind = "step"});
       }
       case 4:  // Two backwards on one forward, perhaps with a step between.
+        if (case_.optimizer.in_backward) return draw_step();
         add({.kind = "zero", .how = zero()});
         add({.kind = "forward"});
         add({.kind = "backward", .how = "retain"});
-        if (dice_.percent(60)) add({.kind = "step"});
+        // A checkpoint would run again with the new weights.
+        if (dice_.percent(60) && !any_node(&Node::checkpoint, true)) add({.kind = "step"});
         if (dice_.percent(50)) add({.kind = "zero", .how = zero()});
         add({.kind = "backward"});
         return add({.kind = "step"});
@@ -229,7 +239,9 @@ class Drawer {
         return draw_step();
       case 8:
       case 9:
-        add({.kind = "write", .how = dice_.word({"in_place", "pointer", "flat"}), .node = any_index()});
+        add({.kind = "write",
+             .how = any_node(&Node::layout, "flat") && dice_.percent(70) ? "flat" : dice_.word({"in_place", "pointer"}),
+             .node = any_index()});
         return draw_step();
       case 10:
         if (!is_data_parallel()) add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first"})});
@@ -241,7 +253,10 @@ class Drawer {
       case 13:
       case 14:
         add({.kind = "save_load",
-             .how = is_data_parallel() ? "same" : dice_.word({"same", "new", "schedule_after", "checkpoint"})});
+             // A checkpoint holds one rank's weights.
+             .how = is_data_parallel()                ? "same"
+                    : any_node(&Node::ignored, true) ? dice_.word({"same", "new", "schedule_after"})
+                                                     : dice_.word({"same", "new", "schedule_after", "checkpoint"})});
         return draw_step();
       case 15:
         if (!case_.optimizer.schedule && case_.optimizer.groups == 1) add({.kind = "add_group"});
@@ -256,7 +271,7 @@ class Drawer {
         return draw_step();
       }
       case 18:
-        if (is_data_parallel()) return draw_step();
+        if (is_data_parallel() || case_.optimizer.in_backward) return draw_step();
         add({.kind = "throw",
              .how = dice_.word({"forward", "backward"}),
              .node = any_index(),
@@ -267,7 +282,7 @@ class Drawer {
           add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
         return draw_step();
       case 20:
-        if (dice_.percent(20)) add({.kind = "cast"});
+        if (case_.dtype == "f64" && !is_data_parallel() && dice_.percent(20)) add({.kind = "cast"});
         return draw_step();
       default:
         return draw_step();

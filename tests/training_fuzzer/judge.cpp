@@ -14,7 +14,7 @@ double tolerance(const Case& drawn) {
   double result = 1e-9;
   const auto widen = [&](const std::string& dtype) {
     if (dtype == "f32") result = std::max(result, 5e-4);
-    if (dtype == "f16" || dtype == "bf16") result = std::max(result, dtype == "f16" ? 0.02 : 0.1);
+    if (dtype == "f16" || dtype == "bf16") result = std::max(result, dtype == "f16" ? 0.05 : 0.2);
   };
   widen(drawn.dtype);
   for (const Node& node : drawn.nodes) widen(node.dtype);
@@ -42,7 +42,8 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
     return fmt::format("{}: the reference has {} of event {}", where, expected.name, expected.event);
   if (entry.values.size() != expected.values.size())
     return fmt::format("{}: {} elements instead of {}", where, entry.values.size(), expected.values.size());
-  double scale = 1e-3 * std::max(1.0, drawn.magnitude);
+  // Elements that are zero but for rounding.
+  double scale = (tolerance(drawn) > 1e-4 ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude);
   for (const double value : expected.values)
     if (std::isfinite(value)) scale = std::max(scale, std::abs(value));
   for (std::size_t i = 0; i < entry.values.size(); ++i) {
@@ -64,6 +65,11 @@ Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std
         return {"WRONG " + name.substr(0, name.find(' ')), text};
       }
     }
+    // Infinite weights: from here on intermediate types decide what comes out.
+    const auto& expected = reference[0].entries[i];
+    if (expected.name.rfind("weight", 0) == 0 &&
+        std::any_of(expected.values.begin(), expected.values.end(), [](double value) { return !std::isfinite(value); }))
+      break;
     const Entry& first = reports[0].entries[i];
     if (first.kind == Kind::kLocal) continue;
     for (std::size_t rank = 1; rank < reports.size(); ++rank) {

@@ -14,12 +14,15 @@ namespace ddpkit::fuzz {
 struct StoredCase {
   std::string name = {};   ///< The file's, without .json.
   std::string about = {};  ///< What was, or is, wrong.
-  std::string known = {};  ///< The verdict while the fault is not fixed; empty: the case must be right.
+  std::vector<std::string> known = {};  ///< Verdicts while the fault is not fixed; empty: the case must be right.
   Case drawn = {};
 };
 
 /// A file, or all files of a folder. A file that holds no "case" is a case itself.
 std::vector<StoredCase> read_stored(const std::filesystem::path& path);
+
+/// Whether `verdict` is one of the known case's. A wrong value may be seen first in a weight or between ranks.
+bool is_known(const StoredCase& stored, const Verdict& verdict);
 
 /// The name of the known case that explains why `drawn` fails as `verdict` says; empty: none does. It explains it when
 /// `drawn` has all features and the verdict of the known case, and is right once one of these features is taken out. Of

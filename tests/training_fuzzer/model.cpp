@@ -60,7 +60,7 @@ at::Tensor loss_of(const Case& drawn, const at::Tensor& output, const Batch& bat
 }
 
 Model::Model(const Case& drawn, int rank, std::optional<ProcessGroup> group, bool is_reference)
-    : drawn_(std::make_shared<const Case>(drawn)), rank_(rank), group_(std::move(group)), is_reference_(is_reference) {
+    : drawn_(std::make_shared<const Case>(drawn)), rank_(rank), group_(std::move(group)), is_reference_(is_reference), input_type_(type_named(drawn.dtype)) {
   reset();
   fill();
   for (std::size_t i = 0; i < drawn.nodes.size(); ++i) {
@@ -203,7 +203,7 @@ std::vector<std::string> Model::ignored_names() const {
 }
 
 at::Tensor Model::forward(const Batch& batch) {
-  at::Tensor x = batch.x;
+  at::Tensor x = input(batch);
   const auto backward_throws = std::exchange(throws_in_backward_, std::nullopt);
   for (std::size_t i = 0; i < drawn_->nodes.size(); ++i) {
     x = run(i, x, batch);
@@ -236,7 +236,7 @@ at::Tensor Model::apply(std::size_t index, const at::Tensor& x, const Batch& bat
   const Node& node = drawn_->nodes[index];
   const std::string& kind = node.kind;
   const auto& child = children_of_[index];
-  if (kind == "mask") return x * batch.mask;
+  if (kind == "mask") return x * batch.mask.to(x.scalar_type());
   if (kind == "matmul") return torch::tanh(x.matmul(own_[index].to(x.scalar_type())));
   if (kind == "scale") return x * own_[index].to(x.scalar_type());
   if (kind == "bias") return x + own_[index].to(x.scalar_type());

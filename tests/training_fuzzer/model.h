@@ -46,6 +46,12 @@ class Model : public torch::nn::Cloneable<Model> {
   Model(const Case& drawn, int rank, std::optional<ProcessGroup> group, bool is_reference);
   void reset() override;
 
+  /// From now on it computes in that type.
+  void cast(at::ScalarType dtype) {
+    to(dtype);
+    input_type_ = dtype;
+  }
+  at::Tensor input(const Batch& batch) const { return batch.x.to(input_type_); }
   at::Tensor forward(const Batch& batch);
   std::tuple<int, std::vector<at::Tensor>> forward(const Batch& batch, AsTuple) { return {1, {forward(batch)}}; }
   std::map<std::string, at::Tensor> forward(const Batch& batch, AsMap) { return {{"output", forward(batch)}}; }
@@ -83,6 +89,7 @@ class Model : public torch::nn::Cloneable<Model> {
   int rank_;
   std::optional<ProcessGroup> group_;
   bool is_reference_;
+  at::ScalarType input_type_;
   bool throws_in_forward_ = false;
   std::optional<std::size_t> throws_in_backward_;
   std::vector<std::shared_ptr<torch::nn::Module>> children_of_;  ///< Null where a node has its own parameter. [node]

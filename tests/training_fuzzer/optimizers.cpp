@@ -11,7 +11,7 @@ namespace {
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 /// Far above the noise of gradients that are zero but for rounding.
-constexpr double kEpsilon = 1e-6;
+constexpr double kEpsilon = 1e-3;
 
 /// Calls `make(options, tag of torch's type, tag of ddpkit's type)`.
 template <class T>

@@ -128,11 +128,14 @@ void RankTraining::backward(const Event& event) {
   if (event.how == "nested_no_sync" && ddp_) {
     const auto inner = ddp_->no_sync();
   }
+  has_gradients_ = !is_local(event);
   (scaler_ ? scaler_->scale(loss) : loss).backward({}, event.how == "retain");
 }
 
 void RankTraining::zero(const std::string& how) {
-  unscaled_ = false;
+  // The scaler expects step() after unscale_().
+  if (unscaled_ && scaler_) scaler_->update(scaler_->get_scale());
+  unscaled_ = has_gradients_ = false;
   if (how == "module") return model_->zero_grad();
   if (how == "base") return optimizer_.base->zero_grad();
   if (optimizer_.fused) return optimizer_.fused->zero_grad();
@@ -141,6 +144,7 @@ void RankTraining::zero(const std::string& how) {
 }
 
 void RankTraining::clip(const Event& event) {
+  if (!has_gradients_) return;
   const double type = event.node == 0 ? INFINITY : event.node;
   if (scaler_ && !unscaled_) scaler_->unscale_(*optimizer_.base);
   unscaled_ = true;
@@ -160,6 +164,7 @@ void RankTraining::step() {
   }
   unscaled_ = false;
   if (!done) return;
+  if (optimizer_.sharded) has_gradients_ = false;  // They are used up.
   ++steps_;
   if (scheduler_) scheduler_->step();
 }
@@ -181,6 +186,8 @@ void RankTraining::join(const Event& event) {
   const int most = *std::max_element(event.counts.begin(), event.counts.end());
   batch_ = before + most;
   steps_ += most - event.counts[static_cast<std::size_t>(rank_)];
+  if (scheduler_) scheduler_->set_step(steps_);
+  has_gradients_ = false;
 }
 
 void RankTraining::throw_within(const Event& event) {
@@ -201,18 +208,20 @@ void RankTraining::throw_within(const Event& event) {
 
 void RankTraining::perform(std::uint32_t number, const Event& event) {
   event_ = number;
+  if (replaces(event)) graphs_.clear();
   if (change_model(*model_, event, rank_)) {
+    graphs_.clear();
   } else if (event.kind == "zero") {
     zero(event.how);
   } else if (event.kind == "forward") {
     graphs_[event.slots.at(0)] = forward(event);
   } else if (event.kind == "backward") {
     backward(event);
-    return report_all(true, is_local(event) ? Kind::kLocal : Kind::kGradient);
+    return report_all(reports_gradients(drawn_, event), is_local(event) ? Kind::kLocal : Kind::kGradient);
   } else if (event.kind == "clip") {
     clip(event);
   } else if (event.kind == "step") {
-    if (event.how != "if_finite" || std::isfinite(norm_)) step();
+    if (wants_step(drawn_, event, has_gradients_, norm_)) step();
   } else if (event.kind == "join") {
     join(event);
   } else if (event.kind == "throw") {
@@ -232,7 +241,7 @@ void RankTraining::perform(std::uint32_t number, const Event& event) {
 }
 
 void RankTraining::report_all(bool gradients, Kind gradient) {
-  report_model(report, event_, *model_, gradients && !optimizer_.sharded, gradient);
+  report_model(report, event_, *model_, gradients, gradient);
   if (!optimizer_.sharded && drawn_.events[event_].kind == "step")
     report_state(report, event_, *optimizer_.base, *model_);
 }

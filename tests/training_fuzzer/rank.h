@@ -66,6 +66,7 @@ class RankTraining {
   std::int64_t steps_ = 0;
   double norm_ = 0;
   bool unscaled_ = false;
+  bool has_gradients_ = false;  ///< Averaged ones, for a step.
 };
 
 }  // namespace ddpkit::fuzz

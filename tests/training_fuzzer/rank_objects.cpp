@@ -14,7 +14,7 @@ namespace ddpkit::fuzz {
 /// old_first: the old wrapper, and with it a sharded optimizer, ends before the new one is made.
 void RankTraining::wrap_again(const std::string& how) {
   const bool sharded = optimizer_.sharded != nullptr;
-  graphs_.clear();
+  if (sharded) has_gradients_ = false;
   if (how == "old_first") {
     if (sharded) optimizer_ = {};
     ddp_.reset();
@@ -22,12 +22,19 @@ void RankTraining::wrap_again(const std::string& how) {
     if (sharded) make_optimizer();
     return;
   }
-  const auto old = std::move(ddp_);
-  wrap();
+  auto old = std::move(ddp_);
+  try {
+    wrap();
+  } catch (...) {
+    ddp_ = std::move(old);  // A sharded optimizer still needs it.
+    throw;
+  }
   if (sharded) make_optimizer();  // The old optimizer ends in the assignment, before the old wrapper.
 }
 
 void RankTraining::optimizer_again(const std::string& how) {
+  if (optimizer_.sharded) has_gradients_ = false;
+  added_.clear();
   if (how == "old_first") optimizer_ = {};
   make_optimizer();
 }
@@ -52,6 +59,8 @@ void RankTraining::save_load(const std::string& how) {
   if (how != "same") {
     optimizer_ = {};
     optimizer_ = fuzz::make_optimizer(drawn_.optimizer, optimizer_parameters(*model_, true), ddp_.get());
+    for (const at::Tensor& added : added_)
+      optimizer_.base->add_param_group(torch::optim::OptimizerParamGroup({added}));
     if (how == "new") make_scheduler();
   }
   std::istringstream stream(bytes);

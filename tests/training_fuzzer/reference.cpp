@@ -71,6 +71,9 @@ class Reference {
   void make_optimizers() {
     for (Player& player : players_)
       player.optimizer = make_torch_optimizer(drawn_.optimizer, optimizer_parameters(*player.model, false));
+    // A new sharded optimizer has no slices of gradients yet, and whoever defers clipping has forgotten it.
+    if (drawn_.optimizer.engine == "sharded") drop_gradients();
+    factor_ = 1;
     set_rates();
   }
 
@@ -102,7 +105,7 @@ class Reference {
     for (std::size_t r = 0; r < players_.size(); ++r) {
       batches.push_back(make_batch(drawn_, batch_, static_cast<int>(r)));
       if (poisons(event, static_cast<int>(r))) batches[r].x = batches[r].x * INFINITY;
-      if (active[r]) x[r] = batches[r].x;
+      if (active[r]) x[r] = players_[r].model->input(batches[r]);
     }
     ++batch_;
     for (std::size_t i = 0; i < drawn_.nodes.size(); ++i) {
@@ -174,31 +177,38 @@ class Reference {
     return result;
   }
 
-  void zero() {
+  void drop_gradients() {
+    has_gradients_ = false;
+    factor_ = 1;
     for (Player& player : players_)
       for (const at::Tensor& parameter : player.model->parameters()) parameter.mutable_grad().reset();
   }
 
   void clip(const Event& event) {
+    if (!has_gradients_) return;
     const torch::NoGradGuard no_grad;
     const double type = event.node == 0 ? INFINITY : event.node;
     for (Player& player : players_) {
       double total = 0;
       for (const at::Tensor& parameter : player.model->distinct_parameters()) {
-        if (!parameter.grad().defined()) continue;
+        if (!parameter.grad().defined() || parameter.numel() == 0) continue;
         const double norm =
             at::linalg_vector_norm(
                 parameter.grad().to(parameter.is_complex() ? at::kComplexDouble : at::kDouble) / scale_, type)
                 .item<double>();
         total = std::isinf(type) ? (norm > total || std::isnan(norm) ? norm : total) : total + std::pow(norm, type);
       }
-      norm_ = std::isinf(type) ? total : std::pow(total, 1 / type);
+      norm_ = (std::isinf(type) ? total : std::pow(total, 1 / type)) * factor_;
       report_tensor(player.report, event_, Kind::kWeight, "norm", at::scalar_tensor(norm_, at::kDouble));
+      if (drawn_.optimizer.engine != "torch") continue;
       const double factor = event.value / (norm_ + 1e-6);
       if (factor >= 1) continue;
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
     }
+    // ddpkit's own leave it to the next step.
+    if (const double factor = event.value / (norm_ + 1e-6); drawn_.optimizer.engine != "torch" && !(factor >= 1))
+      factor_ *= factor;
   }
 
   bool overflowed() {
@@ -208,15 +218,22 @@ class Reference {
     return false;
   }
 
+  /// An update within backward leaves only the count to step().
   void step() {
-    const torch::NoGradGuard no_grad;
-    if (drawn_.optimizer.scaler) {
-      if (overflowed()) {
-        scale_ *= 0.5;
-        return;
-      }
+    if (drawn_.optimizer.scaler && overflowed()) {
+      scale_ *= 0.5;
+      factor_ = 1;
+      return;
     }
-    const double factor = (drawn_.optimizer.maximize ? -1 : 1) / scale_;
+    if (!updates_in_backward(drawn_)) update();
+    ++steps_;
+    set_rates();
+  }
+
+  void update() {
+    const torch::NoGradGuard no_grad;
+    const bool ascends = drawn_.optimizer.maximize && drawn_.optimizer.engine != "torch";
+    const double factor = factor_ * (ascends ? -1 : 1) / scale_;
     for (Player& player : players_) {
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
@@ -224,8 +241,8 @@ class Reference {
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(1 / factor);
     }
-    ++steps_;
-    set_rates();
+    factor_ = 1;
+    if (drawn_.optimizer.engine == "sharded") drop_gradients();
   }
 
   void join(const Event& event) {
@@ -235,27 +252,32 @@ class Reference {
       for (const int count : event.counts) active.push_back(k < count);
       const auto first = static_cast<std::size_t>(std::find(active.begin(), active.end(), true) - active.begin());
       share_buffers(first);
-      zero();
+      drop_gradients();
       backward(forward(active, event), false);
       average();
+      if (updates_in_backward(drawn_)) update();
       step();
     }
     const auto longest =
         static_cast<std::size_t>(std::max_element(event.counts.begin(), event.counts.end()) - event.counts.begin());
     for (Player& player : players_) {
+      const auto ignored = player.model->ignored_names();
       const auto from = players_[longest].model->named_buffers();
       for (const auto& item : player.model->named_buffers())
-        if (&player != &players_[longest]) overwrite(item.value(), from[item.key()]);
+        if (&player != &players_[longest] && std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end())
+          overwrite(item.value(), from[item.key()]);
     }
+    drop_gradients();
   }
 
   void perform(const Event& event) {
     bool changed = true;
     for (std::size_t r = 0; r < players_.size(); ++r)
       changed = change_model(*players_[r].model, event, static_cast<int>(r));
+    if (changed || replaces(event)) graphs_.clear();
     const std::vector<bool> all(players_.size(), true);
     if (event.kind == "zero") {
-      zero();
+      drop_gradients();
     } else if (event.kind == "forward") {
       const bool eval = event.how == "eval";
       for (Player& player : players_) player.model->train(!eval);
@@ -272,16 +294,18 @@ class Reference {
       }
       if (sums[0].defined() && sums[0].requires_grad()) {
         backward(sums, event.how == "retain");
-        if (!is_local(event)) average();
+        has_gradients_ = !is_local(event);
+        if (has_gradients_) average();
+        if (has_gradients_ && updates_in_backward(drawn_)) update();
       }
-      report_all(true, is_local(event) ? Kind::kLocal : Kind::kGradient);
+      report_all(reports_gradients(drawn_, event), is_local(event) ? Kind::kLocal : Kind::kGradient);
       return;
     } else if (event.kind == "throw") {
       perform_throw(event);
     } else if (event.kind == "clip") {
       clip(event);
     } else if (event.kind == "step") {
-      if (event.how != "if_finite" || std::isfinite(norm_)) step();
+      if (wants_step(drawn_, event, has_gradients_, norm_)) step();
     } else if (event.kind == "wrap_again") {
       wrap();
       if (drawn_.optimizer.engine == "sharded") make_optimizers();
@@ -300,13 +324,13 @@ class Reference {
     share_buffers(0);
     forward(std::vector<bool>(players_.size(), true), event);
     if (event.rank >= 0) throw Model::Thrown();
-    zero();
+    drop_gradients();
   }
 
   void report_all(bool gradients, Kind gradient) {
     const bool sharded = drawn_.optimizer.engine == "sharded";
     for (Player& player : players_) {
-      report_model(player.report, event_, *player.model, gradients && !sharded, gradient);
+      report_model(player.report, event_, *player.model, gradients, gradient);
       const Event& event = drawn_.events[event_];
       if (!sharded && event.kind == "step") report_state(player.report, event_, *player.optimizer, *player.model);
     }
@@ -320,6 +344,8 @@ class Reference {
   std::int64_t steps_ = 0;
   double norm_ = 0;
   double scale_;
+  double factor_ = 1;           ///< Of clipping, for the next step.
+  bool has_gradients_ = false;  ///< Averaged ones, for a step.
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "training.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include <ddpkit/comm/error.h>
 
@@ -19,7 +20,7 @@ void write_through_pointer(const at::Tensor& parameter) {
 
 bool change_model(Model& model, const Event& event, int rank) {
   if (event.kind == "cast") {
-    model.to(at::kFloat);
+    model.cast(at::kFloat);
     return true;
   }
   const bool freeze = event.kind == "freeze";
@@ -43,14 +44,22 @@ bool change_model(Model& model, const Event& event, int rank) {
   return true;
 }
 
+bool reports_gradients(const Case& drawn, const Event& event) {
+  const auto normalises = [](const Node& node) { return node.kind == "sync_batch_norm"; };
+  return drawn.optimizer.engine != "sharded" &&
+         !(is_local(event) && std::any_of(drawn.nodes.begin(), drawn.nodes.end(), normalises));
+}
+
 void report_model(Report& report, std::uint32_t event, Model& model, bool gradients, Kind gradient) {
   const auto ignored = model.ignored_names();
   const auto is_ignored = [&](const std::string& name) {
     return std::find(ignored.begin(), ignored.end(), name) != ignored.end();
   };
+  const bool updating = updates_in_backward(model.drawn()) && model.drawn().events[event].kind == "backward";
   for (const auto& item : model.named_parameters()) {
     const bool own = is_ignored(item.key());
-    report_tensor(report, event, own ? Kind::kLocal : Kind::kWeight, "weight " + item.key(), item.value());
+    if (!updating)
+      report_tensor(report, event, own ? Kind::kLocal : Kind::kWeight, "weight " + item.key(), item.value());
     if (gradients)
       report_tensor(report, event, own ? Kind::kLocal : gradient, "gradient " + item.key(), item.value().grad());
   }
@@ -66,12 +75,19 @@ std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {
   std::vector<at::Tensor> averaged;
   for (const auto& item : model.named_parameters()) {
     const auto ignored = model.ignored_names();
-    if (!item.value().requires_grad() || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end())
+    // A layer that is switched on later has to learn; only which group it is in the reference cannot know.
+    const bool off = !item.value().requires_grad() && (as_listed || choice.groups > 1);
+    if (off || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end())
       continue;
     if (std::none_of(averaged.begin(), averaged.end(), [&](const auto& one) { return one.is_same(item.value()); }))
       averaged.push_back(item.value());
   }
   return averaged;
+}
+
+bool wants_step(const Case& drawn, const Event& event, bool has_gradients, double norm) {
+  if (!has_gradients && !updates_in_backward(drawn)) return false;
+  return event.how != "if_finite" || drawn.optimizer.scaler || std::isfinite(norm);
 }
 
 void note_failure(Report& report, std::uint32_t event, const std::function<void()>& action) {

@@ -23,14 +23,24 @@ std::vector<Report> run_reference(const Case& drawn);
 /// Events that touch the model alone: freeze, unfreeze, set_layout, write, cast. False for others.
 bool change_model(Model& model, const Event& event, int rank);
 /// Weights and buffers; with `gradients` those too, of kind `gradient`.
+/// Not the weights where backward updates them: another rank's part may come later, at the latest in step().
 void report_model(Report& report, std::uint32_t event, Model& model, bool gradients, Kind gradient);
 /// The parameters that the case's optimizer holds.
 std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed);
 /// Fills in what `action` throws.
 void note_failure(Report& report, std::uint32_t event, const std::function<void()>& action);
 
+/// Events that replace an object of the training: nobody goes on with the graphs from before.
+inline bool replaces(const Event& event) {
+  return event.kind == "wrap_again" || event.kind == "optimizer_again" || event.kind == "save_load";
+}
+/// A gradient scaler itself skips the step of a norm that is not finite.
+bool wants_step(const Case& drawn, const Event& event, bool has_gradients, double norm);
 /// Backward and forward within no_sync().
 inline bool is_local(const Event& event) { return event.how == "no_sync" || event.how == "nested_no_sync"; }
+/// A sharded optimizer takes gradients away. Before they are averaged, those of sync_batch_norm are of a part of the
+/// joined batch that is another one in the reference.
+bool reports_gradients(const Case& drawn, const Event& event);
 /// Of a case with a gradient scaler.
 constexpr double kLossScale = 1024;
 
