@@ -244,7 +244,7 @@ class Drawer {
              .node = any_index()});
         return draw_step();
       case 10:
-        if (!is_data_parallel()) add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first"})});
+        if (!is_data_parallel()) add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first", "under_optimizer"})});
         return draw_step();
       case 11:
         add({.kind = "optimizer_again", .how = dice_.word({"old_first", "new_first"})});

@@ -13,7 +13,7 @@ namespace {
 double tolerance(const Case& drawn) {
   double result = 1e-9;
   const auto widen = [&](const std::string& dtype) {
-    if (dtype == "f32") result = std::max(result, 5e-4);
+    if (dtype == "f32") result = std::max(result, 2e-3);
     if (dtype == "f16" || dtype == "bf16") result = std::max(result, dtype == "f16" ? 0.05 : 0.2);
   };
   widen(drawn.dtype);
@@ -43,7 +43,8 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
   if (entry.values.size() != expected.values.size())
     return fmt::format("{}: {} elements instead of {}", where, entry.values.size(), expected.values.size());
   // Elements that are zero but for rounding.
-  double scale = (tolerance(drawn) > 1e-4 ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude);
+  double scale = (tolerance(drawn) > 1e-4 ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude) *
+                 (drawn.optimizer.scaler && expected.name.rfind("gradient", 0) == 0 ? 1024 : 1);
   for (const double value : expected.values)
     if (std::isfinite(value)) scale = std::max(scale, std::abs(value));
   for (std::size_t i = 0; i < entry.values.size(); ++i) {
@@ -57,7 +58,17 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
 Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference) {
   std::size_t common = reference[0].entries.size();
   for (const Report& report : reports) common = std::min(common, report.entries.size());
+  const auto step = std::find_if(drawn.events.begin(), drawn.events.end(), [](const Event& event) {
+    return event.kind == "step" || event.kind == "join";
+  });
+  const auto first_step = static_cast<std::uint32_t>(step - drawn.events.begin());
   for (std::size_t i = 0; i < common; ++i) {
+    // After a step or a value near the type's end, intermediate types decide what comes out.
+    const Entry& expected = reference[0].entries[i];
+    if (drawn.magnitude != 1 && (expected.event > first_step ||
+                                 std::any_of(expected.values.begin(), expected.values.end(),
+                                             [](double value) { return !std::isfinite(value); })))
+      break;
     for (std::size_t rank = 0; rank < reports.size(); ++rank) {
       const std::string text = difference(drawn, reports[rank].entries[i], reference[rank].entries[i], rank);
       if (!text.empty()) {
@@ -65,11 +76,6 @@ Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std
         return {"WRONG " + name.substr(0, name.find(' ')), text};
       }
     }
-    // Infinite weights: from here on intermediate types decide what comes out.
-    const auto& expected = reference[0].entries[i];
-    if (expected.name.rfind("weight", 0) == 0 &&
-        std::any_of(expected.values.begin(), expected.values.end(), [](double value) { return !std::isfinite(value); }))
-      break;
     const Entry& first = reports[0].entries[i];
     if (first.kind == Kind::kLocal) continue;
     for (std::size_t rank = 1; rank < reports.size(); ++rank) {

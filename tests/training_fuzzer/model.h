@@ -51,7 +51,11 @@ class Model : public torch::nn::Cloneable<Model> {
     to(dtype);
     input_type_ = dtype;
   }
-  at::Tensor input(const Batch& batch) const { return batch.x.to(input_type_); }
+  /// Wants a gradient, so that every rank has a backward whatever it uses of the model.
+  at::Tensor input(const Batch& batch) const {
+    const at::Tensor x = batch.x.to(input_type_);
+    return x.requires_grad() ? x : x.detach().requires_grad_();
+  }
   at::Tensor forward(const Batch& batch);
   std::tuple<int, std::vector<at::Tensor>> forward(const Batch& batch, AsTuple) { return {1, {forward(batch)}}; }
   std::map<std::string, at::Tensor> forward(const Batch& batch, AsMap) { return {{"output", forward(batch)}}; }

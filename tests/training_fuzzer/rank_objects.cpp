@@ -11,12 +11,19 @@
 
 namespace ddpkit::fuzz {
 
-/// old_first: the old wrapper, and with it a sharded optimizer, ends before the new one is made.
+/// old_first: the old wrapper, and with it a sharded optimizer, ends before the new one is made. under_optimizer: the
+/// wrapper alone ends first.
 void RankTraining::wrap_again(const std::string& how) {
   const bool sharded = optimizer_.sharded != nullptr;
   if (sharded) has_gradients_ = false;
   if (how == "old_first") {
     if (sharded) optimizer_ = {};
+    ddp_.reset();
+    wrap();
+    if (sharded) make_optimizer();
+    return;
+  }
+  if (how == "under_optimizer") {
     ddp_.reset();
     wrap();
     if (sharded) make_optimizer();
