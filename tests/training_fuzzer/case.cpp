@@ -42,8 +42,7 @@ void check_keys(const json& value, const json& standard) {
 void add_features(const std::string& prefix, const json& value, std::multiset<std::string>& found) {
   for (const auto& [key, item] : value.items()) {
     // Numbers that say which, not what.
-    if (key == "data" || key == "width" || key == "rows" || key == "node" || key == "counts" ||
-        key == "value")
+    if (key == "data" || key == "width" || key == "rows" || key == "node" || key == "counts" || key == "value")
       continue;
     if (item.is_object()) {
       add_features(key + ".", item, found);

@@ -23,6 +23,8 @@ constexpr Clause kClauses[] = {
     {"optimizer.engine=sharded", "layout=sliced", "is not dense in memory"},
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
     {"optimizer.in_backward", "", "update_in_backward"},
+    // torch::optim::SGD writes weights without telling autograd, others tell.
+    {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},
     // Layouts that differ between ranks may work or be refused.
     {"node.layout_rank", "", "differs between rank"},
     {"event.kind=set_layout", "event.rank", "differs between rank"},

@@ -95,8 +95,7 @@ class Drawer {
       node.checkpoint = true;
     node.frozen = dice_.percent(5);
     // The reference gives sync_batch_norm's gradients to one rank's parameters.
-    node.ignored =
-        !is_data_parallel() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
+    node.ignored = !is_data_parallel() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
     node.detach = dice_.percent(2);
     if (case_.dtype == "f64" && dice_.percent(6) && (node.kind == "linear" || node.kind == "matmul"))
       node.dtype = dice_.word({"f32", "bf16"});
@@ -128,8 +127,9 @@ class Drawer {
   void draw_optimizer() {
     OptimizerChoice& choice = case_.optimizer;
     const bool sparse = any_node(&Node::sparse, true);
-    const bool coarse =
-        is_half() || any_node(&Node::dtype, "bf16") || case_.wrapper.hook == "fp16" || case_.wrapper.hook == "bf16";
+    const bool cancels = case_.dtype == "f32" && (has("batch_norm") || has("sync_batch_norm"));
+    const bool coarse = cancels || is_half() || any_node(&Node::dtype, "bf16") || case_.wrapper.hook == "fp16" ||
+                        case_.wrapper.hook == "bf16";
     const int engine = dice_.below(100);
     choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
     if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
@@ -150,7 +150,8 @@ class Drawer {
       choice.in_backward = dice_.percent(20);
       choice.own_weights = dice_.percent(30);
     }
-    choice.scaler = !has("complex") && !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
+    choice.scaler =
+        !has("complex") && !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
     choice.schedule = dice_.percent(20);
   }
 
@@ -244,7 +245,8 @@ class Drawer {
              .node = any_index()});
         return draw_step();
       case 10:
-        if (!is_data_parallel()) add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first", "under_optimizer"})});
+        if (!is_data_parallel())
+          add({.kind = "wrap_again", .how = dice_.word({"old_first", "new_first", "under_optimizer"})});
         return draw_step();
       case 11:
         add({.kind = "optimizer_again", .how = dice_.word({"old_first", "new_first"})});
@@ -254,7 +256,7 @@ class Drawer {
       case 14:
         add({.kind = "save_load",
              // A checkpoint holds one rank's weights.
-             .how = is_data_parallel()                ? "same"
+             .how = is_data_parallel()               ? "same"
                     : any_node(&Node::ignored, true) ? dice_.word({"same", "new", "schedule_after"})
                                                      : dice_.word({"same", "new", "schedule_after", "checkpoint"})});
         return draw_step();
@@ -282,7 +284,7 @@ class Drawer {
           add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
         return draw_step();
       case 20:
-        if (case_.dtype == "f64" && !is_data_parallel() && dice_.percent(20)) add({.kind = "cast"});
+        if (case_.dtype == "f64" && !is_data_parallel() && !has("complex") && dice_.percent(20)) add({.kind = "cast"});
         return draw_step();
       default:
         return draw_step();

@@ -41,9 +41,7 @@ std::optional<Case> without(Case drawn, const std::string& feature) {
 }
 
 /// WRONG for all differences of values.
-std::string class_of(const std::string& kind) {
-  return kind == "BITS" || kind.rfind("WRONG", 0) == 0 ? "WRONG" : kind;
-}
+std::string class_of(const std::string& kind) { return kind == "BITS" || kind.rfind("WRONG", 0) == 0 ? "WRONG" : kind; }
 
 }  // namespace
 

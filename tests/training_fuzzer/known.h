@@ -12,8 +12,8 @@
 namespace ddpkit::fuzz {
 
 struct StoredCase {
-  std::string name = {};   ///< The file's, without .json.
-  std::string about = {};  ///< What was, or is, wrong.
+  std::string name = {};                ///< The file's, without .json.
+  std::string about = {};               ///< What was, or is, wrong.
   std::vector<std::string> known = {};  ///< Verdicts while the fault is not fixed; empty: the case must be right.
   Case drawn = {};
 };

@@ -54,9 +54,10 @@ int replay(const Options& options) {
     if (!one.known.empty() && !verdict.is_fault())
       fmt::print("{}: is right now ({}): delete its \"known\"\n", one.name, verdict.kind);
     else
-      fmt::print("{}: {}{} {}\n", one.name, verdict.kind,
-                 one.known.empty() || expected ? "" : fmt::format(" instead of the known {}", fmt::join(one.known, " or ")),
-                 verdict.detail);
+      fmt::print(
+          "{}: {}{} {}\n", one.name, verdict.kind,
+          one.known.empty() || expected ? "" : fmt::format(" instead of the known {}", fmt::join(one.known, " or ")),
+          verdict.detail);
   }
   fmt::print("{} stored cases, {} not as expected, in {:.1f} s\n", stored.size(), failures, seconds_since(start));
   return failures == 0 ? 0 : 1;
@@ -84,9 +85,13 @@ int draw_and_run(const Options& options) {
       ++known[name];
       continue;
     }
-    ++unknown;
     const Case small = shrunk(pool, drawn, verdict);
     const Verdict again = pool.run(small);
+    if (const std::string name = explain(small, again.is_fault() ? again : verdict, stored, run); !name.empty()) {
+      ++known[name];
+      continue;
+    }
+    ++unknown;
     fmt::print("case {} after {:.0f} s: {} {}\n  shrunk to {}\n  {} {}\n", number, seconds_since(start), verdict.kind,
                verdict.detail, nlohmann::json{{"known", {again.kind}}, {"case", to_json(small)}}.dump(), again.kind,
                again.detail);

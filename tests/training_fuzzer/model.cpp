@@ -60,7 +60,11 @@ at::Tensor loss_of(const Case& drawn, const at::Tensor& output, const Batch& bat
 }
 
 Model::Model(const Case& drawn, int rank, std::optional<ProcessGroup> group, bool is_reference)
-    : drawn_(std::make_shared<const Case>(drawn)), rank_(rank), group_(std::move(group)), is_reference_(is_reference), input_type_(type_named(drawn.dtype)) {
+    : drawn_(std::make_shared<const Case>(drawn)),
+      rank_(rank),
+      group_(std::move(group)),
+      is_reference_(is_reference),
+      input_type_(type_named(drawn.dtype)) {
   reset();
   fill();
   for (std::size_t i = 0; i < drawn.nodes.size(); ++i) {

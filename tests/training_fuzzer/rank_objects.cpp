@@ -66,8 +66,7 @@ void RankTraining::save_load(const std::string& how) {
   if (how != "same") {
     optimizer_ = {};
     optimizer_ = fuzz::make_optimizer(drawn_.optimizer, optimizer_parameters(*model_, true), ddp_.get());
-    for (const at::Tensor& added : added_)
-      optimizer_.base->add_param_group(torch::optim::OptimizerParamGroup({added}));
+    for (const at::Tensor& added : added_) optimizer_.base->add_param_group(torch::optim::OptimizerParamGroup({added}));
     if (how == "new") make_scheduler();
   }
   std::istringstream stream(bytes);

@@ -233,13 +233,15 @@ class Reference {
   void update() {
     const torch::NoGradGuard no_grad;
     const bool ascends = drawn_.optimizer.maximize && drawn_.optimizer.engine != "torch";
+    // A gradient scaler leaves gradients unscaled behind, unless the optimizer unscales as it reads them.
+    const bool restores = drawn_.optimizer.engine != "torch";
     const double factor = factor_ * (ascends ? -1 : 1) / scale_;
     for (Player& player : players_) {
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
       player.optimizer->step();
       for (const at::Tensor& parameter : player.model->distinct_parameters())
-        if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(1 / factor);
+        if (factor != 1 && restores && parameter.grad().defined()) parameter.mutable_grad().mul_(1 / factor);
     }
     factor_ = 1;
     if (drawn_.optimizer.engine == "sharded") drop_gradients();

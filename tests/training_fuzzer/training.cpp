@@ -10,7 +10,6 @@ namespace {
 
 void write_through_pointer(const at::Tensor& parameter) {
   AT_DISPATCH_FLOATING_TYPES(parameter.scalar_type(), "write", [&] {
-    if (!parameter.is_non_overlapping_and_dense()) return;
     auto* data = static_cast<scalar_t*>(parameter.data_ptr());
     for (std::int64_t i = 0; i < parameter.numel(); ++i) data[i] *= scalar_t(0.75);
   });
@@ -35,7 +34,8 @@ bool change_model(Model& model, const Event& event, int rank) {
     for (const at::Tensor& parameter : model.parameters_of(node)) {
       if (event.kind != "write")
         parameter.set_requires_grad(!freeze);
-      else if (event.how == "pointer" && !parameter.is_complex() && parameter.element_size() >= 4)
+      else if (event.how == "pointer" && !parameter.is_complex() && parameter.element_size() >= 4 &&
+               parameter.is_non_overlapping_and_dense())
         write_through_pointer(parameter);
       else
         parameter.mul_(0.75);
@@ -77,8 +77,7 @@ std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {
     const auto ignored = model.ignored_names();
     // A layer that is switched on later has to learn; only which group it is in the reference cannot know.
     const bool off = !item.value().requires_grad() && (as_listed || choice.groups > 1);
-    if (off || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end())
-      continue;
+    if (off || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end()) continue;
     if (std::none_of(averaged.begin(), averaged.end(), [&](const auto& one) { return one.is_same(item.value()); }))
       averaged.push_back(item.value());
   }
