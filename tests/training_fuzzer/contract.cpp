@@ -25,6 +25,9 @@ constexpr Clause kClauses[] = {
     {"optimizer.in_backward", "", "update_in_backward"},
     // torch::optim::SGD writes weights without telling autograd, others tell.
     {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},
+    {"node.checkpoint", "wrapper.output=opaque", "has not ended"},
+    // ProcessGroup::abort() does not reach the other ranks over gloo.
+    {"backend=", "", "gloo/transport/"},
     // Layouts that differ between ranks may work or be refused.
     {"node.layout_rank", "", "differs between rank"},
     {"event.kind=set_layout", "event.rank", "differs between rank"},

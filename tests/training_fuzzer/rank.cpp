@@ -176,6 +176,7 @@ void RankTraining::join(const Event& event) {
       zero("");
       graphs_[0] = forward({});
       backward({});
+      graphs_.erase(0);
       step();
     }
   };

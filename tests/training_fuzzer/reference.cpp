@@ -270,6 +270,7 @@ class Reference {
           overwrite(item.value(), from[item.key()]);
     }
     drop_gradients();
+    graphs_.erase(0);
   }
 
   void perform(const Event& event) {
