@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <map>
 #include <optional>
-#include <random>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -14,6 +13,7 @@
 #include "known.h"
 #include "pool.h"
 #include "shrink.h"
+#include "support/seed.h"
 
 namespace {
 
@@ -64,7 +64,7 @@ int replay(const Options& options) {
 }
 
 int draw_and_run(const Options& options) {
-  const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
+  const std::uint64_t seed = options.seed ? *options.seed : ddpkit::testing::seed_of_this_run();
   fmt::print("training_fuzzer --seed {}\n", seed);
   std::fflush(stdout);
   const auto stored = options.known.empty() ? std::vector<StoredCase>() : read_stored(options.known);
@@ -116,7 +116,7 @@ int main(int argc, char** argv) {
   CLI::App app("Draws trainings and compares ddpkit's ranks with one process that plays all of them.");
   app.add_option("--cases", options.cases, "Cases to run; 0: until the minutes are over");
   app.add_option("--first", options.first, "Number of the first case");
-  app.add_option("--seed", options.seed, "What is drawn; a new one is printed");
+  app.add_option("--seed", options.seed, "What is drawn; default: DDPKIT_TEST_SEED, or a new seed, which is printed");
   app.add_option("--minutes", options.minutes, "Stop after so many minutes; 0: after the cases");
   app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
   app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");

@@ -237,7 +237,13 @@ Verdict Pool::run(const Case& drawn) {
     reference.push_back(Report::decoded(answers[0]->substr(at + sizeof size, size)));
     at += sizeof size + size;
   }
-  for (std::size_t i = 1; i <= ranks; ++i) reports.push_back(Report::decoded(*answers[i]));
+  try {
+    for (std::size_t i = 1; i <= ranks; ++i) reports.push_back(Report::decoded(*answers[i]));
+  } catch (const std::runtime_error& error) {
+    const Verdict verdict{"CRASH", error.what() + last_words()};
+    replace();
+    return verdict;
+  }
   return judge(drawn, reports, reference);
 }
 

@@ -24,8 +24,14 @@ class Reader {
     take(&value, sizeof value);
     return value;
   }
+  /// Of elements that follow, each of at least so many bytes. A rank whose memory is damaged may send any number.
+  std::uint32_t count(std::size_t bytes_each) {
+    const auto value = get<std::uint32_t>();
+    if (value > (bytes_.size() - at_) / bytes_each) throw std::runtime_error("a report is truncated");
+    return value;
+  }
   std::string text() {
-    std::string value(get<std::uint32_t>(), '\0');
+    std::string value(count(1), '\0');
     take(value.data(), value.size());
     return value;
   }
@@ -61,12 +67,12 @@ std::string Report::encoded() const {
 Report Report::decoded(const std::string& bytes) {
   Reader reader(bytes);
   Report report;
-  report.entries.resize(reader.get<std::uint32_t>());
+  report.entries.resize(reader.count(sizeof(Entry::event)));
   for (Entry& entry : report.entries) {
     entry.event = reader.get<std::uint32_t>();
     entry.kind = reader.get<Kind>();
     entry.name = reader.text();
-    entry.values.resize(reader.get<std::uint32_t>());
+    entry.values.resize(reader.count(sizeof(double)));
     reader.take(entry.values.data(), entry.values.size() * sizeof(double));
   }
   report.failure = reader.get<Failure>();
