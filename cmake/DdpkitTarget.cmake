@@ -30,7 +30,7 @@ function(ddpkit_target target)
 endfunction()
 
 # ddpkit_shared_pch(NAME HEADERS header... [OPTIONS option...] [LIBRARIES target...]) makes the precompiled header NAME.
-# A precompiled header costs 11 s, so several targets share one.
+# A precompiled header takes 40 s of one core, so several targets share one.
 function(ddpkit_shared_pch name)
   cmake_parse_arguments(PARSE_ARGV 1 pch "" "" "HEADERS;OPTIONS;LIBRARIES")
   file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/${name}.cpp" CONTENT "")
@@ -41,7 +41,7 @@ function(ddpkit_shared_pch name)
   target_precompile_headers(${name} PRIVATE ${pch_HEADERS})
 endfunction()
 
-# For what includes torch/torch.h and is not a test. The header takes 45 s of one core, each object that uses it 10 s less:
+# For what includes torch/torch.h and is not a test. Each object that uses the header takes 10 s less, the header 40 s:
 # it does not pay for what script/demo builds.
 function(ddpkit_torch_pch target)
   if(NOT TARGET ddpkit_torch_pch)

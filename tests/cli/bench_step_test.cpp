@@ -227,7 +227,8 @@ TEST_CASE("Workers that end early, or lack their backend, are an error that says
                     .answer_prefix = "answer: ",
                     .no_backend_prefix = "lacks: "});
   };
-  const std::string ready = "eval \"exec 9<&$(echo $2 | cut -d, -f$((RANK + 1)))\"; echo 'answer: ready'; ";
+  // Not 9<&N: dash takes one digit for N.
+  const std::string ready = "exec 9</dev/fd/$(echo $2 | cut -d, -f$((RANK + 1))); echo 'answer: ready'; ";
   {
     Workers echo({.system = "system",
                   .command = {"sh", "-c", ready + "while read line <&9; do echo \"answer: $RANK $line\"; done", "sh"},
