@@ -1,4 +1,5 @@
 // training_fuzzer: draws trainings, compares ddpkit with one process, shrinks what fails. See README.md.
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -38,6 +39,16 @@ Case shrunk(Pool& pool, const Case& drawn, const Verdict& verdict) {
       drawn, [&](const Case& one) { return pool.run(one).kind == verdict.kind; }, verdict.kind == "HANG" ? 40 : 250);
 }
 
+/// Whether the case fails in new processes too. A known fault that damages memory makes later cases of its processes
+/// fail.
+bool repeats(Pool& pool, const Case& drawn) {
+  for (int tries = 0; tries < 3; ++tries) {
+    pool.replace();
+    if (pool.run(drawn).is_fault()) return true;
+  }
+  return false;
+}
+
 /// Stored cases: each has to be right, or as wrong as it is marked.
 int replay(const Options& options) {
   Pool pool;
@@ -71,9 +82,18 @@ int draw_and_run(const Options& options) {
   Pool pool;
   const auto run = [&](const Case& one) { return pool.run(one); };
   const auto start = Clock::now();
-  std::map<std::string, std::uint64_t> verdicts, known;
+  struct Known {
+    std::uint64_t times = 0, first = 0;  ///< Number of the first case.
+    double seconds = 0;                  ///< Until the first case.
+  };
+  std::map<std::string, std::uint64_t> verdicts;
+  std::map<std::string, Known> known;
   std::uint64_t number = options.first;
-  int unknown = 0;
+  const auto count_known = [&](const std::string& name) {
+    Known& one = known[name];
+    if (++one.times == 1) one = {.times = 1, .first = number, .seconds = seconds_since(start)};
+  };
+  std::uint64_t unknown = 0, not_repeated = 0;
   for (; options.cases == 0 || number < options.first + options.cases; ++number) {
     if (options.minutes > 0 && seconds_since(start) > 60 * options.minutes) break;
     const Case drawn = draw(seed, number);
@@ -82,13 +102,18 @@ int draw_and_run(const Options& options) {
     if (options.print) fmt::print("{} {} {}: {}\n", number, verdict.kind, verdict.detail, to_json(drawn).dump());
     if (!verdict.is_fault()) continue;
     if (const std::string name = explain(drawn, verdict, stored, run); !name.empty()) {
-      ++known[name];
+      count_known(name);
+      continue;
+    }
+    if (!repeats(pool, drawn)) {
+      ++not_repeated;
+      fmt::print("case {} did not fail again in new processes: {} {}\n", number, verdict.kind, verdict.detail);
       continue;
     }
     const Case small = shrunk(pool, drawn, verdict);
     const Verdict again = pool.run(small);
     if (const std::string name = explain(small, again.is_fault() ? again : verdict, stored, run); !name.empty()) {
-      ++known[name];
+      count_known(name);
       continue;
     }
     ++unknown;
@@ -101,9 +126,14 @@ int draw_and_run(const Options& options) {
   fmt::print("{} cases in {:.0f} s ({:.0f} a minute):", count, seconds_since(start),
              60 * static_cast<double>(count) / seconds_since(start));
   for (const auto& [kind, times] : verdicts) fmt::print(" {} {}", times, kind);
-  fmt::print("; {} unknown faults\n", unknown);
-  for (const auto& [name, times] : known) fmt::print("  {} times {}\n", times, name);
-  return unknown == 0 ? 0 : 1;
+  fmt::print("; {} unknown faults, {} not repeated\n", unknown, not_repeated);
+  for (const auto& [name, one] : known)
+    fmt::print("  {} times {}, first in case {} after {:.0f} s\n", one.times, name, one.first, one.seconds);
+  // Variations of known faults still appear as unknown ones. A change that breaks training fails most cases.
+  const bool has_known = std::any_of(stored.begin(), stored.end(), [](const auto& one) { return !one.known.empty(); });
+  const std::uint64_t tolerated = has_known ? count / 100 : 0;
+  if (tolerated > 0) fmt::print("{} unknown faults are tolerated while stored cases are marked as known\n", tolerated);
+  return unknown <= tolerated ? 0 : 1;
 }
 
 }  // namespace

@@ -22,12 +22,13 @@ class Pool {
 
   /// A pool in which a case hung or that it killed is replaced.
   Verdict run(const Case& drawn);
+  /// The next case runs in new processes.
+  void replace();
 
  private:
   struct Worker;
 
   Worker& worker(std::size_t index);
-  void replace();
   std::string last_words() const;
 
   std::string folder_;
