@@ -2,7 +2,6 @@
 // backward of their own.
 #include <torch/torch.h>
 
-#include <functional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -12,6 +11,7 @@
 
 #include "ranks/branches.h"
 #include "support/catch.h"
+#include "support/checkpoint.h"
 #include "support/ranks.h"
 
 using namespace ddpkit::testing;
@@ -20,29 +20,7 @@ using ddpkit::DistributedDataParallelOptions;
 
 namespace {
 
-using Part = std::function<torch::Tensor(const torch::Tensor&)>;
-
-struct HeldPart : torch::CustomClassHolder {
-  explicit HeldPart(Part part) : run(std::move(part)) {}
-  Part run;
-};
-
-/// Python's torch.utils.checkpoint with use_reentrant=True.
-struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x, const Part& part) {
-    context->save_for_backward({x});
-    context->saved_data["part"] = c10::IValue::make_capsule(c10::make_intrusive<HeldPart>(part));
-    return part(x);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 const torch::autograd::variable_list& gradients) {
-    const auto part = c10::static_intrusive_pointer_cast<HeldPart>(context->saved_data["part"].toCapsule());
-    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
-    const torch::AutoGradMode on(true);
-    torch::autograd::backward({part->run(x)}, {gradients[0]});
-    return {x.grad(), torch::Tensor()};
-  }
-};
+using Part = Checkpoint::Block;
 
 /// Layers one after the other, of which those that are told are run anew in backward.
 struct ChainImpl : torch::nn::Module {

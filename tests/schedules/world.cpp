@@ -1,7 +1,6 @@
 // Stand-ins for what the engine asks of the operating system and of the kernels: shared memory is the arena, processes
 // are the simulation's ranks, and a reduction reports what it reads and writes.
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -46,14 +45,6 @@ namespace ddpkit::shm {
 using schedules::Simulation;
 
 Mapping::~Mapping() = default;
-Mapping::Mapping(Mapping&& other) noexcept
-    : pages_(std::move(other.pages_)), size_(std::exchange(other.size_, 0)), fd_(std::exchange(other.fd_, -1)) {}
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(pages_, other.pages_);
-  std::swap(size_, other.size_);
-  std::swap(fd_, other.fd_);
-  return *this;
-}
 void Mapping::close_descriptor() noexcept { fd_ = -1; }
 
 Mapping Mapping::create(const std::string&, std::size_t bytes, Fill) {

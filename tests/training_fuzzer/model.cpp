@@ -9,7 +9,7 @@
 
 #include <ddpkit/parallel/sync_batch_norm.h>
 
-#include "checkpoint_block.h"
+#include "support/checkpoint.h"
 
 namespace ddpkit::fuzz {
 namespace {
@@ -231,7 +231,8 @@ at::Tensor Model::run(std::size_t index, at::Tensor x, const Batch& batch) {
     }
     // A checkpoint has a backward only where its input wants a gradient.
     if (!x.requires_grad()) x = x.detach().requires_grad_();
-    x = CheckpointBlock::apply(x, [this, index, batch](const at::Tensor& input) { return apply(index, input, batch); });
+    x = testing::Checkpoint::apply(
+        x, [this, index, batch](const at::Tensor& input) { return apply(index, input, batch); });
   }
   return x;
 }

@@ -16,14 +16,8 @@ namespace ddpkit::fuzz {
 void RankTraining::wrap_again(const std::string& how) {
   const bool sharded = optimizer_.sharded != nullptr;
   if (sharded) has_gradients_ = false;
-  if (how == "old_first") {
-    if (sharded) optimizer_ = {};
-    ddp_.reset();
-    wrap();
-    if (sharded) make_optimizer();
-    return;
-  }
-  if (how == "under_optimizer") {
+  if (how == "old_first" || how == "under_optimizer") {
+    if (sharded && how == "old_first") optimizer_ = {};
     ddp_.reset();
     wrap();
     if (sharded) make_optimizer();

@@ -90,16 +90,6 @@ class MappedPages {
 
 Mapping::~Mapping() { close_descriptor(); }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : pages_(std::move(other.pages_)), size_(std::exchange(other.size_, 0)), fd_(std::exchange(other.fd_, -1)) {}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(pages_, other.pages_);
-  std::swap(size_, other.size_);
-  std::swap(fd_, other.fd_);
-  return *this;
-}
-
 Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
   // Asking for more than there is would not fail: it would wake the kernel's out-of-memory killer.
   const std::size_t available = available_memory();

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace ddpkit::shm {
 
@@ -30,8 +31,14 @@ class Mapping {
  public:
   Mapping() = default;
   ~Mapping();
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
+  Mapping(Mapping&& other) noexcept
+      : pages_(std::move(other.pages_)), size_(std::exchange(other.size_, 0)), fd_(std::exchange(other.fd_, -1)) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(pages_, other.pages_);
+    std::swap(size_, other.size_);
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
 
   enum class Fill { kNow, kOnTouch };
 

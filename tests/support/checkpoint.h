@@ -6,9 +6,9 @@
 #include <functional>
 #include <utility>
 
-namespace ddpkit::fuzz {
+namespace ddpkit::testing {
 
-struct CheckpointBlock : torch::autograd::Function<CheckpointBlock> {
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
   using Block = std::function<at::Tensor(const at::Tensor&)>;
   struct Held : torch::CustomClassHolder {
     explicit Held(Block block) : run(std::move(block)) {}
@@ -30,4 +30,4 @@ struct CheckpointBlock : torch::autograd::Function<CheckpointBlock> {
   }
 };
 
-}  // namespace ddpkit::fuzz
+}  // namespace ddpkit::testing
