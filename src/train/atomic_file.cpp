@@ -1,6 +1,8 @@
 #include <ddpkit/train/atomic_file.h>
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -33,14 +35,37 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   if (std::filesystem::exists(path_, none) && !std::filesystem::is_regular_file(path_, none))
     throw InvalidArgument(fmt::format("{} is no plain file, which another could replace", path_.string()));
   temporary_ += ".tmp";
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail("create");
+  while (descriptor_ < 0) {
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (descriptor_ < 0) fail("create");
+    // File systems without locks have other errors.
+    const bool is_taken = ::flock(descriptor_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    // Another writer may have given the file its name since open().
+    if (is_taken || !is_temporary()) ::close(std::exchange(descriptor_, -1));
+    if (is_taken)
+      throw InvalidArgument(fmt::format(
+          "{} is being written by another process or thread; write it on one rank, as in `if (group.rank() == 0)`",
+          path_.string()));
+  }
+  if (::ftruncate(descriptor_, 0) != 0) {
+    const int reason = errno;
+    ::close(std::exchange(descriptor_, -1));
+    errno = reason;
+    fail("write");
+  }
+}
+
+bool AtomicFile::is_temporary() const {
+  struct stat ours = {}, named = {};
+  if (::fstat(descriptor_, &ours) != 0) return true;
+  if (::stat(temporary_.c_str(), &named) != 0) return errno != ENOENT;
+  return ours.st_ino == named.st_ino && ours.st_dev == named.st_dev;
 }
 
 AtomicFile::~AtomicFile() {
   if (descriptor_ < 0) return;
-  ::close(descriptor_);
   ::unlink(temporary_.c_str());
+  ::close(descriptor_);
 }
 
 void AtomicFile::fail(const char* what) const {

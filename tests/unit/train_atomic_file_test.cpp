@@ -50,6 +50,23 @@ TEST_CASE("what a killed writer left behind is no hindrance", "[atomic_file]") {
   CHECK(read_file(folder / "file") == "new");
 }
 
+TEST_CASE("two writers of one file at the same time are refused by the file's name", "[atomic_file]") {
+  const Folder folder;
+  {
+    AtomicFile first(folder / "file");
+    first.write("first", 5);
+    CHECK_THROWS_WITH(AtomicFile(folder / "file"), ContainsSubstring("file is being written by another process") &&
+                                                       ContainsSubstring("group.rank()"));
+    first.commit();
+    CHECK(read_file(folder / "file") == "first");
+    AtomicFile second(folder / "file");
+    second.write("second", 6);
+    second.commit();
+    CHECK(read_file(folder / "file") == "second");
+  }
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
+}
+
 TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic_file]") {
   const Folder folder;
   write_file(folder / "file", "old");

@@ -13,7 +13,8 @@ namespace ddpkit::train {
 class AtomicFile {
  public:
   /// Throws Error, with the system's reason, when the temporary file cannot be made; InvalidArgument where `path` is a
-  /// folder, a device or the like, whose place a file must not take.
+  /// folder, a device or the like, whose place a file must not take, and while another AtomicFile, of any process, has
+  /// the same path.
   explicit AtomicFile(std::filesystem::path path);
   /// Without a commit(), removes the temporary file.
   ~AtomicFile();
@@ -33,6 +34,7 @@ class AtomicFile {
 
  private:
   [[noreturn]] void fail(const char* what) const;
+  bool is_temporary() const;  ///< Whether `temporary_` is still the name of the open file.
 
   std::filesystem::path path_;
   std::filesystem::path temporary_;
