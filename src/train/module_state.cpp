@@ -56,7 +56,7 @@ IncompatibleKeys load_module_state(torch::nn::Module& module, const StateDict& s
   }
   for (const auto& item : state) {
     if (own.contains(item.key)) continue;
-    keys.unexpected.push_back(std::visit([](const auto& key) { return fmt::format("{}", key); }, item.key));
+    keys.unexpected.push_back(describe(item.key));
   }
   std::vector<std::string> differences;
   if (options.strict && !keys.missing.empty())

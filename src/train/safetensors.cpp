@@ -25,7 +25,10 @@ constexpr std::uint64_t kLongestHeader = 100'000'000;  // The reference implemen
 constexpr std::size_t kHeaderStep = 8;
 constexpr std::string_view kMetadata = "__metadata__";
 
-constexpr std::array<std::pair<std::string_view, at::ScalarType>, 15> kTensorTypes{{
+/// LibTorch has two elements of F4 in a byte, which is one element of its tensor.
+constexpr at::ScalarType kF4 = at::ScalarType::Float4_e2m1fn_x2;
+
+constexpr std::array<std::pair<std::string_view, at::ScalarType>, 20> kTensorTypes{{
     {"BOOL", at::kBool},
     {"U8", at::kByte},
     {"I8", at::kChar},
@@ -41,6 +44,11 @@ constexpr std::array<std::pair<std::string_view, at::ScalarType>, 15> kTensorTyp
     {"U64", at::kUInt64},
     {"F8_E4M3", at::kFloat8_e4m3fn},
     {"F8_E5M2", at::kFloat8_e5m2},
+    {"F8_E8M0", at::kFloat8_e8m0fnu},
+    {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+    {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+    {"F4", kF4},
+    {"C64", at::kComplexFloat},
 }};
 
 std::string_view tensor_type_name(at::ScalarType dtype) {
@@ -71,7 +79,7 @@ std::uint64_t size_in(const Json& value, const std::string& tensor) {
 
 Place place_of(const std::string& name, const Json& entry) {
   const auto damaged = [&] { return BadFile(fmt::format("the entry of tensor {} is damaged", name)); };
-  if (!entry.is_object() || entry.size() != 3) throw damaged();
+  if (!entry.is_object()) throw damaged();
   const auto dtype = entry.find("dtype"), shape = entry.find("shape"), offsets = entry.find("data_offsets");
   if (dtype == entry.end() || shape == entry.end() || offsets == entry.end() || !dtype->is_string() ||
       !shape->is_array() || !offsets->is_array() || offsets->size() != 2)
@@ -83,6 +91,12 @@ Place place_of(const std::string& name, const Json& entry) {
     const std::uint64_t length = size_in(size, name);
     if (__builtin_mul_overflow(bytes, length, &bytes) || length > INT64_MAX) throw damaged();
     place.shape.push_back(static_cast<std::int64_t>(length));
+  }
+  if (place.dtype == kF4) {
+    if (place.shape.empty() || place.shape.back() % 2 != 0)
+      throw BadFile(fmt::format("tensor {} has half a byte in a row of F4", name));
+    place.shape.back() /= 2;
+    bytes /= 2;
   }
   if (place.begin > place.end || place.end - place.begin != bytes)
     throw BadFile(
@@ -135,7 +149,7 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
     if (!name || !tensor || !tensor->defined())
       throw InvalidArgument(fmt::format("{}: safetensors hold tensors by name, and nothing else", path.string()));
     if (tensor->layout() != at::kStrided || tensor->is_meta() || tensor_type_name(tensor->scalar_type()).empty() ||
-        *name == kMetadata)
+        (tensor->scalar_type() == kF4 && tensor->dim() == 0) || *name == kMetadata)
       throw InvalidArgument(fmt::format("{}: {}, a {} tensor, cannot be in a safetensors file", path.string(), *name,
                                         c10::toString(tensor->scalar_type())));
     sorted.emplace_back(*name, tensor->detach());
@@ -149,8 +163,10 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
   std::size_t offset = 0;
   for (const auto& [name, tensor] : sorted) {
     const std::size_t bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
+    std::vector<std::int64_t> shape = tensor.sizes().vec();
+    if (tensor.scalar_type() == kF4) shape.back() *= 2;
     entries[name] = {{"dtype", tensor_type_name(tensor.scalar_type())},
-                     {"shape", tensor.sizes().vec()},
+                     {"shape", shape},
                      {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;
   }
@@ -166,7 +182,7 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
   file.write(&header_bytes, sizeof header_bytes);
   file.write(header.data(), header.size());
   for (const auto& [name, tensor] : sorted) {
-    const at::Tensor dense = tensor.cpu().resolve_neg().contiguous();
+    const at::Tensor dense = tensor.cpu().resolve_conj().resolve_neg().contiguous();
     file.write(dense.const_data_ptr(), dense.nbytes());
   }
   file.commit();

@@ -4,6 +4,9 @@
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 
+#include <iterator>
+#include <memory>
+
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
@@ -20,8 +23,11 @@ namespace {
 constexpr std::string_view kByteOrder = "little";
 
 std::string_view kind_of(const StateValue& value) {
-  constexpr std::string_view kNames[] = {"None",     "a bool", "an int",  "a float", "a str",
-                                         "a tensor", "a list", "a tuple", "a dict"};
+  constexpr std::string_view kNames[] = {"None",    "a bool",   "an int",   "a float",
+                                         "a str",   "a tensor", "a list",   "a tuple",
+                                         "a dict",  "a set",    "a bytes",  "an int of more than 64 bits",
+                                         "complex", "a dtype",  "a device", "a layout"};
+  static_assert(std::size(kNames) == std::variant_size_v<StateValue::Variant>);
   return kNames[value.variant().index()];
 }
 
@@ -57,8 +63,27 @@ const StateValue* StateDict::find(const StateKey& key) const {
 
 const StateValue& StateDict::at(const StateKey& key) const {
   if (const StateValue* value = find(key)) return *value;
-  throw InvalidArgument(
-      std::visit([](const auto& name) { return fmt::format("a state dict has no '{}'", name); }, key));
+  throw InvalidArgument(fmt::format("a state dict has no '{}'", describe(key)));
+}
+
+OtherStateKey::OtherStateKey(const StateValue& value) : value_(std::make_shared<StateValue>(value)) {
+  const auto check = [](const StateValue& part, const auto& check_part) -> void {
+    const auto* bytes = part.get_if<StateBytes>();
+    if (part.get_if<at::Tensor>() || part.get_if<StateList>() || part.get_if<StateDict>() || part.get_if<StateSet>() ||
+        (bytes && bytes->is_bytearray))
+      throw InvalidArgument(fmt::format("{} cannot be a key of a state dict", kind_of(part)));
+    if (const auto* tuple = part.get_if<StateTuple>()) {
+      for (const StateValue& item : tuple->items) check_part(item, check_part);
+    }
+  };
+  check(value, check);
+  pickle_ = Pickler(value).pickle();
+}
+
+std::string describe(const StateKey& key) {
+  if (const auto* number = std::get_if<std::int64_t>(&key)) return std::to_string(*number);
+  if (const auto* text = std::get_if<std::string>(&key)) return *text;
+  return std::string(kind_of(std::get<OtherStateKey>(key).value()));
 }
 
 bool StateValue::to_bool() const { return get<bool>(*this, "a bool"); }

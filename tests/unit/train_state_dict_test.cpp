@@ -33,6 +33,15 @@ StateDict example() {
           {"text", std::string("one\0two", 7)},
           {"list", StateList{1, std::int64_t{1} << 40, -3}},
           {"tuple", StateTuple{{0.9, 0.999}}},
+          {"set", StateSet{{1, "a"}}},
+          {"bytes", StateBytes{std::string("\0\x7f\x80\xff", 4)}},
+          {"bytearray", StateBytes{"\xc3\xbc", /*is_bytearray=*/true}},
+          {"2^64", StateBigInt{std::string(8, '\0') + "\1"}},
+          {"complex", std::complex<double>(1, -0.5)},
+          {"dtype", torch::kFloat8_e5m2},
+          {"device", torch::Device("cuda:3")},
+          {"layout", torch::kSparseCsr},
+          {OtherStateKey(0.5), StateDict{{OtherStateKey(true), 1}, {OtherStateKey(StateTuple{{1, "x"}}), 2}}},
           {5, StateDict{{-1, "int keys"}}}};
 }
 
@@ -48,11 +57,16 @@ bool same(const StateValue& a, const StateValue& b) {
              return x.key == y.key && same(x.value, y.value);
            });
   }
+  if (const auto* set = a.get_if<StateSet>())
+    return same(StateList(set->items), StateList(b.get_if<StateSet>()->items));
+  if (const auto* bytes = a.get_if<StateBytes>())
+    return bytes->bytes == b.get_if<StateBytes>()->bytes && bytes->is_bytearray == b.get_if<StateBytes>()->is_bytearray;
+  if (const auto* integer = a.get_if<StateBigInt>()) return integer->bytes == b.get_if<StateBigInt>()->bytes;
   if (a.get_if<StateList>() || a.get_if<StateTuple>())
     return std::equal(a.to_items().begin(), a.to_items().end(), b.to_items().begin(), b.to_items().end(), same);
   return std::visit(
       [&]<class T>(const T& held) {
-        if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, std::string> || std::is_same_v<T, std::monostate>)
+        if constexpr (std::is_trivially_copyable_v<T> || std::is_same_v<T, std::string>)
           return held == *b.get_if<T>();
         else
           return false;
@@ -114,8 +128,9 @@ TEST_CASE("tensors that a state dict cannot hold are refused before anything is 
   const auto refuse = [&](const StateValue& value, const char* reason) {
     CHECK_THROWS_WITH(save_state_dict(folder / "state.pt", StateDict{{"x", value}}), ContainsSubstring(reason));
   };
-  refuse(torch::ones({3}).to_sparse(), "make it dense");
-  refuse(torch::empty({3}, torch::kMeta), "make it dense");
+  refuse(torch::quantize_per_tensor(torch::ones({3}), 0.1, 0, torch::kQInt8), "make it dense");
+  for (const StateValue& value : std::vector<StateValue>{StateList{1}, StateTuple{{torch::ones({1})}}, StateDict{}})
+    CHECK_THROWS_WITH(OtherStateKey(value), ContainsSubstring("cannot be a key"));
   StateValue deep = 1;
   for (int i = 0; i < 101; ++i) deep = StateList{deep};
   refuse(deep, "nested deeper than 100");
@@ -173,6 +188,54 @@ TEST_CASE("the checksum is zip's", "[state_dict]") {
   CHECK(crc32(nullptr, 0) == 0);
 }
 
+TEST_CASE("tensors that are no plain dense ones come back as they were saved", "[state_dict]") {
+  const Folder folder;
+  torch::manual_seed(3);
+  const auto complex = torch::randn({3, 2}, torch::kComplexDouble);
+  const auto dense = torch::randn({4, 6}).relu();
+  const StateDict state{{"conj", complex.conj()},
+                        {"plain", complex},
+                        {"view", complex.conj().t()},
+                        {"neg", torch::imag(complex.conj())},
+                        {"coo", dense.to_sparse()},
+                        {"csr", dense.to_sparse_csr()},
+                        {"csc", dense.to_sparse_csc()},
+                        {"bsr", dense.to_sparse_bsr({2, 3})},
+                        {"bsc", dense.to_sparse_bsc({2, 3})},
+                        {"meta", torch::empty_strided({2, 3}, {1, 2}, torch::TensorOptions(torch::kMeta))}};
+  REQUIRE(state.at("conj").to_tensor().is_conj());
+  REQUIRE(state.at("neg").to_tensor().is_neg());
+  save_state_dict(folder / "state.pt", state);
+  const StateValue loaded = load_state_dict(folder / "state.pt");
+  for (const auto& [key, value] : state) {
+    const at::Tensor &before = value.to_tensor(), &after = loaded.to_dict().at(key).to_tensor();
+    CAPTURE(describe(key));
+    CHECK(after.layout() == before.layout());
+    CHECK(after.is_conj() == before.is_conj());
+    CHECK(after.is_neg() == before.is_neg());
+    CHECK(after.sizes() == before.sizes());
+    if (before.is_meta())
+      CHECK(after.strides() == before.strides());
+    else
+      CHECK(torch::equal(after.to_dense(), before.to_dense()));
+  }
+  for (const char* name : {"conj", "view"})
+    CHECK(loaded.to_dict().at(name).to_tensor().storage().is_alias_of(
+        loaded.to_dict().at("plain").to_tensor().storage()));
+}
+
+TEST_CASE("a dict keeps its kind", "[state_dict]") {
+  const Folder folder;
+  for (const auto kind : {StateDict::Kind::kDict, StateDict::Kind::kOrderedDict, StateDict::Kind::kCounter}) {
+    StateDict dict{{5, 1}, {"b", 2}};
+    dict.set_kind(kind);
+    save_state_dict(folder / "state.pt", dict);
+    const StateValue loaded = load_state_dict(folder / "state.pt");
+    CHECK(loaded.to_dict().kind() == kind);
+    CHECK(same(loaded, dict));
+  }
+}
+
 TEST_CASE("a pickle is data: what it wants to call is named and not called", "[state_dict]") {
   const auto refuse = [](const std::string& pickle, const char* reason) {
     CHECK_THROWS_WITH(unpickled(pickle), ContainsSubstring(reason));
@@ -227,7 +290,12 @@ TEST_CASE("a pickle's numbers are not trusted", "[state_dict]") {
       "\x80\x02X\xff\xff\xff\xff"
       "abc.",
       "ends in the middle");
-  refuse("\x80\x02\x8a\x09" + std::string(9, '\1') + ".", "more than 64 bits");
+  CHECK(unpickled("\x80\x02\x8a\x09" + std::string(9, '\1') + ".").get_if<StateBigInt>()->bytes ==
+        std::string(9, '\1'));
+  CHECK(unpickled("\x80\x02\x8a\x0c" + std::string(12, '\xff') + ".").to_int() == -1);
+  CHECK(unpickled("\x80\x02\x8a\x09" + std::string(8, '\xff') + std::string("\0.", 2))
+            .get_if<StateBigInt>()
+            ->bytes.size() == 9);
   refuse("\x80\x02N", "ends in the middle");
   refuse("\x80\x02.", "takes a value that is not there");
   refuse("\x80\x02j\xff\xff\xff\xff.", "has not noted");

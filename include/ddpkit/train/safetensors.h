@@ -15,7 +15,8 @@ void save_safetensors(const std::filesystem::path& path, const StateDict& tensor
 
 /// Reads a safetensors file to the CPU, in the order of its header. Throws InvalidArgument, in one sentence with the
 /// file's name, when it is missing, truncated, or its header is not what the format asks for: no JSON, longer than 100
-/// MB, an unknown type, a shape that does not fill its bytes, bytes of two tensors or of none.
+/// MB, an unknown type, a shape that does not fill its bytes, bytes of two tensors or of none. Like the reference
+/// implementation, it accepts other fields in the entry of a tensor. F6_E2M3 and F6_E3M2 have no type in LibTorch.
 StateDict load_safetensors(const std::filesystem::path& path);
 
 }  // namespace ddpkit::train

@@ -1,6 +1,4 @@
-// What a pickle may call: torch's tensors, made from the storages of the archive.
-#include <ATen/ops/empty.h>
-
+// What a pickle may call, beside what makes tensors.
 #include <fmt/format.h>
 
 #include "pickle_machine.h"
@@ -9,90 +7,108 @@
 namespace ddpkit::train::pickle {
 namespace {
 
-/// Most dimensions that a tensor is believed to have.
-constexpr std::size_t kDimensions = 64;
+/// The characters 0 to 255, which a str of Python's has in the place of bytes.
+std::string bytes_of(std::string_view text) {
+  std::string bytes;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto lead = static_cast<unsigned char>(text[i]);
+    if (lead < 0x80) {
+      bytes.push_back(text[i]);
+    } else if ((lead == 0xc2 || lead == 0xc3) && i + 1 < text.size() && (text[i + 1] & 0xc0) == 0x80) {
+      bytes.push_back(static_cast<char>((lead & 3) << 6 | (text[++i] & 0x3f)));
+    } else {
+      throw BadFile("its bytes have a character that is no byte");
+    }
+  }
+  return bytes;
+}
 
-/// LibTorch allows it for these types.
-void require_grad(at::Tensor& tensor) {
-  if (tensor.is_floating_point() || tensor.is_complex()) tensor.requires_grad_(true);
+/// Python 2's names are those of Python 3's pickles of protocol 2.
+std::string_view builtin(std::string_view name) {
+  for (const std::string_view module : {"__builtin__.", "builtins."}) {
+    if (name.starts_with(module)) return name.substr(module.size());
+  }
+  return {};
 }
 
 }  // namespace
 
-/// ('storage', torch.FloatStorage, key, location, elements)
-void Machine::load_storage() {
-  const std::vector<Node*> id = as<Tuple>(pop()).items;
-  if (id.size() != 5 || as<std::string>(*id[0]) != "storage")
-    throw BadFile("its pickle refers to something that is no storage");
-  const std::string& type = as<Global>(*id[1]).name;
-  std::optional<c10::ScalarType> dtype;
-  if (type != "torch.storage.UntypedStorage") {
-    if (type.starts_with("torch.")) dtype = dtype_of_storage(std::string_view(type).substr(6));
-    if (!dtype) throw BadFile(fmt::format("it has a storage of the type {}, which is not known here", type));
+void Machine::make_bytes(const std::vector<Node*>& arguments, bool is_bytearray) {
+  std::string bytes;
+  const auto* given = arguments.empty() ? nullptr : std::get_if<StateValue>(&arguments[0]->value);
+  if (given && given->get_if<StateBytes>()) {
+    bytes = given->get_if<StateBytes>()->bytes;
+    pay(bytes.size());
+  } else if (!arguments.empty()) {
+    const std::string& text = as<std::string>(*arguments[0]);
+    const std::string codec = arguments.size() > 1 ? as<std::string>(*arguments[1]) : "utf-8";
+    if (codec != "latin1" && codec != "latin-1")
+      throw BadFile(fmt::format("it has bytes in the encoding {}, which is not known here", codec));
+    pay(text.size());
+    bytes = bytes_of(text);
   }
-  const std::string& key = as<std::string>(*id[2]);
-  const std::int64_t count = as<std::int64_t>(*id[4]);
-  auto found = storages_.find(key);
-  if (found == storages_.end()) found = storages_.emplace(key, read_storage_(key)).first;
-  const std::size_t size = dtype ? c10::elementSize(*dtype) : 1, bytes = found->second.nbytes();
-  if (count < 0 || bytes % size != 0 || static_cast<std::uint64_t>(count) != bytes / size)
-    throw BadFile(fmt::format("its record data/{} has {} bytes, where its pickle wants {} elements of {}", key, bytes,
-                              count, size));
-  push(TypedStorage{found->second, dtype});
+  push(StateValue(StateBytes{std::move(bytes), is_bytearray}));
 }
 
-std::vector<std::int64_t> Machine::shape(Node& node) const {
-  const std::vector<Node*>& items = as<Tuple>(node).items;
-  if (items.size() > kDimensions) throw BadFile(fmt::format("it has a tensor of {} dimensions", items.size()));
-  std::vector<std::int64_t> numbers;
-  for (Node* item : items) numbers.push_back(as<std::int64_t>(*item));
-  return numbers;
+/// `items`: pairs, as Python 2 pickled an OrderedDict.
+void Machine::make_dict(StateDict::Kind kind, const std::vector<Node*>& arguments) {
+  Dict dict{{}, kind};
+  if (!arguments.empty()) {
+    Node& items = *arguments[0];
+    if (const Dict* given = std::get_if<Dict>(&items.value)) {
+      dict.items = given->items;
+    } else {
+      for (Node* pair : as<List>(items).items) {
+        const auto* list = std::get_if<List>(&pair->value);
+        const std::vector<Node*>& both = list ? list->items : as<Tuple>(*pair).items;
+        if (kind == StateDict::Kind::kCounter || both.size() != 2) throw BadFile("its pickle has a damaged dict");
+        dict.items.emplace_back(both[0], both[1]);
+      }
+    }
+    pay(dict.items.size());
+  }
+  push(std::move(dict));
 }
 
-/// (storage, offset, sizes, strides, requires_grad, backward hooks ...)
-at::Tensor Machine::rebuild(const Tuple& arguments, std::optional<c10::ScalarType> dtype) {
-  const auto& [storage, type] = as<TypedStorage>(*arguments.items[0]);
-  if (type.has_value() == dtype.has_value()) throw BadFile("it has a tensor whose type is not that of its storage");
-  if (!dtype) dtype = type;
-  const std::int64_t offset = as<std::int64_t>(*arguments.items[1]);
-  const std::vector<std::int64_t> sizes = shape(*arguments.items[2]), strides = shape(*arguments.items[3]);
-  // The place behind the last element, which must lie in the storage.
-  std::int64_t numel = 1, end = offset;
-  bool sane = offset >= 0 && sizes.size() == strides.size();
-  for (std::size_t d = 0; sane && d < sizes.size(); ++d) {
-    std::int64_t span = 0;
-    sane = sizes[d] >= 0 && strides[d] >= 0 && !__builtin_mul_overflow(numel, sizes[d], &numel) &&
-           (sizes[d] == 0 ||
-            (!__builtin_mul_overflow(sizes[d] - 1, strides[d], &span) && !__builtin_add_overflow(end, span, &end)));
-  }
-  const auto room = static_cast<std::int64_t>(storage.nbytes() / c10::elementSize(*dtype));
-  if (!sane || (numel > 0 && end >= room))
-    throw BadFile(fmt::format("it has a tensor that reaches beyond its storage of {} elements", room));
-  at::Tensor tensor = at::empty({0}, at::TensorOptions(*dtype));
-  tensor.set_(storage, numel > 0 ? offset : 0, sizes, strides);
-  if (as<bool>(*arguments.items[4])) require_grad(tensor);
-  return tensor;
+double Machine::real_number(Node& node) {
+  const auto* integer = std::get_if<std::int64_t>(&node.value);
+  return integer ? static_cast<double>(*integer) : as<double>(node);
 }
 
 void Machine::reduce() {
-  Tuple& arguments = as<Tuple>(pop());
+  const std::vector<Node*> arguments = as<Tuple>(pop()).items;
   const std::string& name = as<Global>(pop()).name;
-  const std::size_t count = arguments.items.size();
-  if (name == "collections.OrderedDict" && count == 0) {
-    push(Dict());
+  const std::string_view function = builtin(name);
+  const std::size_t count = arguments.size();
+  constexpr std::string_view kUtils = "torch._utils.";
+  if (name.starts_with(kUtils) && reduce_tensor(std::string_view(name).substr(kUtils.size()), arguments)) return;
+  if (name == "collections.OrderedDict" && count <= 1) {
+    make_dict(StateDict::Kind::kOrderedDict, arguments);
+  } else if (name == "collections.Counter" && count <= 1) {
+    make_dict(StateDict::Kind::kCounter, arguments);
   } else if (name == "torch.Size" && count == 1) {
-    push(Tuple(as<Tuple>(*arguments.items[0])));
-  } else if (name == "torch._utils._rebuild_tensor_v2" && (count == 6 || count == 7)) {
-    push(rebuild(arguments, std::nullopt));
-  } else if (name == "torch._utils._rebuild_tensor_v3" && (count == 7 || count == 8)) {
-    const std::string& type = as<Global>(*arguments.items[6]).name;
-    const auto dtype = type.starts_with("torch.") ? dtype_of_name(std::string_view(type).substr(6)) : std::nullopt;
-    if (!dtype) throw BadFile(fmt::format("it has a tensor of the type {}, which is not known here", type));
-    push(rebuild(arguments, dtype));
-  } else if (name == "torch._utils._rebuild_parameter" && count == 3) {
-    at::Tensor parameter = as<at::Tensor>(*arguments.items[0]).detach();
-    if (as<bool>(*arguments.items[1])) require_grad(parameter);
-    push(parameter);
+    pay(as<Tuple>(*arguments[0]).items.size());
+    push(Tuple(as<Tuple>(*arguments[0])));
+  } else if (name == "torch.device" && (count == 1 || count == 2)) {
+    const std::string& type = as<std::string>(*arguments[0]);
+    push(StateValue(c10::Device(count == 1 ? type : fmt::format("{}:{}", type, as<std::int64_t>(*arguments[1])))));
+  } else if (name == "torch.serialization._get_layout" && count == 1) {
+    const std::string& layout = as<std::string>(*arguments[0]);
+    if (!layout_of_name(layout)) throw BadFile(fmt::format("it has the layout {}, which is not known here", layout));
+    push(StateValue(*layout_of_name(layout)));
+  } else if (name == "_codecs.encode" && (count == 1 || count == 2)) {
+    make_bytes(arguments, /*is_bytearray=*/false);
+  } else if (function == "bytearray" && count <= 2) {
+    make_bytes(arguments, /*is_bytearray=*/true);
+  } else if (function == "bytes" && count == 0) {
+    make_bytes(arguments, /*is_bytearray=*/false);
+  } else if (function == "set" && count <= 1) {
+    Set set;
+    if (count == 1) set.items = as<List>(*arguments[0]).items;
+    pay(set.items.size());
+    push(std::move(set));
+  } else if (function == "complex" && count == 2) {
+    push(StateValue(std::complex<double>(real_number(*arguments[0]), real_number(*arguments[1]))));
   } else {
     throw BadFile(fmt::format("its pickle wants to call {}, which no state dict needs", name));
   }

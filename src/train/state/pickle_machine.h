@@ -38,12 +38,17 @@ struct List {
 struct Tuple {
   std::vector<Node*> items;
 };
+struct Set {
+  std::vector<Node*> items;
+};
 struct Dict {
   std::vector<std::pair<Node*, Node*>> items;
+  StateDict::Kind kind = StateDict::Kind::kDict;
 };
 struct Node {
-  std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, List, Tuple, Dict, Global,
-               TypedStorage>
+  /// StateValue: of the types that hold no other values and that no rebuilding needs.
+  std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, List, Tuple, Set, Dict, Global,
+               TypedStorage, StateValue>
       value;
 };
 
@@ -121,9 +126,16 @@ class Machine {
   void load_storage();
   void reduce();
   void build();
-  at::Tensor rebuild(const Tuple& arguments, std::optional<c10::ScalarType> dtype);
+  void make_bytes(const std::vector<Node*>& arguments, bool is_bytearray);
+  void make_dict(StateDict::Kind kind, const std::vector<Node*>& arguments);
+  static double real_number(Node& node);
+  bool reduce_tensor(std::string_view function, const std::vector<Node*>& arguments);
+  static void set_bits(at::Tensor& tensor, Node& bits);
+  at::Tensor rebuild_sparse(Node& layout_node, const std::vector<Node*>& data);
+  at::Tensor rebuild(const std::vector<Node*>& arguments, std::optional<c10::ScalarType> dtype);
   std::vector<std::int64_t> shape(Node& node) const;
   StateValue convert(Node& node, int depth);
+  StateKey convert_key(Node& node, int depth);
   std::vector<StateValue> convert_all(const std::vector<Node*>& nodes, int depth);
   void pay(std::size_t amount);
 

@@ -43,12 +43,6 @@ void Pickler::write(const StateValue& value, int depth) {
         using T = std::decay_t<decltype(held)>;
         if constexpr (std::is_same_v<T, std::monostate>) {
           put(pickle_, Opcode::kNone);
-        } else if constexpr (std::is_same_v<T, bool>) {
-          put(pickle_, held ? Opcode::kNewtrue : Opcode::kNewfalse);
-        } else if constexpr (std::is_same_v<T, double>) {
-          put(pickle_, Opcode::kBinfloat);
-          const auto bits = std::bit_cast<std::uint64_t>(held);
-          for (int shift = 56; shift >= 0; shift -= 8) pickle_.push_back(static_cast<char>(bits >> shift));
         } else if constexpr (std::is_same_v<T, StateList>) {
           put(pickle_, Opcode::kEmptyList);
           items(held);
@@ -56,19 +50,107 @@ void Pickler::write(const StateValue& value, int depth) {
         } else if constexpr (std::is_same_v<T, StateTuple>) {
           items(held.items);
           put(pickle_, Opcode::kTuple);
-        } else if constexpr (std::is_same_v<T, StateDict>) {
-          put(pickle_, Opcode::kEmptyDict);
+        } else if constexpr (std::is_same_v<T, StateSet>) {
+          global("__builtin__", "set");
           put(pickle_, Opcode::kMark);
-          for (const StateItem& item : held) {
-            std::visit([&](const auto& key) { write(key); }, item.key);
-            write(item.value, depth + 1);
-          }
-          put(pickle_, Opcode::kSetitems);
+          put(pickle_, Opcode::kEmptyList);
+          items(held.items);
+          put(pickle_, Opcode::kAppends);
+          call();
+        } else if constexpr (std::is_same_v<T, StateDict>) {
+          write(held, depth);
         } else {
           write(held);
         }
       },
       value.variant());
+}
+
+void Pickler::write(const StateDict& dict, int depth) {
+  if (dict.kind() == StateDict::Kind::kDict) {
+    put(pickle_, Opcode::kEmptyDict);
+  } else {
+    global("collections", dict.kind() == StateDict::Kind::kCounter ? "Counter" : "OrderedDict");
+    put(pickle_, Opcode::kMark);
+    call();
+  }
+  put(pickle_, Opcode::kMark);
+  for (const StateItem& item : dict) {
+    std::visit(
+        [&](const auto& key) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(key)>, OtherStateKey>)
+            write(key.value(), depth + 1);
+          else
+            write(key);
+        },
+        item.key);
+    write(item.value, depth + 1);
+  }
+  put(pickle_, Opcode::kSetitems);
+}
+
+void Pickler::call() {
+  put(pickle_, Opcode::kTuple);
+  put(pickle_, Opcode::kReduce);
+}
+
+void Pickler::write(bool value) { put(pickle_, value ? Opcode::kNewtrue : Opcode::kNewfalse); }
+
+void Pickler::write(double value) {
+  put(pickle_, Opcode::kBinfloat);
+  const auto bits = std::bit_cast<std::uint64_t>(value);
+  for (int shift = 56; shift >= 0; shift -= 8) pickle_.push_back(static_cast<char>(bits >> shift));
+}
+
+void Pickler::write(const std::complex<double>& value) {
+  global("__builtin__", "complex");
+  put(pickle_, Opcode::kMark);
+  write(value.real());
+  write(value.imag());
+  call();
+}
+
+/// Protocol 2 has no bytes: they are a str of the characters 0 to 255.
+void Pickler::write(const StateBytes& bytes) {
+  std::string text;
+  for (const char c : bytes.bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x80) text.push_back(static_cast<char>(0xc0 | byte >> 6));
+    text.push_back(byte >= 0x80 ? static_cast<char>(0x80 | (byte & 0x3f)) : c);
+  }
+  bytes.is_bytearray ? global("__builtin__", "bytearray") : global("_codecs", "encode");
+  put(pickle_, Opcode::kMark);
+  write(std::string_view(text));
+  write(std::string_view("latin-1"));
+  call();
+}
+
+void Pickler::write(const StateBigInt& value) {
+  if (value.bytes.size() > 255) throw InvalidArgument("an int of more than 2040 bits is too long for a state dict");
+  put(pickle_, Opcode::kLong1);
+  pickle_.push_back(static_cast<char>(value.bytes.size()));
+  pickle_ += value.bytes;
+}
+
+void Pickler::write(at::ScalarType dtype) {
+  const std::string_view name = name_of(dtype);
+  if (name.empty()) throw InvalidArgument(fmt::format("a state dict cannot hold the dtype {}", c10::toString(dtype)));
+  global("torch", name);
+}
+
+void Pickler::write(const c10::Device& device) {
+  global("torch", "device");
+  put(pickle_, Opcode::kMark);
+  write(std::string_view(c10::DeviceTypeName(device.type(), /*lower_case=*/true)));
+  if (device.has_index()) write(std::int64_t{device.index()});
+  call();
+}
+
+void Pickler::write(c10::Layout layout) {
+  global("torch.serialization", "_get_layout");
+  put(pickle_, Opcode::kMark);
+  write(std::string_view(layout_name(layout)));
+  call();
 }
 
 void Pickler::write(std::int64_t value) {
@@ -114,14 +196,27 @@ std::size_t Pickler::storage_number(const at::Tensor& tensor) {
   return place->second;
 }
 
-void Pickler::write(const at::Tensor& given) {
-  if (!given.defined()) return put(pickle_, Opcode::kNone);
-  const std::string_view name = name_of(given.scalar_type());
-  if (given.layout() != at::kStrided || given.is_meta() || name.empty())
+void Pickler::write(const at::Tensor& tensor) {
+  if (!tensor.defined()) return put(pickle_, Opcode::kNone);
+  if (tensor.is_quantized() || layout_name(tensor.layout()).empty() || name_of(tensor.scalar_type()).empty())
     throw InvalidArgument(fmt::format("a state dict cannot hold a {} tensor of layout {} on {}: make it dense first",
-                                      c10::toString(given.scalar_type()), c10::str(given.layout()),
-                                      given.device().str()));
-  const at::Tensor tensor = given.detach().resolve_conj().resolve_neg();
+                                      c10::toString(tensor.scalar_type()), c10::str(tensor.layout()),
+                                      tensor.device().str()));
+  if (tensor.layout() != at::kStrided)
+    write_sparse(tensor.detach());
+  else if (tensor.is_meta())
+    write_meta(tensor);
+  else
+    write_dense(tensor);
+}
+
+void Pickler::write_hooks() {
+  global("collections", "OrderedDict");
+  put(pickle_, Opcode::kEmptyTuple);
+  put(pickle_, Opcode::kReduce);
+}
+
+void Pickler::write_dense(const at::Tensor& tensor) {
   const std::string_view storage = storage_name_of(tensor.scalar_type());
   const std::size_t number = storage_number(tensor);
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
@@ -129,23 +224,63 @@ void Pickler::write(const at::Tensor& given) {
   global("torch._utils", storage.empty() ? "_rebuild_tensor_v3" : "_rebuild_tensor_v2");
   put(pickle_, Opcode::kMark);
   put(pickle_, Opcode::kMark);
-  write("storage");
+  write(std::string_view("storage"));
   storage.empty() ? global("torch.storage", "UntypedStorage") : global("torch", storage);
-  write(std::to_string(number));
-  write("cpu");
-  write(storage.empty() ? bytes : bytes / tensor.element_size());
+  write(std::string_view(std::to_string(number)));
+  write(std::string_view("cpu"));
+  write(storage.empty() ? bytes : bytes / static_cast<std::int64_t>(tensor.element_size()));
   put(pickle_, Opcode::kTuple);
   put(pickle_, Opcode::kBinpersid);
   write(tensor.storage_offset());
   write_shape(tensor.sizes());
   write_shape(tensor.strides());
-  put(pickle_, given.requires_grad() ? Opcode::kNewtrue : Opcode::kNewfalse);
-  global("collections", "OrderedDict");  // Of backward hooks.
-  put(pickle_, Opcode::kEmptyTuple);
-  put(pickle_, Opcode::kReduce);
-  if (storage.empty()) global("torch", name);
+  write(tensor.requires_grad());
+  write_hooks();
+  if (storage.empty()) write(tensor.scalar_type());
+  if (tensor.is_conj() || tensor.is_neg()) {
+    // Elements are written as they lie in memory.
+    put(pickle_, Opcode::kEmptyDict);
+    put(pickle_, Opcode::kMark);
+    for (const auto& [name, is_set] : {std::pair("conj", tensor.is_conj()), std::pair("neg", tensor.is_neg())}) {
+      if (!is_set) continue;  // PyTorch refuses a conj bit of a real tensor, even if it is false.
+      write(std::string_view(name));
+      write(true);
+    }
+    put(pickle_, Opcode::kSetitems);
+  }
+  call();
+}
+
+/// (layout, (indices, values, sizes, is_coalesced)), or (layout, (compressed indices, plain indices, values, sizes)).
+void Pickler::write_sparse(const at::Tensor& tensor) {
+  global("torch._utils", "_rebuild_sparse_tensor");
+  put(pickle_, Opcode::kMark);
+  write(tensor.layout());
+  put(pickle_, Opcode::kMark);
+  if (tensor.layout() == at::kSparse) {
+    write(tensor._indices());
+    write(tensor._values());
+    write_shape(tensor.sizes());
+    write(tensor.is_coalesced());
+  } else {
+    const bool by_rows = tensor.layout() == at::kSparseCsr || tensor.layout() == at::kSparseBsr;
+    write(by_rows ? tensor.crow_indices() : tensor.ccol_indices());
+    write(by_rows ? tensor.col_indices() : tensor.row_indices());
+    write(tensor.values());
+    write_shape(tensor.sizes());
+  }
   put(pickle_, Opcode::kTuple);
-  put(pickle_, Opcode::kReduce);
+  call();
+}
+
+void Pickler::write_meta(const at::Tensor& tensor) {
+  global("torch._utils", "_rebuild_meta_tensor_no_storage");
+  put(pickle_, Opcode::kMark);
+  write(tensor.scalar_type());
+  write_shape(tensor.sizes());
+  write_shape(tensor.strides());
+  write(tensor.requires_grad());
+  call();
 }
 
 }  // namespace ddpkit::train

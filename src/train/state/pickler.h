@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <complex>
 #include <functional>
 #include <map>
 #include <string>
@@ -28,11 +29,27 @@ class Pickler {
 
  private:
   void write(const StateValue& value, int depth);
+  void write(const StateDict& dict, int depth);
   void write(const at::Tensor& tensor);
+  void write_dense(const at::Tensor& tensor);
+  void write_sparse(const at::Tensor& tensor);
+  void write_meta(const at::Tensor& tensor);
+  void write(const StateBytes& bytes);
+  void write(const StateBigInt& value);
+  void write(const std::complex<double>& value);
+  void write(at::ScalarType dtype);
+  void write(const c10::Device& device);
+  void write(c10::Layout layout);
+  void write(bool value);
+  void write(double value);
   void write(std::int64_t value);
   void write(std::string_view text);
+  void write(const std::string& text) { write(std::string_view(text)); }  ///< A Device is made of one too.
   void write_shape(at::IntArrayRef numbers);
+  void write_hooks();
   void global(std::string_view module, std::string_view name);
+  /// Calls the global below the mark, with all that follows it.
+  void call();
   std::size_t storage_number(const at::Tensor& tensor);
 
   std::string pickle_;

@@ -1,6 +1,7 @@
 #include "type_names.h"
 
 #include <array>
+#include <utility>
 
 namespace ddpkit::train {
 namespace {
@@ -33,6 +34,41 @@ constexpr std::array kTypes{
     TypeNames{c10::ScalarType::Float8_e5m2fnuz, "float8_e5m2fnuz", ""},
     TypeNames{c10::ScalarType::Float8_e4m3fnuz, "float8_e4m3fnuz", ""},
     TypeNames{c10::ScalarType::Float8_e8m0fnu, "float8_e8m0fnu", ""},
+    TypeNames{c10::ScalarType::Float4_e2m1fn_x2, "float4_e2m1fn_x2", ""},
+    TypeNames{c10::ScalarType::Bits8, "bits8", ""},
+    TypeNames{c10::ScalarType::Bits16, "bits16", ""},
+    TypeNames{c10::ScalarType::Bits1x8, "bits1x8", ""},
+    TypeNames{c10::ScalarType::Bits2x4, "bits2x4", ""},
+    TypeNames{c10::ScalarType::Bits4x2, "bits4x2", ""},
+    // torch.save writes these types as values, and no tensors of them.
+    TypeNames{c10::ScalarType::QInt8, "qint8", ""},
+    TypeNames{c10::ScalarType::QUInt8, "quint8", ""},
+    TypeNames{c10::ScalarType::QInt32, "qint32", ""},
+    TypeNames{c10::ScalarType::QUInt4x2, "quint4x2", ""},
+    TypeNames{c10::ScalarType::QUInt2x4, "quint2x4", ""},
+    TypeNames{c10::ScalarType::UInt1, "uint1", ""},
+    TypeNames{c10::ScalarType::UInt2, "uint2", ""},
+    TypeNames{c10::ScalarType::UInt3, "uint3", ""},
+    TypeNames{c10::ScalarType::UInt4, "uint4", ""},
+    TypeNames{c10::ScalarType::UInt5, "uint5", ""},
+    TypeNames{c10::ScalarType::UInt6, "uint6", ""},
+    TypeNames{c10::ScalarType::UInt7, "uint7", ""},
+    TypeNames{c10::ScalarType::Int1, "int1", ""},
+    TypeNames{c10::ScalarType::Int2, "int2", ""},
+    TypeNames{c10::ScalarType::Int3, "int3", ""},
+    TypeNames{c10::ScalarType::Int4, "int4", ""},
+    TypeNames{c10::ScalarType::Int5, "int5", ""},
+    TypeNames{c10::ScalarType::Int6, "int6", ""},
+    TypeNames{c10::ScalarType::Int7, "int7", ""},
+};
+
+constexpr std::array kLayouts{
+    std::pair{c10::kStrided, std::string_view("torch.strided")},
+    std::pair{c10::kSparse, std::string_view("torch.sparse_coo")},
+    std::pair{c10::kSparseCsr, std::string_view("torch.sparse_csr")},
+    std::pair{c10::kSparseCsc, std::string_view("torch.sparse_csc")},
+    std::pair{c10::kSparseBsr, std::string_view("torch.sparse_bsr")},
+    std::pair{c10::kSparseBsc, std::string_view("torch.sparse_bsc")},
 };
 
 }  // namespace
@@ -61,6 +97,20 @@ std::string_view name_of(c10::ScalarType dtype) {
 std::optional<c10::ScalarType> dtype_of_name(std::string_view name) {
   for (const TypeNames& type : kTypes) {
     if (type.name == name) return type.dtype;
+  }
+  return std::nullopt;
+}
+
+std::string_view layout_name(c10::Layout layout) {
+  for (const auto& [known, name] : kLayouts) {
+    if (known == layout) return name;
+  }
+  return {};
+}
+
+std::optional<c10::Layout> layout_of_name(std::string_view name) {
+  for (const auto& [layout, known] : kLayouts) {
+    if (known == name) return layout;
   }
   return std::nullopt;
 }

@@ -1,6 +1,7 @@
-// Tier 0: c10/core/ScalarType.h. What Python's pickles call the types of tensors.
+// Tier 0: c10/core/ScalarType.h, Layout.h. What Python's pickles call the types of tensors.
 #pragma once
 
+#include <c10/core/Layout.h>
 #include <c10/core/ScalarType.h>
 
 #include <optional>
@@ -16,5 +17,9 @@ std::optional<c10::ScalarType> dtype_of_storage(std::string_view name);
 /// "float32", as in torch.float32; empty for types that torch.save does not write.
 std::string_view name_of(c10::ScalarType dtype);
 std::optional<c10::ScalarType> dtype_of_name(std::string_view name);
+
+/// "torch.sparse_coo"; empty for layouts that torch.save does not write.
+std::string_view layout_name(c10::Layout layout);
+std::optional<c10::Layout> layout_of_name(std::string_view name);
 
 }  // namespace ddpkit::train

@@ -2,19 +2,24 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/error.h>
+
 #include "pickle_machine.h"
 #include "pickler.h"
+#include "type_names.h"
 
 namespace ddpkit::train {
 namespace pickle {
 namespace {
 
-/// A pickle may name one value in many places. What it may grow to thereby: this and a few times its own length.
+/// A pickle may name one value in many places. While it is read, and again while it is converted, it may grow to this
+/// and a few times its own length.
 constexpr std::size_t kSlack = std::size_t{1} << 20, kGrowth = 4;
 
 }  // namespace
 
 StateValue Machine::run() {
+  budget_ = kSlack + kGrowth * pickle_.size();
   while (true) {
     const auto opcode = static_cast<Opcode>(static_cast<unsigned char>(take(1)[0]));
     if (opcode == Opcode::kStop) break;
@@ -129,9 +134,18 @@ void Machine::put(std::uint32_t index) {
 }
 
 void Machine::long_number() {
-  const std::size_t bytes = number<std::uint8_t>();
-  const std::string_view digits = take(bytes);
-  if (bytes > 8) throw BadFile("its pickle has an integer of more than 64 bits");
+  std::size_t bytes = number<std::uint8_t>();
+  std::string_view digits = take(bytes);
+  if (bytes > 8) {
+    // Bytes that repeat the sign mean nothing.
+    std::size_t used = bytes;
+    while (used > 1 &&
+           static_cast<signed char>(digits[used - 1]) == (static_cast<signed char>(digits[used - 2]) < 0 ? -1 : 0))
+      --used;
+    if (used > 8) return push(StateValue(StateBigInt{std::string(digits.substr(0, used))}));
+    digits = digits.substr(0, used);
+    bytes = used;
+  }
   std::uint64_t value = bytes > 0 && (digits.back() & 0x80) != 0 ? ~std::uint64_t{0} : 0;
   for (std::size_t i = bytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(digits[i]);
   push(static_cast<std::int64_t>(value));
@@ -139,8 +153,12 @@ void Machine::long_number() {
 
 /// What an OrderedDict has beside its items: a module's _metadata, which LibTorch's modules do not use.
 void Machine::build() {
-  pop();
+  Node& state = pop();
   top<Dict>();
+  for (const auto& [key, value] : as<Dict>(state).items) {
+    if (const std::string& name = as<std::string>(*key); name != "_metadata")
+      throw BadFile(fmt::format("it has a dict with the attribute {}, which C++ has no place for", name));
+  }
 }
 
 void Machine::pay(std::size_t amount) {
@@ -166,24 +184,40 @@ StateValue Machine::convert(Node& node, int depth) {
           return convert_all(held.items, depth);
         } else if constexpr (std::is_same_v<T, Tuple>) {
           return StateTuple{convert_all(held.items, depth)};
+        } else if constexpr (std::is_same_v<T, Set>) {
+          return StateSet{convert_all(held.items, depth)};
         } else if constexpr (std::is_same_v<T, Dict>) {
           StateDict dict;
-          for (const auto& [key, value] : held.items) {
-            const auto* text = std::get_if<std::string>(&key->value);
-            if (text) pay(text->size());
-            dict[text ? StateKey(*text) : StateKey(as<std::int64_t>(*key))] = convert(*value, depth + 1);
-          }
+          dict.set_kind(held.kind);
+          for (const auto& [key, value] : held.items) dict[convert_key(*key, depth + 1)] = convert(*value, depth + 1);
           return dict;
         } else if constexpr (std::is_same_v<T, Global>) {
+          const std::string_view name = held.name;
+          if (const auto dtype = name.starts_with("torch.") ? dtype_of_name(name.substr(6)) : std::nullopt)
+            return *dtype;
           throw BadFile(fmt::format("its pickle holds {}, which no state dict needs", held.name));
         } else if constexpr (std::is_same_v<T, TypedStorage>) {
           throw BadFile("its pickle holds a storage outside of a tensor");
         } else {
           if constexpr (std::is_same_v<T, std::string>) pay(held.size());
+          if constexpr (std::is_same_v<T, StateValue>) {
+            if (const auto* bytes = held.template get_if<StateBytes>()) pay(bytes->bytes.size());
+          }
           return held;
         }
       },
       node.value);
+}
+
+StateKey Machine::convert_key(Node& node, int depth) {
+  const StateValue key = convert(node, depth);
+  if (const auto* text = key.get_if<std::string>()) return *text;
+  if (const auto* number = key.get_if<std::int64_t>()) return *number;
+  try {
+    return OtherStateKey(key);
+  } catch (const InvalidArgument& error) {
+    throw BadFile(error.what());
+  }
 }
 
 }  // namespace pickle
