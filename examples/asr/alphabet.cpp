@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/train/text.h>
+
 namespace asr {
 namespace {
 
@@ -63,7 +65,7 @@ std::string normalise(const std::string& text) {
 std::string unknown_character(const std::string& text) {
   for (std::size_t i = 0; i < text.size(); ++i) {
     if (kCharacters.find(text[i]) == std::string_view::npos)
-      return fmt::format("'{}'", text.substr(i, length_of(static_cast<unsigned char>(text[i]))));
+      return ddpkit::train::in_quotes(text.substr(i, length_of(static_cast<unsigned char>(text[i]))));
   }
   return {};
 }

@@ -3,10 +3,13 @@
 #include <samplerate.h>
 #include <sndfile.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -83,24 +86,43 @@ std::vector<float> resampled(const std::vector<float>& input, int from, int to, 
   return output;
 }
 
-}  // namespace
-
-AudioInfo audio_info(const std::filesystem::path& path) {
-  SF_INFO info{};
-  const File file = open(path, info);
-  return {.samples = info.frames, .sample_rate = info.samplerate};
+// In samples: the first one, and the number.
+std::pair<sf_count_t, sf_count_t> place_of(const Segment& segment, const SF_INFO& info,
+                                           const std::filesystem::path& path) {
+  constexpr double kRounding = 0.05;
+  const double length = static_cast<double>(info.frames) / info.samplerate;
+  const auto begin = static_cast<sf_count_t>(std::llround(segment.offset * info.samplerate));
+  if (begin >= info.frames || segment.offset + segment.duration > length + kRounding)
+    throw AudioError(fmt::format("{}: offset {} s and duration {} s reach beyond its {:.3f} s", path.string(),
+                                 segment.offset, segment.duration, length));
+  const sf_count_t left = info.frames - begin;
+  if (segment.duration == 0) return {begin, left};
+  const auto wanted = static_cast<sf_count_t>(std::llround(segment.duration * info.samplerate));
+  return {begin, std::clamp<sf_count_t>(wanted, 1, left)};
 }
 
-std::vector<float> read_audio(const std::filesystem::path& path, int sample_rate) {
+}  // namespace
+
+AudioInfo audio_info(const std::filesystem::path& path, const Segment& segment) {
+  SF_INFO info{};
+  const File file = open(path, info);
+  return {.samples = place_of(segment, info, path).second, .sample_rate = info.samplerate};
+}
+
+std::vector<float> read_audio(const std::filesystem::path& path, int sample_rate, const Segment& segment) {
   SF_INFO info{};
   const File file = open(path, info);
   const auto channels = static_cast<std::size_t>(info.channels);
-  const auto samples = static_cast<std::size_t>(info.frames);
+  const auto [begin, count] = place_of(segment, info, path);
+  const auto samples = static_cast<std::size_t>(count);
+  if (begin > 0 && sf_seek(file.get(), begin, SEEK_SET) != begin)
+    throw AudioError(fmt::format("{}: its sample {} cannot be reached", path.string(), begin));
   // In blocks: a header may announce far more than there is.
   constexpr std::size_t kBlock = 1 << 16;
   std::vector<float> mono, block(kBlock * channels);
   while (mono.size() < samples) {
-    const sf_count_t got = sf_readf_float(file.get(), block.data(), kBlock);
+    const std::size_t wanted = std::min(kBlock, samples - mono.size());
+    const sf_count_t got = sf_readf_float(file.get(), block.data(), static_cast<sf_count_t>(wanted));
     if (got <= 0) break;
     for (std::size_t i = 0; i < static_cast<std::size_t>(got); ++i) {
       float sum = 0;

@@ -9,12 +9,15 @@
 
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/seed.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "asr/audio.h"
 
 namespace asr {
 namespace {
+
+using ddpkit::train::in_quotes;
 
 constexpr double kSumsUnit = 1 << 20;
 
@@ -103,7 +106,7 @@ void Dataset::scan(const DatasetOptions& options, const ddpkit::ProcessGroup& gr
   ddpkit::train::run_together(group, [&] {
     for (std::int64_t i = share.begin; i < share.end; ++i) {
       const Utterance& utterance = utterances_[static_cast<std::size_t>(i)];
-      const std::string file = utterance.file.string();
+      const std::string file = utterance.where();
       const auto target = alphabet_.encode(utterance.text);
       if (utterance.text.empty()) {
         faults_.add(Fault::kEmptyTranscript, file, file + ": its transcript is empty");
@@ -111,12 +114,12 @@ void Dataset::scan(const DatasetOptions& options, const ddpkit::ProcessGroup& gr
       }
       if (!target) {
         faults_.add(Fault::kUnknownCharacter, file,
-                    fmt::format("{}: {} in its transcript \"{}\" is not in the alphabet", file,
-                                unknown_character(utterance.text), utterance.text));
+                    fmt::format("{}: {} in its transcript {} is not in the alphabet", file,
+                                unknown_character(utterance.text), in_quotes(utterance.text)));
         continue;
       }
       try {
-        const AudioInfo info = audio_info(utterance.file);
+        const AudioInfo info = audio_info(utterance.file, utterance.segment);
         const std::int64_t count = log_mel_.frames(info.samples * log_mel_.options().sample_rate / info.sample_rate);
         // CTC wants a blank between two equal labels.
         std::int64_t needed = static_cast<std::int64_t>(target->size());
@@ -165,9 +168,9 @@ Dataset::Computed Dataset::computed(std::size_t index) const {
   Computed result{.features = {}, .sums = FeatureSums(log_mel_.options().mels)};
   at::Tensor raw;
   try {
-    raw = log_mel_(read_audio(utterance.file, log_mel_.options().sample_rate));
+    raw = log_mel_(read_audio(utterance.file, log_mel_.options().sample_rate, utterance.segment));
   } catch (const AudioError& error) {
-    faults_.add(Fault::kUnreadable, utterance.file.string(), error.what());
+    faults_.add(Fault::kUnreadable, utterance.where(), error.what());
     return result;
   }
   result.features = normalised(raw);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,6 +17,8 @@
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/csv.h>
 #include <ddpkit/train/text.h>
+
+#include "data_files.h"
 
 namespace clstm_ppo {
 namespace {
@@ -28,6 +31,8 @@ constexpr std::array<const char*, 6> kColumns = {"Date", "Open", "High", "Low", 
 constexpr const char* kExpectedGrowth = "ExpectedGrowth";
 // Beyond these, products of ratios might leave double.
 constexpr double kLowestPrice = 1e-9, kHighestPrice = 1e12;
+// Prices that were adjusted for splits and dividends are rounded each by itself.
+constexpr double kRounding = 1e-6;
 
 [[noreturn]] void fail(const std::filesystem::path& file, std::size_t line, const std::string& reason) {
   throw InvalidArgument(fmt::format("{}:{}: {}", file.string(), line, reason));
@@ -153,8 +158,13 @@ class Reader {
     series_.high.push_back(price(row, columns_[2], "High"));
     series_.low.push_back(price(row, columns_[3], "Low"));
     series_.close.push_back(price(row, columns_[4], "Close"));
-    if (series_.high.back() < series_.low.back())
-      fail(file_, row.line, fmt::format("High {} is below Low {}", series_.high.back(), series_.low.back()));
+    const double high = series_.high.back(), low = series_.low.back();
+    if (high < low) fail(file_, row.line, fmt::format("High {} is below Low {}", high, low));
+    for (const auto& [name, value] :
+         {std::pair("Open", series_.open.back()), std::pair("Close", series_.close.back())}) {
+      if (value > high * (1 + kRounding) || value < low * (1 - kRounding))
+        fail(file_, row.line, fmt::format("{} {} is outside of Low {} to High {}", name, value, low, high));
+    }
     const auto volume = parse_double(row.fields[columns_[5]]);
     if (!volume || *volume < 0)
       fail(file_, row.line,
@@ -177,12 +187,17 @@ PriceSeries read_prices(const std::filesystem::path& file, std::size_t least) { 
 std::vector<PriceSeries> read_price_folder(const std::filesystem::path& folder, const std::vector<std::string>& assets,
                                            std::size_t least) {
   std::error_code error;
+  if (std::filesystem::is_regular_file(folder, error))
+    throw InvalidArgument(
+        fmt::format("{} is a file: give its folder, and choose the asset by --assets", folder.string()));
   if (!std::filesystem::is_directory(folder, error))
     throw InvalidArgument(fmt::format("there is no folder {}", folder.string()));
   std::vector<std::string> names = assets;
   if (names.empty()) {
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error))
-      if (entry.path().extension() == ".csv") names.push_back(entry.path().stem().string());
+    for (const std::filesystem::path& path : data_files::entries(folder)) {
+      const std::string name = data_files::without_ending(path.filename().string(), ".csv");
+      if (!name.empty()) names.push_back(name);
+    }
     if (names.empty()) throw InvalidArgument(fmt::format("{} holds no .csv file", folder.string()));
     std::sort(names.begin(), names.end());
   }
@@ -190,7 +205,7 @@ std::vector<PriceSeries> read_price_folder(const std::filesystem::path& folder, 
   for (const std::string& name : names) {
     if (std::count(names.begin(), names.end(), name) > 1)
       throw InvalidArgument(fmt::format("the asset {} is named twice", name));
-    all.push_back(read_prices(folder / (name + ".csv"), least));
+    all.push_back(read_prices(data_files::in_any_case(folder / (name + ".csv")), least));
   }
   return all;
 }

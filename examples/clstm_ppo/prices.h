@@ -28,11 +28,11 @@ struct PriceSeries {
 ///
 /// Nothing in the file is trusted. Throws ddpkit::InvalidArgument "FILE:LINE: reason" for a missing or repeated column,
 /// a row of another length, a date that is none, repeats or goes back, a price that is no number above 0, a volume that
-/// is none, a high below the low, and fewer than `least` rows.
+/// is none, a high below the low, an open or close outside of them, and fewer than `least` rows.
 PriceSeries read_prices(const std::filesystem::path& file, std::size_t least = 2);
 
-/// All NAME.csv of a folder in the order of their names, or those of `assets` in that order. Throws
-/// ddpkit::InvalidArgument where the folder or an asset is not there.
+/// All NAME.csv of a folder (the ending in capitals or not) in the order of their names, or those of `assets` in that
+/// order. Throws ddpkit::InvalidArgument where the folder or an asset is not there.
 std::vector<PriceSeries> read_price_folder(const std::filesystem::path& folder, const std::vector<std::string>& assets,
                                            std::size_t least = 2);
 

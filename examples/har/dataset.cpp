@@ -68,8 +68,14 @@ RecordingSet read_recordings(const std::filesystem::path& folder) {
   if (!std::filesystem::is_directory(folder, error)) {
     throw ddpkit::InvalidArgument(fmt::format("{} is not a folder", folder.string()));
   }
-  if (is_ucihar(folder)) return read_ucihar(folder);
-  if (const auto name = find_ts_problem(folder)) return read_ts(folder, *name);
+  const auto ts_problem = find_ts_problem(folder);
+  if (is_ucihar(folder)) {
+    if (ts_problem)
+      throw ddpkit::InvalidArgument(fmt::format("{} holds the UCI-HAR layout and {}_TRAIN.ts: give each its own folder",
+                                                folder.string(), *ts_problem));
+    return read_ucihar(folder);
+  }
+  if (ts_problem) return read_ts(folder, *ts_problem);
   throw ddpkit::InvalidArgument(
       fmt::format("{} has neither the UCI-HAR layout (train/Inertial Signals/) nor NAME_TRAIN.ts and NAME_TEST.ts",
                   folder.string()));

@@ -1,14 +1,13 @@
 #include "har/text_file.h"
 
 #include <cmath>
-#include <fstream>
-#include <system_error>
-#include <utility>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/parse_number.h>
+
+#include "data_files.h"
 
 namespace har {
 namespace {
@@ -23,18 +22,8 @@ std::optional<T> parse(std::string_view text) {
 
 }  // namespace
 
-TextFile::TextFile(std::filesystem::path path) : path_(std::move(path)) {
-  std::error_code error;
-  if (!std::filesystem::exists(path_, error)) {
-    throw ddpkit::InvalidArgument(fmt::format("there is no file {}", path_.string()));
-  }
-  if (!std::filesystem::is_regular_file(path_, error)) {
-    throw ddpkit::InvalidArgument(fmt::format("{} is not a file", path_.string()));
-  }
-  std::ifstream file(path_, std::ios::binary);
-  if (file) text_.assign(std::istreambuf_iterator<char>(file), {});
-  if (!file) throw ddpkit::InvalidArgument(fmt::format("cannot read {}", path_.string()));
-}
+TextFile::TextFile(const std::filesystem::path& path)
+    : path_(data_files::in_any_case(path)), text_(data_files::read_text(path_)) {}
 
 std::optional<std::string_view> TextFile::next_line() {
   while (position_ < text_.size()) {

@@ -12,8 +12,9 @@ namespace har {
 /// A text file in memory, read line by line, that knows where it stands.
 class TextFile {
  public:
-  /// Throws ddpkit::InvalidArgument when the file cannot be read.
-  explicit TextFile(std::filesystem::path path);
+  /// The name may be in capitals or not; a byte-order mark is skipped. Throws ddpkit::InvalidArgument when the file
+  /// cannot be read.
+  explicit TextFile(const std::filesystem::path& path);
 
   /// The next line without its end and surrounding blanks, empty optional after the last. Skips empty lines.
   std::optional<std::string_view> next_line();

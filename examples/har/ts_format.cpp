@@ -1,9 +1,10 @@
 #include "har/ts_format.h"
 
 #include <algorithm>
-#include <cctype>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,16 +14,18 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/text.h>
 
+#include "data_files.h"
 #include "har/text_file.h"
 
 namespace har {
 namespace {
 
+using data_files::lower;
 using ddpkit::train::in_quotes;
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kTrainSuffix = "_TRAIN.ts";
+constexpr std::string_view kTrainSuffix = "_train.ts";
 
 struct Header {
   bool missing = true;  // '?' may occur; so too where the header does not say.
@@ -42,12 +45,6 @@ struct TsFile {
   std::size_t longest = 0;
 };
 
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
-}
-
 bool read_bool(const TextFile& file, std::string_view tag, std::string_view value) {
   const std::string word = lower(value);
   if (word != "true" && word != "false")
@@ -61,18 +58,32 @@ int read_count(const TextFile& file, std::string_view tag, std::string_view valu
   return *count;
 }
 
+// In small letters.
+constexpr std::array kTags = {"@problemname", "@timestamps",  "@missing",     "@univariate",
+                              "@dimension",   "@dimensions",  "@equallength", "@serieslength",
+                              "@classlabel",  "@targetlabel", "@data"};
+
 // Everything up to and with @data.
 Header read_header(TextFile& file) {
   Header header;
+  std::set<std::string> seen;
   while (const auto line = file.next_line()) {
     if (line->front() == '#' || line->front() == '%') continue;
     if (line->front() != '@') file.fail("a line of data before @data");
     std::string_view rest = *line;
     const std::string_view written = next_word(rest);
     const std::string tag = lower(written);
+    if (std::find(kTags.begin(), kTags.end(), tag) == kTags.end())
+      file.fail(fmt::format("unknown tag {}: known are {}", in_quotes(written), fmt::join(kTags, ", ")));
+    if (!seen.insert(tag).second) file.fail(fmt::format("{} is there twice", written));
+    if (tag == "@problemname") continue;
     const std::string_view value = next_word(rest);
+    if (const std::string_view more = trimmed(rest); !more.empty() && tag != "@classlabel")
+      file.fail(fmt::format("{} behind the value of {}", in_quotes(more), written));
     if (tag == "@data") {
       if (header.class_names.empty()) file.fail("no @classLabel before @data");
+      if (header.univariate && header.dimensions.value_or(1) != 1)
+        file.fail(fmt::format("@univariate is true, but @dimensions is {}", *header.dimensions));
       return header;
     }
     if (tag == "@timestamps" && read_bool(file, written, value)) file.fail("series with timestamps are not supported");
@@ -172,9 +183,9 @@ Recordings to_recordings(const TsFile& ts, std::size_t steps) {
 
 std::optional<std::string> find_ts_problem(const fs::path& folder) {
   std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string file = entry.path().filename().string();
-    if (file.ends_with(kTrainSuffix)) names.push_back(file.substr(0, file.size() - kTrainSuffix.size()));
+  for (const fs::path& path : data_files::entries(folder)) {
+    const std::string name = data_files::without_ending(path.filename().string(), kTrainSuffix);
+    if (!name.empty()) names.push_back(name);
   }
   if (names.empty()) return std::nullopt;
   if (names.size() == 1) return names.front();
@@ -186,8 +197,7 @@ std::optional<std::string> find_ts_problem(const fs::path& folder) {
 }
 
 RecordingSet read_ts(const fs::path& folder, const std::string& name) {
-  const fs::path train_path = folder / (name + std::string(kTrainSuffix));
-  const fs::path test_path = folder / (name + "_TEST.ts");
+  const fs::path train_path = folder / (name + "_TRAIN.ts"), test_path = folder / (name + "_TEST.ts");
   const TsFile train = read_file(train_path);
   TsFile test = read_file(test_path);
   const auto disagree = [&](const std::string& what) {

@@ -9,6 +9,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/text.h>
 
+#include "data_files.h"
 #include "har/text_file.h"
 
 namespace har {
@@ -92,7 +93,7 @@ Recordings read_split(const fs::path& folder, const std::string& name, int class
 
   Recordings split{.channels = kUciSignals.size(), .steps = 0, .values = {}, .labels = {}, .subjects = {}};
   for (const int label : labels) split.labels.push_back(label - 1);
-  const fs::path subjects_path = root / fmt::format("subject_{}.txt", name);
+  const fs::path subjects_path = data_files::in_any_case(root / fmt::format("subject_{}.txt", name));
   if (fs::exists(subjects_path)) {
     split.subjects = read_numbers(subjects_path, "subject", 0, 1'000'000);
     if (split.subjects.size() != labels.size()) {
@@ -110,13 +111,14 @@ Recordings read_split(const fs::path& folder, const std::string& name, int class
 }  // namespace
 
 bool is_ucihar(const fs::path& folder) {
-  return fs::is_directory(folder / "train" / "Inertial Signals") || fs::exists(folder / "train" / "y_train.txt");
+  return fs::is_directory(folder / "train" / "Inertial Signals") ||
+         fs::exists(data_files::in_any_case(folder / "train" / "y_train.txt"));
 }
 
 RecordingSet read_ucihar(const fs::path& folder) {
   RecordingSet set;
   set.name = fs::weakly_canonical(folder).filename().string();
-  const fs::path names_path = folder / "activity_labels.txt";
+  const fs::path names_path = data_files::in_any_case(folder / "activity_labels.txt");
   if (fs::exists(names_path)) set.class_names = read_class_names(names_path);
   const bool named = !set.class_names.empty();
   set.train = read_split(folder, "train", named ? static_cast<int>(set.class_names.size()) : kMostClasses);

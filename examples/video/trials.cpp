@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <fstream>
 #include <map>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,6 +15,8 @@
 #include <ddpkit/train/csv.h>
 #include <ddpkit/train/random.h>
 #include <ddpkit/train/text.h>
+
+#include "data_files.h"
 
 namespace video {
 namespace {
@@ -50,9 +52,16 @@ std::array<std::size_t, kColumns.size()> find_columns(const std::filesystem::pat
 
 std::vector<std::string> read_classes(const std::filesystem::path& path) {
   std::vector<std::string> names;
-  std::ifstream file(path);
+  std::istringstream file(data_files::read_text(path));
+  std::size_t number = 0;
   for (std::string line; std::getline(file, line);) {
-    if (const std::string name = trimmed(line); !name.empty()) names.push_back(name);
+    ++number;
+    const std::string name = trimmed(line);
+    if (name.empty()) continue;
+    if (std::find(names.begin(), names.end(), name) != names.end())
+      throw ddpkit::InvalidArgument(
+          fmt::format("{}:{}: the class {} is there twice", path.string(), number, in_quotes(name)));
+    names.push_back(name);
   }
   if (names.empty()) throw ddpkit::InvalidArgument(fmt::format("{} names no class", path.string()));
   return names;
@@ -114,7 +123,9 @@ std::string DataFaults::summary(std::size_t most) const {
   return text;
 }
 
-std::filesystem::path trials_file(const std::filesystem::path& folder) { return folder / "trials.csv"; }
+std::filesystem::path trials_file(const std::filesystem::path& folder) {
+  return data_files::in_any_case(folder / "trials.csv");
+}
 
 TrialSet read_trials(const std::filesystem::path& folder, std::vector<std::string> classes, std::int64_t clip_frames,
                      DataFaults& faults) {
@@ -125,8 +136,8 @@ TrialSet read_trials(const std::filesystem::path& folder, std::vector<std::strin
   const std::vector<CsvRecord> records = ddpkit::train::read_csv(csv);
   if (records.empty()) throw ddpkit::InvalidArgument(fmt::format("{}:1: is empty", csv.string()));
   const auto places = find_columns(csv, records.front());
-  if (classes.empty() && std::filesystem::exists(folder / "classes.txt", error))
-    classes = read_classes(folder / "classes.txt");
+  const std::filesystem::path names = data_files::in_any_case(folder / "classes.txt");
+  if (classes.empty() && std::filesystem::exists(names, error)) classes = read_classes(names);
   const bool known = !classes.empty();
 
   TrialSet set{.folder = folder, .class_names = std::move(classes), .trials = {}};

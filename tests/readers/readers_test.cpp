@@ -15,43 +15,10 @@ using namespace ddpkit::testing;
 
 namespace {
 
-/// Faults that are known. A test fails when one of them does not occur any more: then its line here is to be removed.
-const std::set<std::string> kKnown = {
-    // A byte-order mark becomes part of the first word.
-    "UCI-HAR with byte-order marks",
-    ".ts with byte-order marks",
-    "LibriSpeech with byte-order marks",
-    "video with byte-order marks",
-    // macOS leaves ._NAME beside NAME on foreign file systems. They are taken for data.
-    ".ts beside ._ files",
-    "prices beside ._ files",
-    "LibriSpeech beside ._ files",
-    // Skipped without a word.
-    "LibriSpeech with linked folders",
-    "LibriSpeech with an ending .TRANS.TXT",
-    "prices with an ending .CSV",
-    "UCI-HAR with an ending .TXT",
-    "video with an ending .TXT",
-    // Read and ignored.
-    "manifest: \"duration\": 0.1",
-    "manifest: \"duration\": -",
-    "manifest: \"offset\": 0.1",
-    ".ts: @univariate true",
-    ".ts: @seriesWidth 3",
-    "prices: Close above High",
-    "prices: Open below Low",
-};
-
 /// `fault`: what is wrong, empty if nothing is.
 void check(const std::string& property, const std::string& fault) {
   CAPTURE(property, fault);
-  if (!kKnown.contains(property)) {
-    CHECK(fault.empty());
-    return;
-  }
-  std::cout << "known: " << property << ": " << fault << '\n';
-  const bool is_no_known_fault_any_more = fault.empty();
-  CHECK_FALSE(is_no_known_fault_any_more);
+  CHECK(fault.empty());
 }
 
 std::vector<Format> formats() {

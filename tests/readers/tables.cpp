@@ -156,7 +156,7 @@ Format prices_format() {
   std::vector<Edit> edits;
   for (const char* column : {"Date", "Open", "High", "Low", "Close", "Volume"})
     edits.push_back({column, file, column, std::string("X") + column});
-  edits.push_back({"Close", file, "Low,Close", "Close,Low"});
+  edits.push_back({"Low", file, "Low,Close", "Close,Low"});
   edits.push_back({"Date", file, "2024-01-01", "2023-01-01"});
   edits.push_back({"Date", file, "2024-01-01", "01/01/2024"});
   edits.push_back({"ExpectedGrowth", file, "Note", "ExpectedGrowth"});
