@@ -192,11 +192,11 @@ class Trainer {
 
   // False when the run was out of steps before the epoch's end.
   bool train_epoch() {
-    if (sampler_.epoch() != static_cast<std::uint64_t>(info_.epoch))
-      sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
+    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const auto begin = static_cast<std::int64_t>(sampler_.position());
     const auto total = static_cast<std::int64_t>(sampler_.num_batches());
     const auto& batches = sampler_.batches();
+    sampler_.set_position(sampler_.position());
     const Augmentation augmentation = this->augmentation();
     model_->train();
     ddpkit::Prefetcher<Batch> loader(total - begin,
@@ -327,7 +327,7 @@ class Trainer {
     ddpkit::train::run_together(group_, [&] {
       for (std::int64_t row = 0; row < batch.size(); ++row) {
         if (keep[static_cast<std::size_t>(row)]) continue;
-        const std::string file = (*train_)[batch.utterances[static_cast<std::size_t>(row)]].file.string();
+        const std::string file = (*train_)[batch.utterances[static_cast<std::size_t>(row)]].where();
         faults_.add(Fault::kNanLoss, file,
                     fmt::format("{}: its loss became {} in step {}", file, losses[row].item<double>(), info_.step + 1));
       }

@@ -224,11 +224,9 @@ class Trainer {
   bool train_epoch() {
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const std::vector<std::size_t> order = sampler_.indices();
-    // Within an epoch a run goes on with the generators and the sums that it had, unless other ranks had them.
-    if (order.size() == sampler_.num_samples() || info_.ranks != group_.world_size()) {
-      torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+    // A run that resumes within an epoch keeps its sums too, unless it had another number of ranks.
+    if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(dataset_.classes());
-    }
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
     model_->train();
     evaluated_.reset();
@@ -275,6 +273,7 @@ class Trainer {
     }
     if (update < updates) return false;
     ++info_.epoch;
+    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     evaluated_ = evaluate();
     const std::vector<std::int64_t> memory = ddpkit::train::peak_memory_of_ranks(group_);
     const std::vector<std::int64_t> on_devices = ddpkit::train::peak_memory_of_devices(places_, group_);

@@ -185,11 +185,9 @@ class Trainer {
   bool train_epoch() {
     sampler_.set_epoch(info_.epoch);
     const std::vector<std::size_t> order = sampler_.trials();
-    // Within an epoch a run goes on with the generators and the sums that it had, unless other ranks had them.
-    if (order.size() == sampler_.num_samples() || info_.ranks != group_.world_size()) {
-      torch::manual_seed(ddpkit::train::epoch_seed(options_.trainer.seed, info_.epoch, group_.rank()));
+    // A run that resumes within an epoch keeps its sums too, unless it had another number of ranks.
+    if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
-    }
     model_->train();
     const auto samples = static_cast<std::int64_t>(order.size());
     const std::int64_t updates = updates_of(order.size());
@@ -229,6 +227,7 @@ class Trainer {
                           {.rank = 0});
     if (update < updates) return false;
     ++info_.epoch;
+    sampler_.set_epoch(info_.epoch);
     const ClassificationResult validation = evaluate();
     const bool is_best = best_.update(info_.epoch, validation);
     save(is_best);

@@ -90,12 +90,12 @@ void DistributedSampler::reset(std::optional<std::size_t> new_size) {
 }
 
 std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
-  auto batch = state_->walk.next(batch_size);
+  auto batch = state_->walk.next(batch_size, state_->drawing());
   if (batch) state_->seen = true;
   return batch;
 }
 
-void DistributedSampler::set_position(std::size_t position) {
+void DistributedSampler::set_position(std::optional<std::size_t> position) {
   state_->walk.set_position(position, state_->num_samples(state_->walk.taken()));
 }
 

@@ -82,10 +82,10 @@ void DistributedWeightedSampler::reset(std::optional<std::size_t> new_size) {
 }
 
 std::optional<std::vector<std::size_t>> DistributedWeightedSampler::next(std::size_t batch_size) {
-  return state_->walk.next(batch_size);
+  return state_->walk.next(batch_size, state_->drawing());
 }
 
-void DistributedWeightedSampler::set_position(std::size_t position) {
+void DistributedWeightedSampler::set_position(std::optional<std::size_t> position) {
   state_->walk.set_position(position, state_->num_samples(state_->walk.taken()));
 }
 

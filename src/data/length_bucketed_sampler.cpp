@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include <ddpkit/comm/error.h>
 
@@ -109,31 +110,37 @@ void LengthBucketedSampler::draw() {
 }
 
 void LengthBucketedSampler::set_epoch(std::uint64_t epoch) {
-  position_ = 0;
+  if (epoch == epoch_ && std::exchange(was_loaded_, false)) return;
+  was_loaded_ = false;
+  position_ = EpochPosition();
   if (epoch == epoch_) return;
   epoch_ = epoch;
   draw();
 }
 
 std::optional<LengthBucketedBatch> LengthBucketedSampler::next() {
-  if (position_ == batches_.size()) return std::nullopt;
-  return batches_[position_++];
+  if (position_.dealt() == batches_.size()) return std::nullopt;
+  was_loaded_ = false;
+  position_.deal(1);
+  return batches_[position_.dealt() - 1];
 }
 
 void LengthBucketedSampler::set_position(std::size_t position) {
   if (position > batches_.size())
     throw InvalidArgument(fmt::format("there is no batch {} in an epoch of {}", position, batches_.size()));
-  position_ = position;
+  was_loaded_ = false;
+  position_.set(position);
 }
 
 void LengthBucketedSampler::save(torch::serialize::OutputArchive& archive) const {
-  sampling::save_progress(archive, {epoch_, position_});
+  sampling::save_progress(archive, {epoch_, position_.trained()});
 }
 
 void LengthBucketedSampler::load(torch::serialize::InputArchive& archive) {
   const auto saved = sampling::load_progress(archive, num_batches(), "batch");
   set_epoch(saved.epoch);
-  position_ = saved.taken;
+  position_ = EpochPosition(saved.taken);
+  was_loaded_ = true;
 }
 
 }  // namespace ddpkit

@@ -131,6 +131,10 @@ PrefetcherBase::PrefetcherBase(std::int64_t count, std::function<Made(std::int64
 PrefetcherBase::~PrefetcherBase() = default;
 PrefetcherBase::PrefetcherBase(PrefetcherBase&&) noexcept = default;
 PrefetcherBase& PrefetcherBase::operator=(PrefetcherBase&&) noexcept = default;
+std::int64_t PrefetcherBase::batches_of(std::size_t samples, std::size_t batch_size) {
+  if (batch_size == 0) throw InvalidArgument("Prefetcher: batch_size is 0; use at least 1");
+  return static_cast<std::int64_t>((samples + batch_size - 1) / batch_size);
+}
 PrefetcherBase::Made PrefetcherBase::take() { return impl_->take(); }
 PrefetcherStats PrefetcherBase::stats() const { return impl_->stats(); }
 

@@ -55,39 +55,42 @@ Walk::Walk(std::size_t length, int world_size, int rank)
 void Walk::set_epoch(std::uint64_t epoch) {
   if (epoch == progress_.epoch) return;
   progress_ = {.epoch = epoch};
-  was_loaded_ = false;
+  was_loaded_ = is_drawn_ = false;
+  position_ = EpochPosition();
 }
 
 void Walk::reset(const Draw& draw) {
   if (!std::exchange(was_loaded_, false)) progress_.taken = 0;
-  order_ = indices(draw);
-  position_ = 0;
+  order_ = draw(progress_.epoch, progress_.taken);
+  is_drawn_ = true;
+  position_ = EpochPosition();
 }
 
-std::optional<Indices> Walk::next(std::size_t batch_size) {
-  if (position_ >= order_.size()) return std::nullopt;
-  const std::size_t count = std::min(order_.size() - position_, batch_size);
-  const auto begin = order_.begin() + static_cast<std::ptrdiff_t>(position_);
-  position_ += count;
+std::optional<Indices> Walk::next(std::size_t batch_size, const Draw& draw) {
+  if (!is_drawn_) reset(draw);
+  if (position_.dealt() >= order_.size()) return std::nullopt;
+  const std::size_t count = std::min(order_.size() - position_.dealt(), batch_size);
+  const auto begin = order_.begin() + static_cast<std::ptrdiff_t>(position_.dealt());
+  position_.deal(count);
   was_loaded_ = false;
   return Indices(begin, begin + static_cast<std::ptrdiff_t>(count));
 }
 
-void Walk::set_position(std::size_t position, std::size_t left) {
-  if (position > left) throw InvalidArgument(fmt::format("there is no sample {} where {} are left", position, left));
-  position_ = position;
+void Walk::set_position(std::optional<std::size_t> position, std::size_t left) {
+  if (position > left) throw InvalidArgument(fmt::format("there is no sample {} where {} are left", *position, left));
+  position_.set(position);
 }
 
 void Walk::save(torch::serialize::OutputArchive& archive) const {
   // What lies behind the order's end is padding.
-  save_progress(archive, {progress_.epoch, std::min(length_, progress_.taken + position_ * world_size_)});
+  save_progress(archive, {progress_.epoch, std::min(length_, progress_.taken + position_.trained() * world_size_)});
 }
 
 void Walk::load(torch::serialize::InputArchive& archive, const Draw& draw) {
   progress_ = load_progress(archive, length_, "sample");
-  was_loaded_ = true;
-  order_ = indices(draw);
-  position_ = 0;
+  was_loaded_ = is_drawn_ = true;
+  order_ = draw(progress_.epoch, progress_.taken);
+  position_ = EpochPosition();
 }
 
 }  // namespace ddpkit::sampling

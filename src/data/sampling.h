@@ -10,6 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include <ddpkit/data/epoch_position.h>
+
 namespace ddpkit::sampling {
 
 using Indices = std::vector<std::size_t>;
@@ -48,15 +50,19 @@ class Walk {
   void set_epoch(std::uint64_t epoch);
 
   /// This rank's part of the epoch; what is left of it after load().
-  Indices indices(const Draw& draw) const { return draw(progress_.epoch, progress_.taken); }
+  Indices indices(const Draw& draw) const {
+    position_.hand_out();
+    return draw(progress_.epoch, progress_.taken);
+  }
   /// Starts the epoch over; after load() goes on where it stood, once.
   void reset(const Draw& draw);
-  /// Up to `batch_size` indices; nothing at the end.
-  std::optional<Indices> next(std::size_t batch_size);
+  /// Up to `batch_size` indices; nothing at the end. The first ones after set_epoch() are the new epoch's.
+  std::optional<Indices> next(std::size_t batch_size, const Draw& draw);
   /// Of the epoch's order, how much was taken before this walk began.
   std::size_t taken() const noexcept { return progress_.taken; }
-  /// `position` of the `left` indices that this rank has left. Throws InvalidArgument beyond them.
-  void set_position(std::size_t position, std::size_t left);
+  /// The model has trained on `position` of the `left` indices that this rank has left. Throws InvalidArgument beyond
+  /// them.
+  void set_position(std::optional<std::size_t> position, std::size_t left);
 
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive, const Draw& draw);
@@ -67,8 +73,9 @@ class Walk {
   std::size_t rank_;
   Progress progress_;  ///< Where `order_` begins.
   bool was_loaded_ = false;
-  Indices order_;  ///< This rank's, for the epoch under way. [sample]
-  std::size_t position_ = 0;
+  Indices order_;           ///< This rank's, for the epoch under way. [sample]
+  bool is_drawn_ = false;   ///< `order_` is of the current epoch.
+  EpochPosition position_;  ///< In `order_`.
 };
 
 }  // namespace ddpkit::sampling

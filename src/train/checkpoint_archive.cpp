@@ -23,6 +23,7 @@
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include "archive_writer.h"
+#include "generator_seed.h"
 #include "rank_state.h"
 #include "sealed_file.h"
 
@@ -221,7 +222,10 @@ CheckpointInfo restore_archive(const std::string& path, const std::string& bytes
   }
   const at::NoGradGuard no_grad;
   for (const Restored& tensor : restored) at::Tensor(tensor.target).copy_(tensor.value);
-  if (rank_state) rank_state->put_into_place();
+  if (rank_state)
+    rank_state->put_into_place();
+  else
+    note_restored_generators(std::nullopt);
   return checkpoint.info;
 }
 

@@ -9,12 +9,15 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/together.h>
 
+#include "generator_seed.h"
 #include "state/crc32.h"
 
 namespace ddpkit::train {
@@ -62,6 +65,8 @@ std::string rank_state(const torch::nn::Module& module, const std::vector<Checkp
     const std::lock_guard lock(generator.mutex());
     archive.write(fmt::format("generator_{}", number++), generator.get_state(), /*is_buffer=*/true);
   }
+  if (const auto seed = generator_seed())
+    archive.write("generator_seed", c10::IValue(static_cast<std::int64_t>(*seed)));
   if (with_buffers) {
     number = 0;
     for (const at::Tensor& buffer : module.buffers())
@@ -81,7 +86,9 @@ std::vector<std::string> gather_rank_states(const torch::nn::Module& module, con
   const auto checksums = group.all_gather_bytes(std::to_string(checksum_of_buffers(module)));
   const bool buffers_differ =
       std::any_of(checksums.begin(), checksums.end(), [&](const auto& checksum) { return checksum != checksums[0]; });
-  return group.all_gather_bytes(rank_state(module, parts, buffers_differ));
+  std::string state;
+  run_together(group, [&] { state = rank_state(module, parts, buffers_differ); });
+  return group.all_gather_bytes(state);
 }
 
 RankState::RankState(const std::string& path, const std::string& bytes, torch::nn::Module& module,
@@ -98,6 +105,11 @@ RankState::RankState(const std::string& path, const std::string& bytes, torch::n
       generator.set_state(state);
     });
   }
+  c10::IValue seed;
+  const bool has_seed = archive->try_read("generator_seed", seed);
+  steps_.emplace_back([seed = has_seed ? std::optional(static_cast<std::uint64_t>(seed.toInt())) : std::nullopt] {
+    note_restored_generators(seed);
+  });
   number = 0;
   for (const at::Tensor& buffer : module.buffers()) {
     at::Tensor value;

@@ -20,6 +20,7 @@
 #include <ddpkit/train/optimizer_state.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/safetensors.h>
+#include <ddpkit/train/seed.h>
 #include <ddpkit/train/state_dict.h>
 #include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/together.h>

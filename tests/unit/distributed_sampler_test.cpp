@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <set>
 #include <sstream>
+#include <stdexcept>
+#include <thread>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/data/distributed_weighted_sampler.h>
+#include <ddpkit/data/prefetcher.h>
 
 #include "support/captured_stderr.h"
 #include "support/catch.h"
@@ -170,11 +174,166 @@ TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
   load(third, saved(other));
   CHECK(third.indices() == Indices(all.begin() + 7, all.end()));
   CHECK_THROWS_AS(third.set_position(4), ddpkit::InvalidArgument);
+  third.set_position(0);
   DistributedSampler dropping(10, 4, 1, {.drop_last = true});
   CHECK_THROWS_WITH(dropping.set_position(3), "there is no sample 3 where 2 are left");
   dropping.set_position(2);
   DistributedSampler shorter(5, 1, 0);
   CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
+}
+
+namespace {
+
+struct Numbers : torch::data::Dataset<Numbers> {
+  explicit Numbers(std::size_t broken_index = 64) : broken(broken_index) {}
+  torch::data::Example<> get(size_t index) override {
+    if (index == broken) throw std::runtime_error("broken");
+    return {torch::tensor(static_cast<int64_t>(index)), {}};
+  }
+  std::optional<size_t> size() const override { return 64; }
+  std::size_t broken;
+};
+
+Indices indices_in(const std::vector<torch::data::Example<>>& batch) {
+  Indices indices;
+  for (const auto& example : batch) indices.push_back(static_cast<std::size_t>(example.data.item<int64_t>()));
+  return indices;
+}
+
+template <class Sampler>
+Sampler made_for(int rank) {
+  if constexpr (std::is_same_v<Sampler, DistributedSampler>)
+    return Sampler(64, 2, rank, {.seed = 5});
+  else
+    return Sampler(std::vector<double>(64, 1.0), 2, rank, {.seed = 5});
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("A data loader's workers fetch ahead, and a checkpoint stores what the loop has received",
+                   "[sampler]", DistributedSampler, ddpkit::DistributedWeightedSampler) {
+  for (const std::size_t workers : {0, 1, 2, 4}) {
+    for (const std::size_t batches : {1, 3, 7, 8}) {
+      CAPTURE(workers, batches);
+      const auto options = torch::data::DataLoaderOptions(4).workers(workers);
+      auto sampler = made_for<TestType>(1);
+      sampler.set_epoch(3);
+      const Indices all = sampler.indices();
+      Indices seen;
+      std::string state;
+      {
+        auto loader = torch::data::make_data_loader(Numbers(), sampler, options);
+        std::size_t taken = 0;
+        for (auto& batch : *loader) {
+          if (taken++ == batches) break;
+          const Indices indices = indices_in(batch);
+          seen.insert(seen.end(), indices.begin(), indices.end());
+          state = saved(sampler);
+        }
+      }
+      auto resumed = made_for<TestType>(1);
+      load(resumed, state);
+      resumed.set_epoch(3);
+      auto loader = torch::data::make_data_loader(Numbers(), resumed, options);
+      for (auto& batch : *loader) {
+        const Indices indices = indices_in(batch);
+        seen.insert(seen.end(), indices.begin(), indices.end());
+      }
+      CHECK(seen == all);
+    }
+  }
+}
+
+TEST_CASE("A batch that a worker could not make counts as taken, since it does not come again", "[sampler]") {
+  for (const std::size_t workers : {0, 1, 3}) {
+    CAPTURE(workers);
+    DistributedSampler sampler(64, 1, 0, {.shuffle = false});
+    auto loader =
+        torch::data::make_data_loader(Numbers(5), sampler, torch::data::DataLoaderOptions(4).workers(workers));
+    auto batch = loader->begin();
+    CHECK(indices_in(*batch) == Indices{0, 1, 2, 3});
+    CHECK_THROWS((++batch, *batch));
+    DistributedSampler resumed(64, 1, 0, {.shuffle = false});
+    load(resumed, saved(sampler));
+    CHECK(resumed.next(2) == Indices{8, 9});
+  }
+}
+
+TEST_CASE("A sampler whose position is unknown cannot be saved", "[sampler]") {
+  {
+    INFO("Batches in any order.");
+    DistributedSampler sampler(64, 2, 0);
+    auto loader = torch::data::make_data_loader(Numbers(), sampler,
+                                                torch::data::DataLoaderOptions(4).workers(2).enforce_ordering(false));
+    for (auto& batch : *loader) {
+      (void)batch;
+      CHECK_THROWS_WITH(saved(sampler), ContainsSubstring("enforce_ordering is false"));
+    }
+    DistributedSampler resumed(64, 2, 0);
+    load(resumed, saved(sampler));
+    CHECK(resumed.indices().empty());
+  }
+  {
+    INFO("All indices at once.");
+    DistributedSampler sampler(64, 2, 0);
+    const Indices all = sampler.indices();
+    CHECK_THROWS_WITH(saved(sampler), ContainsSubstring("was taken from it at once"));
+    sampler.set_position(0);
+    CHECK_NOTHROW(saved(sampler));
+    sampler.set_epoch(1);
+    CHECK_NOTHROW(saved(sampler));
+  }
+  {
+    INFO("A thread that prefetches.");
+    DistributedSampler sampler(64, 2, 0);
+    std::thread([&] { sampler.next(8); }).join();
+    CHECK_THROWS_WITH(saved(sampler), ContainsSubstring("another thread"));
+    sampler.set_position(4);
+    DistributedSampler resumed(64, 2, 0);
+    load(resumed, saved(sampler));
+    CHECK(resumed.indices().size() == 28);
+  }
+}
+
+TEST_CASE("A new epoch begins at its first sample, without reset() too", "[sampler]") {
+  DistributedSampler sampler(20, 2, 0, {.seed = 1});
+  while (sampler.next(4)) {
+  }
+  sampler.set_epoch(1);
+  CHECK(saved(sampler) == [] {
+    DistributedSampler fresh(20, 2, 0, {.seed = 1});
+    fresh.set_epoch(1);
+    return saved(fresh);
+  }());
+  Indices taken;
+  while (const auto batch = sampler.next(4)) taken.insert(taken.end(), batch->begin(), batch->end());
+  CHECK(taken == sampler.indices());
+}
+
+TEST_CASE("A Prefetcher over a sampler keeps the sampler's position", "[sampler][prefetcher]") {
+  for (const int workers : {0, 1, 3}) {
+    for (const int batches : {0, 1, 4, 8}) {
+      CAPTURE(workers, batches);
+      DistributedSampler sampler(60, 2, 1, {.seed = 5});
+      const Indices all = sampler.indices();
+      const auto load_batch = [](const Indices& indices) { return indices; };
+      Indices seen;
+      {
+        ddpkit::Prefetcher<Indices> loader(sampler, 4, load_batch, {.num_workers = workers});
+        for (int i = 0; i < batches; ++i) {
+          const Indices batch = *loader.next();
+          seen.insert(seen.end(), batch.begin(), batch.end());
+        }
+      }
+      DistributedSampler resumed(60, 2, 1, {.seed = 5});
+      load(resumed, saved(sampler));
+      ddpkit::Prefetcher<Indices> loader(resumed, 4, load_batch, {.num_workers = workers});
+      while (const auto batch = loader.next()) seen.insert(seen.end(), batch->begin(), batch->end());
+      CHECK(seen == all);
+    }
+  }
+  CHECK_THROWS_AS(ddpkit::Prefetcher<int>(DistributedSampler(6, 2, 1), 0, [](const Indices&) { return 0; }),
+                  ddpkit::InvalidArgument);
 }
 
 TEST_CASE("impossible samplers are refused", "[sampler]") {

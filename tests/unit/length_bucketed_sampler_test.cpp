@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <thread>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/data/length_bucketed_sampler.h>
@@ -140,6 +141,8 @@ TEST_CASE("a saved position of length buckets goes on with the very next batch, 
     loaded.load(archive);
     CHECK(loaded.epoch() == 4);
     CHECK(loaded.position() == 5);
+    loaded.set_epoch(4);  // As a loop over epochs does.
+    CHECK(loaded.position() == 5);
     const auto batch = loaded.next();
     indices.insert(batch->indices.begin(), batch->indices.end());
   }
@@ -151,4 +154,20 @@ TEST_CASE("a saved position of length buckets goes on with the very next batch, 
   LengthBucketedSampler shorter(some_lengths(12), 1, 0, {.batch_size = 6});
   CHECK_THROWS_WITH(shorter.load(archive), ContainsSubstring("stands at batch 5"));
   CHECK(shorter.position() == 0);
+}
+
+TEST_CASE("length buckets whose position is unknown cannot be saved", "[sampler]") {
+  const auto save = [](const LengthBucketedSampler& sampler) {
+    torch::serialize::OutputArchive archive;
+    sampler.save(archive);
+  };
+  LengthBucketedSampler sampler(some_lengths(90), 1, 0, {.batch_size = 6});
+  CHECK(sampler.batches().size() == 15);
+  CHECK_THROWS_WITH(save(sampler), ContainsSubstring("was taken from it at once"));
+  sampler.set_position(2);
+  CHECK_NOTHROW(save(sampler));
+  sampler.set_epoch(1);
+  CHECK_NOTHROW(save(sampler));
+  std::thread([&] { sampler.next(); }).join();
+  CHECK_THROWS_WITH(save(sampler), ContainsSubstring("another thread"));
 }

@@ -8,6 +8,7 @@
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/seed.h>
 
 #include "support/captured_stderr.h"
 #include "support/catch.h"
@@ -364,4 +365,33 @@ RANK_TEST("a checkpoint that cannot be written is an error on every rank", "[che
   CHECK_THROWS_WITH(load_checkpoint("/nonexistent/checkpoint.pt", *net, optimizer, group),
                     ContainsSubstring("there is no checkpoint /nonexistent/checkpoint.pt"));
   group.barrier();
+}
+
+TEST_CASE("A run that resumes within an epoch keeps its random generators, and the next epoch is seeded again",
+          "[checkpoint]") {
+  const auto drawn = [] { return torch::rand({}).item<float>(); };
+  const Folder folder;
+  Net net;
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+  CHECK(seed_epoch(7, 0, 0));
+  const float first = drawn();
+  write_checkpoint(folder / "within.pt", *net, optimizer, {});
+  const float second = drawn();
+  CHECK(seed_epoch(7, 1, 0));
+  const float of_next = drawn();
+
+  torch::manual_seed(99);
+  read_checkpoint(folder / "within.pt", *net, optimizer);
+  CHECK_FALSE(seed_epoch(7, 0, 0));
+  CHECK(drawn() == second);
+  CHECK(seed_epoch(7, 1, 0));
+  CHECK(drawn() == of_next);
+  INFO("Only the first call after loading keeps the generators.");
+  CHECK(seed_epoch(7, 0, 0));
+  CHECK(drawn() == first);
+
+  INFO("A checkpoint at an epoch's end.");
+  read_checkpoint(folder / "within.pt", *net, optimizer);
+  CHECK(seed_epoch(7, 1, 0));
+  CHECK(drawn() == of_next);
 }

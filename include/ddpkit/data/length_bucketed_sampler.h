@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/data/epoch_position.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -61,23 +62,29 @@ class LengthBucketedSampler {
   LengthBucketedSampler(std::vector<std::int64_t> lengths, int world_size, int rank,
                         const LengthBucketedSamplerOptions& options = {});
 
-  /// Begins that epoch at its first batch.
+  /// Begins that epoch at its first batch; after load(), once, at the next batch if it is the loaded epoch.
   void set_epoch(std::uint64_t epoch);
   std::uint64_t epoch() const noexcept { return epoch_; }  ///< As set_epoch() or load() said.
 
   std::size_t num_batches() const noexcept { return batches_.size(); }  ///< Of every epoch.
-  /// This rank's share of the current epoch, from its first batch. [batch]
-  const std::vector<LengthBucketedBatch>& batches() const noexcept { return batches_; }
+  /// This rank's share of the current epoch, from its first batch. A loop that trains on them calls set_position().
+  /// [batch]
+  const std::vector<LengthBucketedBatch>& batches() const noexcept {
+    position_.hand_out();
+    return batches_;
+  }
   LengthBalance balance() const noexcept { return balance_; }  ///< Of the current epoch, over all ranks.
 
-  /// The next batch; empty at the end of the epoch.
+  /// The next batch; empty at the end of the epoch. It counts as trained on, unless set_position() is called in the
+  /// same epoch.
   std::optional<LengthBucketedBatch> next();
-  std::size_t position() const noexcept { return position_; }  ///< Batches taken in this epoch.
-  /// For who takes batches() ahead, in other threads: the next batch is number `position`. Throws InvalidArgument
-  /// beyond the end.
+  std::size_t position() const noexcept { return position_.last(); }  ///< Batches of this epoch that are trained on.
+  /// The model has trained on the first `position` of batches(). Throws InvalidArgument beyond the end.
   void set_position(std::size_t position);
 
-  /// Epoch and position: a loaded sampler goes on with the very next batch, also on another number of ranks.
+  /// Epoch and position: a loaded sampler goes on with the very next batch, also on another number of ranks. Throws
+  /// InvalidArgument where the position is unknown: batches() was called and set_position() was not, or next() was
+  /// called on another thread.
   void save(torch::serialize::OutputArchive& archive) const;
   /// Throws InvalidArgument, and changes nothing, where the epoch has fewer batches here.
   void load(torch::serialize::InputArchive& archive);
@@ -90,7 +97,8 @@ class LengthBucketedSampler {
   std::size_t rank_;
   LengthBucketedSamplerOptions options_;
   std::uint64_t epoch_ = 0;
-  std::size_t position_ = 0;
+  bool was_loaded_ = false;
+  EpochPosition position_;
   std::vector<LengthBucketedBatch> batches_;
   LengthBalance balance_;
 };

@@ -1,11 +1,14 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace ddpkit {
 
@@ -37,6 +40,8 @@ class PrefetcherBase {
   PrefetcherBase(PrefetcherBase&&) noexcept;
   PrefetcherBase& operator=(PrefetcherBase&&) noexcept;
   Made take();  ///< Null at the end.
+  /// Throws InvalidArgument for a batch_size of 0.
+  static std::int64_t batches_of(std::size_t samples, std::size_t batch_size);
 
  private:
   class Impl;
@@ -46,7 +51,9 @@ class PrefetcherBase {
 /// Makes batches in threads of its own, ahead of the training loop, and hands them out in order: the sequence is the
 /// same whatever the number of workers.
 ///
-///     ddpkit::Prefetcher<Batch> batches(count, [&](std::int64_t index) { return load(index); }, {.num_workers = 2});
+///     ddpkit::Prefetcher<Batch> batches(sampler, 32, [&](const std::vector<std::size_t>& indices) { return
+///     load(indices); },
+///                                       {.num_workers = 2});
 ///     while (auto batch = batches.next()) train(*batch);
 ///
 /// Not collective. One thread calls next(). Destruction waits for the batches that are being made.
@@ -61,12 +68,47 @@ class Prefetcher : public PrefetcherBase {
             [make = std::move(make)](std::int64_t index) -> Made { return std::make_shared<Batch>(make(index)); },
             options) {}
 
+  /// Over what is left of the epoch of `sampler` (a DistributedSampler or DistributedWeightedSampler), `batch_size`
+  /// indices at a time. The sampler's position, which checkpoints save, is what next() has returned.
+  template <class Sampler>
+  Prefetcher(Sampler sampler, std::size_t batch_size,
+             std::function<Batch(const std::vector<std::size_t>& indices)> make, const PrefetcherOptions& options = {})
+      : Prefetcher(sampler.indices(), sampler, batch_size, std::move(make), options) {}
+
   /// The next batch, in order; empty after the last. Throws what `make` threw for it; the one after it comes next.
   std::optional<Batch> next() {
-    const Made made = take();
+    Made made;
+    try {
+      made = take();
+    } catch (...) {
+      if (note_taken_) note_taken_();
+      throw;
+    }
     if (!made) return std::nullopt;
+    if (note_taken_) note_taken_();
     return std::move(*static_cast<Batch*>(made.get()));
   }
+
+ private:
+  template <class Sampler>
+  Prefetcher(const std::vector<std::size_t>& indices, Sampler sampler, std::size_t batch_size,
+             std::function<Batch(const std::vector<std::size_t>&)> make, const PrefetcherOptions& options)
+      : Prefetcher(
+            batches_of(indices.size(), batch_size),
+            [indices, batch_size, make = std::move(make)](std::int64_t index) {
+              const auto from = indices.begin() + static_cast<std::ptrdiff_t>(batch_size) * index;
+              const auto left = static_cast<std::size_t>(indices.end() - from);
+              return make({from, from + static_cast<std::ptrdiff_t>(std::min(batch_size, left))});
+            },
+            options) {
+    sampler.set_position(0);
+    note_taken_ = [sampler, batch_size, size = indices.size(), taken = std::size_t{0}]() mutable {
+      taken = std::min(taken + batch_size, size);
+      sampler.set_position(taken);
+    };
+  }
+
+  std::function<void()> note_taken_;
 };
 
 }  // namespace ddpkit

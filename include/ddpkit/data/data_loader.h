@@ -1,0 +1,118 @@
+// Tier 2: torch/data/dataloader/stateless.h. Included by the samplers: torch::data::make_data_loader() over one of them
+// makes the loader that is defined here, so that every loader reports what it has delivered.
+#pragma once
+
+#include <torch/data/dataloader/stateless.h>
+
+#include <concepts>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace ddpkit {
+
+/// A sampler that can be told how many samples the model has trained on.
+template <class Sampler>
+concept ResumableSampler = requires(Sampler sampler) {
+  sampler.set_position(std::optional<std::size_t>());
+};
+
+/// What a data loader asks for batches, ahead of the training. A handle.
+template <class Sampler>
+class PrefetchingSampler {
+ public:
+  using BatchRequestType = typename Sampler::BatchRequestType;
+
+  explicit PrefetchingSampler(Sampler sampler) : state_(std::make_shared<State>(State{std::move(sampler)})) {}
+
+  void reset() {
+    state_->sampler.reset();
+    state_->sampler.set_position(std::nullopt);
+    state_->sizes.clear();
+    state_->delivered = 0;
+  }
+  std::optional<BatchRequestType> next(std::size_t batch_size) {
+    auto batch = state_->sampler.next(batch_size);
+    if (batch) state_->sizes.push_back(batch->size());
+    return batch;
+  }
+  /// The first `batches` of those that have not been delivered have been.
+  void deliver(std::size_t batches) {
+    for (; batches > 0 && !state_->sizes.empty(); --batches) {
+      state_->delivered += state_->sizes.front();
+      state_->sizes.pop_front();
+    }
+    state_->sampler.set_position(state_->delivered);
+  }
+
+ private:
+  struct State {
+    Sampler sampler;
+    std::deque<std::size_t> sizes = {};  ///< Of batches that have not been delivered.
+    std::size_t delivered = 0;           ///< Samples.
+  };
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace ddpkit
+
+namespace torch::data {
+
+/// LibTorch's loader over a ddpkit sampler. The sampler's position is what the loop has received, as in torchdata's
+/// StatefulDataLoader. The workers may have fetched more.
+template <class Dataset, ddpkit::ResumableSampler Sampler>
+class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>> {
+  using super = StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>>;
+
+ public:
+  using typename super::BatchType;
+
+  StatelessDataLoader(Dataset dataset, Sampler sampler, DataLoaderOptions options)
+      : StatelessDataLoader(std::move(dataset), ddpkit::PrefetchingSampler<Sampler>(std::move(sampler)), options) {}
+
+  Iterator<BatchType> begin() {
+    (void)super::begin();
+    undelivered_ = 0;
+    if (is_ordered()) sampler_.deliver(0);
+    return Iterator<BatchType>(
+        std::make_unique<detail::ValidIterator<BatchType>>([this] { return next_and_report(); }));
+  }
+
+ private:
+  StatelessDataLoader(Dataset dataset, ddpkit::PrefetchingSampler<Sampler> sampler, const DataLoaderOptions& options)
+      : super(std::move(dataset), sampler, options), sampler_(std::move(sampler)) {}
+
+  bool is_ordered() const { return this->options_.enforce_ordering || this->options_.workers <= 1; }
+
+  std::optional<BatchType> next_and_report() {
+    std::optional<BatchType> batch;
+    try {
+      batch = this->next();
+    } catch (const WorkerException&) {
+      note_delivery();  // The loader does not deliver this batch again.
+      throw;
+    } catch (...) {
+      if (this->options_.workers == 0) note_delivery();
+      throw;
+    }
+    if (batch)
+      note_delivery();
+    else
+      sampler_.deliver(std::exchange(undelivered_, 0));
+    return batch;
+  }
+
+  void note_delivery() {
+    if (is_ordered())
+      sampler_.deliver(1);
+    else
+      ++undelivered_;
+  }
+
+  ddpkit::PrefetchingSampler<Sampler> sampler_;
+  std::size_t undelivered_ = 0;  ///< Batches, in an unknown order, until all have been delivered.
+};
+
+}  // namespace torch::data
