@@ -103,7 +103,10 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
       ->needs(parameters)
       ->type_name("NAME");
   command->add_flag("--amp", options->model.amp, "In mixed precision")->needs(parameters);
-  command->add_flag("--sharded", options->model.sharded, "With optim::ShardedOptimizer")->needs(parameters);
+  command
+      ->add_flag("--sharded", options->model.sharded,
+                 "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
+      ->needs(parameters);
   command->add_option("--batch", options->model.batch, "Samples on a device (default: 32)")
       ->check(CLI::Range(1, 1 << 20))
       ->needs(parameters)

@@ -178,7 +178,8 @@ StepOptimizer make_step_optimizer(const std::string& name, const std::string& up
 }
 
 StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp) {
-  const optim::ShardedOptions options{.update_in_backward = in_backward};
+  const optim::ShardedOptions options{.shared_weights = ddp.group().backend_name() == "shm",
+                                      .update_in_backward = in_backward};
   if (name == "sgd")
     return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedSGD>>(ddp, kSgd, options));
   return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedAdamW>>(ddp, kAdamW, options));

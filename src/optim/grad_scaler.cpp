@@ -19,6 +19,8 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/gradient_scaling.h>
 
+#include "parallel/join_session.h"
+
 namespace ddpkit::optim {
 namespace {
 
@@ -83,6 +85,10 @@ void GradScaler::check_group(const torch::optim::Optimizer& optimizer) const {
     throw InvalidArgument(
         "each rank of a ShardedOptimizer sees only its part of the gradients: give GradScaler the process group, so "
         "that all skip the same steps");
+  if (scaling && scaling->has_sharded_gradients() && JoinSession::running(*group_))
+    throw InvalidArgument(
+        "within join(), GradScaler cannot see the gradients that a ShardedOptimizer has on ranks without inputs: use "
+        "bfloat16 or float32, which need no GradScaler, or an optimizer that is not sharded");
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {

@@ -2,47 +2,18 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
-#include <unordered_map>
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
 
-#include "optim/shared_weights.h"
-#include "parallel/join_session.h"
-#include "parallel/shard.h"
+#include "optim/shards.h"
 
 namespace ddpkit::optim {
-namespace {
-
-/// Weights are gathered in messages of about this many bytes.
-constexpr std::int64_t kMessageBytes = std::int64_t{32} << 20;
-
-/// A dense tensor's elements in the order of their memory.
-at::Tensor in_order(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
-
-Shard shard_on(const at::Tensor& tensor, const ProcessGroup& group, int rank) {
-  return shard_of(tensor.numel(), tensor.element_size(), rank, group.world_size());
-}
-
-}  // namespace
-
-/// The parameters, and this rank's slice of each.
-struct ShardedOptimizerBase::Slices {
-  std::vector<NamedParameter> parameters;          ///< [param], as the reducer counts them.
-  std::vector<const void*> places;                 ///< Where each parameter's memory began. [param]
-  std::vector<at::Tensor> slices;                  ///< [param]
-  std::vector<std::vector<std::size_t>> group_of;  ///< Parameters of each group. [group][position]
-  Groups groups;                                   ///< The slices', with the options of the parameters'.
-  std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-  std::unique_ptr<SharedWeights> weights;
-};
 
 std::vector<at::Tensor> ShardedOptimizerBase::parameters_of(const DistributedDataParallelBase& ddp) {
   std::vector<at::Tensor> tensors;
@@ -50,328 +21,187 @@ std::vector<at::Tensor> ShardedOptimizerBase::parameters_of(const DistributedDat
   return tensors;
 }
 
-std::unique_ptr<ShardedOptimizerBase::Slices> ShardedOptimizerBase::cut(
-    DistributedDataParallelBase& ddp, const Groups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-    const ShardedOptions& options) {
-  const at::NoGradGuard no_grad;
-  const ProcessGroup& group = ddp.group();
-  auto cut = std::make_unique<Slices>();
-  cut->parameters = ddp.reducer().parameters();
-  std::unordered_map<const void*, std::size_t> index_of;
-  for (std::size_t i = 0; i < cut->parameters.size(); ++i)
-    index_of[cut->parameters[i].tensor.unsafeGetTensorImpl()] = i;
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    cut->group_of.emplace_back();
-    for (const at::Tensor& parameter : groups[g].params()) {
-      const auto found = index_of.find(parameter.unsafeGetTensorImpl());
-      if (found == index_of.end())
-        throw InvalidArgument(
-            fmt::format("ShardedOptimizer: a tensor [{}] of parameter group {} is none of the parameters that "
-                        "DistributedDataParallel averages, or is in the groups twice",
-                        fmt::join(parameter.sizes(), ", "), g));
-      cut->group_of.back().push_back(found->second);
-      index_of.erase(found);
-    }
-  }
-  if (!index_of.empty())
-    throw InvalidArgument(fmt::format("ShardedOptimizer: parameter {} is in no parameter group: it would never change",
-                                      cut->parameters[index_of.begin()->second].name));
-  if (options.shared_weights.value_or(false) && !SharedWeights::possible(group))
-    throw InvalidArgument(fmt::format(
-        "ShardedOptimizer: shared_weights needs the shm backend and at least two ranks; this group has {} and {}",
-        group.backend_name(), group.world_size()));
-
-  if (options.shared_weights.value_or(SharedWeights::possible(group)))
-    cut->weights = std::make_unique<SharedWeights>(cut->parameters, group);
-  for (std::size_t i = 0; i < cut->parameters.size(); ++i) {
-    const at::Tensor& parameter = cut->parameters[i].tensor;
-    cut->places.push_back(parameter.const_data_ptr());
-    const Shard shard = shard_on(parameter, group, group.rank());
-    cut->slices.push_back(cut->weights ? cut->weights->slice(i, shard)
-                                       : in_order(parameter).narrow(0, shard.begin, shard.count));
-  }
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    std::vector<at::Tensor> slices;
-    for (const std::size_t index : cut->group_of[g]) slices.push_back(cut->slices[index]);
-    cut->groups.emplace_back(slices, groups[g].has_options() ? groups[g].options().clone() : defaults->clone());
-  }
-  cut->defaults = std::move(defaults);
-  return cut;
-}
-
 ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
                                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                                            const ShardedOptions& options)
-    : ShardedOptimizerBase(ddp, cut(ddp, groups, std::move(defaults), options), std::move(factory), options) {}
+    : ShardedOptimizerBase(std::make_unique<Shards>(ddp, groups, std::move(defaults), std::move(factory), options)) {}
 
-ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, std::unique_ptr<Slices> slices,
-                                           Factory factory, const ShardedOptions& options)
-    : torch::optim::Optimizer(slices->groups, std::move(slices->defaults)),
-      group_(ddp.group()),
-      reducer_(&ddp.reducer()),
-      options_(options),
-      factory_(std::move(factory)),
-      slices_(std::move(slices)),
-      weights_(std::move(slices_->weights)),
-      inner_(factory_(slices_->groups)) {
-  reducer_->set_gradient_sink(this);
+ShardedOptimizerBase::ShardedOptimizerBase(std::unique_ptr<Shards> shards)
+    : torch::optim::Optimizer(shards->groups, std::move(shards->defaults)), shards_(std::move(shards)) {
+  shards_->owner = this;
 }
 
-ShardedOptimizerBase::~ShardedOptimizerBase() {
-  try {
-    reducer_->set_gradient_sink(nullptr);
-  } catch (const Error&) {
-    // Within a backward that ended with an error: there will be no other.
-  }
+ShardedOptimizerBase::~ShardedOptimizerBase() = default;
+
+ShardedOptimizerBase::ShardedOptimizerBase(ShardedOptimizerBase&& other) noexcept
+    : torch::optim::Optimizer(std::move(other)), shards_(std::move(other.shards_)) {
+  shards_->owner = this;
 }
 
-void ShardedOptimizerBase::begin() {
-  if (!options_.update_in_backward) return;
-  follow_parameters();
-  if (weights_) weights_->settle();
+ShardedOptimizerBase& ShardedOptimizerBase::operator=(ShardedOptimizerBase&& other) noexcept {
+  torch::optim::Optimizer::operator=(std::move(other));
+  shards_ = std::move(other.shards_);
+  shards_->owner = this;
+  return *this;
 }
 
-void ShardedOptimizerBase::receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> slices) {
+const FusedOptimizer& ShardedOptimizerBase::inner() const noexcept { return *shards_->inner; }
+
+bool ShardedOptimizerBase::has_shared_weights() const noexcept { return shards_->weights != nullptr; }
+
+void ShardedOptimizerBase::Shards::begin() {
+  owner->follow_active_ranks();
+  if (options.update_in_backward && weights) weights->settle();
+}
+
+void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& received,
+                                           std::vector<at::Tensor> gradients) {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    at::Tensor& gradient = slices_->slices[parameters[i]].mutable_grad();
+  for (std::size_t i = 0; i < received.size(); ++i) {
+    at::Tensor& gradient = slices[received[i]].mutable_grad();
     if (gradient.defined()) {
-      gradient.add_(slices[i]);
+      gradient.add_(gradients[i]);
     } else {
-      gradient = std::move(slices[i]);
+      gradient = std::move(gradients[i]);
     }
   }
-  if (!options_.update_in_backward) return;
-  update();
-  for (const std::size_t index : parameters) slices_->slices[index].mutable_grad().reset();
+  if (!options.update_in_backward) return;
+  owner->update();
+  for (const std::size_t index : received) slices[index].mutable_grad().reset();
 }
 
+void ShardedOptimizerBase::check_groups() const {
+  const auto& expected = std::as_const(*shards_->inner).param_groups();
+  bool same = param_groups_.size() == expected.size();
+  for (std::size_t g = 0; same && g < expected.size(); ++g) {
+    const auto &now = param_groups_[g].params(), &before = expected[g].params();
+    same = std::equal(now.begin(), now.end(), before.begin(), before.end(),
+                      [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
+  }
+  if (!same)
+    throw InvalidArgument(
+        fmt::format("ShardedOptimizer: its parameter groups have changed ({} groups now, {} when it was made), but are "
+                    "fixed: do not call add_param_group(); wrap the model again and make a new optimizer",
+                    param_groups_.size(), expected.size()));
+}
+
+void ShardedOptimizerBase::check_owner() const {
+  using State = Reducer::SinkRegistration::State;
+  const State state = shards_->registration->state();
+  if (state == State::kReplaced)
+    throw InvalidArgument(
+        "another ShardedOptimizer has been made of the same DistributedDataParallel and receives its gradients now: "
+        "step that one, and destroy this one");
+  if (state == State::kNoReducer)
+    throw InvalidArgument(
+        "the DistributedDataParallel of this ShardedOptimizer has been destroyed, or the module has been wrapped "
+        "again: "
+        "make a new ShardedOptimizer of the new wrapper");
+}
+
+/// The optimizer of the slices works with this one's groups, whose options the program sets.
 void ShardedOptimizerBase::update() {
-  for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    inner_->param_groups()[g].set_options(param_groups_[g].options().clone());
-  inner_->step();
+  check_groups();
+  auto& groups = shards_->inner->param_groups();
+  std::swap(groups, param_groups_);
+  try {
+    shards_->inner->step();
+  } catch (...) {
+    std::swap(groups, param_groups_);
+    throw;
+  }
+  std::swap(groups, param_groups_);
+  // Slices have version counters of their own, but what autograd saved is the parameter.
+  for (std::size_t i = 0; i < shards_->slices.size(); ++i) {
+    if (shards_->slices[i].grad().defined()) shards_->parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 at::Tensor ShardedOptimizerBase::step(LossClosure closure) {
   if (closure)
     throw InvalidArgument("ShardedOptimizer takes no closure: call loss.backward() first and step() after it");
-  if (join_) join_->announce(join_index_, 0);
+  check_owner();
+  announce(Shards::kStep);
   step_together();
   return {};
 }
 
 void ShardedOptimizerBase::step_together() {
   const at::NoGradGuard no_grad;
-  consolidated_.reset();
+  Shards& shards = *shards_;
+  shards.consolidated.reset();
   try {
-    follow_parameters();
-    if (options_.update_in_backward) {
-      if (weights_ && weights_->is_written())
+    shards.follow_parameters();
+    if (shards.options.update_in_backward) {
+      if (shards.weights && shards.weights->is_written())
         throw InvalidArgument(
             "a parameter has been written to between backward and step(): with update_in_backward it is being updated "
             "there; write to it after step()");
     } else {
+      follow_active_ranks();
       // From here on nobody reads the weights, and all have the same.
-      if (weights_) weights_->settle();
-      inner_->scale_gradients(std::exchange(gradient_factor_, 1.0));
+      if (shards.weights) shards.weights->settle();
+      shards.inner->scale_gradients(std::exchange(shards.gradient_factor, 1.0));
       update();
-      for (at::Tensor& slice : slices_->slices) slice.mutable_grad().reset();
+      shards.drop_gradients();
     }
   } catch (const std::exception& error) {
-    group_.abort(error.what());
+    shards.group.abort(error.what());
     throw;
   }
-  if (weights_) {
-    group_.barrier();
+  if (shards.weights) {
+    shards.group.barrier();
   } else {
-    gather_weights();
-  }
-}
-
-void ShardedOptimizerBase::gather_weights() {
-  const int ranks = group_.world_size();
-  if (ranks == 1) return;
-  const auto& parameters = slices_->parameters;
-  for (std::size_t begin = 0; begin < parameters.size();) {
-    // As many parameters of one type as fill a message.
-    const at::TensorOptions kind = parameters[begin].tensor.options().requires_grad(false);
-    std::vector<std::int64_t> offsets;
-    std::int64_t section = 0;
-    std::size_t end = begin;
-    for (; end < parameters.size(); ++end) {
-      const at::Tensor& parameter = parameters[end].tensor;
-      if (parameter.scalar_type() != c10::typeMetaToScalarType(kind.dtype()) ||
-          (end > begin && section * ranks * parameter.element_size() > kMessageBytes))
-        break;
-      offsets.push_back(section);
-      section += shard_on(parameter, group_, 0).count;
-    }
-    const at::Tensor own = at::empty({section}, kind);
-    const at::Tensor all = at::empty({ranks, section}, kind);
-    for (std::size_t i = begin; i < end; ++i)
-      own.narrow(0, offsets[i - begin], slices_->slices[i].numel()).copy_(slices_->slices[i]);
-    group_.all_gather_into(all, own);
-    for (std::size_t i = begin; i < end; ++i) {
-      const at::Tensor& parameter = parameters[i].tensor;
-      const at::Tensor whole = in_order(parameter);
-      for (int r = 0; r < ranks; ++r) {
-        const Shard shard = shard_on(parameter, group_, r);
-        if (r != group_.rank() && shard.count != 0)
-          whole.narrow(0, shard.begin, shard.count).copy_(all[r].narrow(0, offsets[i - begin], shard.count));
-      }
-    }
-    begin = end;
-  }
-}
-
-/// torch::load() gives parameters memory of their own: what it holds is taken over.
-void ShardedOptimizerBase::follow_parameters() {
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < slices_->parameters.size(); ++i) {
-    at::Tensor& parameter = slices_->parameters[i].tensor;
-    if (parameter.const_data_ptr() == slices_->places[i]) continue;
-    at::Tensor& slice = slices_->slices[i];
-    if (parameter.scalar_type() != slice.scalar_type() || parameter.device() != slice.device() ||
-        !parameter.is_non_overlapping_and_dense())
-      throw InvalidArgument(
-          fmt::format("parameter {} has become a {} tensor on {} since the ShardedOptimizer was made: move or convert "
-                      "the model before that",
-                      slices_->parameters[i].name, c10::toString(parameter.scalar_type()), parameter.device().str()));
-    if (weights_) {
-      weights_->take_back(i);
-    } else {
-      const Shard shard = shard_on(parameter, group_, group_.rank());
-      slice.set_data(in_order(parameter).narrow(0, shard.begin, shard.count));
-    }
-    slices_->places[i] = parameter.const_data_ptr();
+    shards.gather_weights();
   }
 }
 
 void ShardedOptimizerBase::zero_grad(bool set_to_none) {
   // Not torch::optim's, which detaches gradients in place: a slice's may be a view.
   const at::NoGradGuard no_grad;
-  for (at::Tensor& slice : slices_->slices) {
-    at::Tensor& gradient = slice.mutable_grad();
-    if (gradient.defined() && !set_to_none) gradient.zero_();
-    if (set_to_none) gradient.reset();
+  if (set_to_none) {
+    shards_->drop_gradients();
+  } else {
+    for (at::Tensor& slice : shards_->slices) {
+      if (slice.grad().defined()) slice.mutable_grad().zero_();
+    }
   }
-  for (NamedParameter& parameter : slices_->parameters) parameter.tensor.mutable_grad().reset();
+  for (NamedParameter& parameter : shards_->parameters) parameter.tensor.mutable_grad().reset();
+  shards_->dropped = true;
   reset_scale();
 }
 
+void ShardedOptimizerBase::reset_scale() noexcept { shards_->gradient_factor = 1; }
+
 void ShardedOptimizerBase::scale_gradients(double factor) {
-  if (options_.update_in_backward)
+  if (shards_->options.update_in_backward)
     throw InvalidArgument(
         "gradients cannot be scaled or clipped after backward where update_in_backward has used them up there: make "
         "the ShardedOptimizer without it");
-  gradient_factor_ *= factor;
+  shards_->gradient_factor *= factor;
 }
 
 double ShardedOptimizerBase::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   scale_gradients(1);  // Throws where that is impossible.
-  const double own = grad_norm(slices_->slices, norm_type);
+  check_owner();
+  announce(Shards::kClip);
+  return clip_together({max_norm, norm_type, error_if_nonfinite ? 1.0 : 0.0});
+}
+
+/// `arguments`: max_norm, norm_type, error_if_nonfinite.
+double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
+  arguments = follow_active_ranks(std::move(arguments));
+  const double max_norm = arguments[0], norm_type = arguments[1];
+  Shards& shards = *shards_;
+  const double own = grad_norm(shards.slices, norm_type);
   const bool largest = std::isinf(norm_type);
-  const at::Tensor sum =
-      at::full({1}, largest ? own : std::pow(own, norm_type), at::TensorOptions(at::kDouble).device(group_.device()));
-  group_.all_reduce(sum, largest ? ReduceOp::kMax : ReduceOp::kSum);
+  const at::Tensor sum = at::full({1}, largest ? own : std::pow(own, norm_type),
+                                  at::TensorOptions(at::kDouble).device(shards.group.device()));
+  shards.group.all_reduce(sum, largest ? ReduceOp::kMax : ReduceOp::kSum);
   const double together = sum.item<double>();
-  const double norm = (largest ? together : std::pow(together, 1 / norm_type)) * std::abs(gradient_factor_);
-  scale_gradients(clip_factor(norm, max_norm, norm_type, error_if_nonfinite));
+  const double norm = (largest ? together : std::pow(together, 1 / norm_type)) * std::abs(shards.gradient_factor);
+  scale_gradients(clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
   return norm;
 }
-
-ShardedOptimizerBase::Groups ShardedOptimizerBase::whole_groups() const {
-  Groups groups;
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    std::vector<at::Tensor> parameters;
-    for (const std::size_t index : slices_->group_of[g]) parameters.push_back(slices_->parameters[index].tensor);
-    groups.emplace_back(parameters, param_groups_[g].options().clone());
-  }
-  return groups;
-}
-
-torch::optim::OptimizerParamState* ShardedOptimizerBase::state_of(std::size_t index) const {
-  const auto found = inner_->state().find(slices_->slices[index].unsafeGetTensorImpl());
-  return found == inner_->state().end() ? nullptr : found->second.get();
-}
-
-void ShardedOptimizerBase::consolidate_state(int to) const {
-  if (to < 0 || to >= group_.world_size())
-    throw InvalidArgument(fmt::format("consolidate_state to rank {} of {}", to, group_.world_size()));
-  const at::NoGradGuard no_grad;
-  consolidated_.reset();
-  auto whole = group_.rank() == to ? factory_(whole_groups()) : nullptr;
-  for (std::size_t i = 0; i < slices_->parameters.size(); ++i) {
-    const at::Tensor& parameter = slices_->parameters[i].tensor;
-    const auto* state = state_of(i);  // On all ranks or none.
-    if (!state) continue;
-    FusedOptimizer::StateTensors tensors = inner_->tensors_of(*state);
-    for (at::Tensor& tensor : tensors) {
-      if (!tensor.defined()) continue;
-      const at::Tensor padded = at::zeros({shard_on(parameter, group_, 0).count}, tensor.options());
-      padded.narrow(0, 0, tensor.numel()).copy_(tensor);
-      const at::Tensor gathered = group_.gather(padded, to);  // [world_size, count]: only the end is padding.
-      if (!whole) continue;
-      const at::Tensor laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options());
-      in_order(laid_out).copy_(gathered.flatten().narrow(0, 0, parameter.numel()));
-      tensor = laid_out;
-    }
-    if (!whole) continue;
-    auto copy = state->clone();
-    inner_->set_tensors(*copy, tensors);
-    whole->state()[parameter.unsafeGetTensorImpl()] = std::move(copy);
-  }
-  consolidated_ = std::move(whole);
-}
-
-const FusedOptimizer& ShardedOptimizerBase::consolidated() const {
-  if (!consolidated_)
-    throw InvalidArgument(fmt::format(
-        "rank {} has only its part of the optimizer's state: call consolidate_state() on all ranks first, and save on "
-        "the rank it names",
-        group_.rank()));
-  return *consolidated_;
-}
-
-void ShardedOptimizerBase::save(torch::serialize::OutputArchive& archive) const { consolidated().save(archive); }
-
-void ShardedOptimizerBase::load(torch::serialize::InputArchive& archive) {
-  const auto whole = make_whole();
-  whole->load(archive);
-  take_state(*whole);
-}
-
-void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
-  const at::NoGradGuard no_grad;
-  consolidated_.reset();
-  inner_->state().clear();
-  for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    param_groups_[g].set_options(whole.param_groups()[g].options().clone());
-  for (std::size_t i = 0; i < slices_->parameters.size(); ++i) {
-    const at::Tensor& parameter = slices_->parameters[i].tensor;
-    const auto found = whole.state().find(parameter.unsafeGetTensorImpl());
-    if (found == whole.state().end()) continue;
-    const Shard shard = shard_on(parameter, group_, group_.rank());
-    FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
-    for (at::Tensor& tensor : tensors) {
-      if (!tensor.defined()) continue;
-      const at::Tensor laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options());
-      laid_out.copy_(tensor);
-      tensor = in_order(laid_out).narrow(0, shard.begin, shard.count).clone();
-    }
-    auto copy = found->second->clone();
-    inner_->set_tensors(*copy, tensors);
-    inner_->state()[slices_->slices[i].unsafeGetTensorImpl()] = std::move(copy);
-  }
-}
-
-void ShardedOptimizerBase::join_begin(JoinSession& session, int index) {
-  join_ = &session;
-  join_index_ = index;
-}
-
-void ShardedOptimizerBase::join_shadow(int) { step_together(); }
-
-void ShardedOptimizerBase::join_end(int) { join_ = nullptr; }
 
 }  // namespace ddpkit::optim

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <set>
 #include <sstream>
 
 #include <fmt/format.h>
@@ -64,14 +66,6 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
       group_(std::move(group)),
       pages_(std::make_shared<Pages>()),
       flag_(at::zeros({1}, at::kByte)) {
-  std::size_t bytes = 0;
-  for (const NamedParameter& parameter : parameters_) {
-    offsets_.push_back(bytes);
-    strides_.push_back(parameter.tensor.strides().vec());
-    bytes += (parameter.tensor.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  bytes = std::max(bytes, kAlignment);
-
   std::string error;
   const auto attempt = [&](const auto& action) {
     try {
@@ -85,16 +79,18 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
     }
     throw_first(group_, error);
   };
+  attempt([&] { lay_out(); });
+  check_same_offsets();
   attempt([&] {
-    if (group_.rank() == 0) pages_->shared = shm::Mapping::create("weights", bytes);
+    if (group_.rank() == 0) pages_->shared = shm::Mapping::create("weights", bytes_);
   });
   const std::string where = group_.all_gather_bytes(fmt::format("{} {}", ::getpid(), pages_->shared.descriptor()))[0];
   attempt([&] {
     shm::Owner owner{.rank = 0};
     int fd = 0;
     std::istringstream(where) >> owner.pid >> fd;
-    if (group_.rank() != 0) pages_->shared = shm::Mapping::open(owner, fd, bytes);
-    pages_->view = std::make_unique<shm::GuardedView>(owner, fd, bytes);
+    if (group_.rank() != 0) pages_->shared = shm::Mapping::open(owner, fd, bytes_);
+    pages_->view = std::make_unique<shm::GuardedView>(owner, fd, bytes_);
   });
   pages_->shared.close_descriptor();
 
@@ -105,24 +101,65 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
     slice(i, shard).copy_(parameter.detach().as_strided({parameter.numel()}, {1}).narrow(0, shard.begin, shard.count));
   }
   group_.barrier();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(view_of(i));
+  for (const auto& [storage, offset] : std::exchange(storages_, {})) move(storage, offset);
 #if defined(__GLIBC__)
   ::malloc_trim(0);  // The memory that the weights have left would otherwise stay with the process.
 #endif
 }
 
-at::Tensor SharedWeights::view_of(std::size_t index) const {
-  const at::Tensor& parameter = parameters_[index].tensor;
-  return at::from_blob(
-      pages_->view->data() + offsets_[index], parameter.sizes(), strides_[index], [pages = pages_](void*) {},
-      parameter.options().requires_grad(false));
+/// Where each parameter, and each tensor that it is a view of, will be.
+void SharedWeights::lay_out() {
+  std::map<const c10::StorageImpl*, std::pair<std::size_t, std::size_t>> places;  // Offset; bytes not in a parameter.
+  std::set<std::pair<const c10::StorageImpl*, std::size_t>> counted;
+  for (const NamedParameter& parameter : parameters_) {
+    const at::Storage& storage = parameter.tensor.storage();
+    const auto [found, added] = places.try_emplace(storage.unsafeGetStorageImpl(), bytes_, storage.nbytes());
+    if (added) {
+      storages_.emplace_back(storage, bytes_);
+      bytes_ += (storage.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    const std::size_t offset =
+        static_cast<std::size_t>(parameter.tensor.storage_offset()) * parameter.tensor.element_size();
+    offsets_.push_back(found->second.first + offset);
+    if (counted.emplace(found->first, offset).second) found->second.second -= parameter.tensor.nbytes();
+  }
+  bytes_ = std::max(bytes_, kAlignment);
+  for (const NamedParameter& parameter : parameters_) {
+    const auto& [offset, others] = places.at(parameter.tensor.storage().unsafeGetStorageImpl());
+    if (others != 0)
+      throw InvalidArgument(
+          fmt::format("parameter {} is part of a tensor of {} bytes, {} of which belong to no parameter that the "
+                      "ShardedOptimizer updates: set shared_weights to false, or give the parameter its own memory",
+                      parameter.name, parameter.tensor.storage().nbytes(), others));
+  }
+}
+
+void SharedWeights::check_same_offsets() const {
+  const auto all = group_.all_gather_bytes(fmt::format("{}", fmt::join(offsets_, " ")));
+  const auto differs = std::find_if(all.begin(), all.end(), [&](const std::string& other) { return other != all[0]; });
+  if (differs != all.end())
+    throw InvalidArgument(
+        fmt::format("shared_weights: which parameters are views of one tensor differs between rank 0 and rank {}",
+                    differs - all.begin()));
+}
+
+/// All tensors on `storage` are on the pages from here on.
+void SharedWeights::move(const at::Storage& storage, std::size_t offset) const {
+  auto pages = std::make_unique<std::shared_ptr<Pages>>(pages_);
+  std::byte* data = pages_->view->data() + offset;
+  const auto release = [](void* context) { delete static_cast<std::shared_ptr<Pages>*>(context); };
+  storage.set_data_ptr(at::DataPtr(data, pages.release(), release, at::kCPU));
 }
 
 void SharedWeights::take_back(std::size_t index) {
-  at::Tensor& parameter = parameters_[index].tensor;
-  const at::Tensor view = view_of(index);
-  view.copy_(parameter.detach());
-  parameter.set_data(view);
+  const at::Tensor& parameter = parameters_[index].tensor;
+  if (parameter.storage().nbytes() != parameter.nbytes())
+    throw InvalidArgument(
+        fmt::format("parameter {} has become part of a tensor of {} bytes since the ShardedOptimizer was made: with "
+                    "shared_weights its memory must be its own from then on",
+                    parameters_[index].name, parameter.storage().nbytes()));
+  std::memcpy(pages_->view->data() + offsets_[index], parameter.const_data_ptr(), parameter.nbytes());
+  move(parameter.storage(), offsets_[index]);
 }
 
 at::Tensor SharedWeights::slice(std::size_t index, const Shard& shard) const {

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
@@ -21,15 +23,16 @@ class SharedWeights {
   /// Whether the group's ranks can share memory: they are on one host, and their backend is `shm`.
   static bool possible(const ProcessGroup& group);
 
-  /// Collective: moves the parameters, which are dense and the same on all ranks, into memory of their own. Throws on
-  /// all ranks when there is too little.
+  /// Collective: moves the memory of the parameters, which are dense and the same on all ranks, into shared memory. All
+  /// tensors on that memory move along: views of one flat tensor stay views of it. Throws on all ranks if there is too
+  /// little memory, or if some of a tensor that moves belongs to no parameter.
   SharedWeights(std::vector<NamedParameter> parameters, ProcessGroup group);
 
   /// Part of parameter `index` in the shared memory itself: one-dimensional, in the order of its memory.
   at::Tensor slice(std::size_t index, const Shard& shard) const;
 
-  /// Parameter `index` has been given other memory: copies its values here, as this rank's writing, and has it lie here
-  /// again.
+  /// Parameter `index` has been given other memory: copies its values here, as this rank's writing, and moves that
+  /// memory here. Throws InvalidArgument if some of it belongs to no parameter or to another one.
   void take_back(std::size_t index);
 
   /// Whether this rank has written to a parameter since the last settle().
@@ -41,15 +44,18 @@ class SharedWeights {
  private:
   struct Pages;
 
-  at::Tensor view_of(std::size_t index) const;
+  void lay_out();
+  void check_same_offsets() const;
+  void move(const at::Storage& storage, std::size_t offset) const;
 
   void check_alike(const at::Tensor& written) const;
   void absorb(const at::Tensor& written);
   std::string names_in(std::size_t granule) const;
 
   std::vector<NamedParameter> parameters_;
-  std::vector<std::size_t> offsets_;                ///< In bytes. [param]
-  std::vector<std::vector<std::int64_t>> strides_;  ///< [param]
+  std::vector<std::size_t> offsets_;  ///< In bytes. [param]
+  std::size_t bytes_ = 0;
+  std::vector<std::pair<at::Storage, std::size_t>> storages_;  ///< What moves, and where to. Empty afterwards.
   ProcessGroup group_;
   std::shared_ptr<Pages> pages_;
   at::Tensor flag_;

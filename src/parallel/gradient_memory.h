@@ -44,6 +44,7 @@ class GradientMemory {
   /// From now on each rank gets only its slice of each averaged gradient: take_slice() instead of give(). Call
   /// lay_out() next.
   void set_sharded(bool sharded);
+  bool sharded() const noexcept { return sharded_; }
 
   /// The gradient of parameter `index`, which autograd has just made of `added`, or added it to.
   void take(std::size_t index, const at::Tensor& added);

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -35,6 +36,7 @@ Reducer::Impl::~Impl() {
 
 void Reducer::Impl::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
+  end_abandoned_backward();
   if (in_backward_) throw InvalidArgument("a communication hook cannot be set while backward runs");
   if (hook && sink_)
     throw InvalidArgument("gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
@@ -46,21 +48,40 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   rebuilds = 0;
 }
 
-void Reducer::Impl::set_gradient_sink(GradientSink* sink) {
+void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
   const std::lock_guard lock(mutex_);
+  end_abandoned_backward();
   if (in_backward_) throw InvalidArgument("the gradients' sink cannot be set while backward runs");
-  if (sink && comm_hook_)
-    throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
-  if (sink && dense_ < slots_.size())
+  if (comm_hook_) throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
+  if (dense_ < slots_.size())
     throw InvalidArgument(
         fmt::format("the gradient of {} is sparse: it cannot be sharded", slots_[dense_].parameter.name));
   for (const Slot& slot : slots_) {
-    if (sink && !slot.parameter.tensor.is_non_overlapping_and_dense())
+    if (!slot.parameter.tensor.is_non_overlapping_and_dense())
       throw InvalidArgument(fmt::format(
           "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
   }
-  sink_ = sink;
-  memory_->set_sharded(sink != nullptr);
+  sink_ = &sink;
+  follow_sink();
+}
+
+/// In destructors, which must not communicate: follow_sink() does the rest.
+void Reducer::Impl::remove_gradient_sink(const GradientSink& sink) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (sink_ == &sink) sink_ = nullptr;
+}
+
+Reducer::SinkRegistration::State Reducer::Impl::state_of(const GradientSink& sink) const {
+  const std::lock_guard lock(mutex_);
+  using State = SinkRegistration::State;
+  if (replaced_) return State::kNoReducer;
+  return sink_ == &sink ? State::kActive : State::kReplaced;
+}
+
+/// Lays the gradients out for the sink that is set, or for none. Collective.
+void Reducer::Impl::follow_sink() {
+  if (memory_->sharded() == (sink_ != nullptr)) return;
+  memory_->set_sharded(sink_ != nullptr);
   std::vector<std::size_t> order;  // As it is.
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
@@ -86,26 +107,40 @@ void Reducer::Impl::install_hook(std::size_t index) {
   if (!slot.accumulator)
     throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
   slot_of_[slot.accumulator.get()] = index;
-  slot.hook = slot.accumulator->add_post_hook(
-      std::make_unique<GradientHook>([weak = weak_from_this(), index](const at::Tensor& added) {
-        if (const auto self = weak.lock()) self->on_gradient(index, added);
+  for (const auto& hook : std::as_const(*slot.accumulator).post_hooks()) {
+    if (auto* other = dynamic_cast<GradientHook*>(hook.get())) other->replace();
+  }
+  slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>(
+      [weak = weak_from_this(), index](const at::Tensor& added) {
+        if (const auto self = weak.lock(); self && !self->replaced_) self->on_gradient(index, added);
+      },
+      [weak = weak_from_this()] {
+        if (const auto self = weak.lock()) self->replaced_ = true;
       }));
 }
 
-void Reducer::Impl::follow_parameters() {
-  // A backward that has begun and will not end: something else in the graph threw. (A forward within a backward, as
-  // checkpointing has it, is part of one that goes on.)
-  if (torch::autograd::get_current_graph_task_id() < 0) {
-    const std::lock_guard lock(mutex_);
-    if (in_backward_) {
-      // The other ranks may still write into what has been handed to them.
-      for (Bucket& bucket : buckets_) {
-        if (bucket.work.valid()) bucket.work.wait();
-      }
-      if (put_off_) throw_unfinished();
-      forget_backward();
-    }
+/// A backward that has begun and will not end: something else in the graph threw. (What a backward itself calls is part
+/// of one that continues: a forward pass of checkpointing, for one.)
+void Reducer::Impl::end_abandoned_backward() {
+  if (!in_backward_ || torch::autograd::get_current_graph_task_id() >= 0) return;
+  // The other ranks may still write into what has been passed to them.
+  for (Bucket& bucket : buckets_) {
+    if (bucket.work.valid()) bucket.work.wait();
   }
+  if (put_off_) throw_unfinished();
+  forget_backward();
+}
+
+void Reducer::Impl::follow_parameters() {
+  if (replaced_)
+    throw InvalidArgument(
+        "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
+  {
+    const std::lock_guard lock(mutex_);
+    end_abandoned_backward();
+    if (!in_backward_) follow_sink();
+  }
+  if (sink_ && !in_backward_) sink_->follow_parameters();
   // A gradient accumulator, and so its hook, runs on the stream that was current when it was made. Made anew where the
   // caller has changed streams, so that no gradient hops from the stream that produced it to another, and that a step
   // can be captured into a graph on a stream of its own.
@@ -156,7 +191,19 @@ bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
 
 void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
 
-void Reducer::set_gradient_sink(GradientSink* sink) { impl_->set_gradient_sink(sink); }
+std::unique_ptr<Reducer::SinkRegistration> Reducer::set_gradient_sink(GradientSink& sink) {
+  impl_->set_gradient_sink(sink);
+  return std::make_unique<SinkRegistration>(impl_, sink);
+}
+
+Reducer::SinkRegistration::~SinkRegistration() {
+  if (const auto reducer = reducer_.lock()) reducer->remove_gradient_sink(*sink_);
+}
+
+Reducer::SinkRegistration::State Reducer::SinkRegistration::state() const {
+  const auto reducer = reducer_.lock();
+  return reducer ? reducer->state_of(*sink_) : State::kNoReducer;
+}
 
 std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
 

@@ -28,6 +28,7 @@ constexpr std::size_t kSinkBytesUnderWay = std::size_t{2} << 20;
 }  // namespace
 
 void Reducer::Impl::begin_backward() {
+  follow_sink();
   in_backward_ = true;
   next_bucket_ = next_finished_ = next_taken_ = 0;
   for (Bucket& bucket : buckets_) {
@@ -107,7 +108,7 @@ void Reducer::Impl::launch_complete_buckets() {
   // Which parameters a static graph uses is known only when its first backward ends.
   if (options_.static_graph && !graph_is_known()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  if (sink_ && must_be_complete()) feed_sink();
+  if (memory_->sharded() && must_be_complete()) feed_sink();
 }
 
 /// Hands over what is there, and waits for what is too much to be under way. No rank waits for one that needs
@@ -258,7 +259,7 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
       timeline_->recorder()->add(fmt::format("wait for bucket {}", b), TimelineRecorder::kCompute, before,
                                  bucket.timing.finished);
   }
-  if (sink_) return hand_over(b, used);
+  if (memory_->sharded()) return hand_over(b, used);
   for (const std::size_t index : plan[b]) {
     if (used && used[index] == 0) {
       memory_->keep(index);
@@ -291,6 +292,9 @@ void Reducer::Impl::take_result(Bucket& bucket) {
 }
 
 void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
+  if (!sink_)
+    throw Error("the optimizer that takes the gradients was destroyed during backward",
+                {.rank = group_.rank(), .call = "backward", .bucket = b});
   const at::NoGradGuard no_grad;
   std::vector<std::size_t> parameters;
   std::vector<at::Tensor> slices;

@@ -36,7 +36,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_comm_hook(CommHook hook);
   bool wants_outputs() const { return (!must_be_complete() || reentrant_) && synchronize; }
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
-  void set_gradient_sink(GradientSink* sink);
+  void set_gradient_sink(GradientSink& sink);
+  void remove_gradient_sink(const GradientSink& sink) noexcept;
+  SinkRegistration::State state_of(const GradientSink& sink) const;
   std::vector<NamedParameter> parameters() const;
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
   void note_outputs(const std::vector<at::Tensor>& outputs);
@@ -56,6 +58,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
   void install_hook(std::size_t index);
+  void end_abandoned_backward();
+  void follow_sink();
 
   /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
   struct Slot {
@@ -131,6 +135,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::unique_ptr<GradientMemory> memory_;
   std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
   GradientSink* sink_ = nullptr;
+  std::atomic<bool> replaced_{false};  ///< Another reducer has taken one of the parameters.
   std::size_t next_bucket_ = 0;    ///< Buckets are reduced in this order on every rank, whatever order they fill in.
   std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
   std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.

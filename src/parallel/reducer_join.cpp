@@ -12,6 +12,7 @@ void Reducer::Impl::set_join(JoinSession* session, int index) {
   join_ = session;
   join_index_ = index;
   shadows_ = false;
+  if (session) follow_sink();
 }
 
 void Reducer::Impl::announce(int event) {
@@ -26,7 +27,7 @@ double Reducer::Impl::join_factor() const {
 
 void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
-  if (factor == 1 || sink_) return;
+  if (factor == 1 || memory_->sharded()) return;
   const at::NoGradGuard no_grad;
   std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
   for (Slot& slot : slots_) {

@@ -63,7 +63,7 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
   const auto all = infos();
   std::vector<ParameterInfo> ordered;
   for (const std::size_t index : order) ordered.push_back(all[index]);
-  const bool small = sink_ && !memory_->flat();
+  const bool small = memory_->sharded() && !memory_->flat();
   const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kSinkBucketBytes) : bytes; };
   plan = plan_buckets(ordered, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
   buckets_.clear();

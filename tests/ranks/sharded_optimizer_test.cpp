@@ -89,11 +89,11 @@ void check_trains_as_alone(ProcessGroup& group, const Options& optimizer_options
   Alone alone(reference->parameters(), optimizer_options);
   for (std::int64_t step = 0; step < 20; ++step) step_alone(reference, alone, step, group.world_size());
   for (const ShardedOptions& options : ways(group)) {
-    INFO("shared " << options.shared_weights.value() << ", in backward " << options.update_in_backward);
+    INFO("shared " << options.shared_weights << ", in backward " << options.update_in_backward);
     auto model = make_model();
     DistributedDataParallel ddp(model, group, ddp_options);
     ShardedOptimizer<Inner> optimizer(ddp, optimizer_options, options);
-    CHECK(optimizer.has_shared_weights() == *options.shared_weights);
+    CHECK(optimizer.has_shared_weights() == options.shared_weights);
     for (std::int64_t step = 0; step < 20; ++step) step_sharded(ddp, optimizer, step);
     check_equal(model, reference);
     check_same_bits_on_all_ranks(group, *model);

@@ -21,6 +21,9 @@ constexpr Clause kClauses[] = {
     {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
     // docs/optimizers.md: what a sharded optimizer is not made for.
     {"optimizer.engine=sharded", "layout=sliced", "is not dense in memory"},
+    {"optimizer.engine=sharded", "event.how=sliced", "is not dense in memory"},
+    {"optimizer.engine=sharded", "layout=sliced", "belong to no parameter"},
+    {"optimizer.engine=sharded", "event.kind=add_group", "parameter groups have changed"},
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
     {"optimizer.in_backward", "", "update_in_backward"},
     // torch::optim::SGD writes weights without telling autograd, others tell.

@@ -82,7 +82,7 @@ Optimizer make_optimizer(const OptimizerChoice& choice, const std::vector<at::Te
       return;
     }
     optim::ShardedOptions sharded_options{.update_in_backward = choice.in_backward};
-    if (choice.own_weights) sharded_options.shared_weights = false;
+    sharded_options.shared_weights = !choice.own_weights && ddp->group().backend_name() == "shm";
     std::unique_ptr<optim::ShardedOptimizer<Fused>> sharded;
     if (choice.groups == 1) {
       sharded = std::make_unique<optim::ShardedOptimizer<Fused>>(*ddp, options, sharded_options, fused_options);

@@ -5,6 +5,8 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "optimizers.h"
+
 namespace ddpkit::fuzz {
 namespace {
 

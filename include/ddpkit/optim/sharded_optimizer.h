@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
+#include <string>
 #include <vector>
 
 #include <ddpkit/optim/fused_optimizer.h>
@@ -15,15 +15,15 @@
 
 namespace ddpkit::optim {
 
-class SharedWeights;
-
 /// Options of ShardedOptimizer.
 struct ShardedOptions {
   /// With the `shm` backend: the host keeps one copy of the weights, which all ranks read and each rank updates in
-  /// part, so that nothing is gathered. Empty: where that is possible. True where it is not: InvalidArgument.
-  std::optional<bool> shared_weights = std::nullopt;
-  /// Each bucket's weights are updated within backward, as soon as the bucket is reduced, and its gradients are let go
-  /// of: least memory and least time. step() then only waits for the other ranks. Not with gradient clipping or
+  /// part. Saves memory and the gathering of the weights. The price: the weights are mapped read-only, the library
+  /// installs a SIGSEGV handler, and system calls that write into weights (read(2), recv(2)) fail with EFAULT. See
+  /// docs/optimizers.md. Throws InvalidArgument with other backends.
+  bool shared_weights = false;
+  /// Each bucket's weights are updated within backward, as soon as the bucket is reduced, and its gradients are
+  /// released: least memory and least time. step() then only waits for the other ranks. Not with gradient clipping or
   /// GradScaler, which need all gradients before the first update; every synchronised backward is a step, and there is
   /// one backward to a graph (no retain_graph).
   bool update_in_backward = false;
@@ -40,17 +40,20 @@ struct ShardedOptions {
 ///   param_groups(), which are one-dimensional, one for each parameter; step() uses them up.
 /// - zero_grad() of this class, not the module's, drops them.
 /// - clip_grad_norm() here, not the free function.
+/// - parameter groups are fixed: to train another parameter, wrap the model again and make a new optimizer.
+///
+/// A DistributedDataParallel has one sharded optimizer: the newest. After `optimizer = ShardedOptimizer<...>(ddp, ...)`
+/// the new one continues from the weights, with new state. step() throws InvalidArgument if another ShardedOptimizer
+/// has been made of the same DistributedDataParallel since, or if that has been destroyed. The two may be destroyed in
+/// any order.
 ///
 /// With shared weights the parameters' memory is one for all ranks. Writing to a parameter outside step() (clamping a
-/// weight, loading a checkpoint) works as on memory of its own: the rank sees its own write, and the next step applies
-/// once what all ranks have written alike. Where they have not, it throws InvalidArgument on all ranks, naming the
-/// parameter and a rank. (A page fault makes that possible: see docs/optimizers.md.)
+/// weight, loading a checkpoint) works as on private memory: the rank sees its own write, and the next step applies
+/// once what all ranks have written alike. If ranks have written differently, it throws InvalidArgument on all ranks,
+/// naming the parameter and a rank. (A page fault makes that possible: see docs/optimizers.md.)
 ///
 /// Construction, step(), clip_grad_norm() and consolidate_state() are collective. Not thread-safe.
-class ShardedOptimizerBase : public torch::optim::Optimizer,
-                             public GradientScaling,
-                             public Joinable,
-                             private GradientSink {
+class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScaling, public Joinable {
  public:
   ~ShardedOptimizerBase() override;
 
@@ -62,23 +65,27 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   /// The norm of all gradients of all ranks; has the next step() scale them down to `max_norm`. As the free function.
   double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
   void scale_gradients(double factor) override;
-  void reset_scale() noexcept override { gradient_factor_ = 1; }
+  void reset_scale() noexcept override;
   bool has_sharded_gradients() const noexcept override { return true; }
 
-  /// The optimizer of this rank's slices.
-  const FusedOptimizer& inner() const noexcept { return *inner_; }
-  /// Whether the host keeps one copy of the weights.
-  bool has_shared_weights() const noexcept { return weights_ != nullptr; }
+  /// A parameter that DistributedDataParallel does not average cannot be sharded. A group that is added through
+  /// torch::optim::Optimizer makes the next step() throw InvalidArgument.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) = delete;
 
-  /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; it is let go
-  /// of with the next step. train::save_checkpoint() calls it.
+  /// The optimizer of this rank's slices.
+  const FusedOptimizer& inner() const noexcept;
+  /// Whether the host keeps one copy of the weights.
+  bool has_shared_weights() const noexcept;
+
+  /// Collects the whole state on rank `to`, as Python's ZeroRedundancyOptimizer does, for save() to write; the next
+  /// step releases it. train::save_checkpoint() calls it.
   void consolidate_state(int to = 0) const;
   /// The optimizer of the whole parameters that consolidate_state() has made. Throws InvalidArgument on a rank that has
   /// none.
   const FusedOptimizer& consolidated() const;
   /// An optimizer of the whole parameters, without state, and the way back: keeps this rank's part of its state and its
   /// options. Not collective.
-  std::unique_ptr<FusedOptimizer> make_whole() const { return factory_(whole_groups()); }
+  std::unique_ptr<FusedOptimizer> make_whole() const;
   void take_state(const FusedOptimizer& whole);
   /// The archive of the optimizer that is sharded, as a process alone would write it: torch::optim's own reads it.
   /// Not collective. Throws InvalidArgument on a rank without consolidated state.
@@ -86,7 +93,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
   /// Every rank reads the whole archive, of any world size or of torch::optim, and keeps its part. Not collective.
   void load(torch::serialize::InputArchive& archive) final;
 
-  const ProcessGroup& join_group() const override { return group_; }
+  const ProcessGroup& join_group() const override;
   void join_begin(JoinSession& session, int index) override;
   void join_shadow(int event) override;
   void join_end(int source) override;
@@ -100,36 +107,27 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
                        std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                        const ShardedOptions& options);
   static std::vector<at::Tensor> parameters_of(const DistributedDataParallelBase& ddp);
+  ShardedOptimizerBase(ShardedOptimizerBase&& other) noexcept;
+  ShardedOptimizerBase& operator=(ShardedOptimizerBase&& other) noexcept;
 
  private:
-  struct Slices;
+  struct Shards;
 
-  ShardedOptimizerBase(DistributedDataParallelBase& ddp, std::unique_ptr<Slices> slices, Factory factory,
-                       const ShardedOptions& options);
-  static std::unique_ptr<Slices> cut(DistributedDataParallelBase& ddp, const Groups& groups,
-                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                     const ShardedOptions& options);
-
-  void begin() override;
-  void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> slices) override;
+  explicit ShardedOptimizerBase(std::unique_ptr<Shards> shards);
 
   void step_together();
+  double clip_together(std::vector<double> arguments);
   void update();
-  void gather_weights();
-  void follow_parameters();
+  void check_groups() const;
+  void check_owner() const;
   Groups whole_groups() const;
-  torch::optim::OptimizerParamState* state_of(std::size_t index) const;
+  void announce(int event);
+  std::vector<double> follow_active_ranks(std::vector<double> arguments = {});
+  std::string settings(const std::vector<double>& arguments) const;
+  std::vector<double> take_settings(const std::string& bytes);
 
-  ProcessGroup group_;
-  Reducer* reducer_;
-  ShardedOptions options_;
-  Factory factory_;
-  std::unique_ptr<Slices> slices_;
-  std::unique_ptr<SharedWeights> weights_;  ///< Null where every rank has its own.
-  std::unique_ptr<FusedOptimizer> inner_;   ///< Of the slices.
-  double gradient_factor_ = 1;
-  mutable std::unique_ptr<FusedOptimizer> consolidated_;
-  JoinSession* join_ = nullptr;
+  std::unique_ptr<Shards> shards_;
+  JoinSession* join_ = nullptr;  ///< Of this object: a move leaves it where it is.
   int join_index_ = 0;
 };
 
@@ -137,8 +135,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer,
 template <class Inner>
 class ShardedOptimizer final : public ShardedOptimizerBase {
  public:
-  /// Collective. All parameters that `ddp` averages; it must outlive the optimizer. Throws InvalidArgument for sparse
-  /// gradients, communication hooks, and what `Inner` refuses.
+  /// Collective. All parameters that `ddp` averages. Throws InvalidArgument for sparse gradients, communication hooks,
+  /// parameters that overlap in memory, and what `Inner` refuses.
   template <class Options>
   ShardedOptimizer(DistributedDataParallelBase& ddp, const Options& defaults, const ShardedOptions& options = {},
                    const FusedOptions& fused = {})

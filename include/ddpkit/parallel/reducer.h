@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/arena_stats.h>
@@ -61,6 +62,8 @@ struct BackwardTrace {
 class GradientSink {
  public:
   virtual ~GradientSink() = default;
+  /// A forward pass is about to begin; parameters may have been given other memory since the last one. Not collective.
+  virtual void follow_parameters() = 0;
   /// The first bucket of a backward is about to be reduced. Called on all ranks at the same place in the order of
   /// collectives.
   virtual void begin() = 0;
@@ -75,8 +78,32 @@ class GradientSink {
 /// Backward must give every parameter a gradient, in each rank, unless unused parameters are allowed for; it throws on
 /// this rank, and tells the others, when it does not. One backward at a time. The parameters must outlive the reducer's
 /// last backward.
+///
+/// A parameter has one reducer: the newest. The next forward pass through an older one throws InvalidArgument.
 class Reducer {
+  class Impl;
+
  public:
+  /// A sink's registration at a reducer, which has one sink at a time. Destroying it ends the registration; the next
+  /// forward pass or backward all-reduces again. Sinks and reducers may be destroyed in any order.
+  class SinkRegistration {
+   public:
+    enum class State {
+      kActive,
+      kReplaced,   ///< Another sink has been set since.
+      kNoReducer,  ///< The reducer has been destroyed, or a newer one reduces its parameters.
+    };
+    SinkRegistration(std::weak_ptr<Impl> reducer, GradientSink& sink) : reducer_(std::move(reducer)), sink_(&sink) {}
+    ~SinkRegistration();
+    SinkRegistration(const SinkRegistration&) = delete;
+    SinkRegistration& operator=(const SinkRegistration&) = delete;
+    State state() const;
+
+   private:
+    std::weak_ptr<Impl> reducer_;
+    GradientSink* sink_;
+  };
+
   /// Collective. `parameters` are those that want a gradient, each once, the same on all ranks.
   Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options = {});
   ~Reducer();
@@ -97,9 +124,9 @@ class Reducer {
 
   /// Collective, not within backward. From the next backward on each rank gets only its slice of each averaged gradient
   /// (a reduce-scatter), which goes to `sink` as soon as it is there; the parameters are left without a gradient. Those
-  /// that no rank has used are not handed over. Null brings the all-reduce back. Throws InvalidArgument where there are
-  /// sparse gradients or a communication hook.
-  void set_gradient_sink(GradientSink* sink);
+  /// that no rank has used are not passed. The sink replaces an earlier one. Throws InvalidArgument, and changes
+  /// nothing, for sparse gradients or with a communication hook.
+  [[nodiscard]] std::unique_ptr<SinkRegistration> set_gradient_sink(GradientSink& sink);
   /// All parameters, as a sink counts them. [param]
   std::vector<NamedParameter> parameters() const;
 
@@ -135,7 +162,6 @@ class Reducer {
   std::optional<ArenaStats> arena() const;
 
  private:
-  class Impl;
   std::shared_ptr<Impl> impl_;
 };
 

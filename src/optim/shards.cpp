@@ -1,0 +1,234 @@
+#include "optim/shards.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit::optim {
+namespace {
+
+/// Weights are gathered in messages of about this many bytes.
+constexpr std::int64_t kMessageBytes = std::int64_t{32} << 20;
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
+
+/// Names two parameters that share part of their memory; empty if there are none. All of it may be shared: two names of
+/// one weight.
+std::string find_overlap(const std::vector<NamedParameter>& parameters, bool may_be_same) {
+  std::vector<const NamedParameter*> sorted;
+  for (const NamedParameter& parameter : parameters) {
+    if (parameter.tensor.numel() != 0) sorted.push_back(&parameter);
+  }
+  const auto begin = [](const NamedParameter* one) { return static_cast<const char*>(one->tensor.const_data_ptr()); };
+  std::sort(sorted.begin(), sorted.end(), [&](const auto* a, const auto* b) { return begin(a) < begin(b); });
+  for (std::size_t i = 1; i < sorted.size(); ++i) {
+    const NamedParameter &a = *sorted[i - 1], &b = *sorted[i];
+    if (begin(&b) >= begin(&a) + a.tensor.nbytes()) continue;
+    const bool same = begin(&a) == begin(&b) && a.tensor.nbytes() == b.tensor.nbytes() &&
+                      a.tensor.scalar_type() == b.tensor.scalar_type();
+    if (!same || !may_be_same)
+      return fmt::format("parameters {} and {} overlap in memory: register one of them, or give each its own memory",
+                         a.name, b.name);
+  }
+  return {};
+}
+
+}  // namespace
+
+ShardedOptimizerBase::Shards::Shards(DistributedDataParallelBase& ddp, const Groups& whole_groups,
+                                     std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make,
+                                     const ShardedOptions& choices)
+    : group(ddp.group()),
+      options(choices),
+      factory(std::move(make)),
+      parameters(ddp.reducer().parameters()),
+      defaults(std::move(default_options)) {
+  const at::NoGradGuard no_grad;
+  check_same_on_all_ranks(find_error(whole_groups));
+  if (options.shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
+  cut(whole_groups);
+  inner = factory(groups);
+  registration = ddp.reducer().set_gradient_sink(*this);
+}
+
+/// Also fills `group_of`.
+std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups) {
+  std::unordered_map<const void*, std::size_t> index_of;
+  for (std::size_t i = 0; i < parameters.size(); ++i) index_of[parameters[i].tensor.unsafeGetTensorImpl()] = i;
+  for (std::size_t g = 0; g < whole_groups.size(); ++g) {
+    group_of.emplace_back();
+    for (const at::Tensor& parameter : whole_groups[g].params()) {
+      const auto found = index_of.find(parameter.unsafeGetTensorImpl());
+      if (found == index_of.end())
+        return fmt::format(
+            "a tensor [{}] of parameter group {} is none of the parameters that DistributedDataParallel averages, or "
+            "is in the groups twice",
+            fmt::join(parameter.sizes(), ", "), g);
+      group_of.back().push_back(found->second);
+      index_of.erase(found);
+    }
+  }
+  if (!index_of.empty())
+    return fmt::format("parameter {} is in no parameter group: it would never change",
+                       parameters[index_of.begin()->second].name);
+  if (options.shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
+    return fmt::format("shared_weights needs the shm backend on one host; this group has {} on {}",
+                       group.backend_name(), group.device().str());
+  for (const NamedParameter& parameter : parameters) {
+    if (!parameter.tensor.is_non_overlapping_and_dense())
+      return fmt::format("parameter {} is not dense in memory: it cannot be sharded (make it contiguous)",
+                         parameter.name);
+  }
+  return find_overlap(parameters, !options.update_in_backward);
+}
+
+/// What must be the same on all ranks, in lines.
+std::string ShardedOptimizerBase::Shards::signature() const {
+  std::string text =
+      fmt::format("shared_weights {}, update_in_backward {}\n", options.shared_weights, options.update_in_backward);
+  for (std::size_t g = 0; g < group_of.size(); ++g) {
+    for (const std::size_t index : group_of[g])
+      text += fmt::format("parameter {} in group {} with strides [{}]\n", parameters[index].name, g,
+                          fmt::join(parameters[index].tensor.strides(), ", "));
+  }
+  return text;
+}
+
+/// Throws on all ranks if one of them has an error or another signature.
+void ShardedOptimizerBase::Shards::check_same_on_all_ranks(const std::string& error) const {
+  if (!error.empty()) {
+    if (group.world_size() > 1) group.all_gather_bytes("!" + error);
+    throw InvalidArgument("ShardedOptimizer: " + error);
+  }
+  if (group.world_size() == 1) return;
+  const auto texts = group.all_gather_bytes(signature());
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r].starts_with('!'))
+      throw InvalidArgument(fmt::format("ShardedOptimizer: rank {}: {}", r, texts[r].substr(1)));
+  }
+  const auto reference = lines_of(texts[0]);
+  for (std::size_t r = 1; r < texts.size(); ++r) {
+    const auto other = lines_of(texts[r]);
+    const auto [here, there] = std::mismatch(reference.begin(), reference.end(), other.begin(), other.end());
+    if (here == reference.end() && there == other.end()) continue;
+    throw InvalidArgument(fmt::format("ShardedOptimizer differs between rank 0 and rank {}: \"{}\" and \"{}\"", r,
+                                      here == reference.end() ? "nothing more" : *here,
+                                      there == other.end() ? "nothing more" : *there));
+  }
+}
+
+void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i].tensor;
+    places.push_back({parameter.const_data_ptr(), parameter.sizes().vec(), parameter.strides().vec()});
+    const Shard shard = shard_on(parameter, group, group.rank());
+    slices.push_back(weights ? weights->slice(i, shard) : in_order(parameter).narrow(0, shard.begin, shard.count));
+  }
+  for (std::size_t g = 0; g < whole_groups.size(); ++g) {
+    std::vector<at::Tensor> members;
+    for (const std::size_t index : group_of[g]) members.push_back(slices[index]);
+    groups.emplace_back(members, whole_groups[g].has_options() ? whole_groups[g].options().clone() : defaults->clone());
+  }
+}
+
+void ShardedOptimizerBase::Shards::gather_weights() const {
+  const int ranks = group.world_size();
+  if (ranks == 1) return;
+  for (std::size_t begin = 0; begin < parameters.size();) {
+    // As many parameters of one type as fill a message.
+    const at::TensorOptions kind = parameters[begin].tensor.options().requires_grad(false);
+    std::vector<std::int64_t> offsets;
+    std::int64_t section = 0;
+    std::size_t end = begin;
+    for (; end < parameters.size(); ++end) {
+      const at::Tensor& parameter = parameters[end].tensor;
+      if (parameter.scalar_type() != c10::typeMetaToScalarType(kind.dtype()) ||
+          (end > begin && section * ranks * parameter.element_size() > kMessageBytes))
+        break;
+      offsets.push_back(section);
+      section += shard_on(parameter, group, 0).count;
+    }
+    const at::Tensor own = at::empty({section}, kind);
+    const at::Tensor all = at::empty({ranks, section}, kind);
+    for (std::size_t i = begin; i < end; ++i) own.narrow(0, offsets[i - begin], slices[i].numel()).copy_(slices[i]);
+    group.all_gather_into(all, own);
+    for (std::size_t i = begin; i < end; ++i) {
+      const at::Tensor& parameter = parameters[i].tensor;
+      const at::Tensor whole = in_order(parameter);
+      for (int r = 0; r < ranks; ++r) {
+        const Shard shard = shard_on(parameter, group, r);
+        if (r != group.rank() && shard.count != 0)
+          whole.narrow(0, shard.begin, shard.count).copy_(all[r].narrow(0, offsets[i - begin], shard.count));
+      }
+    }
+    begin = end;
+  }
+}
+
+void ShardedOptimizerBase::Shards::follow_parameters() {
+  const at::NoGradGuard no_grad;
+  try {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i].tensor;
+      if (parameter.const_data_ptr() != places[i].data || parameter.strides() != at::IntArrayRef(places[i].strides))
+        follow_parameter(i);
+    }
+  } catch (const std::exception& error) {
+    group.abort(error.what());  // The parameters of other ranks may be as they were.
+    throw;
+  }
+}
+
+/// torch::load() and set_data() give parameters new memory: what it holds counts.
+void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
+  at::Tensor& parameter = parameters[index].tensor;
+  at::Tensor& slice = slices[index];
+  Place& place = places[index];
+  if (parameter.scalar_type() != slice.scalar_type() || parameter.device() != slice.device() ||
+      parameter.sizes() != at::IntArrayRef(place.sizes))
+    throw InvalidArgument(fmt::format(
+        "parameter {} has become a {} tensor [{}] on {} since the ShardedOptimizer was made, where it was {} [{}] on "
+        "{}: move, convert or resize the model before that",
+        parameters[index].name, c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "),
+        parameter.device().str(), c10::toString(slice.scalar_type()), fmt::join(place.sizes, ", "),
+        slice.device().str()));
+  if (parameter.strides() != at::IntArrayRef(place.strides)) {
+    // State and slices follow the order of the memory that was cut.
+    if (parameter.storage().nbytes() != parameter.nbytes() || parameter.storage().use_count() > 1)
+      throw InvalidArgument(fmt::format(
+          "parameter {} is not dense in memory any more, or shares it with another tensor, and its strides have become "
+          "[{}] since the ShardedOptimizer was made, where they were [{}]: change layouts before that",
+          parameters[index].name, fmt::join(parameter.strides(), ", "), fmt::join(place.strides, ", ")));
+    parameter.set_data(
+        at::empty_strided(place.sizes, place.strides, parameter.options().requires_grad(false)).copy_(parameter));
+  }
+  if (weights) {
+    weights->take_back(index);
+  } else {
+    const Shard shard = shard_on(parameter, group, group.rank());
+    slice.set_data(in_order(parameter).narrow(0, shard.begin, shard.count));
+  }
+  place.data = parameter.const_data_ptr();
+}
+
+void ShardedOptimizerBase::Shards::drop_gradients() {
+  for (at::Tensor& slice : slices) slice.mutable_grad().reset();
+}
+
+}  // namespace ddpkit::optim
