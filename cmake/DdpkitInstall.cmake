@@ -24,7 +24,8 @@ configure_package_config_file(
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmake"
   COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/ddpkitConfig.cmake" "${PROJECT_BINARY_DIR}/ddpkitConfigVersion.cmake"
-  "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake" DESTINATION "${package_dir}")
+  "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake" "${PROJECT_SOURCE_DIR}/cmake/DdpkitTrainDependencies.cmake"
+  DESTINATION "${package_dir}")
 
 # `cpack` in the build folder makes a package of it. LibTorch comes in no Debian package: it is looked for as
 # FindLibTorch.cmake says, and the programs find it where it stood when they were built.

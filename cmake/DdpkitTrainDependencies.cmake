@@ -1,0 +1,13 @@
+# Finds the packages that ddpkit::train links. Sets ddpkit_train_missing to the names of those that are not found.
+# A project that has built one itself, for example by FetchContent, has its target: then nothing is searched.
+set(ddpkit_train_missing "")
+foreach(ddpkit_request IN ITEMS "CLI11;2.1" yaml-cpp nlohmann_json)
+  list(GET ddpkit_request 0 ddpkit_package)
+  if(NOT TARGET ${ddpkit_package} AND NOT TARGET ${ddpkit_package}::${ddpkit_package})
+    find_package(${ddpkit_request} QUIET)
+    if(NOT ${ddpkit_package}_FOUND)
+      list(APPEND ddpkit_train_missing ${ddpkit_package})
+    endif()
+  endif()
+endforeach()
+list(JOIN ddpkit_train_missing ", " ddpkit_train_missing)

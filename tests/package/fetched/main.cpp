@@ -1,0 +1,17 @@
+// Uses ddpkit::train, with the project's own fmt beside ddpkit's.
+#include <cstdint>
+#include <cstdio>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/config.h>
+#include <ddpkit/train/metrics.h>
+
+int main() {
+  std::int64_t count = 0;
+  ddpkit::train::Config::parse("count: 1", "the program").read("count", count);
+  const auto group = ddpkit::init_process_group();
+  const auto sums = ddpkit::train::sum_over_ranks({static_cast<double>(count)}, group);
+  if (group.rank() == 0) std::puts(fmt::format(" ranks agree", static_cast<int>(sums[0])).c_str());
+}
