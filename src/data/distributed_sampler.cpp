@@ -18,15 +18,20 @@ struct DistributedSampler::State {
   bool seen = false;    ///< Samples have been taken since set_epoch() or load().
   bool warned = false;  ///< That set_epoch() was forgotten.
 
-  std::size_t num_samples(std::size_t begin = 0) const {
+  /// Of a rank, when all ranks share `left` samples.
+  std::size_t share_of(std::size_t left) const {
     // Dropping the tail: the largest multiple of world_size; padding: the smallest. Both divided by world_size.
-    return (size - begin + (options.drop_last ? 0 : walk.world_size() - 1)) / walk.world_size();
+    return (left + (options.drop_last ? 0 : walk.world_size() - 1)) / walk.world_size();
   }
+  std::size_t num_samples(std::size_t begin = 0) const { return share_of(size - begin); }
 
-  void check() const {
-    if (num_samples() == 0)
-      throw InvalidArgument(fmt::format("{} samples cannot be dealt to {} ranks{}", size, walk.world_size(),
+  /// Throws InvalidArgument before it changes anything.
+  void set_size(std::size_t wanted) {
+    if (share_of(wanted) == 0)
+      throw InvalidArgument(fmt::format("{} samples cannot be dealt to {} ranks{}", wanted, walk.world_size(),
                                         options.drop_last ? " without repeating any" : ""));
+    walk.set_length(wanted);
+    size = wanted;
   }
 
   std::vector<std::size_t> draw(std::uint64_t epoch, std::size_t begin) const {
@@ -51,8 +56,7 @@ DistributedSampler::DistributedSampler(std::size_t size, int world_size, int ran
                                        const DistributedSamplerOptions& options)
     : state_(std::make_shared<State>(
           State{.size = size, .options = options, .walk = sampling::Walk(size, world_size, rank)})) {
-  state_->check();
-  reset();
+  reset(size);
 }
 
 DistributedSampler::DistributedSampler(std::size_t size, const ProcessGroup& group,
@@ -71,11 +75,7 @@ std::size_t DistributedSampler::num_samples() const noexcept { return state_->nu
 std::vector<std::size_t> DistributedSampler::indices() const { return state_->walk.indices(state_->drawing()); }
 
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
-  if (new_size) {
-    state_->size = *new_size;
-    state_->walk.set_length(*new_size);
-    state_->check();
-  }
+  if (new_size) state_->set_size(*new_size);
   if (state_->seen && state_->options.shuffle && !state_->warned) {
     state_->warned = true;
     if (state_->walk.rank() == 0) {

@@ -41,15 +41,24 @@ Progress load_progress(torch::serialize::InputArchive& archive, std::size_t coun
     return static_cast<std::size_t>(value.item<std::int64_t>());
   };
   const Progress saved{.epoch = read("epoch"), .taken = read("taken")};
+  check_progress(saved, count, unit);
+  return saved;
+}
+
+void check_progress(const Progress& saved, std::size_t count, const char* unit) {
   if (saved.taken > count)
     throw InvalidArgument(
         fmt::format("the saved sampler stands at {} {}, but an epoch has only {} here", unit, saved.taken, count));
-  return saved;
 }
 
 Walk::Walk(std::size_t length, int world_size, int rank)
     : length_(length), world_size_(static_cast<std::size_t>(world_size)), rank_(static_cast<std::size_t>(rank)) {
   check_rank(world_size, rank);
+}
+
+void Walk::set_length(std::size_t length) {
+  if (was_loaded_) check_progress(progress_, length, "sample");
+  length_ = length;
 }
 
 void Walk::set_epoch(std::uint64_t epoch) {

@@ -32,6 +32,8 @@ struct Progress {
 
 void save_progress(torch::serialize::OutputArchive& archive, const Progress& progress);
 /// Throws InvalidArgument when more than the `count` of `unit` ("sample", "batch") that an epoch has were taken.
+void check_progress(const Progress& saved, std::size_t count, const char* unit);
+/// Throws as check_progress().
 Progress load_progress(torch::serialize::InputArchive& archive, std::size_t count, const char* unit);
 
 /// One rank's way through epochs whose order all ranks share: rank r takes every world_size-th of it.
@@ -46,7 +48,8 @@ class Walk {
   std::size_t world_size() const noexcept { return world_size_; }
   std::size_t rank() const noexcept { return rank_; }
   std::uint64_t epoch() const noexcept { return progress_.epoch; }
-  void set_length(std::size_t length) noexcept { length_ = length; }
+  /// Throws InvalidArgument, and changes nothing, after load() of a place beyond `length`.
+  void set_length(std::size_t length);
   void set_epoch(std::uint64_t epoch);
 
   /// This rank's part of the epoch; what is left of it after load().

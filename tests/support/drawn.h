@@ -57,7 +57,10 @@ inline at::Tensor drawn(at::ScalarType dtype, std::int64_t numel, std::mt19937_6
 inline at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool is_half = dtype == at::kHalf || dtype == at::kBFloat16;
-  const auto wide = [&](const at::Tensor& t) { return is_half ? t.to(at::kFloat) : t; };
+  const bool is_mean_of_integers = op == ReduceOp::kAvg && !at::isFloatingType(dtype);
+  const auto wide = [&](const at::Tensor& t) {
+    return is_half ? t.to(at::kFloat) : is_mean_of_integers ? t.to(at::kLong) : t;
+  };
   at::Tensor result = wide(inputs[0]).clone();
   for (std::size_t r = 1; r < inputs.size(); ++r) {
     const at::Tensor next = wide(inputs[r]);

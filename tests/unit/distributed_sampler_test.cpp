@@ -180,6 +180,14 @@ TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
   dropping.set_position(2);
   DistributedSampler shorter(5, 1, 0);
   CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
+  // The same where the sampler shrinks after the load.
+  const Indices left = third.indices();
+  CHECK_THROWS_WITH(third.reset(10), "the saved sampler stands at sample 14, but an epoch has only 10 here");
+  CHECK_THROWS_AS(third.reset(0), ddpkit::InvalidArgument);
+  CHECK(third.indices() == left);
+  third.reset();
+  third.reset(10);
+  CHECK(third.indices().size() == 5);
 }
 
 namespace {

@@ -16,8 +16,8 @@ bool supports(DataType dtype, Reduction op);
 
 /// What reduce() does: outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in that order whatever the processor, so
 /// that the bits are the same wherever it runs. float16 and bfloat16 are summed in float32 and rounded once. kAvg
-/// divides the sum by `input_count`. An output may be one of the inputs. Pointers need no alignment beyond their
-/// element's.
+/// divides the sum by `input_count`; of integers in 64 bits, towards zero. An output may be one of the inputs. Pointers
+/// need no alignment beyond their element's.
 struct ReduceArguments {
   DataType dtype = DataType::kUInt8;
   Reduction op = Reduction::kSum;

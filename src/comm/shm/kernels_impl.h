@@ -3,6 +3,7 @@
 // could carry one variant's instructions to a processor that lacks them.
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.h"
 #include "simd/element.h"
@@ -76,8 +77,12 @@ void copy_along(const ReduceArguments& a, std::size_t begin, std::size_t n) {
 
 template <class T, class Op, bool kAverage>
 void reduce_typed(const ReduceArguments& a) {
-  using A = typename Element<T>::Accumulator;
   using S = typename Element<T>::Storage;
+  using Accumulator = typename Element<T>::Accumulator;
+  // Neither the sum nor the number of inputs need fit the type of the integers whose mean is formed.
+  using A = std::conditional_t<kAverage && std::is_integral_v<T>, std::int64_t, Accumulator>;
+  const auto load = [](S element) { return static_cast<A>(Element<T>::load(element)); };
+  const auto store = [](A value) { return Element<T>::store(static_cast<Accumulator>(value)); };
   const A count = static_cast<A>(a.input_count);
   A accumulator[kBlock];
   const std::size_t block = a.copy_to ? kCopyBlockBytes / sizeof(S) : kBlock;
@@ -93,27 +98,27 @@ void reduce_typed(const ReduceArguments& a) {
       if (a.output_count == 1) {
 #pragma GCC ivdep
         for (std::size_t i = 0; i < n; ++i) {
-          A value = Op::apply(Element<T>::load(first[i]), Element<T>::load(second[i]));
+          A value = Op::apply(load(first[i]), load(second[i]));
           if constexpr (kAverage) value = static_cast<A>(value / count);
-          out0[i] = Element<T>::store(value);
+          out0[i] = store(value);
         }
         continue;
       }
       // Element i of the outputs depends on element i of the inputs alone, so that overlap is harmless.
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) {
-        A value = Op::apply(Element<T>::load(first[i]), Element<T>::load(second[i]));
+        A value = Op::apply(load(first[i]), load(second[i]));
         if constexpr (kAverage) value = static_cast<A>(value / count);
-        out0[i] = out1[i] = Element<T>::store(value);
+        out0[i] = out1[i] = store(value);
       }
       continue;
     }
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < n; ++i) accumulator[i] = Element<T>::load(first[i]);
+    for (std::size_t i = 0; i < n; ++i) accumulator[i] = load(first[i]);
     for (std::size_t r = 1; r < a.input_count; ++r) {
       const S* next = static_cast<const S*>(a.inputs[r]) + begin;
 #pragma GCC ivdep
-      for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], Element<T>::load(next[i]));
+      for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], load(next[i]));
     }
     if constexpr (kAverage) {
       for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(accumulator[i] / count);
@@ -121,7 +126,7 @@ void reduce_typed(const ReduceArguments& a) {
     for (std::size_t k = 0; k < a.output_count; ++k) {
       S* out = static_cast<S*>(a.outputs[k]) + begin;
 #pragma GCC ivdep
-      for (std::size_t i = 0; i < n; ++i) out[i] = Element<T>::store(accumulator[i]);
+      for (std::size_t i = 0; i < n; ++i) out[i] = store(accumulator[i]);
     }
   }
 }
