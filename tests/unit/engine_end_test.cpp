@@ -3,10 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ddpkit/comm/error.h>
@@ -85,6 +87,27 @@ TEST_CASE("a rank that ends before the others have mapped its memory is named") 
   // A third rank, which might have been in time, hears of it.
   CHECK(static_cast<FailureKind>(control.block(0).failure.load()) == FailureKind::kPeerLost);
   CHECK(control.block(0).culprit == 1);
+}
+
+TEST_CASE("a rank that fails because of another one is not blamed for its closed memory") {
+  const Control control;
+  const pid_t child = child_that([&] {
+    RankBlock& self = control.block(1);
+    self.staging_fd = self.channels_fd = 9999;
+    self.joined.store(2);
+    constexpr std::string_view kText = "rank 7 (pid 1) ended while the ranks were meeting";
+    std::copy(kText.begin(), kText.end(), self.failure_text.begin());
+    self.culprit = 7;
+    self.failure.store(static_cast<std::uint32_t>(FailureKind::kPeerLost));
+  });
+  check_ended(child);
+  try {
+    Engine(control.open(), 0, {::getpid(), child}, kPatience);
+    FAIL("no error");
+  } catch (const ddpkit::PeerLost& error) {
+    CHECK(error.context().rank == 7);
+    CHECK_THAT(error.what(), ContainsSubstring("rank 7 (pid 1) ended"));
+  }
 }
 
 TEST_CASE("a rank that ends while the others map its part of a new segment is named") {

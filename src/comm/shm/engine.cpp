@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <cstring>
 
 #include <ddpkit/comm/error.h>
@@ -10,9 +12,10 @@
 
 namespace ddpkit::shm {
 
-Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout)
+Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
     : rank_(rank),
       world_size_(static_cast<int>(pids.size())),
+      first_rank_(first_rank),
       pids_(std::move(pids)),
       timeout_(timeout),
       control_(std::move(control)) {
@@ -23,10 +26,11 @@ Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::mi
   } catch (const PeerLost& error) {
     announce(FailureKind::kPeerLost, error.what(), error.context().rank);
     throw;
-  } catch (const RendezvousError&) {
-    throw;  // The others find out themselves who is missing.
+  } catch (const Timeout& error) {
+    announce(FailureKind::kTimeout, error.what(), error.context().rank);
+    throw RendezvousError(error.what(), error.context());
   } catch (const std::exception& error) {
-    announce(FailureKind::kAborted, error.what(), rank_);
+    announce(FailureKind::kAborted, error.what(), named(rank_));
     throw;
   }
   Engines::all().add(this);
@@ -36,7 +40,8 @@ Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::mi
 Engine::~Engine() {
   Engines::all().remove(this);
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    settle(lock);
     stopping_ = true;
   }
   background_wanted_.notify_all();
@@ -58,8 +63,11 @@ Engine::~Engine() {
   }
 }
 
+bool Engine::is_of_this_process() const noexcept { return ::getpid() == pid(rank_); }
+
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request request) {
   throw_if_failed();
+  if (world_size_ > kRanksOfAllCollectives) check_pieces(request.kind, world_size_);
   OperationHandle operation = new_operation();
   operation->request = std::move(request);
   enqueue(lock, operation);
@@ -68,12 +76,15 @@ OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request reques
 
 PendingHandle Engine::post(Request request) {
   std::unique_lock lock(mutex_);
-  return begin(lock, std::move(request));
+  OperationHandle operation = begin(lock, std::move(request));
+  settle(lock);
+  return operation;
 }
 
 void Engine::run(Request request) {
   std::unique_lock lock(mutex_);
   OperationHandle operation = begin(lock, std::move(request));
+  settle(lock);
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
   operation->throw_if_failed();
   if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
@@ -116,7 +127,7 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
     operation->header.piece_sizes = (operation->header.piece_sizes ^ piece.numel) * 0x100000001b3ULL;  // FNV-1
   }
   if (world_size_ == 1) {
-    run_alone(*operation);
+    run_alone(operation);
     ++next_sequence_;
     return;
   }
@@ -130,20 +141,40 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
   progress();
 }
 
-void Engine::run_alone(Operation& operation) {
-  const Request& request = operation.request;
+void Engine::run_alone(const OperationHandle& operation) {
+  Request& request = operation->request;
   const void* input = request.inputs.empty() ? request.input : request.inputs[0];
   void* output = request.outputs.empty() ? request.output : request.outputs[0];
-  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation.bytes());
+  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
   for (const Piece& piece : request.pieces) {
-    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation.element_size());
+    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation->element_size());
   }
-  operation.finish(request.on_finish);
-  operation.request.keep_alive.reset();
+  complete(operation, request.on_finish, request.keep_alive);
+}
+
+void Engine::settle(std::unique_lock<std::mutex>& lock) {
+  while (!due_.empty()) {
+    std::vector<Due> due;
+    due.swap(due_);
+    lock.unlock();
+    for (Due& entry : due) {
+      try {
+        if (entry.on_finish) entry.on_finish();
+      } catch (...) {
+        entry.pending->failure = std::current_exception();
+      }
+      entry.keep_alive.reset();
+    }
+    lock.lock();
+    for (const Due& entry : due) entry.pending->finished = true;
+    ring(rank_);  // Another thread may wait for one of these.
+    due.clear();
+    if (due_.empty()) due_.swap(due);  // Keeps the memory for the next ones.
+  }
 }
 
 MessageHandle Engine::post(MessageHandle message) {
-  const std::unique_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
   throw_if_failed();
   try {
     mailbox_->post(message);
@@ -151,6 +182,7 @@ MessageHandle Engine::post(MessageHandle message) {
     fail(FailureKind::kMismatch, error.what(), error.context().rank);
   }
   progress();
+  settle(lock);
   return message;
 }
 

@@ -54,6 +54,8 @@ struct Request {
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
   std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
+  bool monitored = false;                       ///< Barrier: a timeout names the ranks in the words of c10d.
+  bool names_all = false;                       ///< Where `monitored`: all missing ranks, not the first one.
   std::shared_ptr<void> keep_alive = {};        ///< Whatever owns the pointers.
   std::function<void()> on_finish = {};         ///< Runs once when it has succeeded, before it counts as finished.
 };
@@ -78,12 +80,15 @@ using OperationHandle = std::shared_ptr<Operation>;
 ///
 /// A wait in one group moves the process's other groups on too.
 ///
+/// `on_finish` runs and `keep_alive` is released without a lock, on whichever thread made the progress.
+///
 /// Thread-safe, but the order of collectives must be the same on all ranks.
 class Engine {
  public:
   /// `control` is mapped by all ranks, whose processes are `pids` [rank]; returns when all have joined. Throws
   /// RendezvousError when one does not in time, PeerLost when one ends or gives up before.
-  Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout);
+  /// `first_rank`: what errors call rank 0, where the group is a part of a larger one.
+  Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank = 0);
   /// Marks this rank as having left. Does not wait for anybody.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -91,6 +96,8 @@ class Engine {
 
   int rank() const noexcept { return rank_; }
   int world_size() const noexcept { return world_size_; }
+  /// False in a child made by fork(), which is no rank.
+  bool is_of_this_process() const noexcept;
 
   /// Starts a collective. Throws what ended the group, if it has ended.
   PendingHandle post(Request request);
@@ -128,11 +135,22 @@ class Engine {
   using Clock = std::chrono::steady_clock;
 
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
+  /// The number by which users know the rank.
+  int named(int rank) const noexcept { return first_rank_ + rank; }
+  std::string named(const std::vector<int>& ranks) const;
   int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
   Progress& mine() const noexcept { return blocks_[rank_].progress; }
 
   // Progress; all under mutex_.
   bool progress();
+  /// All is done but for callbacks and deleters, which settle() runs.
+  template <class Handle>
+  void complete(const Handle& pending, std::function<void()>& on_finish, std::shared_ptr<void>& keep_alive) {
+    pending->over = true;
+    if (!on_finish) pending->finished = true;
+    if (on_finish || keep_alive) due_.push_back({pending, std::move(on_finish), std::move(keep_alive)});
+  }
+  void settle(std::unique_lock<std::mutex>& lock);
   bool match();
   bool arrive();
   bool reduce_slices();
@@ -164,7 +182,7 @@ class Engine {
   Located locate(const void* data, std::size_t bytes) const;
   SymmetricAddress address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const;
   std::shared_ptr<SymmetricSegment> segment(std::uint32_t id) const;
-  void run_alone(Operation& operation);
+  void run_alone(const OperationHandle& operation);
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
   void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;
   void tell_peers() noexcept;
@@ -186,7 +204,8 @@ class Engine {
   // `message`: what is waited for, null for collectives.
   std::vector<int> missing_ranks(const Message* message) const;
   void check_peers(const Message* message);
-  [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited);
+  [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited,
+                                  std::chrono::milliseconds timeout);
   std::string last_call(int rank) const;
   std::string current_call(const Message* message) const;
 
@@ -202,10 +221,15 @@ class Engine {
     std::optional<int> culprit;
   };
   std::optional<Told> told_by(int rank) const;
+  /// Throws what the rank has announced, if it has.
+  void throw_told_by(int rank) const;
+  Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
+  std::string describe_call(const CollectiveHeader& header) const;
   void throw_if_failed() const;
 
   const int rank_;
   const int world_size_;
+  const int first_rank_;
   const std::vector<int> pids_;  ///< [rank]
   std::chrono::milliseconds timeout_;
   Mapping control_;
@@ -226,7 +250,14 @@ class Engine {
   // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
-  bool raised_ = false;                 ///< Counts have been raised that sleeping peers have not been told of.
+  bool raised_ = false;  ///< Counts have been raised that sleeping peers have not been told of.
+  /// What settle() has to run.
+  struct Due {
+    PendingHandle pending;
+    std::function<void()> on_finish;
+    std::shared_ptr<void> keep_alive;
+  };
+  std::vector<Due> due_;
   std::vector<OperationHandle> spare_;  ///< Finished, for reuse: a small collective must not wait for the allocator.
   std::vector<void*> parts_;            ///< Scratch: where each rank's part of a reduction lies. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;

@@ -44,6 +44,26 @@ const char* name_of(CollectiveKind kind) {
   return kind > CollectiveKind::kReduceScatterCoalesced ? "?" : flight::name_of(static_cast<flight::Call>(kind));
 }
 
+void check_pieces(CollectiveKind kind, int world_size) {
+  if (slot_layout(kind, world_size).piece_bytes != 0) return;
+  int most = kRanksOfAllCollectives;
+  while (slot_layout(kind, most + 1).piece_bytes != 0) ++most;
+  throw InvalidArgument(fmt::format("{}: the shm backend serves at most {} ranks, not {}; use the gloo backend",
+                                    name_of(kind), most, world_size));
+}
+
+std::string Engine::named(const std::vector<int>& ranks) const {
+  std::vector<int> names;
+  for (const int r : ranks) names.push_back(named(r));
+  return ranks_text(names);
+}
+
+std::string Engine::describe_call(const CollectiveHeader& header) const {
+  CollectiveHeader shown = header;
+  shown.root = named(header.root);
+  return describe(shown);
+}
+
 std::string describe(const CollectiveHeader& header) {
   const char* name = name_of(header.kind);
   const std::string data = fmt::format("{} {}", header.numel, name_of(static_cast<DataType>(header.dtype)));
@@ -86,16 +106,16 @@ void Engine::compare_headers(const Operation& operation) {
   if (agree) return;
   std::map<std::string, std::vector<int>> callers;
   for (int r = 0; r < world_size_; ++r)
-    callers[describe(block(r).headers[sequence % kMaxOutstanding].load())].push_back(r);
+    callers[describe_call(block(r).headers[sequence % kMaxOutstanding].load())].push_back(r);
   std::vector<std::string> parts;
   const std::vector<int>* fewest = nullptr;
   for (const auto& [call, ranks] : callers) {
-    parts.push_back(fmt::format("{} called {}", ranks_text(ranks), call));
+    parts.push_back(fmt::format("{} called {}", named(ranks), call));
     if (!fewest || ranks.size() < fewest->size()) fewest = &ranks;
   }
   fail(FailureKind::kMismatch,
        fmt::format("the ranks' collectives number {} do not match: {}", sequence, fmt::join(parts, "; ")),
-       fewest->front());
+       named(fewest->front()));
 }
 
 void Engine::compare_counts(const Operation& operation, int rank, const std::byte* slot) {
@@ -105,8 +125,8 @@ void Engine::compare_counts(const Operation& operation, int rank, const std::byt
   if (sent == expected) return;
   fail(FailureKind::kMismatch,
        fmt::format("all_to_all (number {}): rank {} sends {} elements to rank {}, which expects {}",
-                   operation.header.sequence, rank, sent, rank_, expected),
-       rank);
+                   operation.header.sequence, named(rank), sent, named(rank_), expected),
+       named(rank));
 }
 
 std::vector<int> Engine::missing_ranks(const Message* message) const {
@@ -138,13 +158,14 @@ std::vector<int> Engine::missing_ranks(const Message* message) const {
 std::string Engine::last_call(int rank) const {
   const std::optional<CollectiveHeader> header = last_header(block(rank));
   if (!header) return "has made no call yet";
-  return fmt::format("last called {} (number {})", describe(*header), header->sequence);
+  return fmt::format("last called {} (number {})", describe_call(*header), header->sequence);
 }
 
 std::string Engine::current_call(const Message* message) const {
   if (message) return describe(*message);
-  return operations_.empty() ? "a collective"
-                             : fmt::format("{} (number {})", describe(operations_.front()->header), first_sequence_);
+  return operations_.empty()
+             ? "a collective"
+             : fmt::format("{} (number {})", describe_call(operations_.front()->header), first_sequence_);
 }
 
 int Engine::ended_peers() const noexcept {
@@ -153,12 +174,17 @@ int Engine::ended_peers() const noexcept {
   return ended;
 }
 
+void Engine::throw_told_by(int rank) const {
+  if (const auto told = told_by(rank))
+    std::rethrow_exception(make_error(told->kind, told->text, {.rank = told->culprit, .call = "rendezvous"}));
+}
+
 void Engine::check_peers(const Message* message) {
+  const auto fail_as_told = [&](int r) {
+    if (const auto told = told_by(r)) fail(told->kind, told->text, told->culprit);
+  };
   for (int r = 0; r < world_size_; ++r) {
-    if (r == rank_) continue;
-    // An abort is announced as such by the rank that aborts alone: who reads it names the announcing rank.
-    if (const auto told = told_by(r))
-      fail(told->kind == FailureKind::kAborted ? FailureKind::kPeerLost : told->kind, told->text, told->culprit);
+    if (r != rank_) fail_as_told(r);
   }
   const auto gone = [&](int r) { return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive(); };
   std::vector<int> dead;
@@ -166,34 +192,44 @@ void Engine::check_peers(const Message* message) {
     if (r != rank_ && gone(r)) dead.push_back(r);
   }
   if (dead.empty()) return;
+  // A rank that is lost because of another one has said so before it ended.
+  for (const int r : dead) fail_as_told(r);
   // What it did before it ended counts, and may be enough.
   progress();
   const auto missing = missing_ranks(message);
   // A message from anybody may still come while anybody is left.
   if (message && message->peer == kAnySource && dead.size() < missing.size()) return;
-  if (message && message->finished) return;
+  if (message && message->over) return;
   for (const int r : dead) {
     if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
     fail(FailureKind::kPeerLost,
-         fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", r, pid(r),
-                     block(r).left.load() ? "has left the group" : "has ended", rank_, current_call(message),
+         fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", named(r), pid(r),
+                     block(r).left.load() ? "has left the group" : "has ended", named(rank_), current_call(message),
                      last_call(r)),
-         r);
+         named(r));
   }
 }
 
-void Engine::throw_timeout(const Message* message, std::chrono::milliseconds waited) {
+void Engine::throw_timeout(const Message* message, std::chrono::milliseconds waited,
+                           std::chrono::milliseconds timeout) {
   const auto missing = missing_ranks(message);
   std::vector<std::string> states;
   for (const int r : missing) {
     // The launcher asks for stacks itself where it can read them; elsewhere the silent rank writes its own to stderr.
     if (const int signal = block(r).stack_signal; signal != 0 && !recorder_.is_read()) ::kill(pid(r), signal);
   }
-  for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", r, pid(r), last_call(r)));
-  fail(FailureKind::kTimeout,
-       fmt::format("rank {} waited {:.1f} s in {} for {}: {}", rank_, std::chrono::duration<double>(waited).count(),
-                   current_call(message), ranks_text(missing), fmt::join(states, "; ")),
-       missing.empty() ? std::nullopt : std::optional(missing.front()));
+  for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", named(r), pid(r), last_call(r)));
+  std::string text = fmt::format("rank {} timed out after {:.1f} s in {}, waiting for {}: {}", named(rank_),
+                                 std::chrono::duration<double>(waited).count(), current_call(message), named(missing),
+                                 fmt::join(states, "; "));
+  if (const Request* request = message || operations_.empty() ? nullptr : &operations_.front()->request;
+      request && request->monitored && !missing.empty()) {
+    std::string late = named(request->names_all ? missing : std::vector<int>{missing.front()});
+    late.front() = 'R';
+    text = fmt::format("[Rank {}]: {} failed to pass monitoredBarrier in {} ms: {}", named(rank_), late,
+                       timeout.count(), text);
+  }
+  fail(FailureKind::kTimeout, text, missing.empty() ? std::nullopt : std::optional(named(missing.front())));
 }
 
 void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> culprit) {
@@ -221,16 +257,18 @@ std::optional<Engine::Told> Engine::told_by(int rank) const {
   const auto kind = static_cast<FailureKind>(theirs.failure.load());
   if (kind == FailureKind::kNone) return std::nullopt;
   const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
-  if (kind == FailureKind::kAborted) return Told{kind, fmt::format("rank {} gave up: {}", rank, text), rank};
+  // An abort is announced as such by the rank that aborts alone.
+  if (kind == FailureKind::kAborted)
+    return Told{FailureKind::kPeerLost, fmt::format("rank {} gave up: {}", named(rank), text), named(rank)};
   return Told{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
 }
 
 void Engine::abort(const std::string& reason) noexcept {
   const std::unique_lock lock(mutex_);
   if (failure_) return;
-  announce(FailureKind::kAborted, reason, rank_);
+  announce(FailureKind::kAborted, reason, named(rank_));
   try {
-    fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", rank_, reason), rank_);
+    fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", named(rank_), reason), named(rank_));
   } catch (...) {
     // The calls of this rank that follow throw it.
   }

@@ -38,13 +38,17 @@ void Engine::join() {
   const auto wait_for_all = [&](std::uint32_t step) {
     for (int r = 0; r < world_size_; ++r) {
       while (block(r).joined.load() < step) {
-        if (const auto told = told_by(r)) throw PeerLost(told->text, {.rank = told->culprit, .call = "rendezvous"});
-        if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step)
-          throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", r, pid(r)),
-                         {.rank = r, .call = "rendezvous"});
+        throw_told_by(r);
+        if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
+          throw_told_by(r);  // It may have said why between the two looks at it.
+          throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(r), pid(r)),
+                         {.rank = named(r), .call = "rendezvous"});
+        }
         if (Clock::now() > deadline)
-          throw RendezvousError(fmt::format("rank {} did not join the shm group of {} ranks in time", r, world_size_),
-                                {.rank = r, .call = "rendezvous"});
+          throw Timeout(
+              fmt::format("rank {} timed out: rank {} did not join the shm group of {} ranks within {:.1f} s",
+                          named(rank_), named(r), world_size_, std::chrono::duration<double>(timeout_).count()),
+              {.rank = named(r), .call = "rendezvous"});
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
     }
@@ -56,9 +60,8 @@ void Engine::join() {
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
-      const Owner owner{.rank = r, .pid = pid(r)};
-      staging_[index] = Mapping::open(owner, block(r).staging_fd, kSlots * kSlotBytes);
-      channels_[index] = Mapping::open(owner, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
+      channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
     }
     // Fresh pages are zeroes, which is what a channel starts with.
     channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
@@ -75,6 +78,15 @@ void Engine::join() {
   mailbox_ = std::make_unique<Mailbox>(rank_, std::move(channels));
 }
 
+Mapping Engine::open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const {
+  try {
+    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, fill);
+  } catch (const Error&) {
+    throw_told_by(rank);  // A rank that fails says why before it closes its memory.
+    throw;
+  }
+}
+
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
   const auto ranks = static_cast<std::size_t>(world_size_);
   const auto gather = [&](const SegmentOffer& offer) {
@@ -84,10 +96,11 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
     wait(post(std::move(request)));
     return offers;
   };
-  const auto throw_first_error = [](const std::vector<SegmentOffer>& offers) {
+  const auto throw_first_error = [this](const std::vector<SegmentOffer>& offers) {
     for (std::size_t r = 0; r < offers.size(); ++r) {
       if (offers[r].error[0])
-        throw Error(fmt::format("rank {}: {}", r, offers[r].error), {.rank = static_cast<int>(r), .call = "allocate"});
+        throw Error(fmt::format("rank {}: {}", named(static_cast<int>(r)), offers[r].error),
+                    {.rank = named(static_cast<int>(r)), .call = "allocate"});
     }
   };
 
@@ -110,17 +123,17 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
     if (offers[static_cast<std::size_t>(r)].bytes != bytes) {
       const std::unique_lock lock(mutex_);
       fail(FailureKind::kMismatch,
-           fmt::format("allocate: rank {} asked for {} bytes of symmetric memory, rank {} for {}", 0, offers[0].bytes,
-                       r == 0 ? rank_ : r, r == 0 ? bytes : offers[static_cast<std::size_t>(r)].bytes),
-           r);
+           fmt::format("allocate: rank {} asked for {} bytes of symmetric memory, rank {} for {}", named(0),
+                       offers[0].bytes, named(r == 0 ? rank_ : r),
+                       r == 0 ? bytes : offers[static_cast<std::size_t>(r)].bytes),
+           named(r));
     }
   }
   throw_first_error(offers);
   try {
     for (int r = 0; r < world_size_; ++r) {
       const auto index = static_cast<std::size_t>(r);
-      if (r != rank_)
-        segment->mappings[index] = Mapping::open({.rank = r, .pid = pid(r)}, offers[index].fd, bytes, fill);
+      if (r != rank_) segment->mappings[index] = open(r, offers[index].fd, bytes, fill);
       segment->base.push_back(segment->mappings[index].data());
     }
   } catch (const PeerLost& error) {

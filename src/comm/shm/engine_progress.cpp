@@ -47,12 +47,14 @@ bool Engine::progress() {
     again |= arrive();
     again |= reduce_slices();
     again |= finish();
-    if (!mailbox_ || mailbox_->idle()) continue;
+    if (!mailbox_) continue;
     try {
-      again |= mailbox_->progress([this](int peer) { ring(peer); });
+      if (!mailbox_->idle()) again |= mailbox_->progress([this](int peer) { ring(peer); });
     } catch (const CollectiveMismatch& error) {
       fail(FailureKind::kMismatch, error.what(), error.context().rank);
     }
+    mailbox_->take_finished(
+        [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
   }
   tell_peers();
   // The thread that waits for others' collectives sleeps on this rank's own bell.
@@ -153,8 +155,7 @@ bool Engine::finish() {
     const OperationHandle done = std::move(operations_.front());
     operations_.pop_front();
     ++first_sequence_;
-    done->finish(done->request.on_finish);
-    done->request.keep_alive.reset();
+    complete(done, done->request.on_finish, done->request.keep_alive);
     done->segments.clear();
     recorder_.finish(done->record);
   }

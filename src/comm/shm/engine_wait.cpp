@@ -63,11 +63,14 @@ void pause() {
 }  // namespace
 
 bool Engine::test(const PendingHandle& pending) {
-  const std::unique_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
+  settle(lock);
   if (!pending->finished) {
     throw_if_failed();
     progress();
+    settle(lock);
     if (!pending->finished) check_peers(pending->message);
+    settle(lock);
   }
   pending->throw_if_failed();
   return pending->finished;
@@ -75,6 +78,7 @@ bool Engine::test(const PendingHandle& pending) {
 
 void Engine::wait(const PendingHandle& pending, milliseconds timeout) {
   std::unique_lock lock(mutex_);
+  settle(lock);
   if (!pending->finished)
     wait_until(lock, timeout.count() > 0 ? bounded(timeout) : timeout_, pending->message,
                [&] { return pending->finished; });
@@ -103,6 +107,7 @@ void Engine::run_background() {
     try {
       throw_if_failed();
       progress();
+      settle(lock);
       for (auto at = background_.begin(); at != background_.end();) {
         const auto next = std::next(at);
         if (at->pending->finished) over.splice(over.end(), background_, at);
@@ -117,6 +122,7 @@ void Engine::run_background() {
       failure = std::current_exception();
       over.splice(over.end(), background_);
     }
+    settle(lock);
     if (over.empty()) continue;
     lock.unlock();
     for (const Background& entry : over) {
@@ -135,6 +141,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
   for (int turn = 0;;) {
     throw_if_failed();
     if (progress()) turn = 0;
+    settle(lock);
     if (done()) return;
     if (turn++ < turns_awake) {
       if (core_each_ && turn < kHotTurns) continue;
@@ -154,9 +161,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     }
     const int ended = ended_peers();
     check_peers(message);
+    settle(lock);
     if (done()) return;
     const auto waited = Clock::now() - *start;
-    if (waited >= timeout) throw_timeout(message, std::chrono::duration_cast<milliseconds>(waited));
+    if (waited >= timeout) throw_timeout(message, std::chrono::duration_cast<milliseconds>(waited), timeout);
     lock.unlock();
     const bool others_busy = Engines::all().progress_others(this);
     lock.lock();
@@ -179,7 +187,7 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int end
 }
 
 bool Engine::progress_from_outside() noexcept {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
+  std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;  // Its own thread is at it.
   if (failure_ || (operations_.empty() && (!mailbox_ || mailbox_->idle()))) return false;
   try {
@@ -187,6 +195,7 @@ bool Engine::progress_from_outside() noexcept {
   } catch (const std::exception&) {
     return false;  // Kept in failure_, for whoever uses that group next.
   }
+  settle(lock);
   return true;
 }
 

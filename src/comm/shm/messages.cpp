@@ -56,18 +56,14 @@ void Mailbox::post(MessageHandle message) {
   if (message->kind == Message::Kind::kSend) {
     sends_[static_cast<std::size_t>(message->peer)].push_back(std::move(message));
     ++sending_;
-  } else if (!take_early(*message)) {
+  } else if (!take_early(message)) {
     receives_.push_back(std::move(message));
   }
 }
 
-void Mailbox::complete(Message& message) {
-  message.finish(message.on_finish);
-  message.keep_alive.reset();
-}
-
 /// Serves a receive from the messages that came before it.
-bool Mailbox::take_early(Message& receive) {
+bool Mailbox::take_early(const MessageHandle& handle) {
+  Message& receive = *handle;
   for (std::size_t p = 0; p < incoming_.size(); ++p) {
     if (receive.peer != kAnySource && receive.peer != static_cast<int>(p)) continue;
     auto& early = incoming_[p].early;
@@ -78,7 +74,7 @@ bool Mailbox::take_early(Message& receive) {
     receive.peer = static_cast<int>(p);
     if (!found->data.empty()) std::memcpy(receive.data, found->data.data(), found->data.size());
     early.erase(found);
-    complete(receive);
+    finished_.push_back(handle);
     return true;
   }
   return false;
@@ -132,7 +128,7 @@ bool Mailbox::push(int peer) {
     const MessageHandle done = std::move(queue.front());
     queue.pop_front();
     --sending_;
-    complete(*done);
+    finished_.push_back(done);
   }
   return moved;
 }
@@ -164,13 +160,13 @@ bool Mailbox::pull(int peer) {
     if (in.receive) {
       const MessageHandle done = std::move(in.receive);
       receives_.remove(done);
-      complete(*done);
+      finished_.push_back(done);
     } else {
       in.early.push_back({*in.header, std::move(in.buffer)});
       in.buffer.clear();
       // A receive may have been asked for while its message was coming into the buffer.
       for (auto receive = receives_.begin(); receive != receives_.end();) {
-        receive = !(*receive)->matched && take_early(**receive) ? receives_.erase(receive) : std::next(receive);
+        receive = !(*receive)->matched && take_early(*receive) ? receives_.erase(receive) : std::next(receive);
       }
     }
     in.receive = nullptr;

@@ -29,18 +29,10 @@ struct Message;
 struct Pending {
   explicit Pending(const Message* as_message = nullptr) : message(as_message) {}
   const Message* message;  ///< Itself, where it is a message.
+  bool over = false;       ///< But for on_finish.
   bool finished = false;
-  std::exception_ptr failure = nullptr;  ///< What on_finish threw, for who waits for it.
+  std::exception_ptr failure = nullptr;  ///< What on_finish threw: this one alone has failed, the group continues.
 
-  /// It is over but for `on_finish`, whatever comes of that: the group goes on, and this one alone has failed.
-  void finish(const std::function<void()>& on_finish) noexcept {
-    try {
-      if (on_finish) on_finish();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    finished = true;
-  }
   void throw_if_failed() const {
     if (failure) std::rethrow_exception(failure);
   }
@@ -86,6 +78,12 @@ class Mailbox {
   /// Moves everything as far as the peers allow. Calls `ring(peer)` for each peer that may go on. Throws
   /// CollectiveMismatch when a message has another size or type than its receive.
   bool progress(const std::function<void(int peer)>& ring);
+  /// Passes on the messages that are complete but for their `on_finish`.
+  template <class Take>
+  void take_finished(const Take& take) {
+    for (const MessageHandle& message : finished_) take(message);
+    finished_.clear();
+  }
 
  private:
   struct Arrived {
@@ -105,8 +103,7 @@ class Mailbox {
   bool wanted(int peer) const;
   MessageHandle take_match(int peer, const MessageHeader& header);
   void check(const Message& receive, int peer, const MessageHeader& header) const;
-  static void complete(Message& message);
-  bool take_early(Message& receive);
+  bool take_early(const MessageHandle& handle);
 
   int rank_;
   std::vector<ChannelBlock*> channels_;          ///< [from rank]
@@ -114,6 +111,7 @@ class Mailbox {
   std::size_t sending_ = 0;
   std::list<MessageHandle> receives_;
   std::vector<Incoming> incoming_;  ///< [peer]
+  std::vector<MessageHandle> finished_;
 };
 
 }  // namespace ddpkit::shm

@@ -63,7 +63,7 @@ struct SlotLayout {
   std::size_t piece_bytes = 0;  ///< Of a chunk; whole cache lines.
 };
 
-inline SlotLayout slot_layout(CollectiveKind kind, int world_size) {
+constexpr SlotLayout slot_layout(CollectiveKind kind, int world_size) {
   const auto ranks = static_cast<std::size_t>(world_size);
   const bool each_its_own =
       kind == CollectiveKind::kScatter || kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
@@ -74,6 +74,12 @@ inline SlotLayout slot_layout(CollectiveKind kind, int world_size) {
   layout.piece_bytes = (kSlotBytes - layout.table_bytes) / layout.pieces / kCacheLine * kCacheLine;
   return layout;
 }
+
+/// So many ranks can use every collective.
+inline constexpr int kRanksOfAllCollectives = 910;
+static_assert(slot_layout(CollectiveKind::kAllToAll, kRanksOfAllCollectives).piece_bytes != 0);
+/// Throws InvalidArgument if a slot has no room for each rank's piece.
+void check_pieces(CollectiveKind kind, int world_size);
 
 /// Elements of chunk `chunk` of a piece of `numel` elements; none past its end.
 inline Span chunk_of(std::size_t numel, std::size_t step, std::uint64_t chunk) {

@@ -29,7 +29,7 @@ ProcessWatch& ProcessWatch::operator=(ProcessWatch&& other) noexcept {
 bool ProcessWatch::alive() const noexcept {
   if (fd_ >= 0) {
     pollfd descriptor{fd_, POLLIN, 0};
-    return ::poll(&descriptor, 1, 0) == 0;
+    return ::poll(&descriptor, 1, 0) <= 0;  // A poll() that fails says nothing of the process.
   }
   // A kernel or a sandbox without pidfd: the process id must do.
   return pid_ > 0 && (::kill(pid_, 0) == 0 || errno == EPERM);
