@@ -13,58 +13,20 @@
 
 #include <ddpkit/parse_number.h>
 
+#include "comm/host_memory.h"
+
 namespace ddpkit::cli {
 namespace {
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
 constexpr double kRankBytes = 150 * kMiB;  ///< A rank with nothing but LibTorch's CPU libraries.
-/// Address space of a rank on the CPU: LibTorch's, and the arena of gradients of each rank of the host, whose least
-/// size without arena_mb that is.
+/// Address space of a rank on the CPU: LibTorch's, and the arena of gradients of each rank of the host, whose size
+/// without arena_mb and limits that is at least.
 constexpr double kRankAddresses = 600 * kMiB, kArenaAddresses = kGiB;
-constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  ///< cgroup v1 writes a number like this for "none".
-
-std::string first_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
   std::uint64_t value = 0;
   return parse_number(text, value) ? std::optional(value) : std::nullopt;
-}
-
-/// The folders of this process's control groups, innermost first, up to the root of the hierarchy: any may limit it.
-std::vector<std::string> cgroup_folders(const std::string& root, const std::string& controller) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
-    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool is_v2 = controllers.empty();
-    if (!is_v2 && ("," + controllers + ",").find("," + controller + ",") == std::string::npos) continue;
-    const std::string base = root + "/sys/fs/cgroup" + (is_v2 ? "" : "/" + controller);
-    std::string group = line.substr(second + 1);
-    std::vector<std::string> folders;
-    for (; !group.empty() && group != "/"; group.erase(group.rfind('/'))) folders.push_back(base + group);
-    folders.push_back(base);
-    // In a hybrid hierarchy v2 has no controllers: then v1's line has it.
-    if (is_v2 && !std::ifstream(base + "/cgroup.controllers")) continue;
-    return folders;
-  }
-  return {root + "/sys/fs/cgroup"};
-}
-
-std::optional<std::uint64_t> memory_limit(const std::string& root) {
-  std::optional<std::uint64_t> least;
-  for (const std::string& folder : cgroup_folders(root, "memory")) {
-    for (const char* name : {"/memory.max", "/memory.limit_in_bytes"}) {
-      const auto limit = number_in(first_line(folder + name));  // "max" is none.
-      if (limit && *limit < kUnlimited && (!least || *limit < *least)) least = limit;
-    }
-  }
-  return least;
 }
 
 std::optional<double> cpu_quota(const std::string& root) {
@@ -75,7 +37,7 @@ std::optional<double> cpu_quota(const std::string& root) {
     const double cores = static_cast<double>(*q) / static_cast<double>(*p);
     if (!least || cores < *least) least = cores;
   };
-  for (const std::string& folder : cgroup_folders(root, "cpu")) {
+  for (const std::string& folder : cgroup_folders("cpu", root)) {
     std::istringstream v2(first_line(folder + "/cpu.max"));
     std::string quota, period;
     if (v2 >> quota >> period) consider(quota, period);
@@ -189,13 +151,16 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
         "Raise the memory limit of the container (docker run --memory), or see below what a model takes: "
         "ddpkit doctor --params N.");
   const double addresses = kRankAddresses + kArenaAddresses * std::max(2, ranks);
-  if (!has_gpu && limits.address_limit && static_cast<double>(*limits.address_limit) < addresses)
-    add(Severity::kProblem,
-        fmt::format("a process may map {} (RLIMIT_AS), but each of {} ranks maps about {} at least: LibTorch, and the "
-                    "gradients of all ranks",
-                    in_units(static_cast<double>(*limits.address_limit)), std::max(2, ranks), in_units(addresses)),
-        "Lift the limit (ulimit -v unlimited), or start fewer ranks, or give DistributedDataParallel a smaller arena "
-        "(arena_mb).");
+  if (const auto most = static_cast<double>(limits.address_limit.value_or(0));
+      !has_gpu && most > 0 && most < addresses) {
+    const bool too_little = most < 1.1 * kRankAddresses;
+    add(too_little ? Severity::kProblem : Severity::kAdvice,
+        fmt::format("a process may map {} (RLIMIT_AS), but {}", in_units(most),
+                    too_little ? fmt::format("LibTorch alone maps about {}", in_units(kRankAddresses))
+                               : fmt::format("each of {} ranks maps {} where it can: the arena of gradients shrinks",
+                                             std::max(2, ranks), in_units(addresses))),
+        "Lift the limit (ulimit -v unlimited), or start fewer ranks.");
+  }
   if (limits.shm < 64 * kMiB)
     add(has_gpu ? Severity::kAdvice : Severity::kFine,
         fmt::format("/dev/shm holds {}: the backend shm does not use it{}", in_units(static_cast<double>(limits.shm)),

@@ -14,7 +14,7 @@
 #include <ddpkit/comm/local_launch.h>
 
 #include "comm/backends.h"
-#include "comm/shm/mapping.h"
+#include "comm/host_memory.h"
 #include "parallel/data_parallel_impl.h"
 #include "parallel/option_bytes.h"
 #include "parallel/replica_random.h"
@@ -65,8 +65,7 @@ std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::siz
   if (!options.arena) return nullptr;
   std::size_t gradients = 0;
   for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
-  const std::size_t wanted =
-      std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), shm::available_memory() / 2);
+  const std::size_t wanted = std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), arena_budget(1));
   return ArenaLease::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "DataParallel: arena_mb")
                                                    : wanted);
 }

@@ -10,6 +10,7 @@
 
 #include "comm/arena.h"
 #include "comm/backends.h"
+#include "comm/host_memory.h"
 #include "comm/shm/arena.h"
 #include "comm/stream_set.h"
 #include "parallel/is_alone.h"
@@ -61,8 +62,7 @@ GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, Pr
   if (flat_ || !options.arena) return;
   // Room for the gradients and for what the step computes on its way to them.
   const std::size_t reserve = bytes + bytes / 2;
-  const std::size_t fair =
-      shm::available_memory() / 2 / static_cast<std::size_t>(std::max(1, group_.local_world_size()));
+  const std::size_t fair = arena_budget(static_cast<std::size_t>(std::max(1, group_.local_world_size())));
   const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
   const std::size_t capacity = std::max(options.arena_bytes.value_or(wanted), reserve);
   // One rank alone shares nothing, but gains as much by memory that is kept from step to step.

@@ -3,16 +3,21 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <vector>
 
 #include <ddpkit/comm/error.h>
 
+#include "comm/host_memory.h"
 #include "support/catch.h"
 
 using ddpkit::shm::Mapping;
@@ -115,6 +120,44 @@ TEST_CASE("memory of a rank whose process has ended: the rank is named, not the 
   check_named();  // Its parent has not reaped it yet.
   REQUIRE(::waitpid(child, nullptr, 0) == child);
   check_named();
+}
+
+TEST_CASE("shared memory can be neither cut off nor executed") {
+  const Mapping created = Mapping::create("test", kMappedBytes);
+  const int seals = ::fcntl(created.descriptor(), F_GET_SEALS);
+  CHECK((seals & F_SEAL_SHRINK) != 0);
+  CHECK(::ftruncate(created.descriptor(), 1) != 0);
+  struct stat file {};
+  REQUIRE(::fstat(created.descriptor(), &file) == 0);
+  utsname kernel{};
+  REQUIRE(::uname(&kernel) == 0);
+  int major = 0, minor = 0;
+  REQUIRE(std::sscanf(kernel.release, "%d.%d", &major, &minor) == 2);
+  if (major * 1000 + minor >= 6003) CHECK((file.st_mode & 0111) == 0);
+}
+
+TEST_CASE("limits of a process are named") {
+  rlimit limit{};
+  SECTION("open files") {
+    const Mapping created = Mapping::create("test", kMappedBytes);
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    limit.rlim_cur = 0;
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    CHECK_THROWS_WITH(Mapping::open({.rank = 2, .pid = ::getpid()}, created.descriptor(), kMappedBytes),
+                      ContainsSubstring("Too many open files") && ContainsSubstring("ulimit -n") &&
+                          !ContainsSubstring("must run on one host"));
+  }
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // Which map more addresses than any limit.
+  SECTION("addresses") {
+    REQUIRE(::getrlimit(RLIMIT_AS, &limit) == 0);
+    limit.rlim_cur = std::size_t{16} << 30;
+    REQUIRE(::setrlimit(RLIMIT_AS, &limit) == 0);
+    CHECK(*ddpkit::available_addresses() < limit.rlim_cur);
+    CHECK(ddpkit::arena_budget(4) <= limit.rlim_cur / 8);
+    CHECK_THROWS_WITH(Mapping::create("test", std::size_t{20} << 30, Mapping::Fill::kOnTouch),
+                      ContainsSubstring("RLIMIT_AS (ulimit -v)") && ContainsSubstring("arena_mb"));
+  }
+#endif
 }
 
 TEST_CASE("memory that a living rank does not show") {

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <new>
 
+#include "comm/host_memory.h"
+
 namespace ddpkit::shm {
 namespace {
 
@@ -131,7 +133,8 @@ void Arena::join_neighbours() noexcept {
 bool Arena::grow(std::size_t end) noexcept {
   if (end <= populated_) return true;
   const std::size_t wanted = std::min(stats_.capacity, (end + kStep - 1) / kStep * kStep);
-  if (const std::size_t available = available_memory(); available != 0 && wanted - populated_ > available) return false;
+  if (const std::size_t available = ddpkit::available_memory(); available != 0 && wanted - populated_ > available)
+    return false;
   // Unlike a first touch, which would end in SIGBUS, this fails with an error when memory runs out. A kernel before
   // 5.14 does not know it (EINVAL), and leaves the pages to the first touch.
   const std::size_t from = populated_ / kPage * kPage;

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -18,6 +17,7 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "comm/host_memory.h"
 #include "process_watch.h"
 
 namespace ddpkit::shm {
@@ -25,29 +25,44 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-}  // namespace
-
-std::size_t available_memory() {
-  std::ifstream meminfo("/proc/meminfo");
-  std::string key;
-  std::size_t kilobytes = 0;
-  std::string unit;
-  while (meminfo >> key >> kilobytes) {
-    if (key == "MemAvailable:") return kilobytes << 10;
-    std::getline(meminfo, unit);
-  }
-  return 0;
-}
-
-namespace {
-
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 std::string descriptor_path(const Owner& owner, int fd) { return fmt::format("/proc/{}/fd/{}", owner.pid, fd); }
 
 [[noreturn]] void throw_out_of_memory(const std::string& name, std::size_t bytes, int error) {
-  throw Error(fmt::format("no shared memory for {}: {:.1f} MiB asked for, {:.1f} MiB available ({})", name,
-                          mebibytes(bytes), mebibytes(available_memory()), std::strerror(error)));
+  std::string limit;
+  if (const auto addresses = available_addresses(); addresses && *addresses < bytes)
+    limit = fmt::format(
+        "; RLIMIT_AS (ulimit -v) leaves this process {:.1f} MiB: lift it, or ask for a smaller arena "
+        "(arena_mb)",
+        mebibytes(*addresses));
+  throw Error(fmt::format("no shared memory for {}: {:.1f} MiB asked for, {:.1f} MiB available ({}){}", name,
+                          mebibytes(bytes), mebibytes(available_memory()), std::strerror(error), limit));
+}
+
+/// Calls again what a signal has interrupted.
+template <class Call>
+int retried(const Call& call) {
+  int result;
+  do result = call();
+  while (result < 0 && errno == EINTR);
+  return result;
+}
+
+/// Peers may write to the pages, but neither execute them nor cut them off, which would end this process by SIGBUS.
+int create_sealed(const std::string& name, std::size_t bytes) {
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which older headers lack.
+  const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int fd = ::memfd_create(("ddpkit:" + name).c_str(), flags | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(("ddpkit:" + name).c_str(), flags);  // A kernel before 6.3.
+  if (fd < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
+  if (retried([&] { return ::ftruncate(fd, static_cast<off_t>(bytes)); }) != 0) {
+    const int error = errno;
+    ::close(fd);
+    throw_out_of_memory(name, bytes, error);
+  }
+  ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return fd;
 }
 
 /// What this process maps.
@@ -95,16 +110,15 @@ Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
   const std::size_t available = available_memory();
   if (fill == Fill::kNow && available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
   Mapping mapping;
-  mapping.fd_ = ::memfd_create(("ddpkit:" + name).c_str(), MFD_CLOEXEC);
-  if (mapping.fd_ < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
-  if (::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
+  mapping.fd_ = create_sealed(name, bytes);
   // The advice for huge pages counts only for pages that do not exist yet, so it comes between mapping and filling.
   mapping.pages_ = MappedPages::all().get(mapping.fd_, bytes, Fill::kOnTouch);
   if (!mapping.pages_) throw_out_of_memory(name, bytes, errno);
   mapping.size_ = bytes;
   if (fill == Fill::kOnTouch) return mapping;
   // Unlike a first touch, which would be killed by SIGBUS, this fails with an error when memory runs out.
-  if (::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)) != 0) throw_out_of_memory(name, bytes, errno);
+  if (retried([&] { return ::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)); }) != 0)
+    throw_out_of_memory(name, bytes, errno);
   return mapping;
 }
 
@@ -117,11 +131,19 @@ int open_descriptor(const Owner& owner, int fd, int flags) {
   if (ProcessWatch(owner.pid).ends_within(std::chrono::seconds(2)))
     throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
                    {.rank = owner.rank, .call = "rendezvous"});
-  throw RendezvousError(
-      fmt::format("cannot open the shared memory of rank {} (pid {}, {}: {}): the ranks must run on one host, in one "
-                  "container, as one user; use the gloo backend otherwise",
-                  owner.rank, owner.pid, path, std::strerror(error)),
-      {.rank = owner.rank, .call = "rendezvous"});
+  const char* advice = "the ranks must run on one host and in one container; use the gloo backend otherwise";
+  if (error == EMFILE)
+    advice = "this rank has too many files open; raise its limit (ulimit -n)";
+  else if (error == ENFILE)
+    advice = "this host has too many files open; raise fs.file-max";
+  else if (error == EACCES || error == EPERM)
+    advice =
+        "the ranks must run as one user, and may not be protected from each other (a program that only root may "
+        "read, PR_SET_DUMPABLE, a hardened kernel); use the gloo backend otherwise";
+  throw RendezvousError(fmt::format("cannot open the shared memory of rank {} (pid {}, {}: {}): {}", owner.rank,
+                                    owner.pid, path, std::strerror(error), advice),
+                        {.rank = error == EMFILE || error == ENFILE ? std::nullopt : std::optional<int>(owner.rank),
+                         .call = "rendezvous"});
 }
 
 Mapping Mapping::open(const Owner& owner, int fd, std::size_t bytes, Fill fill) {

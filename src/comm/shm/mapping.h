@@ -8,9 +8,6 @@
 
 namespace ddpkit::shm {
 
-/// What the kernel thinks can be had without swapping, in bytes; 0 when it does not say.
-std::size_t available_memory();
-
 /// A rank and its process, which may be this one.
 struct Owner {
   int rank = -1;
@@ -18,8 +15,8 @@ struct Owner {
 };
 
 /// The owner's descriptor `fd`, opened here with the `flags` of open(2). Throws PeerLost when its process has ended, as
-/// it may between offering a descriptor and this; RendezvousError when it is not to be seen from here (another host,
-/// container or user).
+/// it may between offering a descriptor and this; RendezvousError with the cause when it cannot be opened (another
+/// host, container or user, too many open files).
 int open_descriptor(const Owner& owner, int fd, int flags);
 
 /// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
