@@ -17,6 +17,7 @@
 #include "comm/backends.h"
 #include "comm/flight/recorder.h"
 #include "comm/hierarchical_backend.h"
+#include "comm/roll_call.h"
 #include "comm/staged_backend.h"
 #include "comm/timeout.h"
 
@@ -76,8 +77,8 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
 }
 
 at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
-  if (options.device) return *options.device;
-  if (backend != "nccl") return at::kCPU;
+  if (options.device && (options.device->has_index() || !options.device->is_cuda())) return *options.device;
+  if (!options.device && backend != "nccl") return at::kCPU;
   const int devices = cuda_device_count();
   if (devices > 0 && environment.local_rank >= devices)
     throw InvalidArgument(fmt::format(
@@ -90,7 +91,8 @@ at::Device choose_device(const InitOptions& options, std::string_view backend, c
 }  // namespace
 
 ProcessGroup init_process_group(const InitOptions& options) {
-  const LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
+  LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
+  environment.master_addr = usable_loopback(environment.master_addr);
   const BackendKind& backend_kind = choose_backend(options, environment);
   const at::Device device = choose_device(options, backend_kind.name, environment);
   if (options.timeout.count() <= 0)
@@ -100,6 +102,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   flight::Recorder& recorder = flight::Recorder::of_process();
   recorder.meet(environment.world_size);
   auto store = connect_store(environment, timeout);
+  if (environment.world_size > 1) wait_for_ranks(store, environment, timeout);
   auto backend = backend_kind.create(store, environment, device, timeout);
   note_rendezvous(environment);
   recorder.set_phase(flight::Phase::kTraining);

@@ -43,7 +43,8 @@ void Work::wait() {
   } catch (const std::exception& error) {
     // c10d's backends say in words alone whether it was the time that ran out.
     const std::string_view text = error.what();
-    const bool late = text.find("Timed out") != text.npos || text.find("timeout") != text.npos;
+    const bool late =
+        text.find("imed out") != text.npos || text.find("timeout") != text.npos || text.find("Timeout") != text.npos;
     recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt);
     throw;
   }

@@ -21,6 +21,7 @@
 #include <ddpkit/comm/error.h>
 
 #include "comm/backends.h"
+#include "comm/roll_call.h"
 
 namespace ddpkit {
 namespace {
@@ -49,6 +50,28 @@ class Socket {
 };
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+/// Why a socket of this host cannot have the address, which is a number; 0 if it can.
+int bind_error(const char* address) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(address, nullptr, &hints, &found) != 0) return EINVAL;
+  const Addresses addresses(found, &::freeaddrinfo);
+  const Socket socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return socket.get() >= 0 && ::bind(socket.get(), found->ai_addr, found->ai_addrlen) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+std::string usable_loopback(const std::string& address) {
+  const bool has_only_ipv6 =
+      address == "127.0.0.1" && bind_error("127.0.0.1") == EADDRNOTAVAIL && bind_error("::1") == 0;
+  return has_only_ipv6 ? "::1" : address;
+}
+
+namespace {
 
 Addresses resolve(const LaunchEnvironment& environment) {
   const addrinfo hints{.ai_flags = AI_NUMERICSERV,
@@ -80,6 +103,8 @@ bool is_loopback(const sockaddr& address) {
          IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
 }
 
+constexpr const char* kNoLoopback = ": the loopback interface is down or lacks this address; run: ip link set lo up";
+
 /// The socket that rank 0's store listens on: loopback alone where the master's address is loopback, so that nobody
 /// outside this host can reach it.
 int listen_as_master(const LaunchEnvironment& environment) {
@@ -97,43 +122,60 @@ int listen_as_master(const LaunchEnvironment& environment) {
   any4.sin_addr.s_addr = htonl(INADDR_ANY);
   any4.sin_port = htons(environment.master_port);
 
+  const auto fail = [&](const char* call, int error) {
+    const bool has_no_address = error == EADDRNOTAVAIL || error == ENETUNREACH;
+    throw RendezvousError(
+        fmt::format("cannot listen on {}, port {}: {}: {}{}", environment.master_addr, environment.master_port, call,
+                    std::strerror(error), has_no_address && loopback ? kNoLoopback : ""),
+        {.rank = 0, .call = "rendezvous"});
+  };
   const sockaddr* address = loopback ? loopback->ai_addr : reinterpret_cast<const sockaddr*>(&any);
   socklen_t length = loopback ? loopback->ai_addrlen : sizeof any;
   Socket socket(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (socket.get() < 0 && !loopback) {  // A host without IPv6.
+  if (socket.get() < 0 && !loopback && errno == EAFNOSUPPORT) {  // A host without IPv6.
     address = reinterpret_cast<const sockaddr*>(&any4);
     length = sizeof any4;
     socket = Socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   }
+  if (socket.get() < 0) fail("socket", errno);
   const int on = 1, off = 0;
-  ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (address->sa_family == AF_INET6 && !loopback)
-    ::setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-  if (::bind(socket.get(), address, length) != 0 || ::listen(socket.get(), SOMAXCONN) != 0) {
-    const int error = errno;
-    if (error == EADDRINUSE)
-      throw RendezvousError(fmt::format("MASTER_PORT {} is already taken on this host by another program: set "
-                                        "MASTER_PORT to a free port, or let `ddpkit run` choose one",
-                                        environment.master_port),
-                            {.rank = 0, .call = "rendezvous"});
-    throw RendezvousError(fmt::format("cannot listen on port {}: {}", environment.master_port, std::strerror(error)),
-                          {.rank = 0, .call = "rendezvous"});
-  }
-  return socket.release();
+  if (::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0) fail("setsockopt", errno);
+  if (address->sa_family == AF_INET6 && !loopback &&
+      ::setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off) != 0)
+    fail("setsockopt", errno);
+  const bool is_bound = ::bind(socket.get(), address, length) == 0;
+  if (is_bound && ::listen(socket.get(), SOMAXCONN) == 0) return socket.release();
+  const int error = errno;
+  if (error != EADDRINUSE) fail(is_bound ? "listen" : "bind", error);
+  throw RendezvousError(fmt::format("MASTER_PORT {} is already taken on this host by another program, or by another "
+                                    "process with RANK=0: give each process of a job its own RANK, set MASTER_PORT to "
+                                    "a free port, or let `ddpkit run` choose one",
+                                    environment.master_port),
+                        {.rank = 0, .call = "rendezvous"});
 }
 
 /// Returns when somebody listens at the master's address. c10d's own client would sleep a second between tries.
 void wait_for_master(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   const Addresses addresses = resolve(environment);
-  const auto deadline = Clock::now() + timeout;
+  const auto start = Clock::now();
+  WaitReport report;
   auto nap = std::chrono::milliseconds(2);
   for (;;) {
     int error = 0;
+    bool is_unreachable = true;  // At all addresses: no time will change that.
     for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
+      const auto note = [&](int number) {
+        error = number;
+        is_unreachable =
+            is_unreachable && is_loopback(*at->ai_addr) && (error == ENETUNREACH || error == EADDRNOTAVAIL);
+      };
       const Socket socket(::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-      if (socket.get() < 0) continue;
+      if (socket.get() < 0) {
+        note(errno);
+        continue;
+      }
       if (::connect(socket.get(), at->ai_addr, at->ai_addrlen) == 0) return;
-      error = errno;
+      note(errno);
       if (error != EINPROGRESS) continue;
       pollfd descriptor{socket.get(), POLLOUT, 0};
       error = ETIMEDOUT;
@@ -143,11 +185,20 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
         if (error == 0) return;
       }
     }
-    if (Clock::now() > deadline)
-      throw RendezvousError(fmt::format("rank {} cannot reach rank 0 at {}:{} ({}) within {:.1f} s", environment.rank,
-                                        environment.master_addr, environment.master_port, std::strerror(error),
-                                        std::chrono::duration<double>(timeout).count()),
+    const std::string place =
+        fmt::format("rank 0 at {}:{} ({})", environment.master_addr, environment.master_port, std::strerror(error));
+    if (is_unreachable)
+      throw RendezvousError(fmt::format("rank {} cannot reach {}{}", environment.rank, place, kNoLoopback),
+                            {.rank = environment.rank, .call = "rendezvous"});
+    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
+    if (Clock::now() - start > timeout)
+      throw RendezvousError(fmt::format("the rendezvous timed out: rank {} cannot reach {} within {:.1f} s",
+                                        environment.rank, place, std::chrono::duration<double>(timeout).count()),
                             {.rank = 0, .call = "rendezvous"});
+    report.write_if_late([&] {
+      return fmt::format("rank {} has waited {:.0f} s for {}{}", environment.rank, waited, place,
+                         alone_hint(environment));
+    });
     std::this_thread::sleep_for(nap);
     nap = std::min(nap * 2, std::chrono::milliseconds(100));
   }
@@ -213,7 +264,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environme
   options.port = environment.master_port;
   Meetings& meetings = Meetings::all();
   options.isServer = environment.rank == 0 && !environment.use_agent_store && !meetings.serves(environment);
-  options.waitWorkers = false;  // The backend waits, and can say for whom.
+  options.waitWorkers = false;  // wait_for_ranks() says for whom it waits.
   options.timeout = timeout;
   if (options.isServer) {
     options.masterListenFd = listen_as_master(environment);

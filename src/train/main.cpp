@@ -132,6 +132,8 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
     // A launcher ends the other ranks when the first one does: that must not be before the one that speaks has spoken.
     // It ends this sleep as well.
     std::this_thread::sleep_for(state.group() ? kTimeToSpeak : kTimeToStartAndSpeak);
+    // No other rank has failed, or the launcher would have ended this one.
+    if (!state.group()) say(fmt::format("{}: {}", program, sentence));
   }
   return code;
 }

@@ -56,7 +56,7 @@ TEST_CASE("ranks that do not come are named", "[rendezvous]") {
   CHECK_THROWS_WITH(
       init_process_group(
           {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(0, port)}),
-      ContainsSubstring("rank 1 of 2 did not come within 0.3 s"));
+      ContainsSubstring("timed out: rank 1 of 2 did not come within 0.3 s"));
 }
 
 TEST_CASE("a host name that does not resolve is an error", "[rendezvous]") {

@@ -54,25 +54,7 @@ struct Known {
   bool always = true;
 };
 
-constexpr std::string_view kOtherHost = "the shm backend is for ranks of one host";
 constexpr std::array kKnown = {
-    // A file or a namespace that cannot be read looks like another host.
-    Known{"rank 0: stat 2 EACCES", kOtherHost},
-    Known{"rank 1: stat 2 EACCES", kOtherHost},
-    Known{"rank 0: open ", kOtherHost, false},
-    Known{"rank 1: open ", kOtherHost, false},
-    Known{"rank 0: read ", kOtherHost, false},
-    Known{"rank 1: read ", kOtherHost, false},
-    // A poll() that fails looks like the end of the other rank.
-    Known{"rank 0: poll ", "ended while", false},
-    Known{"rank 1: poll ", "ended while", false},
-    // A rank other than 0 that fails before the rendezvous ends without a word.
-    Known{"rank 1: mmap 2 EAGAIN", "exit code 1, not named"},
-    Known{"rank 1: stat 3 EIO", "exit code 1, not named"},
-    Known{"rank 1: open ", "exit code 1, not named", false},
-    // The result of the call is not looked at, and the next call fails for another reason.
-    Known{"rank 0: setsockopt 1 ENOMEM", "is already taken"},
-    Known{"rank 0: socket 1 EMFILE", "Bad file descriptor"},
     // The guardian ends, and SIGPIPE kills the launcher that writes to it.
     Known{"launcher: read ", "exit code 141", false},
     // LibTorch's store does not tell why it could not begin.
