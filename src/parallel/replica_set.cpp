@@ -4,8 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ostream.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/modules/container/parameterdict.h>
+#include <torch/nn/modules/container/parameterlist.h>
 
 #include <algorithm>
 #include <mutex>
@@ -15,33 +18,83 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/replica_handles.h"
+
 namespace ddpkit {
 namespace {
 
-std::string type_of(const torch::nn::Module& module) { return module.name(); }
+std::vector<std::string> names_of_parts(const torch::nn::Module& module) {
+  auto names = module.named_modules().keys();
+  names[0] = module.name();
+  return names;
+}
+
+/// The innermost part of the module that cannot be cloned, and what to do.
+std::string why_not_cloneable(const torch::nn::Module& module) {
+  const auto names = names_of_parts(module);
+  const auto parts = module.modules();
+  std::size_t culprit = 0;
+  std::string reason;
+  for (std::size_t i = parts.size(); i-- > 0 && reason.empty();) {
+    try {
+      parts[i]->clone();
+    } catch (const c10::Error& error) {
+      culprit = i;
+      reason = error.what_without_backtrace();
+    }
+  }
+  const bool is_list = parts[culprit]->as<torch::nn::ParameterList>() || parts[culprit]->as<torch::nn::ParameterDict>();
+  return fmt::format(
+      "DataParallel clones its module, and the part {} cannot be cloned: {}. LibTorch reports: {}", names[culprit],
+      is_list
+          ? "LibTorch clones neither ParameterList nor ParameterDict. Call register_parameter() for each parameter, "
+            "in reset() of the module that uses it, or use DistributedDataParallel, which does not clone"
+          : "derive it from torch::nn::Cloneable<...> and register everything in reset()",
+      reason);
+}
 
 std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module, c10::Device device) {
-  // clone() initialises weights before it overwrites them: the caller's random numbers shall not depend on how many
-  // replicas there are.
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const auto state = [&] {
-    const std::lock_guard lock(generator.mutex());
-    return generator.get_state();
-  }();
-  std::shared_ptr<torch::nn::Module> clone;
   try {
-    clone = device.is_cpu() ? module.clone() : module.clone(device);
-  } catch (const c10::Error& error) {
+    return device.is_cpu() ? module.clone() : module.clone(device);
+  } catch (const c10::Error&) {
+    throw InvalidArgument(why_not_cloneable(module));
+  }
+}
+
+/// clone() initialises weights before it overwrites them. The caller's random numbers must not depend on the number of
+/// clones.
+class KeepsRandomState {
+ public:
+  KeepsRandomState() {
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state();
+  }
+  ~KeepsRandomState() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  KeepsRandomState(const KeepsRandomState&) = delete;
+  KeepsRandomState& operator=(const KeepsRandomState&) = delete;
+
+ private:
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  at::Tensor state_;
+};
+
+void check_source(const std::string& name, const at::Tensor& source, c10::Device device) {
+  if (source.device() != device)
     throw InvalidArgument(
-        fmt::format("DataParallel clones its module, and {} or a part of it cannot be cloned: derive it from "
-                    "torch::nn::Cloneable<...> and register everything in reset(). LibTorch says: {}",
-                    type_of(module), error.what_without_backtrace()));
-  }
-  {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(state);
-  }
-  return clone;
+        fmt::format("DataParallel's first replica is on {}, but {} is on {}: move the module there first, or name its "
+                    "device first",
+                    device.str(), name, source.device().str()));
+  if (source.layout() != at::kStrided)
+    throw InvalidArgument(fmt::format("DataParallel cannot replicate {}: its layout is {}; make the tensor dense", name,
+                                      fmt::streamed(source.layout())));
+  if (source.requires_grad() && !source.is_leaf())
+    throw InvalidArgument(fmt::format(
+        "DataParallel cannot replicate {}: it is the result of an operator that autograd recorded; register a leaf "
+        "tensor, or compute it in forward()",
+        name));
 }
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
@@ -50,40 +103,28 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
 }
 
 bool same_kind(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.device() == b.device() && a.sizes() == b.sizes();
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device() && a.sizes() == b.sizes() &&
+         a.requires_grad() == b.requires_grad();
 }
+
+std::uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
 }  // namespace
 
 ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
                        const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes)
-    : module_(std::move(module)), copies_(devices.size()) {
-  const std::size_t count = devices.size();
+    : module_(std::move(module)), parts_(module_->modules()) {
   for (const c10::Device& device : devices)
     leader_.push_back(static_cast<std::size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin()));
-  for (const auto& item : module_->named_parameters()) {
-    if (item.value().device() != devices[0])
-      throw InvalidArgument(
-          fmt::format("DataParallel's first replica is on {}, but parameter {} is on {}: move the module there first, "
-                      "or name its device first",
-                      devices[0].str(), item.key(), item.value().device().str()));
-  }
-  for (const auto& part : module_->modules()) parts_.push_back(part.get());
-  for (std::size_t r = 0; r < count; ++r) {
-    replicas_.push_back(clone_of(*module_, devices[r]));
-    copies_[r] = replicas_[r]->modules();
-    if (copies_[r].size() != parts_.size())
-      throw InvalidArgument(
-          fmt::format("DataParallel: the clone of {} has {} modules in it, the original {}: register "
-                      "submodules in reset(), not in the constructor",
-                      type_of(*module_), copies_[r].size(), parts_.size()));
-  }
-  all_parameters_ = rows(module_->named_parameters(), true);
-  buffers_ = rows(module_->named_buffers(), false);
+  add_rows("parameter", module_->named_parameters(), devices[0]);
+  add_rows("buffer", module_->named_buffers(), devices[0]);
+  const KeepsRandomState random;
+  for (const c10::Device& device : devices) add_replica(device);
+  match_sources(devices[0]);
 
-  std::vector<std::vector<at::Tensor>> leaves(count);
+  std::vector<std::vector<at::Tensor>> leaves(devices.size());
   std::set<std::vector<const void*>> seen;  // Weights tied in the clones too are one parameter.
-  for (const Row& row : all_parameters_) {
+  for (const Row& row : rows_) {
     std::vector<const void*> identity;
     for (const at::Tensor& copy : row.copies) {
       copy.requires_grad_(row.source.requires_grad());
@@ -91,29 +132,55 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
     }
     if (!row.source.requires_grad() || !seen.insert(identity).second) continue;
     parameters_.push_back(row.source);
-    for (std::size_t r = 0; r < count; ++r) leaves[r].push_back(row.copies[r]);
+    for (std::size_t r = 0; r < devices.size(); ++r) leaves[r].push_back(row.copies[r]);
   }
   gradients_ = std::make_unique<ReplicaGradients>(std::move(leaves), streams, first_bucket_bytes, bucket_bytes);
   follow(true);
 }
 
-std::vector<ReplicaSet::Row> ReplicaSet::rows(const torch::OrderedDict<std::string, at::Tensor>& sources,
-                                              bool parameters) const {
-  std::vector<Row> rows;
-  for (const auto& item : sources) rows.push_back({.source = item.value(), .copies = {}});
-  for (const auto& replica : replicas_) {
-    const auto copies = parameters ? replica->named_parameters() : replica->named_buffers();
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      const std::string& name = sources[i].key();
-      const at::Tensor* const copy = copies.find(name);
-      if (!copy || copy->sizes() != rows[i].source.sizes())
-        throw InvalidArgument(fmt::format(
-            "DataParallel: {} {} [{}] of {} is not the same in its clone: register it in reset(), with the same sizes",
-            parameters ? "parameter" : "buffer", name, fmt::join(rows[i].source.sizes(), ", "), type_of(*module_)));
-      rows[i].copies.push_back(*copy);
-    }
+void ReplicaSet::add_rows(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& sources,
+                          c10::Device device) {
+  for (const auto& item : sources) {
+    check_source(fmt::format("{} {}", kind, item.key()), item.value(), device);
+    rows_.push_back({.kind = kind, .name = item.key(), .source = item.value()});
   }
-  return rows;
+}
+
+void ReplicaSet::add_replica(c10::Device device) {
+  const auto& replica = replicas_.emplace_back(clone_of(*module_, device));
+  if (copies_.emplace_back(replica->modules()).size() != parts_.size())
+    throw InvalidArgument(
+        fmt::format("DataParallel: the clone of {} has {} modules in it, the original {}: register submodules in "
+                    "reset(), not in the constructor",
+                    module_->name(), copies_.back().size(), parts_.size()));
+  const auto parameters = replica->named_parameters(), buffers = replica->named_buffers();
+  for (Row& row : rows_) {
+    const at::Tensor* const copy = (row.is_buffer() ? buffers : parameters).find(row.name);
+    if (!copy || copy->sizes() != row.source.sizes())
+      throw InvalidArgument(fmt::format(
+          "DataParallel: {} {} [{}] of {} is not the same in its clone: register it in reset(), with the same sizes",
+          row.kind, row.name, fmt::join(row.source.sizes(), ", "), module_->name()));
+    if (copy->is_same(row.source) && copy->requires_grad())
+      throw InvalidArgument(
+          fmt::format("DataParallel cannot replicate {} {}: clone() returns a module with the same "
+                      "tensor, so replicas would add to one gradient",
+                      row.kind, row.name));
+    row.copies.push_back(*copy);
+  }
+}
+
+void ReplicaSet::match_sources(c10::Device device) {
+  std::vector<NamedCopy> copies;
+  for (const Row& row : rows_)
+    copies.push_back({.kind = row.kind, .name = row.name, .source = row.source, .copy = row.copies[0]});
+  auto scratch = clone_of(*module_, device)->modules();
+  match_handles(
+      {.names = names_of_parts(*module_), .original = parts_, .clone = copies_[0], .scratch = std::move(scratch)},
+      copies);
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    rows_[i].source = copies[i].source;
+    while (!rows_[rows_[i].first].source.is_same(rows_[i].source)) ++rows_[i].first;
+  }
 }
 
 void ReplicaSet::share_memory(const at::Tensor& copy, const at::Tensor& source) const {
@@ -125,27 +192,27 @@ void ReplicaSet::share_memory(const at::Tensor& copy, const at::Tensor& source) 
 
 bool ReplicaSet::follow(bool buffers) {
   const at::NoGradGuard no_grad;
-  for (const auto* rows : {&all_parameters_, &buffers_}) {
-    for (const Row& row : *rows) {
-      if (!same_kind(row.source, row.copies[0]) || row.source.requires_grad() != row.copies[0].requires_grad())
-        return false;
-    }
-  }
-  for (const Row& row : all_parameters_) {
+  for (const Row& row : rows_)
+    if (!same_kind(row.source, row.copies[0])) return false;
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    Row& row = rows_[i];
+    // The graphs of earlier forwards read the copies. They find out about a change if they would in the module.
+    const std::uint32_t before = std::exchange(row.version, version_of(row.source));
+    const bool changed = before != row.version;
     for (std::size_t r = 0; r < row.copies.size(); ++r) {
-      if (leader_[r] == 0)
-        share_memory(row.copies[r], row.source);
-      else if (leader_[r] != r)
-        share_memory(row.copies[r], row.copies[leader_[r]]);
-      else
-        // Without a new version of it: the graph of an earlier forward is none the worse for getting what it had.
-        row.copies[r].variable_data().copy_(row.source, /*non_blocking=*/true);
+      const at::Tensor& copy = row.copies[r];
+      const std::size_t leader = !row.is_buffer() ? leader_[r] : r;
+      if (leader == 0) {
+        share_memory(copy, row.source);
+      } else if (row.first != i) {
+        share_memory(copy, rows_[row.first].copies[r]);
+      } else if (leader != r) {
+        share_memory(copy, row.copies[leader]);
+      } else if (buffers || !row.is_buffer()) {
+        copy.variable_data().copy_(row.source, /*non_blocking=*/true);
+        if (changed) torch::autograd::impl::bump_version(copy);
+      }
     }
-  }
-  for (const Row& row : buffers_) {
-    share_memory(row.copies[0], row.source);
-    for (std::size_t r = 1; buffers && r < row.copies.size(); ++r)
-      at::Tensor(row.copies[r]).copy_(row.source, /*non_blocking=*/true);
   }
   follow_training_mode();
   return true;

@@ -3,7 +3,9 @@
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "parallel/replica_gradients.h"
@@ -30,23 +32,30 @@ class ReplicaSet {
   bool follow(bool buffers);
 
  private:
-  /// A tensor of the module and what the replicas have in its place.
+  /// A parameter or buffer of the module and what the replicas have in its place.
   struct Row {
+    std::string kind;
+    std::string name;
     at::Tensor source;
-    std::vector<at::Tensor> copies;  ///< [replica]
+    std::vector<at::Tensor> copies = {};  ///< [replica]
+    std::size_t first = 0;                ///< The first row of this source.
+    std::uint32_t version = 0;            ///< Of `source`, when it was last copied.
+
+    bool is_buffer() const { return kind == "buffer"; }
   };
 
-  std::vector<Row> rows(const torch::OrderedDict<std::string, at::Tensor>& sources, bool parameters) const;
+  void add_rows(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& sources, c10::Device device);
+  void add_replica(c10::Device device);
+  void match_sources(c10::Device device);
   void share_memory(const at::Tensor& copy, const at::Tensor& source) const;
   void follow_training_mode();
 
   std::shared_ptr<torch::nn::Module> module_;
+  std::vector<std::shared_ptr<torch::nn::Module>> parts_;     ///< The module and its descendants. [part]
   std::vector<std::size_t> leader_;                           ///< The first replica of the same device. [replica]
   std::vector<std::shared_ptr<torch::nn::Module>> replicas_;  ///< [replica]
-  std::vector<torch::nn::Module*> parts_;                     ///< The module and its descendants. [part]
-  std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of those. [replica][part]
-  std::vector<Row> all_parameters_;
-  std::vector<Row> buffers_;
+  std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of the parts. [replica][part]
+  std::vector<Row> rows_;                                                ///< Parameters, then buffers.
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<ReplicaGradients> gradients_;
 };

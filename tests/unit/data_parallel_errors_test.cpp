@@ -105,3 +105,37 @@ TEST_CASE("DataParallel refuses what it cannot do", "[dp]") {
                     ContainsSubstring("from within a replica"));
   CHECK_NOTHROW(dp.train_step(batch_of(4), kStepLoss));
 }
+
+TEST_CASE("DataParallel names what it cannot replicate", "[dp]") {
+  struct HasBuffer : torch::nn::Cloneable<HasBuffer> {
+    explicit HasBuffer(Tensor given) : like(std::move(given)) { reset(); }
+    void reset() override {
+      register_parameter("weight", torch::ones({2}));
+      register_buffer("table", like);
+    }
+    Tensor forward(const Tensor& x) { return x; }
+    Tensor like;
+  };
+  const auto refusal = [](const Tensor& buffer) -> std::string {
+    try {
+      DataParallel<HasBuffer>(std::make_shared<HasBuffer>(buffer), {.replicas = 2});
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  CHECK(refusal(torch::ones({3})).empty());
+  CHECK(refusal(torch::ones({3}).to(at::kFloat8_e4m3fn)).empty());
+  CHECK_THAT(refusal(torch::eye(3).to_sparse()), ContainsSubstring("buffer table") && ContainsSubstring("Sparse"));
+  CHECK_THAT(refusal(torch::ones({3}, torch::kMeta)), ContainsSubstring("buffer table is on meta"));
+  CHECK_THAT(refusal(torch::ones({3}, torch::requires_grad()) * 2), ContainsSubstring("buffer table"));
+
+  struct HasList : torch::nn::Cloneable<HasList> {
+    HasList() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
+    void reset() override { register_module("scales", torch::nn::ParameterList(torch::ones({2}))); }
+    Tensor forward(const Tensor& x) { return x; }
+  };
+  CHECK_THROWS_WITH(
+      DataParallel<torch::nn::SequentialImpl>(torch::nn::Sequential(HasList())),
+      ContainsSubstring("0.scales") && ContainsSubstring("ParameterList") && ContainsSubstring("register_parameter()"));
+}

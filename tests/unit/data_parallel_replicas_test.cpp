@@ -105,6 +105,33 @@ TEST_CASE("DataParallel's buffers follow replica 0", "[dp]") {
   CHECK(torch::equal(net->buffers()[0], before));
 }
 
+TEST_CASE("DataParallel's buffers leave the graphs of earlier forwards valid", "[dp]") {
+  const Tensor batches[] = {batch_of(6, 1), batch_of(6, 2)};
+  for (const bool trains : {true, false}) {
+    INFO("train " << trains);
+    auto net = make_norm_net();
+    net->train(trains);
+    auto reference = make_norm_net();
+    reference->train(trains);
+    for (const Tensor& batch : batches) {
+      const auto parts = batch.chunk(2);
+      loss_of(torch::cat({reference->forward(parts[0]), reference->forward(parts[1])})).backward();
+    }
+    DataParallel dp(net, {.replicas = 2});
+    const Tensor first = dp(batches[0]), second = dp(batches[1]);
+    (loss_of(first) + loss_of(second)).backward();
+    check_same_gradients(net, reference);
+  }
+  // A change that autograd knows of: as in the module alone, the graph is not valid any longer.
+  auto net = make_norm_net();
+  net->eval();
+  DataParallel dp(net, {.replicas = 2});
+  const Tensor first = dp(batches[0]);
+  net->named_buffers()["1.running_var"].mul_(2);
+  dp(batches[1]);
+  CHECK_THROWS_WITH(loss_of(first).backward(), ContainsSubstring("modified by an inplace operation"));
+}
+
 TEST_CASE("DataParallel trains 1,000 steps as one device, the same bits in each run", "[dp]") {
   const auto train = [](bool gathers) {
     auto net = make_norm_net();
