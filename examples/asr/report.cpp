@@ -52,7 +52,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   }
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/audio_seconds_per_second", epoch.audio_seconds / epoch.seconds, epoch.step);
-  writer.flush();
 }
 
 }  // namespace asr

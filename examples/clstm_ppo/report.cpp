@@ -151,7 +151,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Round& round) {
   writer.add_scalar("policy/clip_share", round.update.clip_share, round.step);
   writer.add_scalar("training/lr", round.lr, round.step);
   if (round.test_return) writer.add_scalar("test/return", *round.test_return, round.step);
-  writer.flush();
 }
 
 }  // namespace clstm_ppo

@@ -41,7 +41,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   writer.add_scalar("f1/test", epoch.test.macro_f1(), epoch.step);
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/samples_per_second", epoch.samples_per_second(), epoch.step);
-  writer.flush();
 }
 
 }  // namespace har

@@ -56,7 +56,6 @@ void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {
   writer.add_scalar("f1/validation", epoch.validation.macro_f1(), epoch.step);
   writer.add_scalar("training/lr", epoch.lr, epoch.step);
   writer.add_scalar("training/clips_per_second", epoch.clips_per_second(), epoch.step);
-  writer.flush();
 }
 
 std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights) {

@@ -121,12 +121,12 @@ SummaryWriter::SummaryWriter(const std::filesystem::path& folder, std::int64_t p
   file_->path = folder / fmt::format("events.out.tfevents.{:010}.{}.{}.{:09}", seconds, host, ::getpid(), nanoseconds);
   file_->stream = std::fopen(file_->path.c_str(), "wbx");
   if (!file_->stream) file_->fail("create");
+  std::setvbuf(file_->stream, nullptr, _IONBF, 0);
   file_->write(event(0).bytes(kFileVersion, "brain.Event:2"));
   if (purge_step > 0) {
     constexpr int kStatus = 1, kStart = 1;
     file_->write(event(purge_step).nested(kSessionLog, Message().varint(kStatus, kStart)));
   }
-  flush();
 }
 
 SummaryWriter::~SummaryWriter() = default;
@@ -150,10 +150,6 @@ void SummaryWriter::add_text(const std::string& tag, const std::string& text, st
   const Message value =
       Message().bytes(kTag, tag + "/text_summary").nested(kTensor, tensor).nested(kMetadata, metadata);
   file_->write(event(step).nested(kSummary, Message().nested(kValue, value)));
-}
-
-void SummaryWriter::flush() {
-  if (std::fflush(file_->stream) != 0) file_->fail("write");
 }
 
 const std::filesystem::path& SummaryWriter::path() const noexcept { return file_->path; }

@@ -23,6 +23,7 @@
 #include <ddpkit/train/seed.h>
 #include <ddpkit/train/state_dict.h>
 #include <ddpkit/train/stop_signal.h>
+#include <ddpkit/train/summary_writer.h>
 #include <ddpkit/train/together.h>
 
 namespace ddpkit::docs {

@@ -38,7 +38,6 @@ TEST_CASE("an event file is a sequence of records", "[summary_writer]") {
   SummaryWriter writer(folder / "a/tensorboard");
   writer.add_scalar("loss/train", 0.5, 3);
   writer.add_text("config", "lr 0.1", 0);
-  writer.flush();
   CHECK(names_in(folder / "a/tensorboard").size() == 1);
   const std::string bytes = read_file(writer.path());
   const auto found = records(bytes);

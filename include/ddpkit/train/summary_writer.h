@@ -15,6 +15,9 @@ namespace ddpkit::train {
 ///
 /// The file is TensorBoard's own: records in TFRecord's framing (length, CRC-32C) that hold an Event each
 /// (tensorflow/core/util/event.proto). Each writer begins a file of its own, as a resumed run does.
+///
+/// Each event is written to the file at once, in one system call: kill -9 loses no event. The functions throw Error if
+/// the disk is full.
 class SummaryWriter {
  public:
   /// Makes the folder where it is missing. With `purge_step`, TensorBoard forgets what earlier files of the folder say
@@ -28,8 +31,6 @@ class SummaryWriter {
   void add_scalar(const std::string& tag, double value, std::int64_t step);
   /// Markdown, in TensorBoard's text tab.
   void add_text(const std::string& tag, const std::string& text, std::int64_t step);
-  /// Hands everything to the system, so that it survives this process. Throws Error when the disk is full or the like.
-  void flush();
 
   const std::filesystem::path& path() const noexcept;
 
