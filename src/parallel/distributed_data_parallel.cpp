@@ -29,12 +29,21 @@ std::string signature(const char* kind, const std::string& name, const at::Tenso
 
 using Names = std::vector<std::pair<std::string, at::Tensor>>;
 
+void check_has_values(const std::string& name, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.is_meta())
+    throw InvalidArgument(fmt::format(
+        "DistributedDataParallel broadcasts dense tensors with values, but {} is {} on {}: replace the tensor, or put "
+        "its name into parameters_to_ignore",
+        name, c10::str(tensor.layout()), tensor.device().str()));
+}
+
 /// Those that are not among `ignored`; the ones found there are struck from it.
 Names without(const torch::OrderedDict<std::string, at::Tensor>& all, const std::vector<std::string>& ignored,
               std::unordered_set<std::string>& unknown) {
   Names names;
   for (const auto& item : all) {
     if (std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end()) {
+      check_has_values(item.key(), item.value());
       names.emplace_back(item.key(), item.value());
     } else {
       unknown.erase(item.key());

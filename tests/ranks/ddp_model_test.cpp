@@ -101,6 +101,15 @@ RANK_TEST("broadcast_buffers: a training forward starts from rank 0's buffers, o
   }
 }
 
+RANK_TEST("a buffer that cannot be broadcast is named", "[ddp]", 2) {
+  for (const torch::Tensor& buffer : {torch::eye(3).to_sparse(), torch::ones({3}, torch::kMeta)}) {
+    auto model = std::make_shared<torch::nn::LinearImpl>(2, 2);
+    model->register_buffer("table", buffer);
+    CHECK_THROWS_WITH(DistributedDataParallel(model, group), ContainsSubstring("table is"));
+    CHECK_NOTHROW(DistributedDataParallel(model, group, {.parameters_to_ignore = {"table"}}));
+  }
+}
+
 RANK_TEST("weights loaded after wrapping are trained together", "[ddp]", 2) {
   const ddpkit::testing::Folder folder;
   const auto make = [] {
