@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <utility>
@@ -50,6 +51,8 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   struct Kept {
     at::Tensor error;  ///< Of this rank, as a matrix.
     at::Tensor q;      ///< The same on all ranks. [column of the matrix][rank]
+    /// Empty until the first backward, and after load().
+    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> parameter;
   };
 
   /// Gradients that are multiplied together: of one shape, or a single one.
@@ -78,7 +81,7 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
       : group(std::move(group)), options(options), random(options.random_seed) {}
 
   bool pays(const at::Tensor& gradient) const;
-  Kept& kept_of(const std::string& name, const at::Tensor& matrix);
+  Kept& kept_of(const std::string& name, const at::Tensor& parameter, const at::Tensor& matrix);
   std::shared_ptr<Compressed> divide(const GradBucket& bucket);
   void lay_out(Compressed& bucket) const;
   void choose_qs(Compressed& bucket);
@@ -107,8 +110,16 @@ bool PowerSGD::State::pays(const at::Tensor& gradient) const {
   return static_cast<double>(sent) * options.min_compression_rate < static_cast<double>(n * m);
 }
 
-PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& matrix) {
+PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const at::Tensor& parameter,
+                                                const at::Tensor& matrix) {
   Kept& found = kept[name];
+  const auto owner = found.parameter ? found.parameter->lock() : parameter.getIntrusivePtr();
+  if (owner.defined() && owner.get() != parameter.unsafeGetTensorImpl())
+    throw InvalidArgument(
+        fmt::format("PowerSGD: two models have a parameter {} and use one PowerSGD object, which would add the errors "
+                    "of one to the other: make a PowerSGD for each DistributedDataParallel",
+                    name));
+  found.parameter.emplace(parameter.getIntrusivePtr());
   const bool fits = !found.error.defined() ||
                     (found.error.sizes() == matrix.sizes() && found.error.scalar_type() == matrix.scalar_type());
   const bool q_fits = !found.q.defined() || found.q.size(0) == matrix.size(1);
@@ -133,7 +144,7 @@ std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradB
       continue;
     }
     const at::Tensor matrix = as_matrix(gradient);
-    Kept& of_parameter = kept_of(bucket.names[i], matrix);
+    Kept& of_parameter = kept_of(bucket.names[i], bucket.parameters[i], matrix);
     if (options.use_error_feedback) {
       if (of_parameter.error.defined()) {
         matrix.add_(of_parameter.error);

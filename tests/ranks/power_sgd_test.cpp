@@ -278,3 +278,18 @@ RANK_TEST("PowerSGD: gradients of zero, and parameters used now and then", "[pow
     }
   }
 }
+
+RANK_TEST("PowerSGD refuses to keep the errors of two models in one object", "[power_sgd]", 2) {
+  const auto own = ddpkit::testing::another_group(group, "two models");
+  PowerSGD power_sgd(own, {.matrix_approximation_rank = 2, .start_powerSGD_iter = 0});
+  const auto train = [&](const torch::nn::Linear& model) {
+    DistributedDataParallel ddp(model, own);
+    ddp.register_comm_hook(power_sgd);
+    ddp(torch::ones({4, 20})).pow(2).sum().backward();
+  };
+  { train(torch::nn::Linear(20, 20)); }
+  const torch::nn::Linear generator(20, 20), discriminator(20, 20);  // The model before has ended.
+  train(generator);
+  train(generator);
+  CHECK_THROWS_WITH(train(discriminator), ContainsSubstring("two models have a parameter weight"));
+}
