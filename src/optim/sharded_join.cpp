@@ -1,5 +1,4 @@
 // Within join() ranks that have run out of inputs still update their slices, as the programs of the others say.
-#include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -65,11 +64,10 @@ std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments)
   torch::serialize::OutputArchive archive;
   archive.write("arguments", c10::IValue(arguments));
   archive.write("gradient_factor", c10::IValue(shards_->gradient_factor));
-  // zero_grad() through a torch::optim::Optimizer& is not seen, but the gradients that it leaves are.
-  const bool dropped = std::all_of(shards_->slices.begin(), shards_->slices.end(), [](const at::Tensor& slice) {
-    return !slice.grad().defined() || (slice.numel() != 0 && !slice.grad().any().item<bool>());
-  });
-  archive.write("dropped", c10::IValue(shards_->dropped || dropped));
+  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but leaves no gradient.
+  const bool none = std::none_of(shards_->slices.begin(), shards_->slices.end(),
+                                 [](const at::Tensor& slice) { return slice.grad().defined(); });
+  archive.write("dropped", c10::IValue(shards_->dropped || none));
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     torch::serialize::OutputArchive options(archive.compilation_unit());
     param_groups_[g].options().serialize(options);

@@ -23,6 +23,7 @@ constexpr Clause kClauses[] = {
     {"optimizer.engine=sharded", "layout=sliced", "is not dense in memory"},
     {"optimizer.engine=sharded", "event.how=sliced", "is not dense in memory"},
     {"optimizer.engine=sharded", "layout=sliced", "belong to no parameter"},
+    {"optimizer.engine=sharded", "layout=flat", "belong to no parameter"},
     {"optimizer.engine=sharded", "event.kind=add_group", "parameter groups have changed"},
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
     {"optimizer.in_backward", "", "update_in_backward"},
