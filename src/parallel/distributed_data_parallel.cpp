@@ -1,9 +1,11 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include <algorithm>
+#include <functional>
 #include <unordered_set>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -100,10 +102,12 @@ void check_same_on_all_ranks(const Names& parameters, const Names& buffers, cons
   }
 }
 
+using Write = std::function<void(std::size_t index, const at::Tensor& values)>;
+
 /// Gives every rank rank `source`'s values, many tensors to a message. The messages are kept in `messages` for the next
-/// time, where there is one.
+/// time, where there is one. `write` replaces copy_() into tensor `index`.
 void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0,
-                   std::vector<at::Tensor>* messages = nullptr) {
+                   std::vector<at::Tensor>* messages = nullptr, const Write& write = {}) {
   if (group.world_size() == 1) return;
   const at::NoGradGuard no_grad;
   constexpr std::size_t kMessageBytes = std::size_t{32} << 20;
@@ -126,17 +130,24 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
       std::int64_t offset = 0;
       for (std::size_t i = begin; i < end; ++i) {
         const at::Tensor part = flat.narrow(0, offset, tensors[i].numel()).view(tensors[i].sizes());
-        action(tensors[i], part);
+        action(i, part);
         offset += tensors[i].numel();
       }
     };
-    if (group.rank() == source)
-      for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { part.copy_(tensor); });
+    if (group.rank() == source) for_each_part([&](std::size_t i, const at::Tensor& part) { part.copy_(tensors[i]); });
     group.broadcast(flat, source);
-    if (group.rank() != source)
-      for_each_part([](const at::Tensor& tensor, const at::Tensor& part) { tensor.copy_(part); });
+    if (group.rank() != source && write) for_each_part(write);
+    if (group.rank() != source && !write)
+      for_each_part([&](std::size_t i, const at::Tensor& part) { tensors[i].copy_(part); });
     begin = end;
   }
+}
+
+/// Tensors of one type share messages.
+void sort_by_type(std::vector<at::Tensor>& tensors) {
+  std::stable_sort(tensors.begin(), tensors.end(), [](const at::Tensor& one, const at::Tensor& other) {
+    return one.scalar_type() < other.scalar_type();
+  });
 }
 
 std::vector<NamedParameter> trainable_parameters(torch::nn::Module& module, const Names& names,
@@ -194,8 +205,11 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
   auto trainable = trainable_parameters(module, parameters, group_);
   for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
+  sort_by_type(parameters_);
+  sort_by_type(buffers_);
   broadcast_all(parameters_, group_);
   broadcast_all(buffers_, group_);
+  for (const at::Tensor& buffer : buffers_) buffer_versions_.push_back(buffer._version());
   ReducerOptions reducer_options{.first_bucket_bytes = option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
                                  .bucket_bytes = option_bytes(options.bucket_cap_mb, "bucket_cap_mb"),
                                  .find_unused_parameters = options.find_unused_parameters,
@@ -233,8 +247,23 @@ bool DistributedDataParallelBase::broadcast_buffers() {
     join_->announce(join_index_, kJoinBuffers);
     source = join_->first_active(true);
   }
-  broadcast_all(buffers_, group_, source, &buffer_messages_);
+  broadcast_all(buffers_, group_, source, &buffer_messages_,
+                [this](std::size_t index, const at::Tensor& values) { write_buffer(index, values); });
   return true;
+}
+
+/// A graph that has saved the buffer may still be walked. Batch norm saves its statistics, does not read them in
+/// backward, and updates them without a new version. Statistics written with a new version would make autograd refuse
+/// that graph. If all updates since the last broadcast came without a new version, this write comes without one too.
+void DistributedDataParallelBase::write_buffer(std::size_t index, const at::Tensor& values) {
+  const at::Tensor& buffer = buffers_[index];
+  if (buffer._version() == buffer_versions_[index]) {
+    const at::AutoDispatchBelowADInplaceOrView no_new_version;
+    buffer.copy_(values);
+  } else if (!buffer.is_cpu() || !at::equal(buffer, values)) {  // On a device the comparison would stop the host.
+    buffer.copy_(values);
+  }
+  buffer_versions_[index] = buffer._version();
 }
 
 void DistributedDataParallelBase::record_forward(const std::vector<at::Tensor>& outputs) {

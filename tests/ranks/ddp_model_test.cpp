@@ -184,3 +184,111 @@ TEST_CASE("wrong options are refused", "[ddp]") {
                     ContainsSubstring("bucket_cap_mb is 0"));
   CHECK_THROWS_AS(DistributedDataParallel(torch::nn::ReLU(), group), ddpkit::InvalidArgument);
 }
+
+RANK_TEST("batch norm: several forwards before one backward", "[ddp]", 1, 2, 3) {
+  struct Norms : torch::nn::Module {
+    Norms() {
+      first = register_module("first", torch::nn::BatchNorm1d(4));
+      second = register_module("second", torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).momentum(c10::nullopt)));
+      frozen = register_module("frozen", torch::nn::BatchNorm1d(4));
+      to(torch::kDouble);
+      frozen->running_mean.fill_(0.5);
+      frozen->eval();
+    }
+    torch::Tensor forward(const torch::Tensor& x) { return second(torch::tanh(frozen(torch::tanh(first(x))))); }
+    void learn() {
+      train();
+      frozen->eval();
+    }
+    torch::nn::BatchNorm1d first{nullptr}, second{nullptr}, frozen{nullptr};
+  };
+  const auto batch = [](int number, int rank) {
+    torch::manual_seed(static_cast<std::uint64_t>(number * 10 + rank));
+    return torch::randn({8, 4}, torch::kDouble);
+  };
+  for (const bool evaluates : {false, true}) {
+    CAPTURE(evaluates);
+    const auto model = std::make_shared<Norms>();
+    DistributedDataParallel ddp(model, group);
+    std::vector<std::shared_ptr<Norms>> alone;
+    for (int r = 0; r < group.world_size(); ++r) alone.push_back(std::make_shared<Norms>());
+    for (int step = 0; step < 3; ++step) {
+      const auto loss_of = [&](Norms& norms, int rank, const auto& forward) {
+        torch::Tensor loss = torch::zeros({}, torch::kDouble);
+        for (int part = 0; part < 3; ++part) {
+          norms.learn();
+          // Between training forwards; of no use for the loss.
+          if (evaluates && part == 2) {
+            norms.eval();
+            (void)forward(batch(90 + step, rank));
+            norms.learn();
+          }
+          loss = loss + (forward(batch(3 * step + part, rank)) * batch(50 + part, rank)).sum();
+        }
+        return loss;
+      };
+      // The ranks play in turn, from rank 0's buffers before each forward: it takes its part first.
+      std::vector<std::vector<torch::Tensor>> of_rank_0;  // Before each forward of rank 0. [forward][buffer]
+      torch::Tensor expected = torch::zeros({4}, torch::kDouble);
+      for (int r = 0; r < group.world_size(); ++r) {
+        Norms& norms = *alone[static_cast<std::size_t>(r)];
+        std::size_t forward_number = 0;
+        const auto loss = loss_of(norms, r, [&](const torch::Tensor& x) {
+          const torch::NoGradGuard no_grad;
+          const std::size_t number = forward_number++;
+          auto buffers = norms.buffers();
+          if (r == 0) of_rank_0.emplace_back();
+          for (std::size_t i = 0; i < buffers.size(); ++i) {
+            if (r == 0)
+              of_rank_0.back().push_back(buffers[i].clone());
+            else if (norms.is_training())
+              buffers[i].variable_data().copy_(of_rank_0[number][i]);
+          }
+          const torch::AutoGradMode on(true);
+          return norms.forward(x);
+        });
+        norms.zero_grad();
+        loss.backward();
+        expected += norms.first->weight.grad() / group.world_size();
+      }
+      model->zero_grad();
+      loss_of(*model, group.rank(), [&](const torch::Tensor& x) { return ddp(x); }).backward();
+      CHECK(torch::allclose(model->first->weight.grad(), expected, 1e-10, 1e-12));
+      Norms& own = *alone[static_cast<std::size_t>(group.rank())];
+      for (std::size_t i = 0; i < own.buffers().size(); ++i)
+        CHECK(torch::allclose(model->buffers()[i], own.buffers()[i], 1e-10, 1e-12));
+    }
+  }
+}
+
+RANK_TEST("a buffer that forward reads, and another forward overwrites, is an error of autograd", "[ddp]", 2) {
+  // Each rank's forward writes its own values, reads them, and backward reads them again.
+  struct Scaled : torch::nn::Module {
+    Scaled() {
+      weight = register_parameter("weight", torch::ones({2}));
+      scale = register_buffer("scale", torch::ones({2}));
+    }
+    torch::Tensor forward(double value) {
+      if (value != 0) {
+        const torch::NoGradGuard no_grad;
+        scale.fill_(value);
+      }
+      return weight * scale;
+    }
+    torch::Tensor weight, scale;
+  };
+  const auto model = std::make_shared<Scaled>();
+  DistributedDataParallel ddp(model, group);
+  const torch::Tensor first = ddp(2.0 + group.rank());
+  const torch::Tensor second = ddp(0.0);  // Reads rank 0's values.
+  CHECK(torch::equal(model->scale, torch::full({2}, 2.0)));
+  if (group.rank() == 0) {
+    CHECK_NOTHROW(torch::autograd::grad({first.sum()}, {model->weight}));
+  } else {
+    CHECK_THROWS_WITH(torch::autograd::grad({first.sum()}, {model->weight}), ContainsSubstring("inplace operation"));
+  }
+  // Equal values are not written.
+  const torch::Tensor third = ddp(0.0);
+  (second + third).sum().backward();
+  CHECK(torch::equal(model->weight.grad(), torch::full({2}, 4.0)));
+}

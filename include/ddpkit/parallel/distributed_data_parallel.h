@@ -5,6 +5,8 @@
 #include <torch/nn/pimpl.h>
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -99,7 +101,7 @@ class DistributedDataParallelBase : public Joinable {
   void before_forward();
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
-    const bool wanted = reducer_->wants_outputs() && c10::GradMode::is_enabled();
+    const bool wanted = reducer_->synchronize() && c10::GradMode::is_enabled();
     if (!wanted && !timeline_) return;
     std::vector<at::Tensor> tensors;
     const bool known = collect_tensors(outputs, tensors);
@@ -111,13 +113,15 @@ class DistributedDataParallelBase : public Joinable {
 
  private:
   bool broadcast_buffers();
+  void write_buffer(std::size_t index, const at::Tensor& values);
 
   ProcessGroup group_;
   torch::nn::Module* module_;
   DistributedDataParallelOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
-  std::vector<at::Tensor> buffer_messages_;  ///< What each forward's broadcast of the buffers puts them into.
+  std::vector<std::int64_t> buffer_versions_;  ///< After the last broadcast. [buffer]
+  std::vector<at::Tensor> buffer_messages_;    ///< What each forward's broadcast of the buffers puts them into.
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
   std::optional<Timeline> timeline_;
