@@ -6,7 +6,7 @@
 
 namespace ddpkit {
 
-void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<void(torch::autograd::Node*)>& visit) {
+void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<bool(torch::autograd::Node*)>& visit) {
   std::unordered_set<torch::autograd::Node*> seen;
   std::vector<torch::autograd::Node*> stack;
   const auto push = [&](torch::autograd::Node* node) {
@@ -18,7 +18,7 @@ void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<voi
   while (!stack.empty()) {
     torch::autograd::Node* node = stack.back();
     stack.pop_back();
-    visit(node);
+    if (!visit(node)) return;
     for (const auto& edge : node->next_edges()) push(edge.function.get());
   }
 }

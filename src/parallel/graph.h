@@ -11,7 +11,7 @@
 namespace ddpkit {
 
 /// Calls `visit` once for every node from which one of the tensors has come, itself included: depth first through the
-/// graph that autograd has recorded.
-void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<void(torch::autograd::Node*)>& visit);
+/// graph that autograd has recorded, until `visit` returns false.
+void visit_graph(const std::vector<at::Tensor>& outputs, const std::function<bool(torch::autograd::Node*)>& visit);
 
 }  // namespace ddpkit

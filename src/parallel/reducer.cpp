@@ -119,24 +119,13 @@ void Reducer::Impl::install_hook(std::size_t index) {
       }));
 }
 
-/// A backward that has begun and will not end: something else in the graph threw. (What a backward itself calls is part
-/// of one that continues: a forward pass of checkpointing, for one.)
-void Reducer::Impl::end_abandoned_backward() {
-  if (!in_backward_ || torch::autograd::get_current_graph_task_id() >= 0) return;
-  // The other ranks may still write into what has been passed to them.
-  for (Bucket& bucket : buckets_) {
-    if (bucket.work.valid()) bucket.work.wait();
-  }
-  if (put_off_) throw_unfinished();
-  forget_backward();
-}
-
 void Reducer::Impl::follow_parameters() {
   if (replaced_)
     throw InvalidArgument(
         "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
   {
     const std::lock_guard lock(mutex_);
+    if (in_hook_) throw InvalidArgument("a communication hook cannot call forward");
     end_abandoned_backward();
     if (!in_backward_) follow_sink();
   }
@@ -164,16 +153,21 @@ void Reducer::Impl::remove_hooks() noexcept {
 }
 
 void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
-  // Where a backward within another one may bring the first gradient and others be missing, only the end of the
-  // backward that comes from here says that there are none left.
-  at_outputs(outputs, &Impl::note_task);
   const std::lock_guard lock(mutex_);
-  if (!options_.find_unused_parameters) return;
   if (!has_hint_) reached_.assign(slots_.size(), false);
   has_hint_ = true;
-  visit_graph(outputs, [this](torch::autograd::Node* node) {
-    if (const auto found = slot_of_.find(node); found != slot_of_.end()) reached_[found->second] = true;
+  bool uses_parameters = false;
+  visit_graph(outputs, [&](torch::autograd::Node* node) {
+    if (const auto found = slot_of_.find(node); found != slot_of_.end())
+      reached_[found->second] = uses_parameters = true;
+    return options_.find_unused_parameters || !uses_parameters;
   });
+  // Checkpoints hide their parameters: buckets wait for all.
+  if (!uses_parameters) reached_.assign(slots_.size(), true);
+  const auto is_trained = [](const Slot& slot) { return slot.parameter.tensor.requires_grad(); };
+  const bool is_within_backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if (is_within_backward || (!uses_parameters && std::any_of(slots_.begin(), slots_.end(), is_trained)))
+    at_outputs(outputs, &Impl::note_task);
 }
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
@@ -206,8 +200,6 @@ Reducer::SinkRegistration::State Reducer::SinkRegistration::state() const {
 }
 
 std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
-
-bool Reducer::wants_outputs() const noexcept { return impl_->wants_outputs(); }
 
 void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
 

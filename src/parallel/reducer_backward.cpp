@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -38,25 +37,12 @@ void Reducer::Impl::begin_backward() {
   }
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
-    slot.fired = false;
-    slot.expected = true;
-    if (graph_is_known()) {
-      slot.expected = used_here_[index];
-    } else if (options_.find_unused_parameters && has_hint_) {
-      slot.expected = reached_[index];
-    }
-    if (slot.expected && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
+    slot.firings = 0;
+    slot.expected = slot.in_graph;
+    if (!graph_is_known_ && options_.find_unused_parameters && has_hint_) slot.expected = reached_[index];
+    if (slot.expected > 0 && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
   }
-  first_gradient_ = Clock::now();
-  queue_end();
-}
-
-/// At the end of the backward that runs here. It runs when the whole graph has been walked: on the CPU on the thread
-/// that called backward(), else on autograd's own of the device, with that caller's current stream, which then waits
-/// for the streams of all hooks.
-void Reducer::Impl::queue_end() {
-  put_off_ = false;
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
+  first_gradient_ = last_gradient_ = {};
 }
 
 void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
@@ -70,18 +56,20 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
           "backward(create_graph=true) through DistributedDataParallel: the gradient of {} would lose its history when "
           "it is averaged; use torch::autograd::grad(..., create_graph=true) for the inner derivative",
           slot.parameter.name));
-    // An earlier backward that threw half-way left its state behind.
-    if (in_backward_ && slot.fired) forget_backward();
-    if (!in_backward_) begin_backward();
-    if (put_off_) queue_end();
+    if (in_hook_)
+      throw InvalidArgument(
+          fmt::format("a communication hook cannot run a backward that gives a gradient to {}", slot.parameter.name));
+    enter_backward();
+    ++slot.firings;
+    if (!learns_graph() && slot.firings > std::max(slot.expected, 1)) throw_ready_twice(slot);
     if (slot.bucket != kNoBucket && slot.bucket < next_bucket_)
       throw Error(fmt::format("parameter {} got a gradient though no output of forward comes from it, after its bucket "
                               "was reduced without it: find_unused_parameters and static_graph need the parameters "
                               "that take part in the loss to be used in forward (and the same ones each time)",
                               slot.parameter.name),
                   {.rank = group_.rank(), .call = "backward", .bucket = slot.bucket});
-    slot.fired = true;
     last_gradient_ = Clock::now();
+    if (first_gradient_ == Clock::time_point{}) first_gradient_ = last_gradient_;
     note_arrival(index);
     const at::Tensor& gradient = slot.parameter.tensor.grad();
     if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(slot.parameter.name, gradient, group_, backwards);
@@ -93,9 +81,11 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
                       slot.parameter.name));
     Bucket& bucket = buckets_[slot.bucket];
     note_writer(bucket);
-    memory_->take(index, added);
     bucket.timing.ready = last_gradient_;
-    if (slot.expected) --bucket.pending;
+    // Autograd may still add to it.
+    if (learns_graph() || slot.firings < slot.expected) return;
+    memory_->take(index, added);
+    if (slot.expected > 0) --bucket.pending;
     note_finished();
     launch_complete_buckets();
   } catch (...) {
@@ -105,8 +95,6 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
 }
 
 void Reducer::Impl::launch_complete_buckets() {
-  // Which parameters a static graph uses is known only when its first backward ends.
-  if (options_.static_graph && !graph_is_known()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
   if (memory_->sharded() && must_be_complete()) feed_sink();
 }
@@ -141,7 +129,11 @@ void Reducer::Impl::launch(std::size_t b) {
   bucket.writers.current_waits();
   bucket.stream = bucket.writers.current();
   for (const std::size_t index : plan[b]) {
-    if (!slots_[index].fired) memory_->take_unused(index);
+    if (slots_[index].firings == 0) {
+      memory_->take_unused(index);
+    } else if (learns_graph()) {
+      memory_->take(index, {});
+    }
   }
   bucket.timing.started = Clock::now();
   if (bucket.timing.ready == Clock::time_point{}) bucket.timing.ready = bucket.timing.started;  // None was used.
@@ -163,55 +155,16 @@ void Reducer::Impl::launch(std::size_t b) {
     shown.parameters.push_back(slots_[index].parameter.tensor);
     shown.names.push_back(slots_[index].parameter.name);
   }
+  in_hook_ = true;
   PendingReduction pending = call_hook(comm_hook_, std::move(shown), group_);
+  in_hook_ = false;
   if (group_.world_size() > 1) bucket.timing.sent_bytes = pending.sent_bytes.value_or(memory_->buffer(b).nbytes());
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
 
-void Reducer::Impl::end_backward() {
-  const std::lock_guard lock(mutex_);
-  if (!in_backward_) return;
-  if (an_outer_backward_goes_on()) {
-    reentrant_ = true;
-    put_off_ = output_task_ < 0;
-    return;
-  }
-  try {
-    finish_backward();
-  } catch (...) {
-    give_up("at its end");
-    throw;
-  }
-}
-
-/// `action` runs whenever a backward comes by one of them.
-void Reducer::Impl::at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)()) {
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    output.register_hook([weak = weak_from_this(), action](const at::Tensor&) {
-      if (const auto self = weak.lock()) (self.get()->*action)();
-    });
-  }
-}
-
-void Reducer::Impl::note_task() {
-  const std::lock_guard lock(mutex_);
-  if (!synchronize) return;
-  output_task_ = torch::autograd::get_current_graph_task_id();
-  queue_end();
-}
-
 bool Reducer::Impl::is_complete() const {
-  return std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.fired || !slot.expected; });
-}
-
-/// When a backward has ended: whether it was one within another, as reentrant checkpointing has it, which may bring
-/// more. Only then does the engine run a node on this thread. (As long as it nests no deeper than it has threads for.)
-bool Reducer::Impl::an_outer_backward_goes_on() const {
-  if (!torch::autograd::get_current_node()) return false;
-  if (must_be_complete() && is_complete()) return false;
-  return torch::autograd::get_current_graph_task_id() != output_task_;
+  return std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.firings >= slot.expected; });
 }
 
 void Reducer::Impl::finish_backward() {
@@ -227,13 +180,13 @@ void Reducer::Impl::finish_backward() {
   }
   divide_by_active_ranks();
   for (Slot& slot : slots_) slot.used = false;
-  in_backward_ = put_off_ = has_hint_ = false;
-  output_task_ = -1;
+  leave_backward();
   ++backwards;
   if (!trace) trace.emplace();
-  trace->first_gradient = first_gradient_;
-  trace->last_gradient = last_gradient_;
   trace->end = Clock::now();
+  const bool is_empty = first_gradient_ == Clock::time_point{};
+  trace->first_gradient = is_empty ? trace->end : first_gradient_;
+  trace->last_gradient = is_empty ? trace->end : last_gradient_;
   trace->buckets.clear();
   for (const Bucket& bucket : buckets_) trace->buckets.push_back(bucket.timing);
   note_step();
@@ -284,7 +237,9 @@ void Reducer::Impl::take_result(Bucket& bucket) {
     const c10::OptionalStreamGuard there(bucket.stream);
     if (bucket.work.valid()) bucket.work.wait();
     bucket.work = {};
+    in_hook_ = true;
     bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
+    in_hook_ = false;
     bucket.finish = nullptr;
   }
   // The gradients are read on the current stream: after finish().
@@ -309,33 +264,6 @@ void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
     if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
   }
   sink_->receive(parameters, std::move(slices));
-}
-
-/// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the
-/// error came from them, the group has ended already, and nothing changes.
-void Reducer::Impl::give_up(const std::string& where) noexcept {
-  forget_backward();
-  try {
-    try {
-      throw;
-    } catch (const std::exception& error) {
-      group_.abort(fmt::format("backward on rank {} failed {}: {}", group_.rank(), where, error.what()));
-    }
-  } catch (...) {
-    group_.abort("backward failed");
-  }
-}
-
-void Reducer::Impl::forget_backward() noexcept {
-  in_backward_ = put_off_ = has_hint_ = false;
-  output_task_ = -1;
-  reached_output_ = {};
-  memory_->forget();
-  arrivals_.clear();  // Half an order, which the next backward begins anew.
-  for (Bucket& bucket : buckets_) {
-    bucket.work = {};
-    bucket.finish = nullptr;
-  }
 }
 
 }  // namespace ddpkit

@@ -1,10 +1,11 @@
 // Tier 2: torch/csrc/autograd/function.h. The reducer's state, and what its sources are:
-//   reducer.cpp           parameters, their hooks, settings
-//   reducer_plan.cpp      which gradient is in which bucket
-//   reducer_backward.cpp  one backward: gradients come, buckets are reduced and handed on
-//   reducer_unused.cpp    parameters that took no part
-//   reducer_join.cpp      a backward of a rank without inputs
-//   reducer_stats.cpp     what happened
+//   reducer.cpp              parameters, their hooks, settings
+//   reducer_plan.cpp         which gradient is in which bucket
+//   reducer_backward.cpp     one backward: gradients come, buckets are reduced and handed on
+//   reducer_graph_tasks.cpp  where a backward begins and ends
+//   reducer_unused.cpp       parameters that took no part
+//   reducer_join.cpp         a backward of a rank without inputs
+//   reducer_stats.cpp        what happened
 #pragma once
 
 #include <ddpkit/parallel/reducer.h>
@@ -34,7 +35,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void follow_parameters();
   void remove_hooks() noexcept;
   void set_comm_hook(CommHook hook);
-  bool wants_outputs() const { return (!must_be_complete() || reentrant_) && synchronize; }
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
   void set_gradient_sink(GradientSink& sink);
   void remove_gradient_sink(const GradientSink& sink) noexcept;
@@ -67,9 +67,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     NodePtr accumulator = {};  ///< Autograd keeps only a weak reference.
     std::uintptr_t hook = 0;
     std::size_t bucket = kNoBucket;  ///< None for a sparse one.
-    bool fired = false;              ///< In this backward.
+    int firings = 0;                 ///< Gradients that have come in this backward.
+    int expected = 1;                ///< Firings that its bucket waits for.
+    int in_graph = 1;                ///< Firings in each backward; a static graph learns them.
     bool used = false;               ///< In any backward since the last synchronised one, this one included.
-    bool expected = true;            ///< Its bucket waits for it.
   };
   struct Bucket {
     std::size_t bytes = 0;
@@ -82,27 +83,31 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     explicit Bucket(c10::Device device) : writers(device) {}
   };
 
-  /// A static graph's used parameters are known from its first backward on.
-  bool graph_is_known() const { return options_.static_graph && used_anywhere_.defined(); }
+  /// A static graph is learned in its first backward.
+  bool learns_graph() const { return options_.static_graph && !graph_is_known_; }
   bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   /// Whether each backward has to bring all gradients that are expected.
-  bool must_be_complete() const { return !allows_unused() || graph_is_known(); }
+  bool must_be_complete() const { return !allows_unused() || graph_is_known_; }
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
   void tell_plan(const std::string& what) const;
   void lay_out();
 
   void on_gradient(std::size_t index, const at::Tensor& added);
+  void enter_backward();
   void begin_backward();
+  bool backward_has_died() const;
   void queue_end();
+  bool queue_end_after(const torch::autograd::Node& node);
+  void continue_backward();
   void note_task();
+  bool accumulates() const;
   void at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)());
   void launch_complete_buckets();
   void feed_sink();
   void launch(std::size_t bucket);
   void end_backward();
   bool is_complete() const;
-  bool an_outer_backward_goes_on() const;
   void finish_backward();
   void finish_dense();
   void finish_bucket(std::size_t bucket);
@@ -121,14 +126,16 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void begin_shadow();
   void note_arrival(std::size_t index);
   [[noreturn]] void throw_incomplete();
-  [[noreturn]] void throw_unfinished();
+  [[noreturn]] void throw_ready_twice(const Slot& slot) const;
+  void leave_backward() noexcept;
   void forget_backward() noexcept;
   void give_up(const std::string& where) noexcept;
 
   ProcessGroup group_;
   ReducerOptions options_;
   CommHook comm_hook_;
-  mutable std::mutex mutex_;     ///< Gradients on several devices come from several threads.
+  /// Gradients on several devices come from several threads. Recursive: a communication hook may call public functions.
+  mutable std::recursive_mutex mutex_;
   std::vector<Slot> slots_;      ///< [param]
   std::size_t dense_ = 0;        ///< Slots of dense parameters.
   std::vector<Bucket> buckets_;  ///< [bucket]
@@ -140,13 +147,16 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
   std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
   bool in_backward_ = false;
-  bool reentrant_ = false;             ///< A backward within another one has brought some gradients, not all.
-  bool put_off_ = false;               ///< So this time, and nothing waits for the outer one's end.
-  int output_task_ = -1;               ///< The backward, as autograd counts, that has come by an output of forward.
+  bool in_hook_ = false;          ///< The communication hook runs.
+  int end_task_ = -1;             ///< The graph task at whose end end_backward() was last queued.
+  int output_task_ = -1;          ///< The graph task that has reached an output of forward. See note_task().
+  std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call end_backward(): expires if they throw.
+  bool waits_for_outer_ = false;  ///< A backward within backward has ended, and the outer one has not continued.
+  std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That queue_end_after() has added.
+  bool graph_is_known_ = false;                               ///< Only with static_graph.
   bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
   std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
-  std::vector<bool> used_here_;        ///< In a static graph's first backward. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
   std::optional<c10::Stream> hook_stream_;  ///< On which the hooks run: current when they were installed.
   StreamSet last_readers_;                  ///< On which the last backward took gradients out of the buckets.

@@ -57,7 +57,8 @@ void Reducer::Impl::begin_shadow() {
   for (Bucket& bucket : buckets_) bucket.timing.ready = {};
   for (Slot& slot : slots_) {
     slot.parameter.tensor.mutable_grad().reset();
-    slot.fired = slot.used = slot.expected = false;
+    slot.firings = slot.expected = 0;
+    slot.used = false;
   }
   first_gradient_ = last_gradient_ = Clock::now();
 }

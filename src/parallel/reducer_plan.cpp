@@ -85,7 +85,9 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
 }
 
 void Reducer::Impl::note_arrival(std::size_t index) {
-  if (rebuilds == 0 && index < dense_ && arrivals_.size() < dense_) arrivals_.push_back(index);
+  if (rebuilds != 0 || index >= dense_) return;
+  if (slots_[index].firings > 1) std::erase(arrivals_, index);  // Its bucket waits for the last one.
+  if (arrivals_.size() < dense_) arrivals_.push_back(index);
 }
 
 /// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse

@@ -9,6 +9,8 @@
 
 #include <ddpkit/comm/error.h>
 
+#include "parallel/join_session.h"
+
 namespace ddpkit {
 
 /// Which parameters were used on some rank. Collective.
@@ -18,22 +20,22 @@ void Reducer::Impl::agree_on_used() {
   // Pinned: from pageable memory the copy to the device would make the host wait.
   const at::Tensor here = at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(on_device));
   auto* used = here.data_ptr<std::uint8_t>();
-  used_here_.clear();
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    used[i] = slots_[i].used;
-    used_here_.push_back(slots_[i].used);
-  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].used;
   const at::Tensor anywhere = here.to(group_.device(), /*non_blocking=*/on_device);
   group_.all_reduce(anywhere, ReduceOp::kMax);
   // A rank that has used all knows the answer, and does not wait for the device to bring it.
-  const bool all = std::all_of(used_here_.begin(), used_here_.end(), [](bool one) { return one; });
+  const bool all = std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.used; });
   used_anywhere_ = all ? here : anywhere.cpu();
+  // In join(), a rank without inputs cannot learn the graph. All ranks learn it in the same backward.
+  if (!options_.static_graph || (join_ && join_->active() < group_.world_size())) return;
+  for (Slot& slot : slots_) slot.in_graph = slot.firings;
+  graph_is_known_ = true;
 }
 
 void Reducer::Impl::throw_incomplete() {
   std::vector<std::string> names;
   for (const Slot& slot : slots_) {
-    if (!slot.fired && slot.expected) names.push_back(slot.parameter.name);
+    if (slot.firings < slot.expected) names.push_back(slot.parameter.name);
   }
   const std::size_t count = names.size();
   if (count > 10) {
@@ -51,16 +53,17 @@ void Reducer::Impl::throw_incomplete() {
   throw Error(text, {.rank = group_.rank(), .call = "backward", .bucket = next_bucket_});
 }
 
-/// The last backward was made of backwards within others, and none of them was known to be the last.
-void Reducer::Impl::throw_unfinished() {
-  if (must_be_complete()) throw_incomplete();
-  const std::string text = fmt::format(
-      "backward on rank {} has not ended: a backward within another one (a checkpoint) brought its last gradient, and "
-      "with find_unused_parameters or static_graph the end of the outer one is seen only where forward returns "
-      "tensors, or what they can be found in (ddpkit/parallel/outputs.h)",
-      group_.rank());
-  group_.abort(text);
-  throw Error(text, {.rank = group_.rank(), .call = "backward"});
+void Reducer::Impl::throw_ready_twice(const Slot& slot) const {
+  throw Error(
+      graph_is_known_
+          ? fmt::format("parameter {} was marked ready twice: gradient number {} came in one backward, and the first "
+                        "backward had {}. static_graph promises that each backward is like the first one",
+                        slot.parameter.name, slot.firings, slot.in_graph)
+          : fmt::format("parameter {} was marked ready twice: a second gradient came in one backward. Backwards within "
+                        "backward, such as reentrant checkpoints, share the parameter. Set static_graph if the graph "
+                        "is the same in each step, or use the parameter in one checkpoint only",
+                        slot.parameter.name),
+      {.rank = group_.rank(), .call = "backward", .bucket = slot.bucket});
 }
 
 }  // namespace ddpkit

@@ -299,3 +299,45 @@ RANK_TEST("a hook that returns a tensor of another shape is told so", "[comm_hoo
   }
   group.barrier();
 }
+
+RANK_TEST("a hook may call what only reads, and is refused what would disturb backward", "[comm_hooks]", 1, 2) {
+  const auto model = std::make_shared<HeadsImpl>();
+  DistributedDataParallel ddp(model, group,
+                              {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .find_unused_parameters = true});
+  const auto read = [&](std::uint64_t steps) {
+    CHECK(ddp.stats().steps == steps);
+    CHECK(ddp.reducer().parameters().size() == 8);
+    CHECK(ddp.reducer().backwards() == steps);
+    CHECK(ddp.reducer().buckets().size() > 1);
+    (void)ddp.reducer().last_backward();
+    (void)ddp.reducer().arena();
+  };
+  std::uint64_t step = 0;
+  ddp.register_comm_hook([&](GradBucket& bucket) -> PendingReduction {
+    read(step);
+    CHECK_THROWS_WITH(ddp.register_comm_hook({}), ContainsSubstring("while backward runs"));
+    CHECK_THROWS_WITH(ddp(torch::ones({2, 7}), 0), ContainsSubstring("cannot call forward"));
+    PendingReduction pending = comm_hooks::all_reduce(group)(bucket);
+    pending.finish = [&, inner = std::move(pending.finish)]() -> torch::Tensor {
+      read(step);
+      return inner ? inner() : torch::Tensor();
+    };
+    return pending;
+  });
+  for (; step < 2; ++step) ddp(torch::full({2, 7}, group.rank() + 1.0), 0).sum().backward();
+  CHECK(ddp.stats().steps == 2);
+}
+
+RANK_TEST("a hook that runs a backward of the model is an error on all ranks", "[comm_hooks]", 1, 2) {
+  const ProcessGroup own = ddpkit::testing::another_group(group, "backward in a hook");
+  torch::nn::Linear model(3, 2);
+  DistributedDataParallel ddp(model, own);
+  ddp.register_comm_hook([&](GradBucket& bucket) -> PendingReduction {
+    const torch::AutoGradMode on(true);
+    model->forward(torch::ones({1, 3})).sum().backward();
+    return comm_hooks::all_reduce(own)(bucket);
+  });
+  CHECK_THROWS_WITH(ddp(torch::ones({1, 3})).sum().backward(),
+                    ContainsSubstring("a communication hook cannot run a backward"));
+  group.barrier();
+}

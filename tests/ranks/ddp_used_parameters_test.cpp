@@ -277,3 +277,77 @@ RANK_TEST("modules with any arguments and any return type", "[ddp][options]", 2,
   // Nobody can look into this one: what is unused shows when backward ends.
   check_outputs<mine::Opaque>(group, false, [](const auto& o) { return o.hidden.sum(); });
 }
+
+namespace {
+
+/// Uses no parameter if `scale` is false. Then the output depends on the input alone, or is the input.
+struct ScaleImpl : torch::nn::Module {
+  ScaleImpl() { weight = register_parameter("weight", torch::full({kWidth}, 2.0, torch::kDouble)); }
+  torch::Tensor forward(const torch::Tensor& x, bool scales, bool copies) {
+    if (scales) return x * weight;
+    return copies ? x * 1 : x;
+  }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Scale);
+
+}  // namespace
+
+RANK_TEST("a rank that uses no parameter gives zeros", "[ddp][options]", 2, 3) {
+  for (const bool static_graph : {false, true}) {
+    for (const bool copies : {false, true}) {
+      for (const bool arena : {false, true}) {
+        CAPTURE(static_graph, copies, arena);
+        Scale model, reference;
+        DistributedDataParallel ddp(
+            model, group, {.find_unused_parameters = !static_graph, .static_graph = static_graph, .arena = arena});
+        for (std::int64_t step = 0; step < 4; ++step) {
+          // All ranks but one use it; in step 3 nobody does, unless the graph is static.
+          const auto uses = [&](int rank) {
+            return static_graph ? rank != 0 : step != 3 && rank != step % group.world_size();
+          };
+          forget_gradients(*model);
+          forget_gradients(*reference);
+          const auto of_rank = [&](auto& net, int r) {
+            return net(input(step, r).requires_grad_(), uses(r), copies).pow(2).mean();
+          };
+          const auto expected =
+              expected_gradients(*reference, group.world_size(), [&](int r) { return of_rank(reference, r); });
+          of_rank(ddp, group.rank()).backward();
+          CHECK(ddp.reducer().backwards() == static_cast<std::uint64_t>(step + 1));
+          check_gradients(*model, expected, group);
+        }
+      }
+    }
+  }
+}
+
+RANK_TEST("without find_unused_parameters, a rank that uses no parameter is an error that names it everywhere",
+          "[ddp][options]", 2, 3) {
+  for (const bool copies : {false, true}) {
+    const ProcessGroup own = another_group(group, copies ? "none used, copies" : "none used");
+    Scale model;
+    DistributedDataParallel ddp(model, own);
+    const torch::Tensor loss = ddp(input(0, own.rank()).requires_grad_(), own.rank() != 1, copies).sum();
+    CHECK_THROWS_WITH(loss.backward(),
+                      ContainsSubstring("backward on rank 1 gave no gradient to 1 of 1 parameters: weight"));
+    group.barrier();
+  }
+}
+
+RANK_TEST("what gives no gradient to any parameter is no backward of the wrapper", "[ddp][options]", 2) {
+  Scale model;
+  DistributedDataParallel ddp(model, group);
+  const auto x = input(0, group.rank()).requires_grad_();
+  const torch::Tensor none = ddp(x, false, true);
+  CHECK(torch::equal(torch::autograd::grad({none.sum()}, {x})[0], torch::ones_like(x)));
+  // Frozen, as a discriminator is while its generator learns.
+  model->weight.requires_grad_(false);
+  ddp(x, true, false).sum().backward();
+  CHECK(torch::equal(x.grad(), torch::full_like(x, 2)));
+  model->weight.requires_grad_(true);
+  CHECK(ddp.reducer().backwards() == 0);
+  ddp(x, true, false).sum().backward();
+  CHECK(ddp.reducer().backwards() == 1);
+  check_same_bits_on_all_ranks(group, model->weight.grad());
+}

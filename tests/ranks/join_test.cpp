@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <cstdint>
+#include <functional>
 #include <vector>
 
 #include <ddpkit/comm/error.h>
@@ -268,4 +270,33 @@ TEST_CASE("join through gloo", "[ranks][ddp][join][gloo]") {
                               check_end(model, reference, group);
                             },
                             {.backend = "gloo"});
+}
+
+RANK_TEST("join: a static graph is learned in a backward of all ranks", "[ddp][join]", 2, 3) {
+  // Rank 0 has no input in the first epoch.
+  auto model = make_model(torch::nn::Identity()), reference = make_model(torch::nn::Identity());
+  const auto forward = [](auto& net, std::int64_t step, int rank) {
+    return net.forward(uneven_input(step, rank)).pow(2).mean();
+  };
+  DistributedDataParallel ddp(model, group,
+                              {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .static_graph = true});
+  const auto epoch = [&](std::int64_t first_step, const std::function<std::int64_t(int)>& steps) {
+    ddpkit::join(ddp, [&] {
+      for (std::int64_t step = 0; step < steps(group.rank()); ++step) {
+        model->zero_grad();
+        reference->zero_grad();
+        torch::Tensor loss = torch::zeros({}, torch::kDouble);
+        for (int r = 0; r < group.world_size(); ++r)
+          if (step < steps(r)) loss = loss + forward(*reference, first_step + step, r) / group.world_size();
+        loss.backward();
+        forward(ddp, first_step + step, group.rank()).backward();
+        for (std::size_t i = 0; i < model->parameters().size(); ++i)
+          CHECK(largest_difference(model->parameters()[i].grad(), reference->parameters()[i].grad()) < 1e-12);
+      }
+    });
+  };
+  epoch(0, [](int rank) { return rank == 0 ? 0 : 2; });
+  epoch(10, [](int) { return 2; });
+  CHECK(ddp.reducer().last_backward()->buckets[0].started < ddp.reducer().last_backward()->last_gradient);
+  epoch(20, steps_of);
 }

@@ -188,7 +188,7 @@ void RankTraining::join(const Event& event) {
   batch_ = before + most;
   steps_ += most - event.counts[static_cast<std::size_t>(rank_)];
   if (scheduler_) scheduler_->set_step(steps_);
-  has_gradients_ = false;
+  zero("");
 }
 
 void RankTraining::throw_within(const Event& event) {

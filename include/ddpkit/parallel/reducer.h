@@ -130,12 +130,10 @@ class Reducer {
   /// All parameters, as a sink counts them. [param]
   std::vector<NamedParameter> parameters() const;
 
-  /// Whether forward's outputs should be shown to expect_gradients_of().
-  bool wants_outputs() const noexcept;
-  /// A forward pass has made `outputs`: the backward that comes from them is the one whose end counts. With
-  /// find_unused_parameters, parameters from which none of them comes will get no gradient, so that buckets need not
-  /// wait for them. Adds to what earlier forwards have said since the last backward. Without a hint, unused
-  /// parameters are known only when backward ends.
+  /// A forward pass that will be followed by a synchronised backward has made `outputs`. If they depend on no
+  /// parameter, a backward through them counts as one in which this rank used none. With find_unused_parameters,
+  /// buckets do not wait for parameters that `outputs` do not depend on; the outputs of several forwards before one
+  /// backward add up. Without a call, unused parameters are known only when backward ends.
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
 
   /// From now on each synchronised backward is recorded: itself, its buckets, its waits. An empty one ends that.
