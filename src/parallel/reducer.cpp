@@ -165,9 +165,11 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
   // Checkpoints hide their parameters: buckets wait for all.
   if (!uses_parameters) reached_.assign(slots_.size(), true);
   const auto is_trained = [](const Slot& slot) { return slot.parameter.tensor.requires_grad(); };
-  const bool is_within_backward = torch::autograd::get_current_graph_task_id() >= 0;
-  if (is_within_backward || (!uses_parameters && std::any_of(slots_.begin(), slots_.end(), is_trained)))
+  if (!uses_parameters && std::any_of(slots_.begin(), slots_.end(), is_trained)) {
+    at_outputs(outputs, &Impl::enter_at_output);
+  } else {
     at_outputs(outputs, &Impl::note_task);
+  }
 }
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)

@@ -100,16 +100,23 @@ void Reducer::Impl::end_backward() {
 void Reducer::Impl::at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)()) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
+    // A leaf may live on, and keeps its hooks.
+    if (output.is_leaf() && action != &Impl::enter_at_output) continue;
     output.register_hook([weak = weak_from_this(), action](const at::Tensor&) {
       if (const auto self = weak.lock()) (self.get()->*action)();
     });
   }
 }
 
-/// At an output of a forward that uses no parameter, as far as its graph shows: the other ranks wait for this one. Or
-/// at an output of a forward within backward, where a checkpoint holds the whole model: backward ends with this graph
-/// task.
+/// Backward ends with the graph task that has reached an output, even if that task runs within another backward: a
+/// checkpoint holds the whole model, or a hook of another model calls backward().
 void Reducer::Impl::note_task() {
+  const std::lock_guard lock(mutex_);
+  output_task_ = torch::autograd::get_current_graph_task_id();
+}
+
+/// At an output of a forward that uses no parameter, as far as its graph shows: the other ranks wait for this one.
+void Reducer::Impl::enter_at_output() {
   const std::lock_guard lock(mutex_);
   if (!synchronize || !accumulates()) return;
   enter_backward();

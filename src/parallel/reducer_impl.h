@@ -101,6 +101,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool queue_end_after(const torch::autograd::Node& node);
   void continue_backward();
   void note_task();
+  void enter_at_output();
   bool accumulates() const;
   void at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)());
   void launch_complete_buckets();
@@ -149,7 +150,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool in_backward_ = false;
   bool in_hook_ = false;          ///< The communication hook runs.
   int end_task_ = -1;             ///< The graph task at whose end end_backward() was last queued.
-  int output_task_ = -1;          ///< The graph task that has reached an output of forward. See note_task().
+  int output_task_ = -1;          ///< The graph task that has reached an output of forward last.
   std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call end_backward(): expires if they throw.
   bool waits_for_outer_ = false;  ///< A backward within backward has ended, and the outer one has not continued.
   std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That queue_end_after() has added.

@@ -43,10 +43,11 @@ void Reducer::Impl::throw_incomplete() {
     names.push_back("...");
   }
   const std::string advice =
-      options_.static_graph ? "static_graph promises that each backward uses the same parameters as the first one did"
-                            : "Every parameter that wants a gradient must take part in the loss on every rank; switch "
-                              "the others off with "
-                              "requires_grad_(false) before wrapping the model, or set find_unused_parameters";
+      options_.static_graph
+          ? "static_graph promises that each backward uses the same parameters as the first one did, and as often"
+          : "Every parameter that wants a gradient must take part in the loss on every rank; switch "
+            "the others off with "
+            "requires_grad_(false) before wrapping the model, or set find_unused_parameters";
   const std::string text = fmt::format("backward on rank {} gave no gradient to {} of {} parameters: {}. {}",
                                        group_.rank(), count, slots_.size(), fmt::join(names, ", "), advice);
   group_.abort(text);

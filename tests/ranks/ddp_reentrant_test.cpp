@@ -326,3 +326,23 @@ RANK_TEST("a backward that threw can be repeated without another forward", "[ddp
     check_gradients(*model, expected, group);
   }
 }
+
+RANK_TEST("gradients are averaged when a backward returns that another model's backward has called", "[ddp][reentrant]",
+          2) {
+  for (const bool checkpointed : {false, true}) {
+    Chain model(std::vector<bool>{false, checkpointed}), reference(std::vector<bool>{false, false});
+    DistributedDataParallel ddp(model, group);
+    const auto expected =
+        expected_gradients(*reference, group.world_size(), [&](int r) { return reference(input(0, r)).pow(2).mean(); });
+    const torch::Tensor loss = ddp(input(0, group.rank())).pow(2).mean();
+    const torch::Tensor other = torch::ones({1}).requires_grad_() * 2;
+    bool called = false;
+    other.register_hook([&](const torch::Tensor&) {
+      loss.backward();
+      called = true;
+      check_gradients(*model, expected, group);
+    });
+    other.sum().backward();
+    CHECK(called);
+  }
+}

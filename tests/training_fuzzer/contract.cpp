@@ -29,7 +29,6 @@ constexpr Clause kClauses[] = {
     {"optimizer.in_backward", "", "update_in_backward"},
     // torch::optim::SGD writes weights without telling autograd, others tell.
     {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},
-    {"node.checkpoint", "wrapper.output=opaque", "has not ended"},
     // ProcessGroup::abort() does not reach the other ranks over gloo.
     {"backend=", "", "gloo/transport/"},
     // Layouts that differ between ranks may work or be refused.
@@ -38,7 +37,10 @@ constexpr Clause kClauses[] = {
     {"event.kind=cast", "", ""},
     {"event.kind=freeze", "", "requires_grad"},
     {"event.kind=unfreeze", "", "requires_grad"},
+    // docs/ddp.md: checkpoints that share a parameter need static_graph, which needs as many gradients in each
+    // backward.
     {"node.checkpoint", "", "ready twice"},
+    {"node.checkpoint", "wrapper.static_graph", "gave no gradient to"},
     {"event.kind=freeze", "event.kind=wrap_again", "needs a module with at least one parameter"},
 };
 
