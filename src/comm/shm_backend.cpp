@@ -35,17 +35,18 @@ void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 ShmBackend::WorkPtr ShmBackend::start(std::vector<Request> requests, OpType type, Tensors outputs,
-                                      std::chrono::milliseconds timeout) const {
-  std::vector<PendingHandle> pending;
-  pending.reserve(requests.size());
-  for (Request& request : requests) pending.push_back(engine_->post(std::move(request)));
-  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, std::move(outputs), timeout);
+                                      std::chrono::milliseconds timeout, at::TensorList inputs) const {
+  auto work = c10::make_intrusive<ShmWork>(engine_, type, std::move(outputs), timeout, inputs);
+  work->reserve(requests.size());
+  for (Request& request : requests) work->add(engine_->post(std::move(request)));
+  return work;
 }
 
-ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outputs,
-                                      std::chrono::milliseconds timeout) const {
-  std::vector<PendingHandle> pending{engine_->post(std::move(request))};
-  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, std::move(outputs), timeout);
+ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outputs, std::chrono::milliseconds timeout,
+                                      at::TensorList inputs) const {
+  auto work = c10::make_intrusive<ShmWork>(engine_, type, std::move(outputs), timeout, inputs);
+  work->add(engine_->post(std::move(request)));
+  return work;
 }
 
 Request ShmBackend::all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
@@ -63,15 +64,17 @@ Request ShmBackend::all_reduce_request(const at::Tensor& tensor, const c10d::Red
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
+    return all_reduce_sparse(tensors[0], options.reduceOp);
   const at::Tensor tensor = only(tensors, "all_reduce");
-  return start(all_reduce_request(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout);
+  return start(all_reduce_request(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const at::Tensor& tensor : tensors) check_tensor(tensor, "all_reduce_coalesced");
   std::vector<Request> requests;
   for (const at::Tensor& tensor : tensors) requests.push_back(all_reduce_request(tensor, options.reduceOp));
-  return start(std::move(requests), OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+  return start(std::move(requests), OpType::ALLREDUCE_COALESCED, tensors, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -88,7 +91,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
                   .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
                   .numel = element_count(tensor)};
   outputs.attach_to(request, {input});
-  return start(std::move(request), OpType::REDUCE, {tensor}, options.timeout);
+  return start(std::move(request), OpType::REDUCE, {tensor}, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -104,7 +107,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
                   .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
                   .numel = element_count(tensor)};
   outputs.attach_to(request, {input, tensor});
-  return start(std::move(request), OpType::BROADCAST, {tensor}, options.timeout);
+  return start(std::move(request), OpType::BROADCAST, {tensor}, options.timeout, tensors);
 }
 
 Request ShmBackend::all_gather_request(const Tensors& outputs, const at::Tensor& input) const {
@@ -134,12 +137,12 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   const at::Tensor input = only(inputs, "all_gather");
   if (outputs.size() != 1) throw InvalidArgument("all_gather: one list of outputs is needed");
   check_list(outputs[0], size_, input, "all_gather");
-  return start(all_gather_request(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout);
+  return start(all_gather_request(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  return start(all_gather_request(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout);
+  return start(all_gather_request(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout, input);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -161,7 +164,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& output
   }
   std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(of_tensor[i], inputs[i]));
-  return start(std::move(requests), OpType::ALLGATHER_COALESCED, flat, options.timeout);
+  return start(std::move(requests), OpType::ALLGATHER_COALESCED, flat, options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -170,7 +173,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
     throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
   std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(outputs[i], inputs[i]));
-  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout);
+  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -191,7 +194,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   Tensors targets = is_root ? outputs[0] : Tensors{};
   for (const at::Tensor& target : targets) request.outputs.push_back(results.add(target).data_ptr());
   results.attach_to(request, {dense});
-  return start(std::move(request), OpType::GATHER, std::move(targets), options.timeout);
+  return start(std::move(request), OpType::GATHER, std::move(targets), options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -214,7 +217,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
     request.inputs.push_back(dense.back().data_ptr());
   }
   results.attach_to(request, std::move(dense));
-  return start(std::move(request), OpType::SCATTER, {output}, options.timeout);
+  return start(std::move(request), OpType::SCATTER, {output}, options.timeout, is_root ? inputs[0] : Tensors());
 }
 
 Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const Tensors& inputs,
@@ -250,13 +253,13 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
   if (inputs.size() != 1) throw InvalidArgument("reduce_scatter: one list of inputs is needed");
   check_list(inputs[0], size_, output, "reduce_scatter");
   return start(reduce_scatter_request(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
-               options.timeout);
+               options.timeout, inputs[0]);
 }
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
   return start(reduce_scatter_request(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
-               options.timeout);
+               options.timeout, input);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -266,7 +269,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
   std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     requests.push_back(reduce_scatter_request(outputs[i], inputs[i], options.reduceOp));
-  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout);
+  return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
 }
 
 Request ShmBackend::all_to_all_request(const Tensors& outputs, const Tensors& inputs) const {
@@ -297,7 +300,7 @@ Request ShmBackend::all_to_all_request(const Tensors& outputs, const Tensors& in
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start(all_to_all_request(outputs, inputs), OpType::ALLTOALL, outputs, options.timeout);
+  return start(all_to_all_request(outputs, inputs), OpType::ALLTOALL, outputs, options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -323,16 +326,17 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
     return tensor.detach().split_with_sizes(sizes);
   };
   return start(all_to_all_request(split(output, output_splits, "output"), split(input, input_splits, "input")),
-               OpType::ALLTOALL_BASE, {output}, options.timeout);
+               OpType::ALLTOALL_BASE, {output}, options.timeout, input);
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(Request{.kind = CollectiveKind::kBarrier}, OpType::BARRIER, {}, options.timeout);
+  return start(Request{.kind = CollectiveKind::kBarrier}, OpType::BARRIER, {}, options.timeout, {});
 }
 
-void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
-  // Every rank's timeout already names all that are missing.
-  barrier(options)->wait(options.timeout.count() > 0 ? options.timeout : kNoTimeout);
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  start(Request{.kind = CollectiveKind::kBarrier, .monitored = true, .names_all = wait_all_ranks}, OpType::BARRIER, {},
+        options.timeout, {})
+      ->wait(options.timeout.count() > 0 ? options.timeout : kNoTimeout);
 }
 
 c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,

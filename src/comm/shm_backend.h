@@ -28,6 +28,9 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   void setSequenceNumberForGroup() override {}
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return allreduce(tensors, options);
+  }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -79,6 +82,9 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
                                       const c10d::ReduceOp& op) const;
   shm::Request all_to_all_request(const Tensors& outputs, const Tensors& inputs) const;
+  /// Has finished when it returns: the sizes of the parts must be known before the parts can be exchanged.
+  WorkPtr all_reduce_sparse(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  at::Tensor gather_parts(const at::Tensor& part) const;
   WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
   // The same of contiguous tensors that have passed check_stacked(), and must outlive the request.
@@ -88,9 +94,11 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
   void check_peer(int peer, int tag, const char* call) const;
   /// Starts what a call asks for, once all its requests are made: one that is refused leaves the others unstarted.
+  /// A profiler is shown `inputs`.
   WorkPtr start(std::vector<shm::Request> requests, c10d::OpType type, Tensors outputs,
-                std::chrono::milliseconds timeout) const;
-  WorkPtr start(shm::Request request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout) const;
+                std::chrono::milliseconds timeout, at::TensorList inputs) const;
+  WorkPtr start(shm::Request request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout,
+                at::TensorList inputs) const;
   WorkPtr start(shm::MessageHandle message, c10d::OpType type, const at::Tensor& tensor) const;
 
   std::shared_ptr<shm::Engine> engine_;

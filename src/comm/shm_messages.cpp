@@ -34,8 +34,9 @@ void ShmBackend::check_peer(int peer, int tag, const char* call) const {
 }
 
 ShmBackend::WorkPtr ShmBackend::start(shm::MessageHandle message, OpType type, const at::Tensor& tensor) const {
-  std::vector<shm::PendingHandle> pending{engine_->post(std::move(message))};
-  return c10::make_intrusive<ShmWork>(engine_, std::move(pending), type, Tensors{tensor}, c10d::kUnsetTimeout);
+  auto work = c10::make_intrusive<ShmWork>(engine_, type, Tensors{tensor}, c10d::kUnsetTimeout, tensor);
+  work->add(engine_->post(std::move(message)));
+  return work;
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {

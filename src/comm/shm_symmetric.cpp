@@ -2,6 +2,7 @@
 // collectives where it lies.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
@@ -18,6 +19,7 @@ using shm::Request;
 
 void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_tensor(tensor, "all_reduce");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:all_reduce", std::vector<c10::IValue>{tensor});
   if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
     engine_->wait(engine_->post(all_reduce_request(tensor, op)));
     return;
@@ -32,6 +34,7 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
 
 void ShmBackend::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
   check_stacked(output, input, "all_gather");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:all_gather", std::vector<c10::IValue>{input});
   const at::Tensor dense = input.contiguous();
   engine_->run(dense_all_gather_request(output, dense));
 }
@@ -42,10 +45,14 @@ void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& 
     return;
   }
   check_stacked(input, output, "reduce_scatter");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:reduce_scatter", std::vector<c10::IValue>{input});
   engine_->run(dense_reduce_scatter_request(output, input, op));
 }
 
-void ShmBackend::barrier_now() { engine_->run({.kind = CollectiveKind::kBarrier}); }
+void ShmBackend::barrier_now() {
+  RECORD_USER_SCOPE("shm:barrier");
+  engine_->run({.kind = CollectiveKind::kBarrier});
+}
 
 at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::int64_t numel = c10::multiply_integers(sizes);
@@ -93,7 +100,8 @@ ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tens
         std::make_shared<std::pair<Tensors, Tensors>>(part(tensors), slices ? part(*slices) : Tensors());
     requests.push_back(std::move(request));
   }
-  return start(std::move(requests), slices ? OpType::REDUCE_SCATTER : OpType::ALLREDUCE_COALESCED, {}, kNoTimeout);
+  return start(std::move(requests), slices ? OpType::REDUCE_SCATTER : OpType::ALLREDUCE_COALESCED, {}, kNoTimeout,
+               tensors);
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {

@@ -1,21 +1,73 @@
 #include "comm/shm_work.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
 #include <atomic>
 
 namespace ddpkit {
 
-ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, std::vector<shm::PendingHandle> pending, c10d::OpType type,
-                 std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout)
-    : c10d::Work(engine->rank(), type),
+namespace {
+
+using c10d::OpType;
+
+/// ProcessGroupGloo's names. Null while no profiler asks for them.
+const char* event_title(OpType type) {
+  if (!at::hasCallbacks()) return nullptr;
+  switch (type) {
+    case OpType::ALLREDUCE:
+    case OpType::ALLREDUCE_COALESCED:
+      return "shm:all_reduce";
+    case OpType::_ALLREDUCE_SPARSE:
+      return "shm:sparse_all_reduce";
+    case OpType::ALLGATHER:
+    case OpType::_ALLGATHER_BASE:
+    case OpType::ALLGATHER_COALESCED:
+      return "shm:all_gather";
+    case OpType::REDUCE_SCATTER:
+    case OpType::_REDUCE_SCATTER_BASE:
+      return "shm:reduce_scatter";
+    case OpType::ALLTOALL:
+    case OpType::ALLTOALL_BASE:
+      return "shm:all_to_all";
+    case OpType::BROADCAST:
+      return "shm:broadcast";
+    case OpType::REDUCE:
+      return "shm:reduce";
+    case OpType::GATHER:
+      return "shm:gather";
+    case OpType::SCATTER:
+      return "shm:scatter";
+    case OpType::SEND:
+      return "shm:send";
+    case OpType::RECV:
+      return "shm:recv";
+    case OpType::RECVANYSOURCE:
+      return "shm:recvAnySource";
+    case OpType::BARRIER:
+      return "shm:barrier";
+    default:
+      return "shm:coalesced";
+  }
+}
+
+std::optional<std::vector<at::Tensor>> event_inputs(at::TensorList inputs) {
+  return at::hasCallbacks() ? std::optional(inputs.vec()) : std::nullopt;
+}
+
+}  // namespace
+
+ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, OpType type, std::vector<at::Tensor> outputs,
+                 std::chrono::milliseconds timeout, at::TensorList inputs)
+    : c10d::Work(engine->rank(), type, event_title(type), event_inputs(inputs)),
       engine_(std::move(engine)),
-      pending_(std::move(pending)),
       outputs_(std::move(outputs)),
-      timeout_(timeout) {}
+      timeout_(timeout),
+      has_event_(static_cast<bool>(recordFunctionEndCallback_)) {}
 
 ShmWork::~ShmWork() {
-  if (opType_ != c10d::OpType::SEND || exception_) return;
+  end_event();
+  if (opType_ != OpType::SEND || exception_ || pending_.empty() || !engine_->is_of_this_process()) return;
   try {
     if (!engine_->test(pending_[0])) engine_->finish_in_background(pending_[0]);
   } catch (...) {
@@ -29,8 +81,21 @@ std::exception_ptr ShmWork::exception() const {
 }
 
 void ShmWork::fail() {
-  const std::lock_guard lock(mutex_);
-  if (!exception_) exception_ = std::current_exception();
+  {
+    const std::lock_guard lock(mutex_);
+    if (!exception_) exception_ = std::current_exception();
+  }
+  end_event();
+}
+
+void ShmWork::end_event() {
+  if (!has_event_) return;
+  std::function<void()> end;
+  {
+    const std::lock_guard lock(mutex_);
+    end.swap(recordFunctionEndCallback_);
+  }
+  if (end) end();
 }
 
 bool ShmWork::isCompleted() {
@@ -39,6 +104,7 @@ bool ShmWork::isCompleted() {
     for (const auto& pending : pending_) {
       if (!engine_->test(pending)) return false;
     }
+    end_event();
   } catch (...) {
     fail();
   }
@@ -55,6 +121,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
     fail();
     throw;
   }
+  end_event();
   return true;
 }
 

@@ -13,10 +13,14 @@ namespace ddpkit {
 /// c10d's handle on one or several of the engine's operations. Any thread may use it.
 class ShmWork : public c10d::Work {
  public:
-  ShmWork(std::shared_ptr<shm::Engine> engine, std::vector<shm::PendingHandle> pending, c10d::OpType type,
-          std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout);
+  /// Begins a profiler's event, whose end is the moment at which the work is seen to be complete.
+  ShmWork(std::shared_ptr<shm::Engine> engine, c10d::OpType type, std::vector<at::Tensor> outputs,
+          std::chrono::milliseconds timeout, at::TensorList inputs);
   /// A send that nobody has waited for goes on in the background.
   ~ShmWork() override;
+
+  void reserve(std::size_t operations) { pending_.reserve(operations); }
+  void add(shm::PendingHandle pending) { pending_.push_back(std::move(pending)); }
 
   bool isCompleted() override;
   bool isSuccess() const override { return !exception(); }
@@ -32,11 +36,13 @@ class ShmWork : public c10d::Work {
  private:
   /// Keeps the exception under way, the first one.
   void fail();
+  void end_event();
 
   std::shared_ptr<shm::Engine> engine_;
   std::vector<shm::PendingHandle> pending_;
   std::vector<at::Tensor> outputs_;
   std::chrono::milliseconds timeout_;
+  const bool has_event_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< Guarded, as exception_, by c10d::Work's mutex_.
 };
 

@@ -1,0 +1,100 @@
+// All-reduce of sparse tensors, whose numbers of entries differ between ranks.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+
+#include <ddpkit/comm/error.h>
+
+#include "comm/shm_arguments.h"
+#include "comm/shm_backend.h"
+#include "comm/shm_work.h"
+
+namespace ddpkit {
+namespace {
+
+constexpr std::int64_t kMostDimensions = 16;
+
+/// What ranks must know of each other's tensor before they exchange it.
+struct SparseHeader {
+  std::int64_t dtype, sparse_dimensions, dimensions, entries;
+  std::array<std::int64_t, kMostDimensions> sizes;
+
+  explicit SparseHeader(const at::Tensor& tensor)
+      : dtype(static_cast<std::int64_t>(tensor.scalar_type())),
+        sparse_dimensions(tensor.sparse_dim()),
+        dimensions(tensor.dim()),
+        entries(tensor._nnz()),
+        sizes{} {
+    std::ranges::copy(tensor.sizes(), sizes.begin());
+  }
+  bool has_shape_of(const SparseHeader& other) const {
+    return dtype == other.dtype && sparse_dimensions == other.sparse_dimensions && dimensions == other.dimensions &&
+           sizes == other.sizes;
+  }
+  std::string text() const {
+    return fmt::format("{} of sizes [{}] with {} sparse dimensions", c10::toString(static_cast<at::ScalarType>(dtype)),
+                       fmt::join(sizes.begin(), sizes.begin() + dimensions, ", "), sparse_dimensions);
+  }
+};
+
+}  // namespace
+
+/// Stacks the ranks' parts.
+at::Tensor ShmBackend::gather_parts(const at::Tensor& part) const {
+  std::vector<std::int64_t> sizes{size_};
+  sizes.insert(sizes.end(), part.sizes().begin(), part.sizes().end());
+  at::Tensor all = at::empty(sizes, part.options());
+  if (part.numel() != 0) engine_->run(dense_all_gather_request(all, part));
+  return all;
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::SUM)
+    throw InvalidArgument("all_reduce: of sparse tensors only the sum is defined (ReduceOp.SUM)");
+  if (!tensor.is_cpu() || tensor.dim() > kMostDimensions)
+    throw InvalidArgument(
+        fmt::format("all_reduce: a sparse tensor must be on the CPU and have at most {} dimensions, "
+                    "not {} on {}",
+                    kMostDimensions, tensor.dim(), tensor.device().str()));
+  data_type(tensor);
+  auto work =
+      c10::make_intrusive<ShmWork>(engine_, c10d::OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, kNoTimeout, tensor);
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = tensor.detach().coalesce();
+  std::vector<SparseHeader> headers(static_cast<std::size_t>(size_), SparseHeader(own));
+  const SparseHeader header = headers[0];
+  shm::Request exchange{.kind = shm::CollectiveKind::kAllGather, .input = &header, .numel = sizeof header};
+  for (SparseHeader& theirs : headers) exchange.outputs.push_back(&theirs);
+  engine_->run(std::move(exchange));
+  std::int64_t most = 0;
+  for (std::size_t r = 0; r < headers.size(); ++r) {
+    if (!headers[r].has_shape_of(headers[0]))
+      throw CollectiveMismatch(
+          fmt::format("sparse all_reduce: rank 0 has {}, rank {} has {}", headers[0].text(), r, headers[r].text()),
+          {.rank = static_cast<int>(r), .call = "all_reduce"});
+    most = std::max(most, headers[r].entries);
+  }
+  const auto padded = [&](const at::Tensor& part) {
+    std::vector<std::int64_t> sizes = part.sizes().vec();
+    sizes[0] = most;
+    at::Tensor result = at::zeros(sizes, part.options());
+    result.narrow(0, 0, part.size(0)).copy_(part);
+    return result;
+  };
+  const at::Tensor indices = gather_parts(padded(own.indices().t().contiguous())),
+                   values = gather_parts(padded(own.values()));
+  at::Tensor sum = at::zeros_like(own);
+  for (std::int64_t r = 0; r < size_; ++r) {
+    const std::int64_t entries = headers[static_cast<std::size_t>(r)].entries;
+    sum = sum + at::sparse_coo_tensor(indices[r].narrow(0, 0, entries).t(), values[r].narrow(0, 0, entries),
+                                      own.sizes(), own.options());
+  }
+  at::Tensor result = tensor;
+  result.copy_(sum.coalesce());
+  return work;
+}
+
+}  // namespace ddpkit
