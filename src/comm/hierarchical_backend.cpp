@@ -1,6 +1,7 @@
 #include "comm/hierarchical_backend.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -11,9 +12,9 @@
 #include <utility>
 
 #include <ddpkit/comm/error.h>
-#include <ddpkit/comm/shm_backend.h>
 
 #include "comm/shm_arguments.h"
+#include "comm/shm_rendezvous.h"
 
 namespace ddpkit {
 
@@ -38,6 +39,11 @@ void CallQueue::push(std::function<void()> call) {
   changed_.notify_one();
 }
 
+bool CallQueue::is_idle() {
+  const std::lock_guard lock(mutex_);
+  return calls_.empty() && !runs_;
+}
+
 void CallQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
@@ -45,10 +51,12 @@ void CallQueue::run() {
     if (calls_.empty()) return;
     std::function<void()> call = std::move(calls_.front());
     calls_.pop_front();
+    runs_ = true;
     lock.unlock();
     call();
     call = nullptr;  // What it holds goes without the lock.
     lock.lock();
+    runs_ = false;
   }
 }
 
@@ -84,12 +92,17 @@ struct HierarchicalBackend::Piece {
   WorkPtr on_rail;
 
   at::Tensor& buffer() { return padded.defined() ? padded : view; }
+  bool divides_last() const;
 };
 
 HierarchicalBackend::HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups)
     : c10d::Backend(rank, world_size), local_world_size_(local_world_size), groups_(std::move(groups)) {}
 
-HierarchicalBackend::~HierarchicalBackend() = default;
+HierarchicalBackend::~HierarchicalBackend() {
+  if (first_.is_idle() && second_.is_idle()) return;
+  ending_ = true;
+  abort_group("its process group was destroyed during a collective");
+}
 
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
   for (const auto& group : {groups_.in, groups_.out, groups_.rail, groups_.all}) group->setTimeout(timeout);
@@ -104,6 +117,7 @@ void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
 template <class Call>
 void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
   try {
+    if (ending_) throw Error("the process group was destroyed before its collective was over: keep it until then");
     call();
   } catch (const std::exception& error) {
     abort_group(error.what());
@@ -125,16 +139,21 @@ namespace {
 
 /// The tensor's elements in their order, and what brings a copy of them back into it.
 struct Flat {
-  explicit Flat(const at::Tensor& of) : tensor(of.detach()), values(tensor.contiguous().view({-1})) {}
+  explicit Flat(const at::Tensor& of) : tensor(of.detach()), dense(tensor.contiguous()) {}
+  /// Real numbers, which both shm and gloo can reduce.
+  at::Tensor numbers() const { return (dense.is_complex() ? at::view_as_real(dense) : dense).view({-1}); }
+  /// For calls that only move elements: gloo knows fewer types.
+  at::Tensor bytes() const { return dense.view({-1}).view(at::kByte); }
   void put_back() const {
-    if (!tensor.is_contiguous()) tensor.copy_(values.view(tensor.sizes()));
+    if (!tensor.is_contiguous()) tensor.copy_(dense);
   }
-  at::Tensor tensor, values;
+  at::Tensor tensor, dense;
 };
 
 const at::Tensor& only_tensor(const char* call, const std::vector<at::Tensor>& tensors) {
   if (tensors.size() != 1 || !tensors[0].defined() || tensors[0].layout() != at::kStrided || !tensors[0].is_cpu())
     throw InvalidArgument(fmt::format("{}: the hierarchical backend takes one dense tensor on the CPU", call));
+  check_tensor(tensors[0], call);
   return tensors[0];
 }
 
@@ -147,13 +166,15 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
     return groups_.all->allreduce(tensors, options);
   const at::Tensor& tensor = only_tensor("all_reduce", tensors);
   check_writable(tensor, "all_reduce");
-  if (op == c10d::ReduceOp::AVG && !at::isFloatingType(tensor.scalar_type()))
+  reduction(options.reduceOp, tensor, "all_reduce");
+  if (op == c10d::ReduceOp::AVG && c10::isIntegralType(tensor.scalar_type(), true))
     throw InvalidArgument(fmt::format("all_reduce: there is no mean of {}", c10::toString(tensor.scalar_type())));
   const auto flat = std::make_shared<Flat>(tensor);
+  const at::Tensor values = flat->numbers();
   // Small enough that the network begins early, large enough that its latency does not count.
   constexpr std::int64_t kPieceBytes = 4 << 20;
-  const std::int64_t local = local_world_size_, all = flat->values.numel();
-  const std::int64_t largest = std::max<std::int64_t>(1, kPieceBytes / (flat->values.element_size() * local)) * local;
+  const std::int64_t local = local_world_size_, all = values.numel();
+  const std::int64_t largest = std::max<std::int64_t>(1, kPieceBytes / (values.element_size() * local)) * local;
   const std::int64_t pieces = std::max<std::int64_t>(1, (all + largest - 1) / largest);
   // One part more: the copy back, behind all pieces.
   auto job = c10::make_intrusive<Job>(rank_, OpType::ALLREDUCE, tensors, static_cast<std::size_t>(pieces) + 1);
@@ -161,7 +182,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
     auto piece = std::make_shared<Piece>();
     piece->job = job;
     piece->op = options.reduceOp;
-    piece->view = flat->values.narrow(0, begin, std::min(largest, all - begin));
+    piece->view = values.narrow(0, begin, std::min(largest, all - begin));
     first_.push([this, piece] { reduce_piece(piece); });
   }
   first_.push([this, job, flat] {
@@ -176,10 +197,16 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
   return job;
 }
 
+/// float16 has no room for some sums whose mean it can hold: there each level forms a mean. Other types are divided
+/// once.
+bool HierarchicalBackend::Piece::divides_last() const {
+  return op.op_ == c10d::ReduceOp::AVG && view.scalar_type() != at::kHalf;
+}
+
 void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
   const std::int64_t numel = piece->view.numel();
   const std::int64_t each = (numel + local_world_size_ - 1) / local_world_size_;
-  const c10d::ReduceOp::RedOpType op = piece->op.op_ == c10d::ReduceOp::AVG ? c10d::ReduceOp::SUM : piece->op.op_;
+  const c10d::ReduceOp::RedOpType op = piece->divides_last() ? c10d::ReduceOp::SUM : piece->op.op_;
   attempt(piece->job, [&] {
     if (each * local_world_size_ != numel) {
       piece->padded = at::empty({each * local_world_size_}, piece->view.options());
@@ -203,7 +230,7 @@ void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
 void HierarchicalBackend::gather_piece(const std::shared_ptr<Piece>& piece) {
   attempt(piece->job, [&] {
     if (piece->on_rail) piece->on_rail->wait();
-    if (piece->op.op_ == c10d::ReduceOp::AVG) piece->slice.div_(size_);
+    if (piece->divides_last()) piece->slice.div_(size_);
     groups_.out->_allgather_base(piece->buffer(), piece->slice, c10d::AllgatherOptions())->wait();
     if (piece->padded.defined()) piece->view.copy_(piece->padded.narrow(0, 0, piece->view.numel()));
     piece->job->end_part();
@@ -216,7 +243,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, co
   if (options.rootRank < 0 || options.rootRank >= size_)
     throw InvalidArgument(fmt::format("broadcast: there is no rank {} in a world of {}", options.rootRank, size_));
   return enqueue(c10::make_intrusive<Job>(rank_, OpType::BROADCAST, tensors, 1), [this, flat, root = options.rootRank] {
-    Tensors values{flat->values};
+    Tensors values{flat->bytes()};
     c10d::BroadcastOptions among;
     if (hosts() > 1 && local_rank() == root % local_world_size_) {
       among.rootRank = root / local_world_size_;
@@ -240,16 +267,17 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
   const auto from = std::make_shared<Flat>(input);
   const auto to = std::make_shared<Flat>(output);
   return enqueue(c10::make_intrusive<Job>(rank_, OpType::_ALLGATHER_BASE, Tensors{output}, 1), [this, from, to] {
-    const std::int64_t numel = from->values.numel(), local = local_world_size_;
+    at::Tensor rail = from->bytes();
+    const std::int64_t numel = rail.numel(), local = local_world_size_;
     const auto across = static_cast<std::int64_t>(hosts());
-    at::Tensor rail = from->values;
     if (hosts() > 1) {
-      rail = at::empty({across * numel}, from->values.options());
-      groups_.rail->_allgather_base(rail, from->values, c10d::AllgatherOptions())->wait();
+      at::Tensor own = rail;
+      rail = at::empty({across * numel}, own.options());
+      groups_.rail->_allgather_base(rail, own, c10d::AllgatherOptions())->wait();
     }
-    at::Tensor host = at::empty({local * across * numel}, from->values.options());
+    at::Tensor host = at::empty({local * across * numel}, rail.options());
     groups_.in->_allgather_base(host, rail, c10d::AllgatherOptions())->wait();
-    to->values.view({across, local, numel}).copy_(host.view({local, across, numel}).transpose(0, 1));
+    to->bytes().view({across, local, numel}).copy_(host.view({local, across, numel}).transpose(0, 1));
     to->put_back();
   });
 }
@@ -303,8 +331,8 @@ c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusi
   rail.local_rank = 0;
   rail.local_world_size = 1;
   HierarchicalBackend::Groups groups{
-      .in = create_shm_backend(within(fmt::format("in-{}", host)), environment.local_rank, local, timeout),
-      .out = create_shm_backend(within(fmt::format("out-{}", host)), environment.local_rank, local, timeout),
+      .in = create_shm_part(within(fmt::format("in-{}", host)), environment.local_rank, local, timeout, host * local),
+      .out = create_shm_part(within(fmt::format("out-{}", host)), environment.local_rank, local, timeout, host * local),
       .rail = create_gloo_backend(within(fmt::format("rail-{}", environment.local_rank)), rail, timeout),
       .all = create_gloo_backend(within("all"), environment, timeout)};
   return c10::make_intrusive<HierarchicalBackend>(environment.rank, environment.world_size, local, std::move(groups));

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -26,6 +27,7 @@ class CallQueue {
   CallQueue& operator=(const CallQueue&) = delete;
 
   void push(std::function<void()> call);
+  bool is_idle();
 
  private:
   void run();
@@ -33,6 +35,7 @@ class CallQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> calls_;
+  bool runs_ = false;  ///< A call is under way.
   bool ends_ = false;
   std::thread thread_;
 };
@@ -59,7 +62,7 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
 
   /// Rank r is number r % `local_world_size` on host r / `local_world_size`.
   HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups);
-  /// Waits for what is queued.
+  /// Aborts what is queued: other ranks may never join it. Waits for a call that is on the network already.
   ~HierarchicalBackend() override;
 
   const std::string getBackendName() const override { return "hierarchical"; }
@@ -127,6 +130,7 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
 
   int local_world_size_;
   Groups groups_;
+  std::atomic<bool> ending_ = false;
   CallQueue second_;  ///< Waits for the network and drives `out`.
   CallQueue first_;   ///< Drives `in` and begins what the network does. Ends first, as it feeds the other.
 };

@@ -1,4 +1,5 @@
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "support/catch.h"
 #include "support/ranks.h"
@@ -205,4 +206,38 @@ TEST_CASE("all_reduce through gloo", "[ranks][gloo]") {
         group.barrier();
       },
       {.backend = "gloo"});
+}
+
+TEST_CASE("means of large float16 values through gloo are finite", "[ranks][gloo]") {
+  ddpkit::testing::on_ranks("means of large float16 values through gloo are finite", {2, 3},
+                            [](ProcessGroup& group) {
+                              const auto large = [](std::int64_t size) { return at::full({size}, 60000, at::kHalf); };
+                              const auto is_large = [&](const at::Tensor& tensor) {
+                                return tensor.allclose(large(tensor.numel()), 1e-3);
+                              };
+                              at::Tensor tensor = large(5);
+                              group.all_reduce(tensor, ReduceOp::kAvg);
+                              CHECK(is_large(tensor));
+                              tensor = large(5);
+                              group.reduce(tensor, 1, ReduceOp::kAvg);
+                              CHECK((group.rank() != 1 || is_large(tensor)));
+                              const at::Tensor part = at::zeros({4}, at::kHalf), whole = large(4 * group.world_size());
+                              group.reduce_scatter(part, whole, ReduceOp::kAvg);
+                              CHECK(is_large(part));
+                              CHECK(is_large(whole));
+                              // A mean by reduce(), of other types too.
+                              tensor = at::full({5}, group.rank());
+                              group.reduce(tensor, 0, ReduceOp::kAvg);
+                              if (group.rank() == 0)
+                                CHECK(tensor.allclose(at::full({5}, (group.world_size() - 1) / 2.0)));
+                              std::vector<at::Tensor> output{at::zeros({4}, at::kHalf)};
+                              std::vector<std::vector<at::Tensor>> inputs{
+                                  std::vector<at::Tensor>(static_cast<std::size_t>(group.world_size()), large(4))};
+                              c10d::ReduceScatterOptions options;
+                              options.reduceOp = c10d::ReduceOp::AVG;
+                              group.backend()->reduce_scatter(output, inputs, options)->wait();
+                              CHECK(is_large(output[0]));
+        group.barrier();
+                            },
+                            {.backend = "gloo"});
 }

@@ -14,7 +14,7 @@ using ddpkit::ReduceOp;
 
 namespace {
 
-constexpr auto kTimeout = std::chrono::seconds(60);
+constexpr auto kTimeout = std::chrono::minutes(10);  // Only a hang reaches it.
 
 ProcessGroup on_hosts_of(const ProcessGroup& group, int local, int local_rank = -1) {
   static int number = 0;
@@ -66,8 +66,9 @@ RANK_TEST("the hierarchical all-reduce is that of all ranks", "[hierarchical]", 
           if (op == ReduceOp::kAvg) expected = expected / group.world_size();
           torch::Tensor tensor = part(group.rank(), {size}, dtype);
           hosts.all_reduce(tensor, op);
-          // Sums of small whole numbers: exact in every order; means are divided once.
-          CHECK(tensor.equal(expected));
+          // Sums of small whole numbers: exact in every order; means are divided once, except those of float16.
+          CHECK((dtype == at::kHalf && op == ReduceOp::kAvg ? torch::allclose(tensor, expected, 2e-3)
+                                                            : tensor.equal(expected)));
         }
       }
     }
@@ -80,16 +81,40 @@ RANK_TEST("the hierarchical all-reduce is that of all ranks", "[hierarchical]", 
   }
 }
 
-// Known fault: the hosts' sums are formed in float16 and divided last, so that they overflow where the mean does not;
-// the shm backend gives the mean. When this test fails, the fault is fixed: turn the check around.
-RANK_TEST("known fault: a hierarchical mean of large float16 values is infinite", "[hierarchical]", 4) {
-  const ProcessGroup hosts = on_hosts_of(group, 2);
-  torch::Tensor tensor = torch::full({10}, 60000, at::kHalf);
-  hosts.all_reduce(tensor, ReduceOp::kAvg);
-  CHECK_FALSE(tensor.equal(torch::full({10}, 60000, at::kHalf)));
-  torch::Tensor within_host = torch::full({10}, 60000, at::kHalf);
-  group.all_reduce(within_host, ReduceOp::kAvg);
-  CHECK(within_host.equal(torch::full({10}, 60000, at::kHalf)));
+RANK_TEST("a hierarchical mean of large float16 values is finite, as on one host", "[hierarchical]", 2, 4, 6) {
+  for (const int local : hosts_for(group)) {
+    CAPTURE(local);
+    torch::Tensor tensor = torch::full({10}, 60000, at::kHalf);
+    on_hosts_of(group, local).all_reduce(tensor, ReduceOp::kAvg);
+    CHECK(torch::allclose(tensor, torch::full({10}, 60000, at::kHalf), 1e-3));
+  }
+}
+
+RANK_TEST("hierarchical collectives of complex numbers and of types that gloo does not know", "[hierarchical]", 4) {
+  const auto of = [](int rank) {
+    return torch::complex(part(rank, {3, 5}, at::kFloat), part(rank + 9, {3, 5}, at::kFloat));
+  };
+  const torch::Tensor sum = of(0) + of(1) + of(2) + of(3);
+  for (const int local : hosts_for(group)) {
+    CAPTURE(local);
+    const ProcessGroup hosts = on_hosts_of(group, local);
+    for (const bool turned : {false, true}) {
+      torch::Tensor tensor = turned ? of(group.rank()).t().contiguous().t() : of(group.rank());
+      hosts.all_reduce(tensor, ReduceOp::kAvg);
+      CHECK(tensor.equal(sum / 4));
+    }
+    torch::Tensor tensor = of(group.rank());
+    CHECK_THROWS_WITH(hosts.all_reduce(tensor, ReduceOp::kMax), ContainsSubstring("not defined for ComplexFloat"));
+    tensor = torch::_conj(tensor);
+    CHECK_THROWS_WITH(hosts.all_reduce(tensor), ContainsSubstring("conjugate view"));
+    tensor = of(group.rank());
+    hosts.broadcast(tensor, 1);
+    CHECK(tensor.equal(of(1)));
+    for (const at::ScalarType dtype : {at::kComplexDouble, at::kShort, at::kBool}) {
+      const torch::Tensor all = hosts.all_gather(part(group.rank(), {3, 7}, at::kLong).to(dtype));
+      for (int r = 0; r < group.world_size(); ++r) CHECK(all[r].equal(part(r, {3, 7}, at::kLong).to(dtype)));
+    }
+  }
 }
 
 RANK_TEST("many hierarchical collectives at once keep their order", "[hierarchical]", 4) {
@@ -187,4 +212,34 @@ RANK_TEST("ranks that are not dealt out evenly over hosts are told so", "[hierar
   const int local = group.rank() < 2 ? 2 : 1, number = group.rank() < 2 ? group.rank() : 0;
   CHECK_THROWS_WITH(on_hosts_of(group, local, number), ContainsSubstring("equally many ranks on each host"));
   group.barrier();
+}
+
+RANK_TEST("hierarchical errors count ranks over all hosts", "[hierarchical]", 4) {
+  const ProcessGroup hosts = on_hosts_of(group, 2);
+  group.barrier();
+  if (group.rank() == 3) {
+    hosts.abort("the loss is NaN");
+  } else if (group.rank() == 2) {
+    torch::Tensor tensor = torch::ones({5});
+    try {
+      hosts.all_reduce(tensor);
+      FAIL("no error");
+    } catch (const ddpkit::PeerLost& error) {
+      CHECK(error.context().rank == 3);
+      CHECK_THAT(error.what(), ContainsSubstring("rank 3 gave up: the loss is NaN"));
+    }
+  }
+  group.barrier();
+}
+
+RANK_TEST("a hierarchical group is destroyed at once though a rank never joins its collectives", "[hierarchical]", 2) {
+  {
+    const ProcessGroup hosts = on_hosts_of(group, 2);
+    std::vector<torch::Tensor> tensors(3, torch::ones({5}));
+    if (group.rank() == 0) {
+      for (const torch::Tensor& tensor : tensors) static_cast<void>(hosts.all_reduce_async(tensor));
+    }
+    if (group.rank() == 1) group.barrier();  // Rank 0 has left by then.
+  }
+  if (group.rank() == 0) group.barrier();
 }
