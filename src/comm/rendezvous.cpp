@@ -1,6 +1,8 @@
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -105,6 +107,13 @@ bool is_loopback(const sockaddr& address) {
 
 constexpr const char* kNoLoopback = ": the loopback interface is down or lacks this address; run: ip link set lo up";
 
+bool loopback_is_up() {
+  const Socket socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  ifreq request{};
+  std::strcpy(request.ifr_name, "lo");
+  return ::ioctl(socket.get(), SIOCGIFFLAGS, &request) != 0 || (request.ifr_flags & IFF_UP) != 0;
+}
+
 /// The socket that rank 0's store listens on: loopback alone where the master's address is loopback, so that nobody
 /// outside this host can reach it.
 int listen_as_master(const LaunchEnvironment& environment) {
@@ -154,6 +163,19 @@ int listen_as_master(const LaunchEnvironment& environment) {
                         {.rank = 0, .call = "rendezvous"});
 }
 
+/// 0 if somebody listens there.
+int connect_error(const addrinfo& at) {
+  const Socket socket(::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (socket.get() < 0) return errno;
+  if (::connect(socket.get(), at.ai_addr, at.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  pollfd descriptor{socket.get(), POLLOUT, 0};
+  int error = ETIMEDOUT;
+  socklen_t length = sizeof error;
+  if (::poll(&descriptor, 1, 2000) == 1) ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
 /// Returns when somebody listens at the master's address. c10d's own client would sleep a second between tries.
 void wait_for_master(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   const Addresses addresses = resolve(environment);
@@ -164,26 +186,10 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
     int error = 0;
     bool is_unreachable = true;  // At all addresses: no time will change that.
     for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
-      const auto note = [&](int number) {
-        error = number;
-        is_unreachable =
-            is_unreachable && is_loopback(*at->ai_addr) && (error == ENETUNREACH || error == EADDRNOTAVAIL);
-      };
-      const Socket socket(::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-      if (socket.get() < 0) {
-        note(errno);
-        continue;
-      }
-      if (::connect(socket.get(), at->ai_addr, at->ai_addrlen) == 0) return;
-      note(errno);
-      if (error != EINPROGRESS) continue;
-      pollfd descriptor{socket.get(), POLLOUT, 0};
-      error = ETIMEDOUT;
-      if (::poll(&descriptor, 1, 2000) == 1) {
-        socklen_t length = sizeof error;
-        ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-        if (error == 0) return;
-      }
+      error = connect_error(*at);
+      if (error == 0) return;
+      is_unreachable = is_unreachable && is_loopback(*at->ai_addr) &&
+                       (error == ENETUNREACH || error == EADDRNOTAVAIL || !loopback_is_up());
     }
     const std::string place =
         fmt::format("rank 0 at {}:{} ({})", environment.master_addr, environment.master_port, std::strerror(error));
@@ -266,11 +272,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environme
   options.isServer = environment.rank == 0 && !environment.use_agent_store && !meetings.serves(environment);
   options.waitWorkers = false;  // wait_for_ranks() says for whom it waits.
   options.timeout = timeout;
-  if (options.isServer) {
-    options.masterListenFd = listen_as_master(environment);
-  } else {
-    wait_for_master(environment, timeout);
-  }
+  if (options.isServer) options.masterListenFd = listen_as_master(environment);
+  wait_for_master(environment, timeout);
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
     if (options.isServer) meetings.serve(environment, store);

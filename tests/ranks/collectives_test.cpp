@@ -237,7 +237,7 @@ TEST_CASE("means of large float16 values through gloo are finite", "[ranks][gloo
                               options.reduceOp = c10d::ReduceOp::AVG;
                               group.backend()->reduce_scatter(output, inputs, options)->wait();
                               CHECK(is_large(output[0]));
-        group.barrier();
+                              group.barrier();
                             },
                             {.backend = "gloo"});
 }
