@@ -193,16 +193,18 @@ TEST_CASE("tensors that are no plain dense ones come back as they were saved", "
   torch::manual_seed(3);
   const auto complex = torch::randn({3, 2}, torch::kComplexDouble);
   const auto dense = torch::randn({4, 6}).relu();
-  const StateDict state{{"conj", complex.conj()},
-                        {"plain", complex},
-                        {"view", complex.conj().t()},
-                        {"neg", torch::imag(complex.conj())},
-                        {"coo", dense.to_sparse()},
-                        {"csr", dense.to_sparse_csr()},
-                        {"csc", dense.to_sparse_csc()},
-                        {"bsr", dense.to_sparse_bsr({2, 3})},
-                        {"bsc", dense.to_sparse_bsc({2, 3})},
-                        {"meta", torch::empty_strided({2, 3}, {1, 2}, torch::TensorOptions(torch::kMeta))}};
+  const StateDict state{
+      {"conj", complex.conj()},
+      {"plain", complex},
+      {"view", complex.conj().t()},
+      {"neg", torch::imag(complex.conj())},
+      {"coo", dense.to_sparse()},
+      {"expanded", torch::sparse_coo_tensor(torch::ones({1, 1}, torch::kLong).expand({1, 5}), torch::ones({5}), {3})},
+      {"csr", dense.to_sparse_csr()},
+      {"csc", dense.to_sparse_csc()},
+      {"bsr", dense.to_sparse_bsr({2, 3})},
+      {"bsc", dense.to_sparse_bsc({2, 3})},
+      {"meta", torch::empty_strided({2, 3}, {1, 2}, torch::TensorOptions(torch::kMeta))}};
   REQUIRE(state.at("conj").to_tensor().is_conj());
   REQUIRE(state.at("neg").to_tensor().is_neg());
   save_state_dict(folder / "state.pt", state);
@@ -222,6 +224,17 @@ TEST_CASE("tensors that are no plain dense ones come back as they were saved", "
   for (const char* name : {"conj", "view"})
     CHECK(loaded.to_dict().at(name).to_tensor().storage().is_alias_of(
         loaded.to_dict().at("plain").to_tensor().storage()));
+}
+
+TEST_CASE("a sparse tensor has no more indices than its file", "[state_dict]") {
+  // 2^40 indices of one element: _rebuild_sparse_tensor(sparse_coo, (indices, values, (3,), False)).
+  const std::string huge = std::string("\x8a\x06", 2) + std::string(5, '\0') + "\1";
+  const std::string indices = tensor_pickle(std::string("K\0", 2), huge, std::string("K\0", 2));
+  const std::string value = indices.substr(2, indices.size() - 3);
+  CHECK_THROWS_WITH(unpickled("\x80\x02"
+                              "ctorch._utils\n_rebuild_sparse_tensor\n(ctorch.serialization\n_get_layout\n(X\x10" +
+                              std::string(3, '\0') + "torch.sparse_cootR(" + value + value + "K\3\x85\x89ttR."),
+                    ContainsSubstring("more indices than its storage"));
 }
 
 TEST_CASE("a dict keeps its kind", "[state_dict]") {

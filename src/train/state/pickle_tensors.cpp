@@ -102,6 +102,11 @@ at::Tensor Machine::rebuild_sparse(Node& layout_node, const std::vector<Node*>& 
   if (!layout || data.size() < 3 || data.size() > 4)
     throw BadFile("it has a sparse tensor whose parts are not known here");
   const at::Tensor &first = as<at::Tensor>(*data[0]), &second = as<at::Tensor>(*data[1]);
+  // LibTorch looks at every index: as many as the file holds, and not as many as strides of 0 make of them.
+  for (const at::Tensor* part : {&first, *layout == at::kSparse ? &first : &second}) {
+    if (static_cast<std::uint64_t>(part->numel()) > part->storage().nbytes() / part->element_size())
+      throw BadFile("it has a sparse tensor with more indices than its storage");
+  }
   if (*layout == at::kSparse) {
     const std::vector<std::int64_t> sizes = shape(*data[2]);
     std::optional<bool> is_coalesced;
@@ -137,7 +142,9 @@ bool Machine::reduce_tensor(std::string_view function, const std::vector<Node*>&
                                at::TensorOptions(dtype_in(as<Global>(*arguments[0]))).device(at::kMeta));
     if (as<bool>(*arguments[3])) require_grad(tensor);
   } else if (function == "_rebuild_device_tensor_from_cpu_tensor" && count == 4) {
-    tensor = as<at::Tensor>(*arguments[0]).detach().to(dtype_in(as<Global>(*arguments[1])));
+    tensor = as<at::Tensor>(*arguments[0]).detach();
+    if (tensor.scalar_type() != dtype_in(as<Global>(*arguments[1])))
+      throw BadFile("it has a tensor whose type is not that of its elements");
     if (as<bool>(*arguments[3])) require_grad(tensor);
   } else {
     return false;

@@ -23,6 +23,12 @@ void put_number(std::string& pickle, std::uint64_t number, int bytes) {
   for (int i = 0; i < bytes; ++i) pickle.push_back(static_cast<char>(number >> (8 * i)));
 }
 
+/// The reader takes no more indices than its file holds: expanded ones are written out.
+at::Tensor written_out(const at::Tensor& indices) {
+  const std::size_t bytes = static_cast<std::size_t>(indices.numel()) * indices.element_size();
+  return bytes > indices.storage().nbytes() ? indices.contiguous() : indices;
+}
+
 }  // namespace
 
 Pickler::Pickler(const StateValue& value) {
@@ -258,14 +264,14 @@ void Pickler::write_sparse(const at::Tensor& tensor) {
   write(tensor.layout());
   put(pickle_, Opcode::kMark);
   if (tensor.layout() == at::kSparse) {
-    write(tensor._indices());
+    write(written_out(tensor._indices()));
     write(tensor._values());
     write_shape(tensor.sizes());
     write(tensor.is_coalesced());
   } else {
     const bool by_rows = tensor.layout() == at::kSparseCsr || tensor.layout() == at::kSparseBsr;
-    write(by_rows ? tensor.crow_indices() : tensor.ccol_indices());
-    write(by_rows ? tensor.col_indices() : tensor.row_indices());
+    write(written_out(by_rows ? tensor.crow_indices() : tensor.ccol_indices()));
+    write(written_out(by_rows ? tensor.col_indices() : tensor.row_indices()));
     write(tensor.values());
     write_shape(tensor.sizes());
   }
