@@ -181,7 +181,7 @@ TEST_CASE("a wrong .ts file is one sentence with file and line", "[har]") {
   check_ts_error("@univariate false", "@univariate true", "@univariate is true, but @dimensions is 2");
   check_ts_error("@dimensions 2", "@dimensions 2\n@Dimensions 3", "Toy_TRAIN.ts:7: @Dimensions is there twice");
   check_ts_error("@dimensions 2", "@dimensions 2 3", "Toy_TRAIN.ts:6: '3' behind the value of @dimensions");
-  check_ts_error("@data\n", "@seriesWidth 3\n@data\n", "Toy_TRAIN.ts:9: unknown tag '@seriesWidth'");
+  check_ts_error("@data\n", "@seriesWidth 3\n@data\n", "Toy_TRAIN.ts:10: unknown tag '@seriesWidth'");
   CHECK_THROWS_WITH(TsFolder("@classLabel true a\n", kTs).read(), ContainsSubstring("Toy_TRAIN.ts has no @data line"));
   CHECK_THROWS_WITH(TsFolder("@classLabel true a\n@data\n", kTs).read(), ContainsSubstring("Toy_TRAIN.ts is empty"));
   // A length that a header claims is believed only when the data bears it out.
