@@ -116,23 +116,132 @@ LaunchEnvironment read_slurm(const Variables& variables) {
   return environment;
 }
 
-LaunchEnvironment read_openmpi(const Variables& variables) {
+/// The variables of a launcher that starts processes for MPI. Such a program need not use MPI.
+struct MpiLauncher {
+  const char* name;
+  const char* rank;
+  const char* size;
+  const char* local_ranks[2];  ///< The first that is set counts, as of the next.
+  const char* local_sizes[2];
+  const char* hosts;   ///< Number of hosts.
+  const char* job;     ///< Names the job.
+  const char* option;  ///< Passes MASTER_ADDR to all ranks.
+};
+
+constexpr MpiLauncher kMpiLaunchers[] = {
+    {.name = "openmpi",
+     .rank = "OMPI_COMM_WORLD_RANK",
+     .size = "OMPI_COMM_WORLD_SIZE",
+     .local_ranks = {"OMPI_COMM_WORLD_LOCAL_RANK"},
+     .local_sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE"},
+     .hosts = nullptr,
+     .job = "PMIX_NAMESPACE",
+     .option = "mpirun -x MASTER_ADDR=HOST"},
+    {.name = "mvapich",
+     .rank = "MV2_COMM_WORLD_RANK",
+     .size = "MV2_COMM_WORLD_SIZE",
+     .local_ranks = {"MV2_COMM_WORLD_LOCAL_RANK"},
+     .local_sizes = {"MV2_COMM_WORLD_LOCAL_SIZE"},
+     .hosts = nullptr,
+     .job = nullptr,
+     .option = "mpiexec -genv MASTER_ADDR HOST"},
+    {.name = "flux",
+     .rank = "FLUX_TASK_RANK",
+     .size = "FLUX_JOB_SIZE",
+     .local_ranks = {"FLUX_TASK_LOCAL_ID"},
+     .local_sizes = {},
+     .hosts = "FLUX_JOB_NNODES",
+     .job = "FLUX_JOB_ID",
+     .option = "flux run --env=MASTER_ADDR=HOST"},
+    // Hydra of MPICH and Intel MPI, Cray's PALS.
+    {.name = "pmi",
+     .rank = "PMI_RANK",
+     .size = "PMI_SIZE",
+     .local_ranks = {"MPI_LOCALRANKID", "PMI_LOCAL_RANK"},
+     .local_sizes = {"MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
+     .hosts = nullptr,
+     .job = nullptr,
+     .option = "mpiexec -genv MASTER_ADDR HOST"},
+};
+
+/// Set by launchers that do not set the number of ranks.
+constexpr const char* kRanksWithoutSize[] = {"PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"};
+
+const MpiLauncher* find_mpi_launcher(const Variables& variables) {
+  for (const MpiLauncher& launcher : kMpiLaunchers) {
+    if (variables.text(launcher.rank) || variables.text(launcher.size)) return &launcher;
+  }
+  return nullptr;
+}
+
+LaunchEnvironment read_mpi(const Variables& variables, const MpiLauncher& launcher) {
   LaunchEnvironment environment;
-  environment.launcher = "openmpi";
-  environment.world_size = variables.required("OMPI_COMM_WORLD_SIZE", 1, kAny, "OMPI_COMM_WORLD_RANK");
-  environment.rank = variables.required("OMPI_COMM_WORLD_RANK", 0, environment.world_size - 1, "OMPI_COMM_WORLD_SIZE");
-  environment.local_world_size =
-      variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, environment.world_size).value_or(environment.world_size);
-  environment.local_rank = variables.number("OMPI_COMM_WORLD_LOCAL_RANK", 0, environment.local_world_size - 1)
-                               .value_or(environment.rank % environment.local_world_size);
+  environment.launcher = launcher.name;
+  environment.world_size = variables.required(launcher.size, 1, kAny, launcher.rank);
+  environment.rank = variables.required(launcher.rank, 0, environment.world_size - 1, launcher.size);
+  const auto first_of = [&](const char* const(&names)[2], const char* last, int low, int high) {
+    for (const char* name : {names[0], names[1], last}) {
+      if (!name) continue;
+      if (const auto value = variables.number(name, low, high)) return value;
+    }
+    return std::optional<int>();
+  };
+  auto local_size = first_of(launcher.local_sizes, "LOCAL_WORLD_SIZE", 1, environment.world_size);
+  const bool is_one_host =
+      environment.world_size == 1 || (launcher.hosts && variables.number(launcher.hosts, 1, kAny) == 1);
+  if (!local_size && is_one_host) local_size = environment.world_size;
+  if (!local_size)
+    throw InvalidArgument(
+        fmt::format("{} is {}, but no variable holds the number of ranks on this host: set LOCAL_WORLD_SIZE",
+                    launcher.size, environment.world_size));
+  environment.local_world_size = *local_size;
+  environment.local_rank =
+      first_of(launcher.local_ranks, "LOCAL_RANK", 0, *local_size - 1).value_or(environment.rank % *local_size);
   if (environment.local_world_size < environment.world_size && !variables.text("MASTER_ADDR")) {
     throw InvalidArgument(
-        "Open MPI started ranks on several hosts, but MASTER_ADDR is not set: "
-        "pass the host of rank 0 with mpirun -x MASTER_ADDR=HOST");
+        fmt::format("{} is {} and {} of these ranks run on this host, but MASTER_ADDR is not set: pass the host of "
+                    "rank 0 with {}",
+                    launcher.size, environment.world_size, environment.local_world_size, launcher.option));
   }
   read_master(variables, environment);
-  environment.run_id = variables.text("PMIX_NAMESPACE").value_or("none") + "/0";
+  environment.run_id = (launcher.job ? variables.text(launcher.job) : std::nullopt).value_or("none") + "/0";
   return environment;
+}
+
+/// The launcher that started this process itself. mpirun and mpiexec in a Slurm allocation start their daemons with
+/// srun, and the ranks inherit the variables of the daemon's step. So Slurm's variables count only if these are the
+/// rank's own.
+LaunchEnvironment read_scheduler(const Variables& variables) {
+  // Inside an allocation Slurm also sets SLURM_PROCID and SLURM_NTASKS for a batch script's own shell; only srun
+  // sets the size of a step.
+  const bool has_step = variables.text("SLURM_STEP_NUM_TASKS") && variables.text("SLURM_PROCID");
+  const MpiLauncher* mpi = find_mpi_launcher(variables);
+  const bool agree = has_step && mpi && variables.text("SLURM_STEP_NUM_TASKS") == variables.text(mpi->size) &&
+                     variables.text("SLURM_PROCID") == variables.text(mpi->rank);
+  if (has_step && (!mpi || agree)) return read_slurm(variables);
+  if (mpi) return read_mpi(variables, *mpi);
+  for (const char* name : kRanksWithoutSize) {
+    if (const auto rank = variables.text(name))
+      throw InvalidArgument(
+          fmt::format("{} is {}, so a launcher started this process as a rank, but no variable holds the number of "
+                      "ranks: set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
+                      "unset {}",
+                      name, *rank, name));
+  }
+  LaunchEnvironment environment;
+  read_master(variables, environment);
+  return environment;
+}
+
+/// A world of one that was set by hand, under a launcher that started several ranks: each would train everything.
+void refuse_worlds_of_one(const Variables& variables, const LaunchEnvironment& environment) {
+  if (environment.world_size > 1 || variables.text("TORCHELASTIC_RUN_ID")) return;
+  const MpiLauncher* mpi = find_mpi_launcher(variables);
+  const char* size = mpi ? mpi->size : "SLURM_STEP_NUM_TASKS";
+  if (const auto ranks = variables.text(size); ranks && *ranks != "1")
+    throw InvalidArgument(
+        fmt::format("WORLD_SIZE is 1, but {} is {}: unset RANK and WORLD_SIZE to train on {} ranks, or unset {}", size,
+                    *ranks, *ranks, size));
 }
 
 }  // namespace
@@ -151,13 +260,9 @@ std::string first_slurm_host(const std::string& node_list) {
 
 LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup) {
   const Variables variables(lookup);
-  if (variables.text("RANK") || variables.text("WORLD_SIZE")) return read_torchrun(variables);
-  // Inside an allocation Slurm also sets SLURM_PROCID and SLURM_NTASKS for a batch script's own shell; only srun
-  // sets the size of a step.
-  if (variables.text("SLURM_STEP_NUM_TASKS") && variables.text("SLURM_PROCID")) return read_slurm(variables);
-  if (variables.text("OMPI_COMM_WORLD_RANK") || variables.text("OMPI_COMM_WORLD_SIZE")) return read_openmpi(variables);
-  LaunchEnvironment environment;
-  read_master(variables, environment);
+  if (!variables.text("RANK") && !variables.text("WORLD_SIZE")) return read_scheduler(variables);
+  LaunchEnvironment environment = read_torchrun(variables);
+  refuse_worlds_of_one(variables, environment);
   return environment;
 }
 

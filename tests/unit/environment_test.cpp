@@ -90,6 +90,86 @@ TEST_CASE("Open MPI's variables", "[environment]") {
                 "MASTER_ADDR");
 }
 
+TEST_CASE("the variables of MPICH, Intel MPI and Cray", "[environment]") {
+  // As Hydra of MPICH 5.0.2 sets them.
+  const std::map<std::string, std::string> hydra = {
+      {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_FD", "9"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+  const auto environment = read(hydra);
+  CHECK(environment.rank == 1);
+  CHECK(environment.world_size == 2);
+  CHECK(environment.local_rank == 1);
+  CHECK(environment.local_world_size == 2);
+  CHECK(environment.master_addr == "127.0.0.1");
+  CHECK(environment.launcher == "pmi");
+  const auto cray = read({{"PMI_RANK", "5"},
+                          {"PMI_SIZE", "8"},
+                          {"PMI_LOCAL_RANK", "1"},
+                          {"PMI_LOCAL_SIZE", "4"},
+                          {"MASTER_ADDR", "nid1"},
+                          {"PALS_RANKID", "5"}});
+  CHECK(cray.rank == 5);
+  CHECK(cray.local_rank == 1);
+  CHECK(cray.local_world_size == 4);
+  CHECK(cray.master_addr == "nid1");
+  check_refused({{"PMI_RANK", "1"}}, "PMI_SIZE is not set, but PMI_RANK is");
+  check_refused({{"PMI_SIZE", "2"}}, "PMI_RANK is not set, but PMI_SIZE is");
+  check_refused({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}, "PMI_SIZE is 2, but no variable holds");
+  CHECK(read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}}).local_rank == 1);
+  check_refused({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MPI_LOCALNRANKS", "2"}}, "mpiexec -genv MASTER_ADDR HOST");
+  CHECK(read({{"MV2_COMM_WORLD_RANK", "3"},
+              {"MV2_COMM_WORLD_SIZE", "4"},
+              {"MV2_COMM_WORLD_LOCAL_RANK", "3"},
+              {"MV2_COMM_WORLD_LOCAL_SIZE", "4"}})
+            .rank == 3);
+}
+
+TEST_CASE("the variables of Flux", "[environment]") {
+  std::map<std::string, std::string> flux = {
+      {"FLUX_TASK_RANK", "3"},  {"FLUX_JOB_SIZE", "4"}, {"FLUX_TASK_LOCAL_ID", "3"},
+      {"FLUX_JOB_NNODES", "1"}, {"FLUX_JOB_ID", "f9"},  {"PMI_RANK", "3"},
+      {"PMI_SIZE", "4"}};
+  CHECK(read(flux).rank == 3);
+  CHECK(read(flux).local_world_size == 4);
+  CHECK(read(flux).run_id == "f9/0");
+  flux["FLUX_JOB_NNODES"] = "2";
+  check_refused(flux, "FLUX_JOB_SIZE is 4, but no variable holds");
+}
+
+TEST_CASE("an MPI launcher in a Slurm allocation", "[environment]") {
+  // Slurm's variables are those of the daemon on this host.
+  const auto environment = read({{"OMPI_COMM_WORLD_RANK", "3"},
+                                 {"OMPI_COMM_WORLD_SIZE", "4"},
+                                 {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                 {"MASTER_ADDR", "node0"},
+                                 {"SLURM_STEP_NUM_TASKS", "1"},
+                                 {"SLURM_PROCID", "0"}});
+  CHECK(environment.rank == 3);
+  CHECK(environment.launcher == "openmpi");
+  // srun --mpi=pmi2 sets both. Slurm's say more.
+  const auto step = read({{"PMI_RANK", "3"},
+                          {"PMI_SIZE", "4"},
+                          {"SLURM_STEP_NUM_TASKS", "4"},
+                          {"SLURM_PROCID", "3"},
+                          {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
+                          {"SLURM_NODEID", "1"},
+                          {"SLURM_LOCALID", "1"},
+                          {"SLURM_STEP_NODELIST", "n[1-2]"}});
+  CHECK(step.launcher == "slurm");
+  CHECK(step.master_addr == "n1");
+}
+
+TEST_CASE("several ranks never become several worlds of one", "[environment]") {
+  check_refused({{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "prterun-1"}}, "PMIX_RANK is 1, so a launcher");
+  check_refused({{"ALPS_APP_PE", "1"}}, "set RANK, WORLD_SIZE, LOCAL_RANK");
+  check_refused({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}},
+                "WORLD_SIZE is 1, but PMI_SIZE is 2");
+  check_refused({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"SLURM_STEP_NUM_TASKS", "8"}},
+                "WORLD_SIZE is 1, but SLURM_STEP_NUM_TASKS is 8");
+  // One job per task: `srun ddpkit run -n 1`.
+  CHECK(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"TORCHELASTIC_RUN_ID", "local-7"}, {"SLURM_STEP_NUM_TASKS", "8"}})
+            .world_size == 1);
+}
+
 TEST_CASE("wrong variables are named with their values", "[environment]") {
   check_refused({{"RANK", "0"}, {"WORLD_SIZE", "two"}}, "WORLD_SIZE is \"two\"");
   check_refused({{"RANK", "0"}, {"WORLD_SIZE", "2x"}}, "WORLD_SIZE is \"2x\"");

@@ -18,17 +18,17 @@ struct LaunchEnvironment {
   std::uint16_t master_port = 29500;      ///< TCP port of the rendezvous store.
   bool use_agent_store = false;   ///< The launcher itself serves the store (torchrun): no rank may bind the port.
   std::string run_id;             ///< Keeps the keys of one run apart from another's, and of one restart.
-  std::string launcher = "none";  ///< "torchrun", "slurm", "openmpi" or "none": which variables were read.
+  std::string launcher = "none";  ///< Whose variables were read: torchrun, slurm, openmpi, mvapich, flux, pmi, none.
 };
 
 /// Looks up one environment variable; empty optional when it is not set.
 using EnvironmentLookup = std::function<std::optional<std::string>(const char* name)>;
 
-/// Reads the launcher's variables: torchrun's (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-/// MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE; `ddpkit run` sets the same), else Slurm's
-/// (SLURM_PROCID, ...), else Open MPI's (OMPI_COMM_WORLD_RANK, ...). A world of one when none is set.
-/// Throws InvalidArgument that names the variable and its value when one is missing, is no number or
-/// contradicts another.
+/// Reads the launcher's variables: torchrun's (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+/// MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE; `ddpkit run` sets the same). Without RANK and WORLD_SIZE: an MPI
+/// launcher's (OMPI_COMM_WORLD_RANK, PMI_RANK, ...) or Slurm's (SLURM_PROCID, ...). A world of one when none is set.
+/// Throws InvalidArgument that names the variable and its value if a variable is missing, is no number or contradicts
+/// another variable, and for a launcher that sets a rank without the number of ranks.
 LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup);
 
 /// The same from this process's environment.
