@@ -25,11 +25,11 @@ namespace {
 constexpr int kPortOfSeveralHosts = 29500;
 
 struct RunOptions {
-  std::string ranks = "1";  ///< As given: a number, "gpu" or "cpu".
+  std::string ranks = "1";  ///< As train::count_ranks() takes it.
   int nodes = 1;
   int node_rank = 0;
   std::string master_addr = {};
-  int master_port = 0;
+  std::optional<int> master_port = std::nullopt;  ///< 0: a free one.
   bool standalone = false;
   int max_restarts = 0;
   std::string log_dir = {};
@@ -47,32 +47,9 @@ int visible_gpus() {
   return list.empty() ? 0 : std::min<int>(all, static_cast<int>(std::count(list.begin(), list.end(), ',')) + 1);
 }
 
-int count_ranks(const std::string& text) {
-  if (text == "cpu") return available_cores();
-  if (text == "gpu" || text == "auto") {
-    const int gpus = visible_gpus();
-    if (gpus > 0) return gpus;
-    if (text == "auto") return available_cores();
-    throw InvalidArgument("--nproc-per-node gpu: this host has no GPU that can be seen; ddpkit doctor says more");
-  }
-  int ranks = 0;
-  parse_number(text, ranks);
-  return ranks;
-}
-
-CLI::Validator rank_count() {
-  return CLI::Validator(
-      [](const std::string& text) {
-        if (text == "gpu" || text == "cpu" || text == "auto") return std::string();
-        int ranks = 0;
-        const bool valid = parse_number(text, ranks) && ranks >= 1 && ranks <= 4096;
-        return valid ? std::string() : fmt::format("must be a number from 1 to 4096, gpu, cpu or auto, not {}", text);
-      },
-      "");
-}
-
 LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::string>& program) {
-  LocalLaunchOptions launch{.command = program, .ranks = count_ranks(options.ranks), .nodes = options.nodes};
+  LocalLaunchOptions launch{
+      .command = program, .ranks = train::count_ranks(options.ranks, visible_gpus()), .nodes = options.nodes};
   launch.node_rank = options.node_rank;
   launch.max_restarts = options.max_restarts;
   launch.numa_binding = options.numa_binding;
@@ -82,19 +59,23 @@ LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::str
   launch.show_stdout = options.tee & 1;
   launch.show_stderr = options.tee & 2;
   launch.forward_signals = true;
-  launch.master_port = options.master_port;
-  if (options.nodes == 1) {
+  const bool one_host = options.nodes == 1;
+  if (options.master_port) {
+    launch.master_port = *options.master_port;
+  } else if (!options.standalone) {
+    launch.master_port = number_from_environment("MASTER_PORT", 0, 65535, one_host ? 0 : kPortOfSeveralHosts);
+  }
+  if (one_host) {
     if (!options.master_addr.empty()) launch.master_addr = options.master_addr;
-    if (launch.master_port == 0 && !options.standalone)
-      launch.master_port = number_from_environment("MASTER_PORT", 1, 65535, 0);
     return launch;
   }
+  if (launch.master_port == 0)
+    throw InvalidArgument(
+        "--master-port 0 (or MASTER_PORT) is for one host: with --nnodes above 1 all hosts need the same port");
   const char* address = std::getenv("MASTER_ADDR");
   launch.master_addr = !options.master_addr.empty() ? options.master_addr : address ? address : "";
   if (launch.master_addr.empty())
     throw InvalidArgument("--nnodes above 1 needs --master-addr (or MASTER_ADDR): the host that has --node-rank 0");
-  if (launch.master_port == 0)
-    launch.master_port = number_from_environment("MASTER_PORT", 1, 65535, kPortOfSeveralHosts);
   // Each launcher sees its own host's ranks alone: they would not start anew together.
   if (options.max_restarts > 0)
     throw InvalidArgument(
@@ -137,7 +118,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
       "SIGUSR1 prints what each rank is doing.");
   command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start: a number, gpu, cpu (cores), or auto")
       ->required()
-      ->check(rank_count())
+      ->check(train::rank_count())
       ->type_name("N|gpu|cpu");
   command->add_option("--nnodes", options->nodes, "Hosts of the job, each with a launcher of its own")
       ->check(CLI::Range(1, 4096))
@@ -152,8 +133,9 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   CLI::Option* master_port =
       command
           ->add_option("--master-port", options->master_port,
-                       "Port at which the ranks meet (default: MASTER_PORT, or a free one; 29500 for several hosts)")
-          ->check(CLI::Range(1, 65535))
+                       "Port at which the ranks meet, 0: a free one (default: MASTER_PORT, or a free one; 29500 for "
+                       "several hosts)")
+          ->check(CLI::Range(0, 65535))
           ->type_name("PORT");
   command->add_flag("--standalone", options->standalone, "One host and a free port, whatever the environment says")
       ->excludes(master_addr)

@@ -1,5 +1,6 @@
 // Writes down what is said in recordings, and learns to: Legendre Memory Units trained with CTC, on one rank or many.
 #include <malloc.h>
+#include <torch/cuda.h>
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
@@ -25,6 +26,7 @@ namespace {
 
 using ddpkit::train::Config;
 using ddpkit::train::number_between;
+using ddpkit::train::rank_count;
 using ddpkit::train::UsageError;
 using ddpkit::train::whole_number;
 
@@ -33,6 +35,7 @@ struct CommandLine {
   std::vector<std::string> overrides;
   std::string seed, save_dir, max_steps;  // As given; Config checks them.
   bool json = false;
+  std::string ranks;  // To start; empty: none.
   ddpkit::LocalLaunchOptions launch = {.command = {}, .ranks = 0};
   std::vector<std::string> files;
   bool streaming = false;
@@ -49,10 +52,9 @@ void add_options(CLI::App& app, CommandLine& line) {
   app.add_option("--max-steps", line.max_steps, "Stop after N optimizer steps: training.max_steps")->type_name("N");
   app.add_flag("--json", line.json, "Print one line of JSON a finished epoch, and a last one of text: run.json");
   const std::string ranks = "Ranks";
-  app.add_option("--spawn", line.launch.ranks, "Start so many ranks on this host, instead of a launcher's")
-      ->check(whole_number(1, 4096))
-      ->type_name("N")
-      ->default_str("")
+  app.add_option("--spawn", line.ranks, "Ranks to start on this host: a number, gpu, cpu (cores), or auto")
+      ->check(rank_count())
+      ->type_name("N|gpu|cpu|auto")
       ->group(ranks);
   app.add_option("--nnodes", line.launch.nodes, "Hosts that each --spawn as many ranks")
       ->check(whole_number(1, 65536))
@@ -65,8 +67,8 @@ void add_options(CLI::App& app, CommandLine& line) {
   app.add_option("--master-addr", line.launch.master_addr, "Address of host 0, where the ranks meet")
       ->type_name("HOST")
       ->group(ranks);
-  app.add_option("--master-port", line.launch.master_port, "And port; a free one where there is one host")
-      ->check(whole_number(1, 65535))
+  app.add_option("--master-port", line.launch.master_port, "And port; 0: a free one, for one host")
+      ->check(whole_number(0, 65535))
       ->type_name("PORT")
       ->default_str("")
       ->group(ranks);
@@ -85,6 +87,7 @@ Config config_of(const CommandLine& line) {
 // This program once more for each rank, without --spawn.
 int spawn(const CommandLine& line, int argc, char** argv) {
   ddpkit::LocalLaunchOptions launch = line.launch;
+  launch.ranks = ddpkit::train::count_ranks(line.ranks, static_cast<int>(torch::cuda::device_count()));
   launch.command = {std::filesystem::read_symlink("/proc/self/exe").string()};
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -99,8 +102,8 @@ int spawn(const CommandLine& line, int argc, char** argv) {
   }
   launch.forward_signals = true;
   const ddpkit::LocalLaunchResult result = ddpkit::local_launch(launch);
-  // A rank that ended in order has said what was wrong.
-  if (result.first_failure && result.first_failure->signal != 0)
+  // A rank that exited with an error has reported it.
+  if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))
     ddpkit::train::say(fmt::format("asr: rank {} {}", result.first_failure->rank, result.first_failure->describe()));
   return result.exit_code();
 }
@@ -178,7 +181,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(0, 1);
   int exit_code = 0;
   const int code = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
-    if (line.launch.ranks > 0) {
+    if (!line.ranks.empty()) {
       if (ddpkit::read_launch_environment().launcher != "none")
         throw UsageError("--spawn under a launcher, which has started the ranks already");
       exit_code = spawn(line, argc, argv);

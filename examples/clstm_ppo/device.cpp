@@ -14,12 +14,24 @@ namespace clstm_ppo {
 using ddpkit::train::UsageError;
 
 c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment) {
-  const int there = static_cast<int>(torch::cuda::device_count());
+  return choose_device(options, environment, static_cast<int>(torch::cuda::device_count()));
+}
+
+c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment, int there) {
   if (options.num_gpus > there)
     throw UsageError(fmt::format("--num-gpus {}: this host shows {}", options.num_gpus,
                                  there == 0 ? "none" : fmt::format("{}", there)));
   const int gpus = options.num_gpus < 0 ? there : options.num_gpus;
-  if (gpus == 0 || options.trainer.backend == "shm" || options.trainer.backend == "gloo") return c10::kCPU;
+  const std::string& backend = options.trainer.backend;
+  const bool on_cpu = backend == "shm" || backend == "gloo" || backend == "hierarchical";
+  if (options.num_gpus > 0 && on_cpu)
+    throw UsageError(fmt::format("--num-gpus {}: --backend {} trains on the CPU; use nccl", options.num_gpus, backend));
+  if (gpus == 0 || on_cpu) return c10::kCPU;
+  if (environment.local_world_size < options.num_gpus)
+    throw UsageError(fmt::format(
+        "--num-gpus {0}: only {1} rank{2} on this host, one per GPU; start {0} with "
+        "ddpkit run -n {0}",
+        options.num_gpus, environment.local_world_size, environment.local_world_size == 1 ? " runs" : "s run"));
   if (environment.local_world_size > gpus)
     throw UsageError(fmt::format("{} ranks on this host, but only {} GPU{} for them: one rank a GPU",
                                  environment.local_world_size, gpus, gpus == 1 ? "" : "s"));

@@ -191,7 +191,10 @@ std::vector<PriceSeries> read_price_folder(const std::filesystem::path& folder, 
     throw InvalidArgument(
         fmt::format("{} is a file: give its folder, and choose the asset by --assets", folder.string()));
   if (!std::filesystem::is_directory(folder, error))
-    throw InvalidArgument(fmt::format("there is no folder {}", folder.string()));
+    throw InvalidArgument(
+        std::filesystem::exists(folder, error)
+            ? fmt::format("{} is not a folder: name its folder, and choose its assets with --assets", folder.string())
+            : fmt::format("there is no folder {}", folder.string()));
   std::vector<std::string> names = assets;
   if (names.empty()) {
     for (const std::filesystem::path& path : data_files::entries(folder)) {

@@ -131,7 +131,9 @@ TrialSet read_trials(const std::filesystem::path& folder, std::vector<std::strin
                      DataFaults& faults) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))
-    throw ddpkit::InvalidArgument(fmt::format("there is no data folder {}", folder.string()));
+    throw ddpkit::InvalidArgument(std::filesystem::exists(folder, error)
+                                      ? fmt::format("{} is not a folder", folder.string())
+                                      : fmt::format("there is no data folder {}", folder.string()));
   const std::filesystem::path csv = trials_file(folder);
   const std::vector<CsvRecord> records = ddpkit::train::read_csv(csv);
   if (records.empty()) throw ddpkit::InvalidArgument(fmt::format("{}:1: is empty", csv.string()));

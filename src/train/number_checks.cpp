@@ -6,6 +6,8 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/options.h>
 
@@ -32,6 +34,27 @@ CLI::Validator positive_number() {
 
 CLI::Validator number_from_zero() {
   return number_that([](double value) { return value >= 0; }, "a number from 0 on", "NUMBER >= 0");
+}
+
+CLI::Validator rank_count() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        if (text == "gpu" || text == "cpu" || text == "auto") return std::string();
+        int ranks = 0;
+        const bool valid = parse_number(text, ranks) && ranks >= 1 && ranks <= 4096;
+        return valid ? std::string() : fmt::format("must be a number from 1 to 4096, gpu, cpu or auto, not {}", text);
+      },
+      "");
+}
+
+int count_ranks(const std::string& text, int gpus) {
+  if (text == "cpu" || (text == "auto" && gpus == 0)) return available_cores();
+  if (text == "gpu" && gpus == 0)
+    throw InvalidArgument("gpu: no GPU is visible on this host; ddpkit doctor shows the reason");
+  if (text == "gpu" || text == "auto") return gpus;
+  int ranks = 0;
+  parse_number(text, ranks);
+  return ranks;
 }
 
 CLI::Validator number_between(double least, double most) {

@@ -50,15 +50,15 @@ CheckpointInfo examine(const std::filesystem::path& checkpoint, const std::strin
     there = json::parse(info.config);
     if (!there.is_object()) throw InvalidArgument(fmt::format("the checkpoint {} has no config", checkpoint.string()));
   } catch (const InvalidArgument& error) {
-    throw InvalidArgument(fmt::format("{}; --overwrite replaces it", error.what()));
+    throw InvalidArgument(fmt::format("{}: use another folder, or overwrite it", error.what()));
   } catch (const json::exception&) {
-    throw InvalidArgument(
-        fmt::format("the config in the checkpoint {} is damaged; --overwrite replaces it", checkpoint.string()));
+    throw InvalidArgument(fmt::format("the config in the checkpoint {} is damaged: use another folder, or overwrite it",
+                                      checkpoint.string()));
   }
   const std::string difference = first_difference(there, here, options.may_differ);
   if (difference.empty()) return info;
   throw InvalidArgument(
-      fmt::format("cannot resume: {} already holds {}: take another --save-dir, or --overwrite", folder, difference));
+      fmt::format("cannot resume: {} already holds {}: use another folder, or overwrite the run", folder, difference));
 }
 
 std::int64_t number_in_environment(const char* name) {

@@ -84,7 +84,7 @@ bool StopSignal::requested() {
 std::string StopSignal::describe(std::int64_t step, bool is_kept) const {
   const char* name = ::sigabbrev_np(agreed_);
   return fmt::format("stopped by SIG{} after step {}; {}", name ? name : "?", step,
-                     is_kept ? "the same command goes on from there" : "without --save-dir nothing is kept");
+                     is_kept ? "the same command resumes from there" : "no checkpoint was saved");
 }
 
 }  // namespace ddpkit::train

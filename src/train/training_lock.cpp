@@ -41,7 +41,7 @@ std::shared_ptr<const void> lock_folder(const std::filesystem::path& folder) {
     if (errno != EWOULDBLOCK) break;  // ENOLCK, EOPNOTSUPP, on NFS EBADF: there are no such locks here.
     if (std::chrono::steady_clock::now() >= limit)
       throw InvalidArgument(
-          fmt::format("another process trains into {}: let it end, or take another --save-dir", folder.string()));
+          fmt::format("another process trains into {}: wait for its end, or use another folder", folder.string()));
     std::this_thread::sleep_for(kBetweenTries);
   }
   return open;

@@ -124,6 +124,18 @@ TEST_CASE("asr check passes on one process and on several", "[asr]") {
   CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("ok  "); }) == 5);
 }
 
+TEST_CASE("--spawn takes torchrun's words for a number of ranks", "[asr]") {
+  const Run run = run_asr(0, {"check", "--spawn", "some"});
+  CHECK(run.exit_code == 2);
+  CHECK_THAT(run.errors, ContainsSubstring("--spawn: must be a number from 1 to 4096, gpu, cpu or auto, not some"));
+  // No GPU is visible: one rank per core.
+  const Folder folder;
+  const std::string out = folder / "out";
+  REQUIRE(std::system(("CUDA_VISIBLE_DEVICES= taskset -c 0 " DDPKIT_TEST_ASR " check --spawn auto > " + out).c_str()) ==
+          0);
+  CHECK_THAT(read_file(out), ContainsSubstring("the distributed set-up works"));
+}
+
 TEST_CASE("two hosts that each spawn a rank meet", "[asr][gloo]") {
   const std::string host = " check --spawn 1 --nnodes 2 --master-addr localhost --master-port 29871 --node-rank ";
   const Folder folder;

@@ -49,6 +49,8 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   };
   check_refused({}, 2, "--data FOLDER is required", {1, 2});
   check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere", {2});
+  write_file(folder / "GOOG.csv", header + row);
+  check_refused({"--data", folder / "GOOG.csv"}, 1, "GOOG.csv is not a folder: name its folder", {1, 2});
   check_refused({"--data", generated(), "--num_gpus", "7"}, 2, "--num-gpus 7: this host shows");
   check_refused({"--data", generated(), "--sequence", "5"}, 2, "--episode-steps 128 is no multiple of --sequence 5");
   check_refused({"--data", generated(), "--batch_size", "20"}, 2, "--batch-size 20 is no multiple of --sequence 16");

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <numbers>
 
+#include <ddpkit/train/main.h>
+
+#include "clstm_ppo/device.h"
 #include "clstm_ppo/model.h"
 #include "clstm_ppo/ppo.h"
 #include "support/catch.h"
@@ -106,4 +109,24 @@ TEST_CASE("the model gives the same in one go, step by step, and from a memory t
   other = windows.clone();
   other.select(1, 0).add_(1);
   CHECK_FALSE(torch::allclose(std::get<0>(model.forward(other, model.no_memory(3))).select(1, 5), mean.select(1, 5)));
+}
+
+TEST_CASE("--num-gpus N needs N ranks on the host", "[clstm_ppo]") {
+  clstm_ppo::TrainOptions options;
+  options.num_gpus = 4;
+  const ddpkit::LaunchEnvironment alone;
+  ddpkit::LaunchEnvironment last;
+  last.rank = last.local_rank = 3;
+  last.world_size = last.local_world_size = 4;
+  CHECK_THROWS_AS(clstm_ppo::choose_device(options, alone, 8), ddpkit::train::UsageError);
+  CHECK_THROWS_WITH(clstm_ppo::choose_device(options, alone, 8),
+                    ContainsSubstring("--num-gpus 4: only 1 rank runs on this host, one per GPU") &&
+                        ContainsSubstring("ddpkit run -n 4"));
+  CHECK(clstm_ppo::choose_device(options, last, 8) == c10::Device(c10::kCUDA, 3));
+  options.trainer.backend = "gloo";
+  CHECK_THROWS_WITH(clstm_ppo::choose_device(options, last, 8), ContainsSubstring("--backend gloo trains on the CPU"));
+  options.num_gpus = -1;
+  CHECK(clstm_ppo::choose_device(options, last, 8) == c10::kCPU);
+  options.trainer.backend.clear();
+  CHECK(clstm_ppo::choose_device(options, alone, 8) == c10::Device(c10::kCUDA, 0));
 }

@@ -143,4 +143,5 @@ TEST_CASE("a terminal that goes stops a training, unless it was started to outli
   ::raise(SIGHUP);
   CHECK(stop.requested());
   CHECK_THAT(stop.describe(7, true), ContainsSubstring("stopped by SIGHUP after step 7"));
+  CHECK_THAT(stop.describe(7, false), ContainsSubstring("; no checkpoint was saved"));
 }

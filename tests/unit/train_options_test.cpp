@@ -1,5 +1,7 @@
 #include <CLI/CLI.hpp>
 
+#include <ddpkit/comm/error.h>
+#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 
@@ -134,4 +136,17 @@ TEST_CASE("a range takes numbers and nothing else", "[options]") {
   for (const char* bad : {"nan", "1025", "1.5", "99999999999999999999", ""})
     CHECK(check(whole, bad) == std::string("must be a whole number up to 1024, not ") + bad);
   CHECK(check(whole, "-2") == "must be at least -1, not -2");
+}
+
+TEST_CASE("the ranks to start are a number, or gpu, cpu or auto", "[options]") {
+  using ddpkit::train::count_ranks;
+  CHECK(count_ranks("3", 8) == 3);
+  CHECK(count_ranks("gpu", 8) == 8);
+  CHECK(count_ranks("auto", 8) == 8);
+  CHECK(count_ranks("cpu", 8) == ddpkit::available_cores());
+  CHECK(count_ranks("auto", 0) == ddpkit::available_cores());
+  CHECK_THROWS_AS(count_ranks("gpu", 0), ddpkit::InvalidArgument);
+  for (std::string text : {"0", "4097", "2x", "gpus"})
+    CHECK_THAT(ddpkit::train::rank_count()(text),
+               ContainsSubstring("must be a number from 1 to 4096, gpu, cpu or auto"));
 }

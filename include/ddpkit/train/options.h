@@ -51,6 +51,12 @@ CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric
 /// Both ends are allowed.
 CLI::Validator number_between(double least, double most);
 
+/// A number of ranks to start: 1 to 4096, gpu, cpu, or auto.
+CLI::Validator rank_count();
+/// The number that such a text stands for on a host with `gpus` GPUs: gpu is one per GPU, cpu one per core that this
+/// process may use, auto gpu if there is a GPU and cpu otherwise. Throws InvalidArgument for gpu without a GPU.
+int count_ranks(const std::string& text, int gpus);
+
 /// One sentence for what CLI11 found wrong with a command line; for an unknown option it names the nearest known one.
 std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error);
 

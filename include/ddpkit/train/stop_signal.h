@@ -29,7 +29,7 @@ class StopSignal {
   /// every rank calls it once a step. The ranks talk of it a few times a second, not each step.
   bool requested();
 
-  /// "stopped by SIGTERM after step 7; the same command goes on from there", once requested() was true. `is_kept`:
+  /// "stopped by SIGTERM after step 7; the same command resumes from there", once requested() was true. `is_kept`:
   /// there is a checkpoint.
   std::string describe(std::int64_t step, bool is_kept) const;
 
