@@ -1,5 +1,6 @@
 // Which backend and which device, and how the ranks meet.
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <iterator>
 #include <string_view>
@@ -83,7 +84,7 @@ at::Device choose_device(const InitOptions& options, std::string_view backend, c
   if (devices > 0 && environment.local_rank >= devices)
     throw InvalidArgument(fmt::format(
         "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
-        "CPU with --backend shm",
+        "CPU with the shm backend",
         environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
 }
@@ -101,12 +102,19 @@ ProcessGroup init_process_group(const InitOptions& options) {
   if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
   flight::Recorder& recorder = flight::Recorder::of_process();
   recorder.meet(environment.world_size);
-  auto store = connect_store(environment, timeout);
-  if (environment.world_size > 1) wait_for_ranks(store, environment, timeout);
-  auto backend = backend_kind.create(store, environment, device, timeout);
-  note_rendezvous(environment);
-  recorder.set_phase(flight::Phase::kTraining);
-  return ProcessGroup(std::move(backend), std::move(store), device, environment);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    auto store = connect_store(environment, timeout);
+    if (environment.world_size > 1) wait_for_ranks(store, environment, timeout);
+    auto backend = backend_kind.create(store, environment, device, timeout);
+    note_rendezvous(environment);
+    recorder.set_phase(flight::Phase::kTraining);
+    return ProcessGroup(std::move(backend), std::move(store), device, environment);
+  } catch (const Error& error) {
+    const bool late = std::chrono::steady_clock::now() - start >= timeout;
+    recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, error.context().rank);
+    throw;
+  }
 }
 
 }  // namespace ddpkit

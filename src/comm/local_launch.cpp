@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <map>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -17,15 +17,16 @@
 #include <ddpkit/comm/error.h>
 
 #include "comm/flight/view.h"
+#include "comm/launch/blame.h"
 #include "comm/launch/cores.h"
+#include "comm/launch/end_order.h"
 #include "comm/launch/guardian.h"
 #include "comm/launch/port.h"
+#include "comm/launch/rank_environment.h"
 #include "comm/launch/rank_output.h"
 #include "comm/launch/rank_process.h"
 #include "comm/launch/signal_notes.h"
 #include "comm/launch/summary.h"
-
-extern char** environ;
 
 namespace ddpkit {
 namespace {
@@ -39,14 +40,13 @@ constexpr milliseconds kStackLimit(500);
 constexpr milliseconds kLook(250);
 /// A kernel without pidfds: between two looks whether a rank has ended.
 constexpr milliseconds kLookForEnds(10);
-/// Ranks that end within this of the first failure may have failed before it.
-constexpr milliseconds kAtOnce(20);
 
 class Launch {
  public:
   explicit Launch(const LocalLaunchOptions& options)
       : options_(options), signals_(options.forward_signals), output_(options, [this] { return goes_on(); }) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
+    told_.resize(result_.ranks.size());
     result_.first_rank = options.node_rank * options.ranks;
   }
 
@@ -72,39 +72,10 @@ class Launch {
  private:
   int port() const { return port_ ? port_->number() : options_.master_port; }
 
-  std::vector<std::string> environment_of(int rank, int page) const {
-    std::map<std::string, std::string> variables;
-    for (char** at = environ; *at; ++at) {
-      const std::string entry = *at;
-      const auto equals = entry.find('=');
-      if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
-    }
-    const std::string ranks = std::to_string(options_.ranks);
-    variables["RANK"] = std::to_string(result_.first_rank + rank);
-    variables["LOCAL_RANK"] = std::to_string(rank);
-    variables["GROUP_RANK"] = std::to_string(options_.node_rank);
-    variables["WORLD_SIZE"] = std::to_string(options_.nodes * options_.ranks);
-    variables["LOCAL_WORLD_SIZE"] = ranks;
-    variables["MASTER_ADDR"] = options_.master_addr;
-    variables["MASTER_PORT"] = std::to_string(port());
-    // The same on all hosts, which know nothing of one another but where to meet.
-    variables["TORCHELASTIC_RUN_ID"] =
-        options_.nodes > 1 ? fmt::format("nodes-{}", port()) : fmt::format("local-{}", ::getpid());
-    variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options_.restart_count);
-    variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options_.max_restarts);
-    variables.erase("TORCHELASTIC_USE_AGENT_STORE");
-    variables[flight::kPageVariable] = std::to_string(page);
-    variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options_.ranks)));
-    for (const auto& [name, value] : options_.environment) variables[name] = value;
-    std::vector<std::string> entries;
-    for (const auto& [name, value] : variables) entries.push_back(name + "=" + value);
-    return entries;
-  }
-
   void start(int rank) {
     const flight::View& view = views_.emplace_back();
     const launch::RankOutput::Ends ends = output_.open(rank);
-    const std::vector<std::string> environment = environment_of(rank, view.descriptor());
+    const std::vector<std::string> environment = launch::rank_environment(options_, rank, port(), view.descriptor());
     try {
       const launch::RankProcess& process =
           processes_.emplace_back(launch::RankStart{.command = options_.command,
@@ -116,6 +87,7 @@ class Launch {
                                                     .cores = cores_[static_cast<std::size_t>(rank)],
                                                     .own_group = !ends.has_terminal});
       if (!ends.has_terminal) guardian_.add(process.pid());
+      end_order_.add(process.descriptor(), static_cast<std::size_t>(rank));
     } catch (...) {
       output_.close_ends(ends);
       throw;
@@ -131,7 +103,7 @@ class Launch {
       result_.timed_out = true;
       stop(SIGTERM, options_.grace);
     }
-    if (kill_at_ && Clock::now() > *kill_at_) kill_all();
+    if (kill_at_ && Clock::now() > *kill_at_) end_spared_or_kill_all();
   }
 
   /// While nobody reads this process's output. It is waited for as long as it takes, but not by one that was told to
@@ -146,8 +118,22 @@ class Launch {
   }
 
   /// What ranks have started and left, while all are told to end.
-  bool waits_for_others() const {
-    return kill_at_ && std::ranges::any_of(processes_, [](const auto& process) { return process.has_left_others(); });
+  bool waits_for_others() {
+    if (!kill_at_ || std::ranges::none_of(processes_, &launch::RankProcess::holds_group)) return false;
+    const std::set<pid_t> groups = launch::living_groups();
+    bool waits = false;
+    for (launch::RankProcess& process : processes_) {
+      if (!process.holds_group()) continue;
+      const bool has_left_others = groups.contains(process.pid());
+      if (!has_left_others) release(process);
+      waits = waits || has_left_others;
+    }
+    return waits;
+  }
+
+  void release(launch::RankProcess& process) {
+    guardian_.remove(process.pid());
+    process.release();
   }
 
   /// For output, an end, a signal, or the time of the next look.
@@ -155,12 +141,9 @@ class Launch {
     std::vector<pollfd> descriptors;
     output_.add_to(descriptors);
     descriptors.push_back({signals_.descriptor(), POLLIN, 0});
-    bool sees_ends = true;
-    for (const launch::RankProcess& process : processes_) {
-      if (!process.running()) continue;
-      sees_ends = sees_ends && process.descriptor() >= 0;
-      descriptors.push_back({process.descriptor(), POLLIN, 0});
-    }
+    descriptors.push_back({end_order_.descriptor(), POLLIN, 0});
+    const bool sees_ends = std::ranges::all_of(
+        processes_, [](const auto& process) { return !process.running() || process.descriptor() >= 0; });
     const bool soon = !sees_ends || kill_at_ || close_at_;
     const milliseconds limit = soon                  ? kLookForEnds
                                : options_.time_limit ? std::min(kLook, *options_.time_limit)
@@ -173,31 +156,36 @@ class Launch {
   }
 
   void reap() {
+    std::vector<std::size_t> ended = end_order_.ended();
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      launch::RankProcess& process = processes_[rank];
-      int status = 0;
-      if (!process.reap(status)) continue;
-      RankExit& end = result_.ranks[rank];
-      end.rank = static_cast<int>(rank);
-      end.pid = process.pid();
-      end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-      end.ended_by_launcher = kill_at_.has_value();
-      end.state = views_[rank].state(true);
-      if (WIFSIGNALED(status)) {
-        end.signal = WTERMSIG(status);
-      } else {
-        end.exit_code = WEXITSTATUS(status);
-      }
-      if (!kill_at_) process.signal(SIGKILL);  // What it has left in its group.
-      guardian_.remove(process.pid());
-      write_history(static_cast<int>(rank));
-      if (end.ok() || end.ended_by_launcher || first_failure_) continue;
-      first_failure_ = rank;
-      ask_silent_ranks(rank);
+      if (processes_[rank].descriptor() < 0) ended.push_back(rank);  // Perhaps.
     }
+    for (const std::size_t rank : ended) note_end(rank);
     if (!first_failure_ && !kill_at_) find_absent_rank();
     if (!first_failure_ || kill_at_ || !options_.stop_on_failure) return;
+    spared_ = suspects();
     stop(SIGTERM, options_.grace);
+  }
+
+  void note_end(std::size_t rank) {
+    launch::RankProcess& process = processes_[rank];
+    RankExit& end = result_.ranks[rank];
+    if (!process.has_ended(end.exit_code, end.signal)) return;
+    end_order_.remove(process.descriptor());
+    ended_.push_back(rank);
+    end.rank = static_cast<int>(rank);
+    end.pid = process.pid();
+    end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    end.ended_by_launcher = told_[rank] != 0;
+    end.state = views_[rank].state(true);
+    if (!end.ended_by_launcher) {
+      process.signal(SIGKILL);  // What it has left in its group.
+      release(process);
+    }
+    write_history(static_cast<int>(rank));
+    if (end.ok() || end.ended_by_launcher || first_failure_) return;
+    first_failure_ = rank;
+    ask_silent_ranks(rank);
   }
 
   /// A rank that ended well without having met the others, while one of them waits until all ranks have come: nothing
@@ -266,6 +254,7 @@ class Launch {
       return;
     }
     result_.stopped_by_signal = number;
+    spared_.clear();
     // Ranks know SIGTERM, and keep their work.
     stop(number == SIGHUP ? SIGTERM : number, options_.signal_grace);
   }
@@ -287,11 +276,26 @@ class Launch {
 
   void stop(int number, milliseconds grace) {
     if (!kill_at_) kill_at_ = Clock::now() + grace;
-    for (const launch::RankProcess& process : processes_) process.signal(number);
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      if (std::ranges::find(spared_, rank) == spared_.end()) tell(rank, number);
+    }
+  }
+
+  void tell(std::size_t rank, int number) {
+    if (processes_[rank].running()) told_[rank] = number;
+    processes_[rank].signal(number);
+  }
+
+  void end_spared_or_kill_all() {
+    const std::vector<std::size_t> spared = std::exchange(spared_, {});
+    if (std::ranges::none_of(spared, [&](std::size_t rank) { return processes_[rank].running(); })) return kill_all();
+    kill_at_ = Clock::now() + options_.grace;
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank)
+      tell(rank, std::ranges::find(spared, rank) == spared.end() ? SIGKILL : SIGTERM);
   }
 
   void kill_all() {
-    for (const launch::RankProcess& process : processes_) process.signal(SIGKILL);
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) tell(rank, SIGKILL);
     killed_ = true;
     kill_at_ = Clock::now() + std::chrono::hours(24);
   }
@@ -303,20 +307,37 @@ class Launch {
         << fmt::format("{:>8}  {:>8}  {:>10}  what\n", "number", "step", "began") << history;
   }
 
-  /// The first to end is not always the first to fail: a rank that has lost another one may be seen before it.
+  /// Whether it ended for another reason than the launcher's signal.
+  bool ended_by_itself(std::size_t rank) const {
+    const RankExit& end = result_.ranks[rank];
+    return !processes_[rank].running() &&
+           (told_[rank] == 0 || (end.signal != 0 && end.signal != SIGTERM && end.signal != told_[rank]));
+  }
+
+  std::vector<std::size_t> suspects() const {
+    std::vector<launch::Evidence> ranks;
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      launch::Evidence& evidence = ranks.emplace_back();
+      evidence.failure = views_[rank].failure();
+      const std::optional<int> culprit = views_[rank].culprit();
+      if (culprit && *culprit >= result_.first_rank && *culprit < result_.first_rank + options_.ranks)
+        evidence.culprit = static_cast<std::size_t>(*culprit - result_.first_rank);
+      evidence.running = processes_[rank].running();
+      evidence.has_left = views_[rank].has_left();
+      evidence.ended_by_itself = ended_by_itself(rank);
+      evidence.ended_well = result_.ranks[rank].ok();
+    }
+    return launch::suspects(*first_failure_, ranks, ended_);
+  }
+
+  /// The first to end is not always the first to fail: a rank that has lost another one may end before it.
   void name_first_failure() {
     if (!first_failure_) return;
-    std::size_t first = *first_failure_;
-    const auto culprit = views_[first].culprit();
-    const int local = culprit ? *culprit - result_.first_rank : -1;
-    if (views_[first].failure() == flight::Failure::kPeerLost && local >= 0 && local < options_.ranks) {
-      const RankExit& other = result_.ranks[static_cast<std::size_t>(local)];
-      const double at_once = std::chrono::duration<double>(kAtOnce).count();
-      const bool by_itself = !other.ended_by_launcher ||
-                             (other.signal != SIGTERM && other.seconds - result_.ranks[first].seconds < at_once);
-      if (!other.ok() && by_itself) first = static_cast<std::size_t>(local);
-    }
-    result_.first_failure = result_.ranks[first];
+    const std::vector<std::size_t> ranks = suspects();
+    const std::size_t first = ranks.empty() ? *first_failure_ : ranks.front();
+    RankExit& end = result_.ranks[first];
+    if (!end.before_meeting) end.awaited = end.ok() || !ended_by_itself(first);
+    result_.first_failure = end;
   }
 
   const LocalLaunchOptions& options_;
@@ -328,6 +349,10 @@ class Launch {
   std::vector<std::vector<int>> cores_;         ///< [rank]
   std::vector<flight::View> views_;             ///< [rank]
   std::vector<launch::RankProcess> processes_;  ///< [rank]
+  launch::EndOrder end_order_;
+  std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.
+  std::vector<int> told_;            ///< The last signal by which it was told to end, 0: none. [rank]
+  std::vector<std::size_t> spared_;  ///< Suspected ranks, which are to end by themselves.
   std::optional<std::size_t> first_failure_;
   Clock::time_point start_ = Clock::now();
   Clock::time_point sampled_ = start_;

@@ -58,7 +58,10 @@ struct ProcessGroup::State {
   /// is no rank, whose end the others would be told of.
   struct Deleter {
     void operator()(State* state) const {
-      if (::getpid() == state->process) delete state;
+      if (::getpid() != state->process) return;
+      flight::Recorder& recorder = flight::Recorder::of_process();
+      if (state->records && recorder.is_world(state->group_number)) recorder.leave();
+      delete state;
     }
   };
 

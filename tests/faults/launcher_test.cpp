@@ -2,9 +2,11 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <thread>
 
 #include <fmt/format.h>
@@ -15,6 +17,38 @@
 
 using namespace ddpkit::testing;
 using Arguments = std::vector<std::string>;
+
+namespace {
+
+/// Makes a process with this number and a process group of its own, which sleeps; -1 without the right to choose, or
+/// where other processes are always quicker.
+int process_with_number(int number) {
+  for (int attempt = 0; attempt < 1000; ++attempt) {
+    if (!(std::ofstream("/proc/sys/kernel/ns_last_pid") << number - 1 << std::flush)) return -1;
+    const int pid = ::fork();
+    if (pid == 0) {
+      ::setpgid(0, 0);
+      ::pause();
+      ::_exit(0);
+    }
+    ::setpgid(pid, pid);
+    if (pid == number) return pid;
+    ::kill(pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+  }
+  return -1;
+}
+
+/// The process that ends what is left of the ranks when the launcher has been killed.
+int guardian_of(int launcher) {
+  std::ifstream children(fmt::format("/proc/{0}/task/{0}/children", launcher));
+  for (int pid = 0; children >> pid;) {
+    if (read_file(fmt::format("/proc/{}/comm", pid)) == "ddpkit-guardian\n") return pid;
+  }
+  return -1;
+}
+
+}  // namespace
 
 TEST_CASE("a killed launcher takes its ranks and what they have started with it", "[faults]") {
   const FaultFolder folder;
@@ -98,6 +132,82 @@ TEST_CASE("a rank that ends well before the others could meet it is named", "[fa
   FaultRun none({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 1 ] || { sleep 1; echo slept; }"});
   CHECK(none.wait() == 0);
   CHECK(none.out() == "slept\n");
+}
+
+TEST_CASE("a process that has got the number of an ended rank gets no signal", "[faults]") {
+  const FaultFolder folder;
+  FaultRun run(
+      {"run", "-n", "2", "--", "sh", "-c",
+       "cd " + folder.path().string() +
+           "; if [ $RANK = 0 ]; then echo $$ > pid-0; exit 0; fi; until [ -e go ]; do sleep 0.01; done; exit 3"});
+  const int number = folder.pid_of(0);
+  while (::kill(number, 0) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const int stranger = process_with_number(number);
+  write_file(folder / "go", "");
+  CHECK(run.wait() == 3);
+  if (stranger < 0) {
+    WARN("this test could not choose the number of a process");
+    return;
+  }
+  int status = 0;
+  CHECK(::waitpid(stranger, &status, WNOHANG) == 0);
+  ::kill(stranger, SIGKILL);
+  ::waitpid(stranger, nullptr, 0);
+}
+
+TEST_CASE("a launcher outlives its guardian", "[faults]") {
+  const FaultFolder folder;
+  FaultRun run({"run", "-n", "2", "--", "sh", "-c",
+                "echo ready; until [ -e " + folder.path().string() + "/go ]; do sleep 0.01; done; exit 3"});
+  run.wait_for("[rank 1] ready");
+  const int guardian = guardian_of(run.pid());
+  REQUIRE(guardian > 0);
+  ::kill(guardian, SIGKILL);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  write_file(folder / "go", "");
+  CHECK(run.wait() == 3);
+  CHECK_THAT(run.err(), ContainsSubstring("exited with code 3"));
+}
+
+TEST_CASE("a program that can be executed but not read is named as the reason", "[faults]") {
+  const FaultFolder folder;
+  const std::string program = folder / "worker";
+  std::filesystem::copy_file(DDPKIT_TEST_FAULT_WORKER, program);
+  REQUIRE(::chmod(program.c_str(), 0111) == 0);
+  REQUIRE(::chmod(folder.path().c_str(), 0777) == 0);
+  Arguments prefix = {"env"};
+  // The superuser may read everything.
+  if (::geteuid() == 0) prefix = {"setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"};
+  FaultRun run({"run", "-n", "2", "--", program, "--folder", folder.path().string(), "--steps", "5"}, prefix);
+  CHECK(run.wait() == 1);
+  CAPTURE(run.err());
+  CHECK_THAT(run.err(), ContainsSubstring("this program is not dumpable") && ContainsSubstring("chmod +r"));
+  CHECK(run.err().find("container") == std::string::npos);
+}
+
+TEST_CASE("port 0 is a free port", "[faults]") {
+  FaultRun run({"run", "-n", "2", "--master-port", "0", "--", "sh", "-c", "echo port $MASTER_PORT"},
+               {"env", "MASTER_PORT=29500"});
+  CHECK(run.wait() == 0);
+  CHECK(std::atoi(run.out().substr(5).c_str()) > 1024);
+  CHECK(run.out() != "port 29500\n");
+  FaultRun several({"run", "-n", "2", "--nnodes", "2", "--master-addr", "host0", "--master-port", "0", "--", "true"});
+  CHECK(several.wait() == 1);
+  CHECK_THAT(several.err(), ContainsSubstring("all hosts need the same port"));
+}
+
+TEST_CASE("ranks that an MPI launcher starts train together", "[faults]") {
+  const FaultFolder folder;
+  // As Hydra of MPICH sets them. `ddpkit run` only starts the shell.
+  const std::string start =
+      "port=$MASTER_PORT; unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RUN_ID; "
+      "for r in 0 1; do PMI_RANK=$r PMI_SIZE=2 MPI_LOCALRANKID=$r MPI_LOCALNRANKS=2 MASTER_PORT=$port \"$0\" \"$@\" & "
+      "done; wait";
+  FaultRun run({"run", "-n", "1", "--", "sh", "-c", start, DDPKIT_TEST_FAULT_WORKER, "--folder", folder.path().string(),
+                "--steps", "5", "--victim", "5"});
+  CHECK(run.wait() == 0);
+  CAPTURE(run.err());
+  CHECK(run.out() == "done after 5 steps\n");
 }
 
 TEST_CASE("a launcher whose output nobody reads ends when it is told to", "[faults]") {

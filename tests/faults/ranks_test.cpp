@@ -101,20 +101,29 @@ TEST_CASE("ranks that do not do the same are told so at once", "[faults]") {
   }
 }
 
-// Known faults: these tests fail once the launcher names rank 1, and then lose their tag. Rank 0 sees rank 1 leave the
-// group, and it fails before the process of rank 1 ends.
-TEST_CASE("a rank that returns an error from main, and ends slowly, is named", "[faults][!shouldfail]") {
+TEST_CASE("a rank that returns an error from main, and ends slowly, is named", "[faults]") {
   const FaultFolder folder;
   FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "return-slowly", "--victim", "1"}));
-  run.wait();
+  CHECK(run.wait() == 1);
   CHECK(blamed(run) == std::vector<int>{1});
+  CHECK_THAT(run.err(), ContainsSubstring(") exited with code 1, "));
 }
 
-TEST_CASE("a rank that exits early with code 0 is named", "[faults][!shouldfail]") {
+TEST_CASE("a rank that exits early with code 0 is named", "[faults]") {
   const FaultFolder folder;
   FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "exit-early", "--victim", "1"}));
-  run.wait();
+  CHECK(run.wait() == 1);
   CHECK(blamed(run) == std::vector<int>{1});
+  CHECK_THAT(run.err(), ContainsSubstring(") exited with code 0 while the others waited for it, "));
+}
+
+TEST_CASE("a rank that leaves the group and does not end is named, and ended after the grace time", "[faults]") {
+  const FaultFolder folder;
+  FaultRun run(worker_command(folder, {"-n", "2", "--grace-seconds", "0.5"}, {"--act", "leave", "--victim", "1"}));
+  CHECK(run.wait() == 1);
+  CHECK(blamed(run) == std::vector<int>{1});
+  CHECK_THAT(run.err(), ContainsSubstring(") left the process group while the others waited for it, "));
+  check_clean(run, folder);
 }
 
 TEST_CASE("a silent rank is named with its stack when the timeout ends", "[faults]") {

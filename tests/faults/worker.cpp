@@ -155,7 +155,7 @@ class Run {
       ::setrlimit(RLIMIT_AS, &limit);
       const torch::Tensor large = torch::ones({std::int64_t{1} << 34});
     }
-    return what != "exit-early" && what != "return-slowly";
+    return what != "exit-early" && what != "return-slowly" && what != "leave";
   }
 
   const Options& options_;
@@ -199,6 +199,7 @@ int main(int argc, char** argv) {
     mark(options, "fault");
     die();
   }
+  if (options.act == "leave") stuck_on_purpose();
   slow_end.slow = options.act == "return-slowly";
   return slow_end.slow ? 1 : status;
 }

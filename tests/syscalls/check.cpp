@@ -55,8 +55,6 @@ struct Known {
 };
 
 constexpr std::array kKnown = {
-    // The guardian ends, and SIGPIPE kills the launcher that writes to it.
-    Known{"launcher: read ", "exit code 141", false},
     // LibTorch's store does not tell why it could not begin.
     Known{"rank 0: epoll_create 1 EMFILE", "Failed to init uv loop"},
     Known{"rank 0: eventfd 1 EMFILE", "Failed to init uv loop"},

@@ -1,11 +1,17 @@
 #include <ddpkit/comm/local_launch.h>
 
 #include <signal.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <map>
+#include <thread>
 
 #include <ddpkit/comm/error.h>
 
+#include "comm/launch/blame.h"
+#include "comm/launch/end_order.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
@@ -115,4 +121,61 @@ TEST_CASE("a further launch leaves the logs of earlier ones alone", "[launch]") 
 TEST_CASE("a program that does not exist is an error", "[launch]") {
   CHECK_THROWS_WITH(local_launch({.command = {"/no/such/program"}, .ranks = 2}), ContainsSubstring("/no/such/program"));
   CHECK_THROWS_AS(local_launch({.command = {"true"}, .ranks = 0}), ddpkit::InvalidArgument);
+}
+
+TEST_CASE("the rank that others lost is the first failure, whichever ends first", "[launch]") {
+  using ddpkit::flight::Failure;
+  using ddpkit::launch::Evidence;
+  using Ranks = std::vector<std::size_t>;
+  const auto suspects = ddpkit::launch::suspects;
+  const Evidence trains;
+  const auto lost = [](std::optional<std::size_t> culprit) {
+    return Evidence{.failure = Failure::kPeerLost, .culprit = culprit, .running = false, .ended_by_itself = true};
+  };
+  const Evidence left = {.has_left = true};
+  const Evidence failed = {.running = false, .has_left = true, .ended_by_itself = true};
+  const Evidence ended_well = {.running = false, .ended_by_itself = true, .ended_well = true};
+  const Evidence aborted = {.failure = Failure::kAborted, .culprit = 1};
+  // Nobody is blamed.
+  CHECK(suspects(0, {failed, trains}, {0}) == Ranks{});
+  // The blamed rank is known, whether it has ended or not.
+  CHECK(suspects(0, {lost(1), left}, {0}) == Ranks{1});
+  CHECK(suspects(0, {lost(1), failed}, {0, 1}) == Ranks{1});
+  CHECK(suspects(0, {lost(1), ended_well}, {1, 0}) == Ranks{1});
+  CHECK(suspects(0, {lost(1), aborted}, {0}) == Ranks{1});
+  // It blames another one.
+  CHECK(suspects(0, {lost(1), lost(2), left}, {0, 1}) == Ranks{2});
+  // They blame each other.
+  CHECK(suspects(1, {lost(1), lost(0)}, {1, 0}) == Ranks{});
+  // The backend blames nobody: a failure counts more than an end, and a rank that runs in the group not at all.
+  CHECK(suspects(0, {lost({}), trains, left}, {0}) == Ranks{2});
+  CHECK(suspects(0, {lost({}), failed, ended_well}, {2, 0, 1}) == Ranks{1});
+  CHECK(suspects(0, {lost({}), lost({}), ended_well}, {2, 0, 1}) == Ranks{2});
+  CHECK(suspects(0, {lost({}), trains}, {0}) == Ranks{});
+  // A rank for which others waited too long is silent.
+  CHECK(suspects(0, {Evidence{.failure = Failure::kTimeout, .culprit = 1}, trains}, {0}) == Ranks{});
+}
+
+TEST_CASE("ranks are reaped in the order of their ends", "[launch]") {
+  // Ended while the launcher looks away.
+  ddpkit::launch::EndOrder order;
+  std::vector<int> children, descriptors;
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    const int pid = ::fork();
+    REQUIRE(pid >= 0);
+    if (pid == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200 - 100 * (rank % 2)));
+      if (rank == 2) ::pause();
+      ::_exit(0);
+    }
+    children.push_back(pid);
+    descriptors.push_back(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    order.add(descriptors.back(), rank);
+  }
+  siginfo_t end{};
+  for (const std::size_t rank : {0, 1}) ::waitid(P_PID, static_cast<id_t>(children[rank]), &end, WEXITED | WNOWAIT);
+  if (descriptors[0] >= 0) CHECK(order.ended() == std::vector<std::size_t>{1, 0});
+  ::kill(children[2], SIGKILL);
+  for (const int child : children) ::waitpid(child, nullptr, 0);
+  for (const int descriptor : descriptors) ::close(descriptor);
 }

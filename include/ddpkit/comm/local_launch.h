@@ -64,14 +64,16 @@ struct RankExit {
   int exit_code = 0;                         ///< Meaningful when `signal` is 0.
   int signal = 0;                            ///< Signal that killed it, 0 for none.
   bool before_meeting = false;               ///< It ended well before it met the others, who waited for it.
+  bool awaited = false;                      ///< It left, with exit code 0 or without an end, and the others failed.
   bool ended_by_launcher = false;            ///< It was told to stop because of another rank, a signal or the limit.
   double seconds = 0;                        ///< When, after its start.
   std::string state = {};                    ///< What it did last, by the flight recorder: "was in all_reduce …".
   std::vector<std::string> last_lines = {};  ///< Of its stderr.
 
   /// It ended by itself with exit code 0, and nobody waits for it.
-  bool ok() const noexcept { return exit_code == 0 && signal == 0 && !before_meeting; }
-  /// "exited with code 3", "was killed by signal 9 (SIGKILL)" or "exited with code 0 before it met the others".
+  bool ok() const noexcept { return exit_code == 0 && signal == 0 && !before_meeting && !awaited; }
+  /// "exited with code 3", "was killed by signal 9 (SIGKILL)", "exited with code 0 before it met the others", "exited
+  /// with code 0 while the others waited for it" or "left the process group while the others waited for it".
   std::string describe() const;
 };
 
@@ -92,8 +94,8 @@ struct LocalLaunchResult {
   bool timed_out = false;                 ///< The time limit ended it.
   int stopped_by_signal = 0;              ///< The signal to this process that ended it, 0 for none.
 
-  /// What a shell expects: 0, the first failure's code (1 for a rank that ended well before it met the others), 128 +
-  /// its signal, or 124 after the time limit.
+  /// What a shell expects: 0, the first failure's code (1 for a rank that ended well or left while the others waited
+  /// for it), 128 + its signal, or 124 after the time limit.
   int exit_code() const noexcept;
   /// Why it failed, in lines for a human: which rank was the first, when, how, what it did and what it said. Empty when
   /// it did not.

@@ -31,7 +31,7 @@ enum class Call : std::uint8_t {
 };
 const char* name_of(Call call);
 
-enum class Phase : std::uint32_t { kStarting, kMeeting, kTraining };
+enum class Phase : std::uint32_t { kStarting, kMeeting, kTraining, kLeft };
 
 /// What a collective failed with; shm::FailureKind's values.
 enum class Failure : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };

@@ -23,6 +23,8 @@ class Recorder {
 
   /// A number for a new group of this process, from 0.
   std::uint32_t new_group() noexcept { return groups_.fetch_add(1); }
+  /// Whether it is the group of all ranks of the job.
+  bool is_world(std::uint32_t group) const noexcept { return group == world_group_.load(std::memory_order_relaxed); }
 
   /// Returns the record, for finish().
   std::uint64_t start(Call call, std::uint64_t sequence, std::uint64_t bytes, std::uint32_t group) noexcept {
@@ -54,12 +56,16 @@ class Recorder {
   /// The next collective is that of this bucket.
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
-  /// This rank waits for the others of a world of so many.
+  /// This rank waits for the others of a world of so many, and the next group is theirs.
   void meet(int world) noexcept {
+    world_group_.store(groups_.load());
+    page_->outcome.store(Outcome{});
     page_->world.store(world, std::memory_order_relaxed);
     page_->phase.store(Phase::kMeeting, std::memory_order_release);
   }
   void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
+  /// This rank leaves the group of all ranks. To be called before the others can notice.
+  void leave() noexcept { page_->phase.store(Phase::kLeft); }
   /// The first counts. `culprit`: rank in the whole job, where that is known.
   void fail(Failure failure, std::optional<int> culprit) noexcept;
 
@@ -83,6 +89,7 @@ class Recorder {
   int fd_ = -1;
   std::atomic<std::uint64_t> bucket_{0};  ///< Of the next collective, plus one; 0: none.
   std::atomic<std::uint32_t> groups_{0};
+  std::atomic<std::uint32_t> world_group_{0};
 };
 
 }  // namespace ddpkit::flight

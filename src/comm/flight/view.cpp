@@ -47,6 +47,16 @@ std::string readable(const std::string& line) {
   return fmt::format("{} ({})", status == 0 ? name.get() : symbol.c_str(), file);
 }
 
+/// The process may have ended, and another one may have its number: a signal without a handler would kill that one.
+bool handles(int pid, int signal) {
+  std::ifstream status(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("SigCgt:"))
+      return (std::strtoull(line.c_str() + std::strlen("SigCgt:"), nullptr, 16) >> (signal - 1) & 1) != 0;
+  }
+  return false;
+}
+
 }  // namespace
 
 View::View() {
@@ -82,7 +92,9 @@ bool View::is_meeting(int world) const noexcept {
   return page_->phase.load() == Phase::kMeeting && page_->world.load() == world;
 }
 
-bool View::has_met() const noexcept { return page_->phase.load() == Phase::kTraining; }
+bool View::has_met() const noexcept { return page_->phase.load() == Phase::kTraining || has_left(); }
+
+bool View::has_left() const noexcept { return page_->phase.load() == Phase::kLeft; }
 
 void View::sample() noexcept {
   const std::uint64_t next = page_->next.load();
@@ -142,7 +154,8 @@ std::string View::history() const {
 bool View::ask_for_stack(int pid) noexcept {
   stacks_before_ = page_->stacks.load();
   const int signal = page_->stack_signal.load();
-  return signal != 0 && page_->pid.load() > 0 && pid > 0 && ::kill(page_->pid.load(), signal) == 0;
+  const int recorded = page_->pid.load();
+  return signal > 0 && recorded > 0 && pid > 0 && handles(recorded, signal) && ::kill(recorded, signal) == 0;
 }
 
 bool View::has_stack() const noexcept { return page_->stacks.load() != stacks_before_; }

@@ -29,6 +29,8 @@ class View {
   bool is_meeting(int world) const noexcept;
   /// Whether it has met the others, or those of a world of its own.
   bool has_met() const noexcept;
+  /// Whether the rank has left the group of all ranks.
+  bool has_left() const noexcept;
 
   /// Looks whether the rank has gone on since the last call.
   void sample() noexcept;

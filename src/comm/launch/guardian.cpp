@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,20 +23,20 @@ constexpr pid_t kDone = 0;
 
 /// In the new process, which may call only what is safe between fork and exec. A positive number is a group to watch, a
 /// negative one a group that has ended, kDone the end.
-[[noreturn]] void watch(int pipe) {
+[[noreturn]] void watch(int socket) {
   ::setsid();
   ::prctl(PR_SET_NAME, "ddpkit-guardian");
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT}) ::signal(number, SIG_IGN);
     // Nobody who waits for the end of the launcher's output must wait for this process, or share its other files.
 #ifdef SYS_close_range
-  if (pipe > 0) ::syscall(SYS_close_range, 0U, static_cast<unsigned>(pipe - 1), 0U);
-  ::syscall(SYS_close_range, static_cast<unsigned>(pipe + 1), ~0U, 0U);
+  if (socket > 0) ::syscall(SYS_close_range, 0U, static_cast<unsigned>(socket - 1), 0U);
+  ::syscall(SYS_close_range, static_cast<unsigned>(socket + 1), ~0U, 0U);
 #endif
   static pid_t groups[kMostGroups];
   int count = 0;
   for (;;) {
     pid_t group = kDone;
-    const auto got = ::read(pipe, &group, sizeof group);
+    const auto got = ::read(socket, &group, sizeof group);
     if (got < 0 && errno == EINTR) continue;
     if (got == sizeof group && group == kDone) ::_exit(0);
     if (got != sizeof group) break;  // The launcher has gone.
@@ -54,29 +55,33 @@ constexpr pid_t kDone = 0;
 }  // namespace
 
 Guardian::Guardian() {
-  int pipe[2];
-  if (::pipe2(pipe, O_CLOEXEC) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    throw Error(fmt::format("no socket for the launcher's guardian: {}", std::strerror(errno)));
   pid_ = ::fork();
   if (pid_ == 0) {
-    ::close(pipe[1]);
-    watch(pipe[0]);
+    ::close(ends[1]);
+    watch(ends[0]);
   }
   const int error = errno;
-  ::close(pipe[0]);
-  pipe_ = pipe[1];
+  ::close(ends[0]);
+  socket_ = ends[1];
   if (pid_ > 0) return;
-  ::close(pipe_);
+  ::close(socket_);
   throw Error(fmt::format("cannot start the launcher's guardian: {}", std::strerror(error)));
 }
 
 Guardian::~Guardian() {
   add(kDone);
-  ::close(pipe_);
+  ::close(socket_);
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-void Guardian::add(pid_t group) noexcept { [[maybe_unused]] const auto written = ::write(pipe_, &group, sizeof group); }
+void Guardian::add(pid_t group) noexcept {
+  // The guardian may have been killed: the launch continues without it.
+  [[maybe_unused]] const auto sent = ::send(socket_, &group, sizeof group, MSG_NOSIGNAL);
+}
 
 void Guardian::remove(pid_t group) noexcept { add(-group); }
 

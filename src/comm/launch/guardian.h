@@ -21,7 +21,7 @@ class Guardian {
   void remove(pid_t group) noexcept;
 
  private:
-  int pipe_ = -1;
+  int socket_ = -1;
   pid_t pid_ = -1;
 };
 

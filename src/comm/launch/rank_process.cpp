@@ -46,6 +46,26 @@ namespace {
 
 }  // namespace
 
+std::set<pid_t> living_groups() {
+  std::set<pid_t> groups;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+    const std::string name = entry.path().filename();
+    if (name.empty() || name[0] < '0' || name[0] > '9') continue;
+    std::string line;
+    std::getline(std::ifstream(entry.path() / "stat"), line);
+    char state = 0;
+    int parent = 0, group = 0;
+    // The program's name, which may hold anything, is in parentheses.
+    const auto end_of_name = line.rfind(')');
+    if (end_of_name != std::string::npos &&
+        std::sscanf(line.c_str() + end_of_name + 1, " %c %d %d", &state, &parent, &group) == 3 && state != 'Z' &&
+        state != 'X')
+      groups.insert(group);
+  }
+  return groups;
+}
+
 RankProcess::RankProcess(const RankStart& start) : own_group_(start.own_group) {
   int report[2];
   if (::pipe2(report, O_CLOEXEC) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
@@ -79,10 +99,8 @@ RankProcess::RankProcess(const RankStart& start) : own_group_(start.own_group) {
 }
 
 RankProcess::~RankProcess() {
-  if (running_) {
-    signal(SIGKILL);
-    ::waitpid(pid_, nullptr, 0);
-  }
+  if (running_) signal(SIGKILL);
+  release();
   if (pidfd_ >= 0) ::close(pidfd_);
 }
 
@@ -90,37 +108,29 @@ RankProcess::RankProcess(RankProcess&& other) noexcept
     : pid_(other.pid_),
       pidfd_(std::exchange(other.pidfd_, -1)),
       own_group_(other.own_group_),
-      running_(std::exchange(other.running_, false)) {}
+      running_(std::exchange(other.running_, false)),
+      released_(std::exchange(other.released_, true)) {}
 
-bool RankProcess::reap(int& status) noexcept {
-  if (!running_ || ::waitpid(pid_, &status, WNOHANG) != pid_) return false;
+bool RankProcess::has_ended(int& exit_code, int& signal) noexcept {
+  siginfo_t end{};
+  if (!running_ || ::waitid(P_PID, static_cast<id_t>(pid_), &end, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      end.si_pid != pid_)
+    return false;
+  (end.si_code == CLD_EXITED ? exit_code : signal) = end.si_status;
   running_ = false;
+  if (!own_group_) release();
   return true;
 }
 
-bool RankProcess::has_left_others() const {
-  // While the group has members nobody else can get its number.
-  if (running_ || !own_group_ || ::kill(-pid_, 0) != 0) return false;
-  // Those that have ended and that nobody has waited for do not count.
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
-    const std::string name = entry.path().filename();
-    if (name.empty() || name[0] < '0' || name[0] > '9') continue;
-    std::string line;
-    std::getline(std::ifstream(entry.path() / "stat"), line);
-    char state = 0;
-    int parent = 0, group = 0;
-    // The program's name, which may hold anything, stands in parentheses.
-    const auto end_of_name = line.rfind(')');
-    if (end_of_name == std::string::npos ||
-        std::sscanf(line.c_str() + end_of_name + 1, " %c %d %d", &state, &parent, &group) != 3)
-      continue;
-    if (group == pid_ && state != 'Z' && state != 'X') return true;
+void RankProcess::release() noexcept {
+  if (std::exchange(released_, true)) return;
+  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
-  return false;
+  running_ = false;
 }
 
 void RankProcess::signal(int number) const noexcept {
+  if (released_) return;
   if (own_group_) {
     ::kill(-pid_, number);
   } else if (running_) {

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,9 @@ struct RankStart {
   bool own_group = true;                        ///< A process group of its own, which ends with it.
 };
 
+/// Process groups that have a member which has not ended.
+std::set<pid_t> living_groups();
+
 /// One rank's process. It dies with the thread that has started it.
 class RankProcess {
  public:
@@ -32,10 +36,13 @@ class RankProcess {
   bool running() const noexcept { return running_; }
   /// Readable when it has ended; -1 where the kernel has no such thing.
   int descriptor() const noexcept { return pidfd_; }
-  /// True once, when it has ended: `status` is waitpid's.
-  bool reap(int& status) noexcept;
-  /// Whether it has ended and processes that it has started run on.
-  bool has_left_others() const;
+  /// True once, when it has ended; `signal`: 0, or the one that killed it. It stays a zombie until release(), so that
+  /// the kernel gives its number, which is its group's, to no other process.
+  bool has_ended(int& exit_code, int& signal) noexcept;
+  /// Whether it is a zombie. Its group may have other members.
+  bool holds_group() const noexcept { return !running_ && !released_; }
+  /// After its end: the group's number is free, and signal() does nothing.
+  void release() noexcept;
   /// To its whole group, also when it has ended itself.
   void signal(int number) const noexcept;
 
@@ -44,6 +51,7 @@ class RankProcess {
   int pidfd_ = -1;
   bool own_group_ = true;
   bool running_ = false;
+  bool released_ = false;
 };
 
 }  // namespace ddpkit::launch

@@ -21,14 +21,18 @@ std::string describe(const SilentRank& rank, int first_rank) {
 }  // namespace launch
 
 std::string RankExit::describe() const {
+  if (awaited && ended_by_launcher) return "left the process group while the others waited for it";
   if (signal == 0)
-    return fmt::format("exited with code {}{}", exit_code, before_meeting ? " before it met the others" : "");
+    return fmt::format("exited with code {}{}", exit_code,
+                       before_meeting ? " before it met the others"
+                       : awaited      ? " while the others waited for it"
+                                      : "");
   const char* name = ::sigabbrev_np(signal);
   return fmt::format("was killed by signal {}{}", signal, name ? fmt::format(" (SIG{})", name) : "");
 }
 
 int LocalLaunchResult::exit_code() const noexcept {
-  if (first_failure && first_failure->before_meeting) return 1;
+  if (first_failure && (first_failure->before_meeting || first_failure->awaited)) return 1;
   if (first_failure) return first_failure->signal != 0 ? 128 + first_failure->signal : first_failure->exit_code;
   if (timed_out) return 124;
   if (stopped_by_signal != 0) {

@@ -53,6 +53,7 @@ Engine::~Engine() {
   } else if (background_thread_.joinable()) {
     background_thread_.join();
   }
+  if (recorder_.is_world(group_number_)) recorder_.leave();
   block(rank_).left.store(1);
   ring_sleepers();
   // Nobody moves these on any more.

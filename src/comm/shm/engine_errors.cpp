@@ -237,8 +237,8 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   if (!operations_.empty()) context.call = name_of(operations_.front()->header.kind);
   failure_ = make_error(kind, text, std::move(context));
   announce(kind, text, culprit);
-  // A launcher knows the ranks of the whole job, which are those of the first group.
-  recorder_.fail(static_cast<flight::Failure>(kind), group_number_ == 0 ? culprit : std::nullopt);
+  // A launcher knows the ranks of the whole job.
+  recorder_.fail(static_cast<flight::Failure>(kind), recorder_.is_world(group_number_) ? culprit : std::nullopt);
   std::rethrow_exception(failure_);
 }
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -136,10 +137,15 @@ int open_descriptor(const Owner& owner, int fd, int flags) {
     advice = "this rank has too many files open; raise its limit (ulimit -n)";
   else if (error == ENFILE)
     advice = "this host has too many files open; raise fs.file-max";
+  else if (error == EACCES && ::prctl(PR_GET_DUMPABLE) != 1)
+    advice =
+        "this program is not dumpable, so Linux hides its memory from the other ranks; make its file readable (chmod "
+        "+r) "
+        "and remove setuid bits and file capabilities, or use the gloo backend";
   else if (error == EACCES || error == EPERM)
     advice =
-        "the ranks must run as one user, and may not be protected from each other (a program that only root may "
-        "read, PR_SET_DUMPABLE, a hardened kernel); use the gloo backend otherwise";
+        "the ranks must run as one user, and may not be protected from each other (a hardened kernel); use the gloo "
+        "backend otherwise";
   throw RendezvousError(fmt::format("cannot open the shared memory of rank {} (pid {}, {}: {}): {}", owner.rank,
                                     owner.pid, path, std::strerror(error), advice),
                         {.rank = error == EMFILE || error == ENFILE ? std::nullopt : std::optional<int>(owner.rank),
