@@ -135,7 +135,7 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
       }
     };
     if (group.rank() == source) for_each_part([&](std::size_t i, const at::Tensor& part) { part.copy_(tensors[i]); });
-    group.broadcast(flat, source);
+    group.broadcast(flat.view(at::kByte), source);  // The shm backend has no type such as float8.
     if (group.rank() != source && write) for_each_part(write);
     if (group.rank() != source && !write)
       for_each_part([&](std::size_t i, const at::Tensor& part) { tensors[i].copy_(part); });

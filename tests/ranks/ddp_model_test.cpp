@@ -101,6 +101,20 @@ RANK_TEST("broadcast_buffers: a training forward starts from rank 0's buffers, o
   }
 }
 
+RANK_TEST("buffers of types without arithmetic are broadcast", "[ddp]", 2) {
+  for (const auto type : {at::kFloat8_e4m3fn, at::kUInt16, at::kBool, at::kComplexFloat}) {
+    const auto values = [type](int rank) { return torch::tensor({1.0, 0.0, double(rank)}).to(type); };
+    auto model = std::make_shared<torch::nn::LinearImpl>(2, 2);
+    model->register_buffer("table", values(group.rank()));
+    DistributedDataParallel ddp(model, group);
+    const torch::Tensor buffer = model->buffers()[0];
+    CHECK(torch::equal(buffer.view(at::kByte), values(0).view(at::kByte)));
+    buffer.copy_(values(group.rank() + 1));
+    ddp(torch::ones({1, 2}));
+    CHECK(torch::equal(buffer.view(at::kByte), values(1).view(at::kByte)));
+  }
+}
+
 RANK_TEST("a buffer that cannot be broadcast is named", "[ddp]", 2) {
   for (const torch::Tensor& buffer : {torch::eye(3).to_sparse(), torch::ones({3}, torch::kMeta)}) {
     auto model = std::make_shared<torch::nn::LinearImpl>(2, 2);
