@@ -116,8 +116,8 @@ PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const a
   const auto owner = found.parameter ? found.parameter->lock() : parameter.getIntrusivePtr();
   if (owner.defined() && owner.get() != parameter.unsafeGetTensorImpl())
     throw InvalidArgument(
-        fmt::format("PowerSGD: two models have a parameter {} and use one PowerSGD object, which would add the errors "
-                    "of one to the other: make a PowerSGD for each DistributedDataParallel",
+        fmt::format("PowerSGD: parameter {} belongs to another model than the one whose errors this object keeps under "
+                    "that name: make a PowerSGD for each DistributedDataParallel",
                     name));
   found.parameter.emplace(parameter.getIntrusivePtr());
   const bool fits = !found.error.defined() ||

@@ -291,5 +291,5 @@ RANK_TEST("PowerSGD refuses to keep the errors of two models in one object", "[p
   const torch::nn::Linear generator(20, 20), discriminator(20, 20);  // The model before has ended.
   train(generator);
   train(generator);
-  CHECK_THROWS_WITH(train(discriminator), ContainsSubstring("two models have a parameter weight"));
+  CHECK_THROWS_WITH(train(discriminator), ContainsSubstring("parameter weight belongs to another model"));
 }
