@@ -13,12 +13,14 @@
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/precision.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/bucket_plan.h>

@@ -1,56 +1,107 @@
-// Learning rates and step counts where kernels of a captured step() read them.
+// Learning rates and step counts where kernels of a captured step() read them. The graph holds their addresses, so the
+// tensors live as long as the optimizer, and they are written outside a capture only: a write within it would be
+// replayed.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
 #include <utility>
 
-#include <ddpkit/optim/fused_optimizer.h>
+#include <fmt/format.h>
+
+#include <ddpkit/comm/error.h>
+
+#include "capture.h"
 
 namespace ddpkit::optim {
+namespace {
 
-at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device) {
-  DeviceNumber& number = learning_rates_[&options];
-  const double now = options.get_lr();
-  if (!number.tensor.defined())
-    number.tensor = at::full({}, now, at::device(device).dtype(at::kFloat));
-  else if (number.value != now)
-    number.tensor.fill_(now);
-  number.value = now;
-  return number.tensor;
+[[noreturn]] void throw_changed(const char* what) {
+  throw InvalidArgument(
+      fmt::format("GraphedStep: {} changed after the step was captured: make a new GraphedStep", what));
 }
 
-at::Tensor FusedOptimizer::device_step(const torch::optim::OptimizerParamState& state, std::int64_t steps,
-                                       at::Device device) {
-  DeviceNumber& number = steps_[&state];
-  if (!number.tensor.defined())
-    number.tensor = at::full({}, static_cast<double>(steps), at::device(device).dtype(at::kFloat));
-  return number.tensor;
+}  // namespace
+
+at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device) {
+  if (!capture_) capture_ = std::make_unique<Capture>();
+  std::size_t group = 0;
+  while (&std::as_const(param_groups_).at(group).options() != &options) ++group;
+  auto& [tensor, value] = capture_->learning_rates[{group, device.index()}];
+  const double now = options.get_lr();
+  if (capture_->capturing) {
+    if (!tensor.defined())
+      throw InvalidArgument(
+          fmt::format("GraphedStep: parameter group {} has its first gradient in the captured step: "
+                      "raise warmup_iterations until each parameter has had a gradient",
+                      group));
+    return tensor;
+  }
+  if (!tensor.defined())
+    tensor = at::full({}, now, at::device(device).dtype(at::kFloat));
+  else if (value != now)
+    tensor.fill_(now);
+  value = now;
+  return tensor;
+}
+
+at::Tensor FusedOptimizer::device_step(const Update& update, at::Device device) {
+  if (!capture_) capture_ = std::make_unique<Capture>();
+  at::Tensor& tensor = capture_->steps[update.original.unsafeGetTensorImpl()];
+  if (!tensor.defined())
+    tensor = at::full({}, static_cast<double>(*steps_of(*update.state) - 1), at::device(device).dtype(at::kFloat));
+  return tensor;
+}
+
+void FusedOptimizer::begin_capture() {
+  if (!capture_) capture_ = std::make_unique<Capture>();
+  capture_->capturing = true;
+  capture_->parameters.clear();
+}
+
+void FusedOptimizer::end_capture() {
+  capture_->capturing = false;
+  capture_->layout = layout_.get();
+  capture_->places.clear();
+  capture_->options.clear();
+  for (const at::Tensor& parameter : capture_->parameters) {
+    capture_->places.push_back(parameter.const_data_ptr());
+    const auto found = state_.find(parameter.unsafeGetTensorImpl());
+    if (found == state_.end()) continue;
+    if (auto* steps = steps_of(*found->second)) --*steps;  // Counted, but not done.
+  }
+  for (const auto& group : std::as_const(param_groups_)) capture_->options.push_back(group.options().clone());
 }
 
 void FusedOptimizer::before_replay() {
   const at::NoGradGuard no_grad;
-  for (const auto& group : std::as_const(param_groups_)) {
-    const auto found = learning_rates_.find(&group.options());
-    if (found != learning_rates_.end()) device_learning_rate(group.options(), found->second.tensor.device());
+  if (capture_->layout != layout_.get() || (layout_ && !fits_layout()) ||
+      capture_->options.size() != param_groups_.size())
+    throw_changed("the optimizer's parameters");
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& now = std::as_const(param_groups_)[g].options();
+    capture_->options[g]->set_lr(now.get_lr());
+    if (!same_options(*capture_->options[g], now)) throw_changed("an option other than the learning rate");
   }
-  count_steps(1);
+  for (std::size_t i = 0; i < capture_->parameters.size(); ++i) {
+    if (capture_->parameters[i].const_data_ptr() != capture_->places[i]) throw_changed("the memory of a parameter");
+  }
+  for (auto& [key, rate] : capture_->learning_rates)
+    device_learning_rate(std::as_const(param_groups_)[key.first].options(), rate.tensor.device());
+  // On the host: archives are written from these counts. The graph counts on the device.
+  for (const at::Tensor& parameter : capture_->parameters) {
+    parameter.unsafeGetTensorImpl()->bump_version();
+    const auto found = state_.find(parameter.unsafeGetTensorImpl());
+    if (found == state_.end()) continue;
+    if (auto* steps = steps_of(*found->second)) ++*steps;
+  }
 }
 
-void FusedOptimizer::after_capture() { count_steps(-1); }
-
-/// On the host, where archives are written from. The device counts by itself.
-void FusedOptimizer::count_steps(std::int64_t count) {
-  for (const auto& group : std::as_const(param_groups_)) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = state_.find(parameter.unsafeGetTensorImpl());
-      if (found != state_.end() && parameter.grad().defined()) add_steps(*found->second, count);
-    }
+void FusedOptimizer::set_device_steps() {
+  if (!capture_) return;
+  for (auto& [parameter, tensor] : capture_->steps) {
+    const auto found = state_.find(const_cast<void*>(parameter));
+    tensor.fill_(found == state_.end() ? 0.0 : static_cast<double>(*steps_of(*found->second)));
   }
-}
-
-void FusedOptimizer::forget_device_numbers() noexcept {
-  learning_rates_.clear();
-  steps_.clear();
 }
 
 }  // namespace ddpkit::optim

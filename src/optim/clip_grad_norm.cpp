@@ -3,19 +3,26 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <optional>
+#include <unordered_set>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/distinct_parameters.h>
 
 #include "blocks.h"
 #include "float_type.h"
 #include "kernels.h"
+#include "parallel/gradient_hook.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -84,9 +91,25 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, NormKind k
   return results;
 }
 
+/// Whether backward passes the parameter's gradient to a ShardedOptimizer.
+bool is_sharded(const at::Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!accumulator) return false;
+  const auto& hooks = accumulator->post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+    const auto* own = dynamic_cast<const GradientHook*>(hook.get());
+    return own && own->has_sink();
+  });
+}
+
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) {
+  for (const at::Tensor& parameter : distinct_parameters(parameters)) {
+    if (is_sharded(parameter))
+      throw InvalidArgument(fmt::format(
+          "the gradient of a parameter [{}] is not in the parameter: a ShardedOptimizer has it; call clip_grad_norm() "
+          "of that optimizer",
+          fmt::join(parameter.sizes(), ", ")));
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     // A sparse gradient may hold an element several times.
@@ -96,6 +119,15 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
 }
 
 }  // namespace
+
+std::vector<at::Tensor> distinct_parameters(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> distinct;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) distinct.push_back(parameter);
+  }
+  return distinct;
+}
 
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   if (!(norm_type > 0))
@@ -116,7 +148,9 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
     for (const double value : raw_norms(simple, *kind)) parts.add_raw(value);
   }
   for (const auto& [key, gradients] : others) {
-    const at::Tensor norms = at::stack(at::_foreach_norm(gradients, norm_type)).to(at::kDouble).cpu();
+    // Powers of a type's numbers, and their sums, can exceed that type.
+    const at::ScalarType dtype = gradients[0].is_complex() ? at::kComplexDouble : at::kDouble;
+    const at::Tensor norms = at::stack(at::_foreach_norm(gradients, norm_type, dtype)).to(at::kDouble).cpu();
     for (std::int64_t i = 0; i < norms.numel(); ++i) parts.add_norm(norms.const_data_ptr<double>()[i]);
   }
   return parts.norm();
@@ -135,12 +169,16 @@ double clip_factor(double norm, double max_norm, double norm_type, bool error_if
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
                        bool error_if_nonfinite) {
   const double total = grad_norm(parameters, norm_type);
-  const double factor = clip_factor(total, max_norm, norm_type, error_if_nonfinite);
-  if (factor == 1) return total;
+  scale_gradients_(parameters, clip_factor(total, max_norm, norm_type, error_if_nonfinite));
+  return total;
+}
+
+void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor) {
+  if (factor == 1) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> simple;
   std::vector<std::size_t> numels;
-  for (const at::Tensor& parameter : parameters) {
+  for (const at::Tensor& parameter : distinct_parameters(parameters)) {
     if (!parameter.grad().defined()) continue;
     const at::Tensor values = values_of(parameter.grad()).detach();
     if (suits_kernels(values)) {
@@ -157,7 +195,7 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
            .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
            .factor = factor});
   });
-  return total;
+  for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // As an operator does.
 }
 
 }  // namespace ddpkit::optim

@@ -5,9 +5,11 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -16,6 +18,7 @@
 #include "blocks.h"
 #include "float_type.h"
 #include "kernels.h"
+#include "optimizer_archive.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -189,17 +192,20 @@ void FusedAdamFamily<Options, State, kDecoupled>::update(const torch::optim::Opt
     return update_on_device(options, kDecoupled, updates, gradient_factor, steps_on_device<State>(updates),
                             options.lr());
   std::vector<at::Tensor> steps;
-  for (const Update& update : updates)
-    steps.push_back(device_step(*update.state, static_cast<const State&>(*update.state).step() - 1, device));
+  for (const Update& update : updates) steps.push_back(device_step(update, device));
   at::_foreach_add_(steps, 1);
   update_on_device(options, kDecoupled, updates, gradient_factor, steps, device_learning_rate(any, device));
 }
 
 template <class Options, class State, bool kDecoupled>
-void FusedAdamFamily<Options, State, kDecoupled>::add_steps(torch::optim::OptimizerParamState& any,
-                                                            std::int64_t count) const {
-  auto& state = static_cast<State&>(any);
-  state.step(state.step() + count);
+bool FusedAdamFamily<Options, State, kDecoupled>::same_options(const torch::optim::OptimizerOptions& a,
+                                                               const torch::optim::OptimizerOptions& b) const {
+  return checked<Options>(a) == checked<Options>(b);
+}
+
+template <class Options, class State, bool kDecoupled>
+std::int64_t* FusedAdamFamily<Options, State, kDecoupled>::steps_of(torch::optim::OptimizerParamState& any) const {
+  return &static_cast<State&>(any).step();
 }
 
 template <class Options, class State, bool kDecoupled>
@@ -209,7 +215,10 @@ void FusedAdamFamily<Options, State, kDecoupled>::write(torch::serialize::Output
 
 template <class Options, class State, bool kDecoupled>
 void FusedAdamFamily<Options, State, kDecoupled>::read(torch::serialize::InputArchive& archive) {
-  read_as<State, Options>(archive);
+  if (fused_options().master_weights)
+    read_archive<WithMaster<State>, Options>(archive, *this);
+  else
+    read_archive<State, Options>(archive, *this);
 }
 
 template class FusedAdamFamily<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>;

@@ -6,14 +6,16 @@
 #include <ATen/ops/zeros.h>
 #include <torch/serialize/archive.h>
 
-#include <cmath>
+#include <unordered_set>
 #include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/distinct_parameters.h>
 
+#include "capture.h"
 #include "float_type.h"
 
 namespace ddpkit::optim {
@@ -118,25 +120,43 @@ FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
 
 FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                std::unique_ptr<torch::optim::OptimizerOptions> defaults, const FusedOptions& options)
-    : torch::optim::Optimizer(groups, std::move(defaults)), fused_options_(options) {}
+    : torch::optim::Optimizer(groups, std::move(defaults)), fused_options_(options) {
+  drop_duplicates();
+}
 
 FusedOptimizer::~FusedOptimizer() = default;
 
-FusedOptimizer::Layout& FusedOptimizer::layout() {
-  const auto fits = [this] {
-    if (!layout_ || layout_->slots.size() != param_groups_.size()) return false;
-    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-      const auto& parameters = std::as_const(param_groups_[g]).params();
-      const auto& slots = layout_->slots[g];
-      if (slots.size() != parameters.size() || layout_->counts[g] != tensor_count(param_groups_[g].options()))
-        return false;
-      for (std::size_t i = 0; i < slots.size(); ++i) {
-        if (!slots[i].fits(parameters[i])) return false;
-      }
+/// A parameter is one tensor, however many names it has.
+void FusedOptimizer::drop_duplicates() {
+  std::unordered_set<const void*> seen;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    auto distinct = distinct_parameters(std::as_const(param_groups_[g]).params());
+    for (std::size_t i = 0; i < distinct.size(); ++i) {
+      if (!seen.insert(distinct[i].unsafeGetTensorImpl()).second)
+        refuse(distinct[i], g, i, "is in an earlier parameter group too: give each parameter to one group");
     }
-    return true;
-  };
-  if (fits()) return *layout_;
+    param_groups_[g].params() = std::move(distinct);
+  }
+}
+
+bool FusedOptimizer::fits_layout() const {
+  if (!layout_ || layout_->slots.size() != param_groups_.size()) return false;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& parameters = param_groups_[g].params();
+    const auto& slots = layout_->slots[g];
+    if (slots.size() != parameters.size() || layout_->counts[g] != tensor_count(param_groups_[g].options()))
+      return false;
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      if (!slots[i].fits(parameters[i])) return false;
+    }
+  }
+  return true;
+}
+
+FusedOptimizer::Layout& FusedOptimizer::layout() {
+  if (fits_layout()) return *layout_;
+  drop_duplicates();  // add_param_group() of torch::optim::Optimizer keeps them.
+  if (fits_layout()) return *layout_;
   auto fresh = std::make_unique<Layout>();
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     fresh->slots.emplace_back();
@@ -180,9 +200,15 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
     throw InvalidArgument(
         "the fused optimizers take no closure: call loss.backward() first and step() after it, or use "
         "torch::optim::LBFGS, which needs one");
+  step_scaled(1);
+  return {};
+}
+
+void FusedOptimizer::step_scaled(double factor) {
   const at::NoGradGuard no_grad;
   Layout& layout = this->layout();
-  const double factor = std::exchange(gradient_factor_, 1.0) * (fused_options_.maximize ? -1 : 1);
+  const bool capturing = capture_ && capture_->capturing;
+  if (fused_options_.maximize) factor = -factor;
   for (std::size_t f = 0; f < layout.flats.size(); ++f) {
     const std::size_t g = layout.flats[f].group;
     layout.updates.clear();
@@ -196,7 +222,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
       if (gradient.layout() != at::kStrided)
         refuse(parameter, g, i, "has a sparse gradient: give it to torch::optim::SGD, or make its layer not sparse");
       Update& update = layout.updates.emplace_back();
-      update.parameter = parameter;
+      update.original = update.parameter = parameter;
       if (!slot.dense) {
         update.parameter = parameter.contiguous();
         staged.emplace_back(parameter, update.parameter);
@@ -216,7 +242,11 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
       bool same = true;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined() || before[k].is_same(tensors[k])) continue;
-        // Somebody gave the state tensors of their own.
+        // Somebody gave the state tensors of their own, or it is new.
+        if (capturing)
+          refuse(parameter, g, i,
+                 "has no state yet in the step that GraphedStep captures, and every replay would reset it: raise "
+                 "warmup_iterations until each parameter has had a gradient");
         same = false;
         before[k].defined() ? tensors[k].copy_(before[k]) : tensors[k].zero_();
       }
@@ -225,9 +255,13 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
     }
     if (!layout.updates.empty()) update_masters(param_groups_[g].options(), layout.updates, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
+    for (const Update& update : layout.updates) {
+      // Kernels that write through a pointer do not tell autograd, which may have saved the parameter for backward.
+      update.original.unsafeGetTensorImpl()->bump_version();
+      if (capturing) capture_->parameters.push_back(update.original);
+    }
   }
   layout.updates.clear();
-  return {};
 }
 
 /// The kernels for the CPU know master weights; those of LibTorch for GPUs are given them as the parameters.
@@ -265,9 +299,7 @@ double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool er
   std::vector<at::Tensor> parameters;
   for (const auto& group : param_groups_)
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  const double norm = grad_norm(parameters, norm_type) * std::abs(gradient_factor_);
-  scale_gradients(clip_factor(norm, max_norm, norm_type, error_if_nonfinite));
-  return norm;
+  return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite);
 }
 
 const std::vector<FlatState>& FusedOptimizer::flat_state() { return layout().flats; }
@@ -301,7 +333,7 @@ void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
 }
 
 void FusedOptimizer::replace_state(const std::function<void()>& fill) {
-  forget_device_numbers();
+  const at::NoGradGuard no_grad;
   // All of it or nothing.
   auto state = std::exchange(state_, {});
   auto layout_before = std::move(layout_);
@@ -316,6 +348,18 @@ void FusedOptimizer::replace_state(const std::function<void()>& fill) {
     for (std::size_t g = 0; g < options.size(); ++g) param_groups_[g].set_options(std::move(options[g]));
     throw;
   }
+  // A CUDA graph may hold the addresses of the state.
+  std::swap(layout_, layout_before);
+  if (fits_layout()) {
+    for (FlatState& flat : layout_->flats) {
+      for (at::Tensor& tensor : flat.tensors) tensor.zero_();
+      if (flat.master.defined()) flat.master.zero_();
+    }
+    adopt(*layout_);
+  } else {
+    std::swap(layout_, layout_before);
+  }
+  set_device_steps();
 }
 
 }  // namespace ddpkit::optim

@@ -2,9 +2,11 @@
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/full.h>
+#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -13,6 +15,7 @@
 #include "blocks.h"
 #include "float_type.h"
 #include "kernels.h"
+#include "optimizer_archive.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -131,10 +134,19 @@ void FusedSGD::update(const torch::optim::OptimizerOptions& any, std::vector<Upd
     update_on_device(options, updates, factor, options.lr());
 }
 
+bool FusedSGD::same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const {
+  return checked(a) == checked(b);
+}
+
 void FusedSGD::write(torch::serialize::OutputArchive& archive) const {
   torch::optim::serialize<State, Options>(archive, *this);
 }
 
-void FusedSGD::read(torch::serialize::InputArchive& archive) { read_as<State, Options>(archive); }
+void FusedSGD::read(torch::serialize::InputArchive& archive) {
+  if (fused_options().master_weights)
+    read_archive<WithMaster<State>, Options>(archive, *this);
+  else
+    read_archive<State, Options>(archive, *this);
+}
 
 }  // namespace ddpkit::optim

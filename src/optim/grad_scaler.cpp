@@ -17,6 +17,7 @@
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/gradient_scaling.h>
 
 #include "parallel/join_session.h"
@@ -24,19 +25,15 @@
 namespace ddpkit::optim {
 namespace {
 
+/// Those that have a gradient.
 std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
   for (const auto& group : std::as_const(optimizer).param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined()) continue;
-      if (parameter.grad().scalar_type() == at::kHalf)
-        throw InvalidArgument(
-            "GradScaler can't unscale float16 gradients: keep the parameters in float32 and use autocast, which makes "
-            "float16 copies of them where that is worth it");
-      parameters.push_back(parameter);
+      if (parameter.grad().defined()) parameters.push_back(parameter);
     }
   }
-  return parameters;
+  return distinct_parameters(parameters);
 }
 
 /// Multiplies all gradients by `factor` in place; returns whether one of them was not finite.
@@ -44,6 +41,11 @@ bool unscale(const std::vector<at::Tensor>& parameters, double factor) {
   const at::NoGradGuard no_grad;
   std::map<std::string, std::vector<at::Tensor>> gradients;  // by device and type
   for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().scalar_type() == at::kHalf)
+      throw InvalidArgument(
+          "GradScaler can't unscale float16 gradients in place, where they would be rounded to zero: call step() of a "
+          "fused optimizer of ddpkit without unscale_(), clip by max_norm * get_scale(), or keep the parameters in "
+          "float32 and use autocast");
     at::Tensor values = parameter.grad().detach();
     if (values.layout() == at::kSparse) values = values._values();
     gradients[values.device().str() + c10::toString(values.scalar_type())].push_back(values);
@@ -114,15 +116,15 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
     check_group(optimizer);
     const double largest = grad_norm(parameters_of(optimizer), std::numeric_limits<double>::infinity());
     state.found_inf = on_any_rank(!std::isfinite(largest), group_ ? group_->device() : at::kCPU);
-    if (!state.found_inf) scaling->scale_gradients(1 / scale_);
-  } else if (state.stage == Stage::kReady) {
+    state.stage = Stage::kStepped;
+    if (!state.found_inf) scaling->step_scaled(1 / scale_);
+    return !state.found_inf;
+  }
+  if (state.stage == Stage::kReady) {
     unscale_(optimizer);
   }
   state.stage = Stage::kStepped;
-  if (state.found_inf) {
-    if (scaling) scaling->reset_scale();  // What clipping made of an infinite norm.
-    return false;
-  }
+  if (state.found_inf) return false;
   optimizer.step();
   return true;
 }

@@ -67,6 +67,7 @@ class GraphedStep::Impl {
     // Nothing that is still under way may be waited for within the graph.
     c10::cuda::device_synchronize();
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
+    for (FusedOptimizer* optimizer : optimizers_) optimizer->begin_capture();
     // Autograd's threads and NCCL's watchdog go about their business: only this thread must do nothing unsafe.
     graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
     try {
@@ -77,12 +78,13 @@ class GraphedStep::Impl {
       } catch (const std::exception&) {
         // The first error says more.
       }
+      for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
       inputs_.clear();
       throw Error(fmt::format("GraphedStep could not capture the step: {}", error.what()), {.call = "GraphedStep"});
     }
     graph->capture_end();
     graph_ = std::move(graph);
-    for (FusedOptimizer* optimizer : optimizers_) optimizer->after_capture();
+    for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
   }
 
   void replay(const Tensors& inputs) {

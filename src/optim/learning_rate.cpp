@@ -11,6 +11,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/optimizer_archive.h>
 
 namespace ddpkit::optim {
 namespace {
@@ -89,7 +90,14 @@ LearningRateScheduler::LearningRateScheduler(torch::optim::Optimizer& optimizer,
       schedule_(std::move(schedule)),
       scale_(learning_rate_scale(options.scaling, options.world_size)),
       base_(learning_rates()) {
+  for (std::size_t g = 0; g < base_.size(); ++g)
+    base_[g] = initial_rate(std::as_const(optimizer).param_groups()[g].options()).value_or(base_[g]);
+  keep_base();
   apply();
+}
+
+void LearningRateScheduler::keep_base() {
+  for (std::size_t g = 0; g < base_.size(); ++g) set_initial_rate(optimizer_->param_groups()[g], base_[g]);
 }
 
 void LearningRateScheduler::step() {
@@ -134,6 +142,7 @@ void LearningRateScheduler::load(torch::serialize::InputArchive& archive) {
                     rates.size(), optimizer_->param_groups().size()));
   step_ = step.toInt();
   base_ = rates;
+  keep_base();
   apply();
 }
 

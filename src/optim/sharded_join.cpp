@@ -25,7 +25,7 @@ void ShardedOptimizerBase::join_shadow(int event) {
   if (event == Shards::kClip) {
     clip_together({0, 2, 0});
   } else {
-    step_together();
+    step_together(1);
   }
 }
 
@@ -63,7 +63,6 @@ std::vector<double> ShardedOptimizerBase::follow_active_ranks(std::vector<double
 std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments) const {
   torch::serialize::OutputArchive archive;
   archive.write("arguments", c10::IValue(arguments));
-  archive.write("gradient_factor", c10::IValue(shards_->gradient_factor));
   // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but leaves no gradient.
   const bool none = std::none_of(shards_->slices.begin(), shards_->slices.end(),
                                  [](const at::Tensor& slice) { return slice.grad().defined(); });
@@ -92,7 +91,6 @@ std::vector<double> ShardedOptimizerBase::take_settings(const std::string& bytes
     archive.read(fmt::format("group{}", g), options);
     param_groups_[g].options().serialize(options);
   }
-  shards_->gradient_factor = read("gradient_factor").toDouble();
   if (read("dropped").toBool()) shards_->drop_gradients();
   return read("arguments").toDoubleVector();
 }

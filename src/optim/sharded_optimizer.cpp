@@ -62,11 +62,12 @@ void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& recei
     if (gradient.defined()) {
       gradient.add_(gradients[i]);
     } else {
-      gradient = std::move(gradients[i]);
+      // No view: zero_grad() of torch::optim::Optimizer detaches it in place.
+      gradient = gradients[i].detach();
     }
   }
   if (!options.update_in_backward) return;
-  owner->update();
+  owner->update(1);
   for (const std::size_t index : received) slices[index].mutable_grad().reset();
 }
 
@@ -100,12 +101,12 @@ void ShardedOptimizerBase::check_owner() const {
 }
 
 /// The optimizer of the slices works with this one's groups, whose options the program sets.
-void ShardedOptimizerBase::update() {
+void ShardedOptimizerBase::update(double factor) {
   check_groups();
   auto& groups = shards_->inner->param_groups();
   std::swap(groups, param_groups_);
   try {
-    shards_->inner->step();
+    shards_->inner->step_scaled(factor);
   } catch (...) {
     std::swap(groups, param_groups_);
     throw;
@@ -120,13 +121,21 @@ void ShardedOptimizerBase::update() {
 at::Tensor ShardedOptimizerBase::step(LossClosure closure) {
   if (closure)
     throw InvalidArgument("ShardedOptimizer takes no closure: call loss.backward() first and step() after it");
-  check_owner();
-  announce(Shards::kStep);
-  step_together();
+  step_scaled(1);
   return {};
 }
 
-void ShardedOptimizerBase::step_together() {
+void ShardedOptimizerBase::step_scaled(double factor) {
+  if (shards_->options.update_in_backward && factor != 1)
+    throw InvalidArgument(
+        "gradients cannot be scaled after backward where update_in_backward has used them up there: make the "
+        "ShardedOptimizer without it");
+  check_owner();
+  announce(Shards::kStep);
+  step_together(factor);
+}
+
+void ShardedOptimizerBase::step_together(double factor) {
   const at::NoGradGuard no_grad;
   Shards& shards = *shards_;
   shards.consolidated.reset();
@@ -138,11 +147,10 @@ void ShardedOptimizerBase::step_together() {
             "a parameter has been written to between backward and step(): with update_in_backward it is being updated "
             "there; write to it after step()");
     } else {
-      follow_active_ranks();
+      factor = follow_active_ranks({factor})[0];
       // From here on nobody reads the weights, and all have the same.
       if (shards.weights) shards.weights->settle();
-      shards.inner->scale_gradients(std::exchange(shards.gradient_factor, 1.0));
-      update();
+      update(factor);
       shards.drop_gradients();
     }
   } catch (const std::exception& error) {
@@ -168,21 +176,13 @@ void ShardedOptimizerBase::zero_grad(bool set_to_none) {
   }
   for (NamedParameter& parameter : shards_->parameters) parameter.tensor.mutable_grad().reset();
   shards_->dropped = true;
-  reset_scale();
-}
-
-void ShardedOptimizerBase::reset_scale() noexcept { shards_->gradient_factor = 1; }
-
-void ShardedOptimizerBase::scale_gradients(double factor) {
-  if (shards_->options.update_in_backward)
-    throw InvalidArgument(
-        "gradients cannot be scaled or clipped after backward where update_in_backward has used them up there: make "
-        "the ShardedOptimizer without it");
-  shards_->gradient_factor *= factor;
 }
 
 double ShardedOptimizerBase::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  scale_gradients(1);  // Throws where that is impossible.
+  if (shards_->options.update_in_backward)
+    throw InvalidArgument(
+        "gradients cannot be clipped after backward where update_in_backward has used them up there: make the "
+        "ShardedOptimizer without it");
   check_owner();
   announce(Shards::kClip);
   return clip_together({max_norm, norm_type, error_if_nonfinite ? 1.0 : 0.0});
@@ -199,8 +199,8 @@ double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
                                   at::TensorOptions(at::kDouble).device(shards.group.device()));
   shards.group.all_reduce(sum, largest ? ReduceOp::kMax : ReduceOp::kSum);
   const double together = sum.item<double>();
-  const double norm = (largest ? together : std::pow(together, 1 / norm_type)) * std::abs(shards.gradient_factor);
-  scale_gradients(clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
+  const double norm = largest ? together : std::pow(together, 1 / norm_type);
+  scale_gradients_(shards.slices, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
   return norm;
 }
 

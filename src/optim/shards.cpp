@@ -11,6 +11,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/distinct_parameters.h>
 
 namespace ddpkit::optim {
 namespace {
@@ -73,7 +74,7 @@ std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups)
   for (std::size_t i = 0; i < parameters.size(); ++i) index_of[parameters[i].tensor.unsafeGetTensorImpl()] = i;
   for (std::size_t g = 0; g < whole_groups.size(); ++g) {
     group_of.emplace_back();
-    for (const at::Tensor& parameter : whole_groups[g].params()) {
+    for (const at::Tensor& parameter : distinct_parameters(whole_groups[g].params())) {
       const auto found = index_of.find(parameter.unsafeGetTensorImpl());
       if (found == index_of.end())
         return fmt::format(

@@ -63,7 +63,6 @@ struct ShardedOptimizerBase::Shards final : GradientSink {
   std::unique_ptr<SharedWeights> weights;  ///< Null if every rank has its own.
   std::unique_ptr<FusedOptimizer> inner;   ///< Of the slices.
   std::unique_ptr<FusedOptimizer> consolidated;
-  double gradient_factor = 1;
   bool dropped = false;  ///< zero_grad() has been called since follow_active_ranks().
   std::unique_ptr<Reducer::SinkRegistration> registration;
 };

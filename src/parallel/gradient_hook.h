@@ -14,8 +14,8 @@ namespace ddpkit {
 class GradientHook : public torch::autograd::FunctionPostHook {
  public:
   using Call = std::function<void(const at::Tensor& added)>;
-  explicit GradientHook(Call call, std::function<void()> replaced = {})
-      : call_(std::move(call)), replaced_(std::move(replaced)) {}
+  explicit GradientHook(Call call, std::function<void()> replaced = {}, std::function<bool()> has_sink = {})
+      : call_(std::move(call)), replaced_(std::move(replaced)), has_sink_(std::move(has_sink)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
     call_(inputs.empty() ? at::Tensor() : inputs[0]);
@@ -24,10 +24,13 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   void replace() {
     if (replaced_) replaced_();
   }
+  /// Whether the gradient goes to a GradientSink instead of the leaf.
+  bool has_sink() const { return has_sink_ && has_sink_(); }
 
  private:
   Call call_;
   std::function<void()> replaced_;
+  std::function<bool()> has_sink_;
 };
 
 }  // namespace ddpkit

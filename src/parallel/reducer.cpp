@@ -116,6 +116,10 @@ void Reducer::Impl::install_hook(std::size_t index) {
       },
       [weak = weak_from_this()] {
         if (const auto self = weak.lock()) self->replaced_ = true;
+      },
+      [weak = weak_from_this()] {
+        const auto self = weak.lock();
+        return self && !self->replaced_ && self->sink_ != nullptr;
       }));
 }
 

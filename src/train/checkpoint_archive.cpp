@@ -20,6 +20,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include "archive_writer.h"
@@ -37,11 +38,17 @@ constexpr std::string_view kFormat = "ddpkit checkpoint 2";
 constexpr std::string_view kZipStart = "PK\x03\x04";
 constexpr std::string_view kZipEnd = "PK\x05\x06";
 
+/// A fused optimizer writes and reads the archives of torch::optim's.
+std::string kind_named(const std::string& type) {
+  const std::string_view fused = "ddpkit::optim::Fused";
+  return type.starts_with(fused) ? "torch::optim::" + type.substr(fused.size()) : type;
+}
+
 /// A sharded optimizer writes and reads what the one inside does on a process alone.
 std::string kind_of(const torch::optim::Optimizer& optimizer) {
   if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer))
     return kind_of(sharded->inner());
-  return c10::demangle(typeid(optimizer).name());
+  return kind_named(c10::demangle(typeid(optimizer).name()));
 }
 
 // A checkpoint whose format has been checked.
@@ -200,7 +207,7 @@ CheckpointInfo restore_archive(const std::string& path, const std::string& bytes
     checkpoint.archive.read("model", model);
     match_module(path, model, "", module, restored);
     checkpoint.archive.read("optimizer_kind", kind);
-    if (kind.toStringRef() != kind_of(optimizer)) {
+    if (kind_named(kind.toStringRef()) != kind_of(optimizer)) {
       throw InvalidArgument(fmt::format("the checkpoint {} was made with {}, this run uses {}", path,
                                         kind.toStringRef(), kind_of(optimizer)));
     }
@@ -213,7 +220,7 @@ CheckpointInfo restore_archive(const std::string& path, const std::string& bytes
     }
     if (checkpoint.info.ranks == world_size)
       rank_state = match_rank_state(path, checkpoint.archive, module, parts, rank);
-    optimizer.load(state);
+    optim::load_archive(optimizer, state);
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (!parts[i].of_each_rank) parts[i].load(archives[i]);
     }

@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -20,8 +21,10 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
 namespace ddpkit::train {
@@ -154,7 +157,8 @@ StateDict state_in(const Optimizer& optimizer, bool maximize) {
   for (const auto& group : optimizer.param_groups()) {
     StateDict entry = Layout::group(group.options(), maximize);
     StateList indices;
-    for (const at::Tensor& parameter : group.params()) {
+    if (const auto rate = optim::initial_rate(group.options())) entry["initial_lr"] = *rate;
+    for (const at::Tensor& parameter : optim::distinct_parameters(group.params())) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found != optimizer.state().end()) {
         StateDict state = Layout::state(*found->second);
@@ -181,9 +185,10 @@ void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState
                                       groups.size(), optimizer.param_groups().size()));
   States filled;
   std::vector<std::unique_ptr<OptimizerOptions>> options;
+  std::vector<std::optional<double>> rates;  // [group]
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const StateDict& group = groups[g].to_dict();
-    const auto& parameters = std::as_const(optimizer).param_groups()[g].params();
+    const auto parameters = optim::distinct_parameters(std::as_const(optimizer).param_groups()[g].params());
     const auto& indices = group.at("params").to_items();
     if (indices.size() != parameters.size())
       throw InvalidArgument(fmt::format("group {} of the optimizer's state has {} parameters, and the optimizer's {}",
@@ -193,6 +198,8 @@ void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState
           fmt::format("the optimizer's state is of one that goes {} the gradient, and this one goes {}",
                       maximize ? "down" : "up", maximize ? "up" : "down"));
     options.push_back(Layout::options(group));
+    const StateValue* rate = group.find("initial_lr");
+    rates.push_back(rate ? std::optional(number_of(*rate)) : std::nullopt);
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const StateValue* found = states.find(indices[i].to_int());
       if (!found || found->to_dict().empty()) continue;
@@ -208,7 +215,10 @@ void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState
   const auto replace = [&] {
     optimizer.state().clear();
     for (auto& [parameter, made] : filled) optimizer.state()[parameter] = std::move(made);
-    for (std::size_t g = 0; g < options.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
+    for (std::size_t g = 0; g < options.size(); ++g) {
+      optimizer.param_groups()[g].set_options(std::move(options[g]));
+      if (rates[g]) optim::set_initial_rate(optimizer.param_groups()[g], *rates[g]);
+    }
   };
   fused ? fused->replace_state(replace) : replace();
 }

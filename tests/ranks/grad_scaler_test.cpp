@@ -172,10 +172,35 @@ TEST_CASE("the scaler refuses calls out of order", "[grad_scaler]") {
   CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("after step()"));
   scaler.update();
   auto half = torch::ones({2}, torch::kHalf).requires_grad_(true);
-  FusedSGD of_half({half}, SGDOptions(1.0));
   half.mutable_grad() = torch::ones({2}, torch::kHalf);
+  torch::optim::SGD of_half({half}, SGDOptions(1.0));
   CHECK_THROWS_WITH(scaler.step(of_half), ContainsSubstring("float16 gradients"));
   CHECK_THROWS_AS(GradScaler({}, {.growth_factor = 1}), ddpkit::InvalidArgument);
+}
+
+TEST_CASE("float16 gradients are unscaled in float32 on their way into master weights", "[grad_scaler][master]") {
+  auto weight = torch::zeros({3}, torch::kHalf).requires_grad_(true);
+  FusedSGD optimizer({weight}, SGDOptions(1.0), {.master_weights = true});
+  GradScaler scaler({}, {.init_scale = 65536});
+  // Of a gradient of 1e-8, which is zero in float16.
+  weight.mutable_grad() = torch::full({3}, 1e-8 * 65536, torch::kHalf);
+  const float scaled = weight.grad()[0].item<float>();
+  CHECK(scaler.step(optimizer));
+  scaler.update();
+  const auto& state = *optimizer.state().at(weight.unsafeGetTensorImpl());
+  CHECK(dynamic_cast<const ddpkit::optim::MasterWeight&>(state).master_param[0].item<float>() == -scaled / 65536);
+  weight.mutable_grad()[1] = std::numeric_limits<float>::infinity();
+  CHECK_FALSE(scaler.step(optimizer));
+  CHECK_THROWS_WITH((scaler.update(), scaler.unscale_(optimizer)), ContainsSubstring("float16 gradients"));
+}
+
+TEST_CASE("the scaler unscales a weight under two names once", "[grad_scaler]") {
+  auto weight = torch::ones({2}).requires_grad_(true);
+  torch::optim::SGD optimizer({weight, weight}, SGDOptions(1.0));
+  GradScaler scaler({}, {.init_scale = 4});
+  weight.mutable_grad() = torch::full({2}, 8.0f);
+  scaler.unscale_(optimizer);
+  CHECK(weight.grad()[0].item<float>() == 2);
 }
 
 RANK_TEST("a step that is left out takes its clipping with it", "[grad_scaler][optim][sharded]", 1, 2) {

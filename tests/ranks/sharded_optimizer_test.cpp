@@ -183,6 +183,39 @@ RANK_TEST("a sharded optimizer clips by the norm of all gradients of all ranks",
   }
 }
 
+RANK_TEST("clipping and zero_grad() of a sharded optimizer by its base, and beside it", "[optim][sharded]", 1, 2, 3) {
+  for (const ShardedOptions& options : ways(group)) {
+    if (options.update_in_backward) continue;
+    auto model = make_model();
+    auto reference = make_model();
+    DistributedDataParallel ddp(model, group);
+    ShardedOptimizer<FusedSGD> optimizer(ddp, torch::optim::SGDOptions(0.5), options);
+    torch::optim::Optimizer& base = optimizer;
+    torch::optim::SGD alone(reference->parameters(), torch::optim::SGDOptions(0.5));
+    for (const bool set_to_none : {true, false}) {
+      loss_of(ddp(input(0, group.rank()))).backward();
+      optimizer.clip_grad_norm(1e-3);  // And no step.
+      base.zero_grad(set_to_none);     // Not virtual.
+      loss_of(ddp(input(1, group.rank()))).backward();
+      // A parameter's gradient is in the slices of all ranks.
+      CHECK_THROWS_WITH(ddpkit::optim::clip_grad_norm_(model->parameters(), 1.0),
+                        ContainsSubstring("clip_grad_norm() of that optimizer"));
+      optimizer.step();
+      step_alone(reference, alone, 1, group.world_size(), 0);
+      check_equal(model, reference);
+    }
+  }
+}
+
+RANK_TEST("a sharded optimizer groups a weight under two names once", "[optim][sharded]", 2) {
+  auto model = make_model();
+  DistributedDataParallel ddp(model, group);
+  auto twice = model->parameters();
+  twice.push_back(twice.front());
+  ShardedOptimizer<FusedSGD> optimizer(ddp, {torch::optim::OptimizerParamGroup(twice)}, torch::optim::SGDOptions(0.5));
+  CHECK(optimizer.param_groups()[0].params().size() == model->parameters().size());
+}
+
 RANK_TEST("an overflow in one rank's gradients skips a sharded step on all", "[optim][sharded]", 2, 3) {
   for (const ShardedOptions& options : ways(group)) {
     if (options.update_in_backward) continue;

@@ -1,10 +1,12 @@
 // Events that replace a training's objects: wrapper, optimizer, scheduler, checkpoints; and what a rank's process does.
+#include <optional>
 #include <sstream>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/optimizer_state.h>
 
 #include "comm/backends.h"
 #include "rank.h"
@@ -49,6 +51,9 @@ void RankTraining::save_load(const std::string& how) {
     train::load_checkpoint(path, *model_, *optimizer_.base, group_);
     return;
   }
+  // torch::save() and torch::load() of torch::optim's own have no room for the rate before the schedule.
+  std::optional<train::StateDict> state;
+  if (how == "schedule_after" && drawn_.optimizer.engine == "torch") state = train::optimizer_state(*optimizer_.base);
   if (optimizer_.sharded) optimizer_.sharded->consolidate_state(0);
   std::string bytes;
   if (!optimizer_.sharded || rank_ == 0) {
@@ -64,7 +69,7 @@ void RankTraining::save_load(const std::string& how) {
     if (how == "new") make_scheduler();
   }
   std::istringstream stream(bytes);
-  torch::load(*optimizer_.base, stream);
+  state ? train::load_optimizer_state(*optimizer_.base, *state) : torch::load(*optimizer_.base, stream);
   if (how == "schedule_after") make_scheduler();
 }
 

@@ -71,9 +71,8 @@ class Reference {
   void make_optimizers() {
     for (Player& player : players_)
       player.optimizer = make_torch_optimizer(drawn_.optimizer, optimizer_parameters(*player.model, false));
-    // A new sharded optimizer has no slices of gradients yet, and whoever defers clipping has forgotten it.
+    // A new sharded optimizer has no slices of gradients yet.
     if (drawn_.optimizer.engine == "sharded") drop_gradients();
-    factor_ = 1;
     set_rates();
   }
 
@@ -179,7 +178,6 @@ class Reference {
 
   void drop_gradients() {
     has_gradients_ = false;
-    factor_ = 1;
     for (Player& player : players_)
       for (const at::Tensor& parameter : player.model->parameters()) parameter.mutable_grad().reset();
   }
@@ -198,17 +196,13 @@ class Reference {
                 .item<double>();
         total = std::isinf(type) ? (norm > total || std::isnan(norm) ? norm : total) : total + std::pow(norm, type);
       }
-      norm_ = (std::isinf(type) ? total : std::pow(total, 1 / type)) * factor_;
+      norm_ = std::isinf(type) ? total : std::pow(total, 1 / type);
       report_tensor(player.report, event_, Kind::kWeight, "norm", at::scalar_tensor(norm_, at::kDouble));
-      if (drawn_.optimizer.engine != "torch") continue;
       const double factor = event.value / (norm_ + 1e-6);
       if (factor >= 1) continue;
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
     }
-    // ddpkit's own leave it to the next step.
-    if (const double factor = event.value / (norm_ + 1e-6); drawn_.optimizer.engine != "torch" && !(factor >= 1))
-      factor_ *= factor;
   }
 
   bool overflowed() {
@@ -222,7 +216,6 @@ class Reference {
   void step() {
     if (drawn_.optimizer.scaler && overflowed()) {
       scale_ *= 0.5;
-      factor_ = 1;
       return;
     }
     if (!updates_in_backward(drawn_)) update();
@@ -235,15 +228,17 @@ class Reference {
     const bool ascends = drawn_.optimizer.maximize && drawn_.optimizer.engine != "torch";
     // A gradient scaler leaves gradients unscaled behind, unless the optimizer unscales as it reads them.
     const bool restores = drawn_.optimizer.engine != "torch";
-    const double factor = factor_ * (ascends ? -1 : 1) / scale_;
+    const double factor = (ascends ? -1 : 1) / scale_;
     for (Player& player : players_) {
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
       player.optimizer->step();
+      // torch::optim::SGD does not tell autograd; Python's and ddpkit's optimizers do.
+      for (const at::Tensor& parameter : player.model->distinct_parameters())
+        if (restores && parameter.grad().defined()) parameter.unsafeGetTensorImpl()->bump_version();
       for (const at::Tensor& parameter : player.model->distinct_parameters())
         if (factor != 1 && restores && parameter.grad().defined()) parameter.mutable_grad().mul_(1 / factor);
     }
-    factor_ = 1;
     if (drawn_.optimizer.engine == "sharded") drop_gradients();
   }
 
@@ -347,7 +342,6 @@ class Reference {
   std::int64_t steps_ = 0;
   double norm_ = 0;
   double scale_;
-  double factor_ = 1;           ///< Of clipping, for the next step.
   bool has_gradients_ = false;  ///< Averaged ones, for a step.
 };
 

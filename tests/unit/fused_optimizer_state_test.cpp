@@ -130,6 +130,42 @@ TEST_CASE("an archive of another model is refused and changes nothing", "[optim]
   CHECK(static_cast<torch::optim::AdamWParamState&>(*of_large.state()[large.unsafeGetTensorImpl()]).step() == 2);
 }
 
+TEST_CASE("archives count a weight under two names once, whoever wrote them", "[optim]") {
+  const auto tied = [] { return std::vector<torch::Tensor>(2, torch::ones({3}).requires_grad_(true)); };
+  const auto first = tied(), second = tied(), reference = tied();
+  torch::optim::AdamW of_torch(first, AdamWOptions(0.1));
+  FusedAdamW ours(second, AdamWOptions(0.1));
+  for (const auto& parameters : {first, second}) parameters[0].mutable_grad() = torch::full({3}, 2.0f);
+  of_torch.step();  // Twice, as LibTorch does.
+  ours.step();
+  for (const std::string& archive : {archive_of(of_torch), archive_of(ours)}) {
+    FusedAdamW loaded(reference, AdamWOptions(0.5));
+    load_archive(loaded, archive);
+    reference[0].mutable_grad() = torch::ones({3});
+    loaded.step();
+    CHECK(loaded.state().size() == 1);
+  }
+  torch::optim::AdamW back({second[0]}, AdamWOptions(0.5));
+  load_archive(back, archive_of(ours));
+  CHECK(back.state().size() == 1);
+}
+
+TEST_CASE("a load keeps the state's memory, which a CUDA graph may use", "[optim]") {
+  auto a = torch::ones({3}).requires_grad_(true), b = torch::ones({3}).requires_grad_(true);
+  FusedAdamW optimizer({a, b}, AdamWOptions(0.1));
+  a.mutable_grad() = torch::ones({3});
+  optimizer.step();
+  const std::string archive = archive_of(optimizer);
+  const auto moments = optimizer.flat_state()[0].tensors[0].narrow(0, 0, 3).clone();
+  b.mutable_grad() = torch::ones({3});
+  optimizer.step();
+  const void* place = optimizer.flat_state()[0].tensors[0].const_data_ptr();
+  load_archive(optimizer, archive);
+  CHECK(optimizer.flat_state()[0].tensors[0].const_data_ptr() == place);
+  CHECK(torch::equal(optimizer.flat_state()[0].tensors[0].narrow(0, 0, 3), moments));
+  CHECK(optimizer.flat_state()[0].tensors[0].narrow(0, 16, 3).abs().sum().item<float>() == 0);
+}
+
 TEST_CASE("state follows a model that moves to another type", "[optim]") {
   torch::nn::Linear model(3, 2);
   FusedSGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));

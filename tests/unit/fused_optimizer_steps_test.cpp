@@ -156,16 +156,14 @@ TEST_CASE("gradients can be scaled on the way, once", "[optim]") {
   auto weight = torch::zeros({4}).requires_grad_(true);
   weight.mutable_grad() = torch::full({4}, 8.0f);
   FusedSGD optimizer({weight}, SGDOptions(1.0));
-  optimizer.scale_gradients(0.5);
-  optimizer.scale_gradients(0.25);
-  optimizer.step();
+  optimizer.step_scaled(0.125);
   CHECK(torch::equal(weight.detach(), torch::full({4}, -1.0f)));
   CHECK(torch::equal(weight.grad(), torch::full({4}, 8.0f)));
   optimizer.step();
   CHECK(torch::equal(weight.detach(), torch::full({4}, -9.0f)));
 }
 
-TEST_CASE("clipping in the update's own pass equals clipping before it", "[optim]") {
+TEST_CASE("clip_grad_norm of a fused optimizer equals LibTorch's", "[optim]") {
   const auto parameters = make_parameters(torch::kDouble);
   const auto references = copies_of(parameters);
   FusedAdamW ours(parameters, AdamWOptions(1e-2));
@@ -178,8 +176,77 @@ TEST_CASE("clipping in the update's own pass equals clipping before it", "[optim
     theirs.step();
   }
   check_same(parameters, references, 1e-12);
-  ours.scale_gradients(0.5);
-  CHECK(ours.clip_grad_norm(1e6) == Approx(0.5 * ddpkit::optim::grad_norm(parameters)).epsilon(1e-12));
+}
+
+TEST_CASE("clipping changes the gradients that it has seen, and no others", "[optim]") {
+  auto weight = torch::zeros({4}).requires_grad_(true);
+  FusedSGD optimizer({weight}, SGDOptions(1.0));
+  torch::optim::Optimizer& base = optimizer;
+  for (const float bad : {1e30f, NAN}) {
+    weight.mutable_grad() = torch::full({4}, bad);
+    optimizer.clip_grad_norm(1.0);  // And no step, because of the norm.
+    base.zero_grad();               // Not virtual.
+    weight.mutable_grad() = torch::full({4}, 0.25f);
+    optimizer.step();
+  }
+  CHECK(torch::equal(weight.detach(), torch::full({4}, -0.5f)));
+  weight.mutable_grad() = torch::full({4}, 8.0f);
+  CHECK(optimizer.clip_grad_norm(1.0) == 16);
+  weight.mutable_grad().add_(1);  // Noise on clipped gradients, or a further backward.
+  optimizer.step();
+  CHECK(torch::allclose(weight.detach(), torch::full({4}, -2.0f)));
+}
+
+TEST_CASE("a step tells autograd that it has written to the weights", "[optim]") {
+  const auto check = [](const auto& make) {
+    auto weight = torch::ones({3}).requires_grad_(true);
+    auto strided = torch::ones({3, 2}).t().slice(0, 0, 1).detach().requires_grad_(true);
+    auto optimizer = make(std::vector<torch::Tensor>{weight, strided});
+    weight.mutable_grad() = torch::ones({3});
+    strided.mutable_grad() = torch::ones_like(strided);
+    auto loss = (weight * weight).sum();
+    auto other = (strided * strided).sum();
+    optimizer->step();
+    CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("modified by an inplace operation"));
+    CHECK_THROWS_WITH(other.backward(), ContainsSubstring("modified by an inplace operation"));
+    // Without a gradient there is no write.
+    weight.mutable_grad().reset();
+    loss = (weight * weight).sum();
+    optimizer->step();
+    loss.backward();
+    // Clipping writes to gradients.
+    auto of_gradient = (weight.grad() * torch::ones({3}).requires_grad_(true)).sum();
+    optimizer->clip_grad_norm(0.1);
+    CHECK_THROWS_WITH(of_gradient.backward(), ContainsSubstring("modified by an inplace operation"));
+  };
+  check([](auto parameters) { return std::make_unique<FusedAdamW>(parameters, AdamWOptions(0.1)); });
+  check([](auto parameters) { return std::make_unique<FusedAdam>(parameters, AdamOptions(0.1)); });
+  check([](auto parameters) { return std::make_unique<FusedSGD>(parameters, SGDOptions(0.1)); });
+}
+
+TEST_CASE("a weight under two names is one parameter", "[optim]") {
+  auto a = torch::linspace(0.5, 2, 4).requires_grad_(true), b = torch::ones({3}).requires_grad_(true);
+  const auto references = copies_of({a, b});
+  FusedAdamW ours({a, b, a}, AdamWOptions(0.1));
+  torch::optim::AdamW theirs(references, AdamWOptions(0.1));
+  for (int step = 0; step < 3; ++step) {
+    set_gradients(step + 1, {a, b}, references);
+    if (!a.grad().defined()) continue;
+    CHECK(ours.clip_grad_norm(0.5) == Approx(torch::nn::utils::clip_grad_norm_(references, 0.5)));
+    ours.step();
+    theirs.step();
+  }
+  check_same({a, b}, references, 1e-5);
+  CHECK(ours.param_groups()[0].params().size() == 2);
+  // LibTorch's function to add a group keeps what it is given, and it is not virtual.
+  auto c = torch::ones({2}).requires_grad_(true);
+  c.mutable_grad() = torch::ones({2});
+  ours.add_param_group(OptimizerParamGroup({c, c}));
+  ours.step();
+  CHECK(ours.param_groups()[1].params().size() == 1);
+  CHECK(c[0].item<float>() == Approx(0.9 - 0.001));
+  CHECK_THROWS_WITH(FusedAdamW({OptimizerParamGroup({a}), OptimizerParamGroup({b, a})}),
+                    ContainsSubstring("parameter 1 of group 1") && ContainsSubstring("in an earlier parameter group"));
 }
 
 #if !defined(__SANITIZE_THREAD__)  // Which does not see how libgomp's threads are sent to work and waited for.

@@ -65,6 +65,33 @@ TEST_CASE("the learning rate follows the number of ranks", "[learning_rate]") {
   check(scheduler.base_learning_rates(), {0.1, 0.01});
 }
 
+TEST_CASE("a schedule made after the optimizer's load starts from the rates before any schedule", "[learning_rate]") {
+  const auto archive = [](const auto& optimizer) {
+    std::ostringstream stream;
+    torch::save(optimizer, stream);
+    return stream.str();
+  };
+  auto optimizer = two_groups();
+  LearningRateScheduler scheduler(optimizer, step_decay(1));
+  scheduler.step();
+  check(scheduler.learning_rates(), {0.01, 0.001});
+  auto resumed = two_groups();
+  std::istringstream saved(archive(optimizer));
+  torch::load(resumed, saved);
+  LearningRateScheduler after(resumed, step_decay(1));
+  check(after.base_learning_rates(), {0.1, 0.01});
+  // As in Python the first schedule's base is also that of a second one.
+  LearningRateScheduler second(resumed, step_decay(1));
+  check(second.base_learning_rates(), {0.1, 0.01});
+  // An optimizer that never had a schedule has its rates.
+  auto plain = two_groups();
+  plain.param_groups()[0].options().set_lr(0.7);
+  std::istringstream saved_plain(archive(plain));
+  torch::load(resumed, saved_plain);
+  LearningRateScheduler fresh(resumed, step_decay(1));
+  check(fresh.base_learning_rates(), {0.7, 0.01});
+}
+
 TEST_CASE("a schedule resumes, on another number of ranks too", "[learning_rate]") {
   const auto options = [](int ranks) {
     return LearningRateOptions{.scaling = LearningRateScaling::kLinear, .world_size = ranks};

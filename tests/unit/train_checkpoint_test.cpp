@@ -5,6 +5,8 @@
 #include <sstream>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/train/checkpoint.h>
@@ -150,6 +152,73 @@ RANK_TEST("a checkpoint holds what else a run needs", "[checkpoint]", 1, 2) {
                                     {checkpoint_part("hook", other_scaler)}),
                     ContainsSubstring("has no hook"));
   CHECK(other->conv->weight.equal(stepped));
+}
+
+TEST_CASE("a checkpoint goes from torch::optim's optimizers to the fused ones and back", "[checkpoint]") {
+  Trained trained;
+  Net other, third;
+  ddpkit::optim::FusedAdamW fused(other->parameters(), torch::optim::AdamWOptions(0.5));
+  read_checkpoint(trained.path, *other, fused);
+  CHECK(fused.param_groups()[0].options().get_lr() == 0.01);
+  write_checkpoint(trained.folder / "fused.pt", *other, fused, {});
+  torch::optim::AdamW plain(third->parameters(), torch::optim::AdamWOptions(0.5));
+  read_checkpoint(trained.folder / "fused.pt", *third, plain);
+  for (const auto& net : {trained.net, other, third}) {
+    for (const auto& parameter : net->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.1);
+  }
+  trained.optimizer.step();
+  fused.step();
+  plain.step();
+  CHECK(same(*trained.net, *third));
+  for (const auto& item : trained.net->named_parameters())
+    CHECK(torch::allclose(item.value(), other->named_parameters()[item.key()], 1e-5, 1e-6));
+  ddpkit::optim::FusedSGD sgd(other->parameters(), 0.1);
+  CHECK_THROWS_WITH(read_checkpoint(trained.folder / "fused.pt", *other, sgd), ContainsSubstring("torch::optim::SGD"));
+}
+
+TEST_CASE("a run resumes with a weight under two names", "[checkpoint]") {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      first = register_parameter("first", torch::ones({3}));
+      register_parameter("second", first);
+    }
+    torch::Tensor first;
+  };
+  const auto check = [](const auto& make) {
+    Folder folder;
+    Tied model, resumed;
+    auto optimizer = make(model.parameters());
+    auto resumed_optimizer = make(resumed.parameters());
+    const auto step = [](const Tied& tied, torch::optim::Optimizer& any) {
+      tied.first.mutable_grad() = torch::full({3}, 0.5f);
+      any.step();
+    };
+    step(model, *optimizer);
+    write_checkpoint(folder / "tied.pt", model, *optimizer, {});
+    read_checkpoint(folder / "tied.pt", resumed, *resumed_optimizer);
+    step(model, *optimizer);
+    step(resumed, *resumed_optimizer);
+    CHECK(model.first.equal(resumed.first));
+  };
+  const torch::optim::AdamWOptions options(0.1);
+  check([&](auto parameters) { return std::make_unique<torch::optim::AdamW>(parameters, options); });
+  check([&](auto parameters) { return std::make_unique<ddpkit::optim::FusedAdamW>(parameters, options); });
+  check([&](auto parameters) {
+    return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+  });
+}
+
+TEST_CASE("a schedule made after the load of a checkpoint starts from the rate before any schedule", "[checkpoint]") {
+  Trained trained;
+  ddpkit::optim::LearningRateScheduler scheduler(trained.optimizer, ddpkit::optim::step_decay(1));
+  scheduler.step();
+  write_checkpoint(trained.path, *trained.net, trained.optimizer, {});
+  Net other;
+  torch::optim::AdamW optimizer(other->parameters(), torch::optim::AdamWOptions(0.5));
+  read_checkpoint(trained.path, *other, optimizer);
+  CHECK(optimizer.param_groups()[0].options().get_lr() == Approx(0.001));
+  ddpkit::optim::LearningRateScheduler after(optimizer, ddpkit::optim::step_decay(1));
+  CHECK(after.base_learning_rates() == std::vector<double>{0.01});
 }
 
 TEST_CASE("a checkpoint of another optimizer is refused", "[checkpoint]") {

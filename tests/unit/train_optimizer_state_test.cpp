@@ -4,6 +4,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/train/optimizer_state.h>
 
 #include "support/catch.h"
@@ -54,6 +55,36 @@ TEST_CASE("an optimizer's state is copied, at its own size", "[state_dict]") {
   const auto& flat = other.flat_state().at(0);
   CHECK(torch::equal(flat.tensors.at(0).narrow(0, flat.offsets.at(1), 21).view({7, 3}), before));
   CHECK_FALSE(flat.tensors.at(0).storage().is_alias_of(moment.storage()));
+}
+
+TEST_CASE("a state counts a weight under two names once, whoever updates it", "[state_dict]") {
+  auto a = weight(), b = weight(7);
+  torch::optim::AdamW of_torch({a, b, a}, AdamWOptions(0.1));
+  FusedAdamW fused({a, b, a}, AdamWOptions(0.1));
+  for (torch::optim::Optimizer* optimizer : std::initializer_list<torch::optim::Optimizer*>{&of_torch, &fused}) {
+    step(*optimizer);
+    const StateDict state = optimizer_state(*optimizer);
+    CHECK(state.at("state").to_dict().size() == 2);
+    CHECK(state.at("param_groups").to_items()[0].to_dict().at("params").to_items().size() == 2);
+    load_optimizer_state(of_torch, state);
+    load_optimizer_state(fused, state);
+    step(of_torch);
+    step(fused);
+  }
+}
+
+TEST_CASE("a state has the rate before any schedule, as Python's", "[state_dict]") {
+  auto a = weight();
+  torch::optim::AdamW optimizer({a}, AdamWOptions(0.1)), other({a}, AdamWOptions(0.7));
+  const auto group_of = [](const StateDict& state) { return state.at("param_groups").to_items()[0].to_dict(); };
+  CHECK_FALSE(group_of(optimizer_state(optimizer)).contains("initial_lr"));
+  ddpkit::optim::LearningRateScheduler scheduler(optimizer, ddpkit::optim::step_decay(1));
+  scheduler.step();
+  const StateDict state = optimizer_state(optimizer);
+  CHECK(group_of(state).at("initial_lr").to_double() == 0.1);
+  load_optimizer_state(other, state);
+  ddpkit::optim::LearningRateScheduler after(other, ddpkit::optim::step_decay(1));
+  CHECK(after.base_learning_rates() == std::vector<double>{0.1});
 }
 
 TEST_CASE("a state takes the parameters' type", "[state_dict]") {

@@ -29,7 +29,8 @@ class FusedAdamFamily : public FusedOptimizer {
   void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const override;
   void update(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
               double gradient_factor) override;
-  void add_steps(torch::optim::OptimizerParamState& state, std::int64_t count) const override;
+  bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const override;
+  std::int64_t* steps_of(torch::optim::OptimizerParamState& state) const override;
   void write(torch::serialize::OutputArchive& archive) const override;
   void read(torch::serialize::InputArchive& archive) override;
 };

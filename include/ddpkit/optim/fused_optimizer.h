@@ -2,7 +2,6 @@
 #pragma once
 
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <array>
@@ -10,8 +9,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
@@ -77,44 +74,38 @@ struct FlatState {
 /// Parameters are float32, float64, bfloat16 or float16 (computed in float32); state has the parameter's type, as in
 /// torch::optim, or float32 (FusedOptions::master_weights). On the CPU vector kernels do the update on LibTorch's
 /// threads, with the same bits whatever their number and the processor; on CUDA at::_fused_* does. A parameter without
-/// a gradient is left as it is. Not thread-safe.
+/// a gradient is left as it is. A parameter that a group lists twice is updated once. Not thread-safe.
 class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
  public:
   /// Updates all parameters by their gradients. Throws InvalidArgument when given a closure, which would have to be
   /// called several times: call loss.backward() yourself; and for a sparse gradient or an unsuitable parameter.
   /// Returns an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) final;
+  /// On CUDA the gradients themselves are multiplied too.
+  void step_scaled(double factor) override;
 
-  /// torch::optim's, and takes back what scale_gradients() and clip_grad_norm() have said of the gradients. Where a
-  /// step is left out and the module's zero_grad() is called instead of this, call reset_scale().
-  void zero_grad(bool set_to_none = true) {
-    torch::optim::Optimizer::zero_grad(set_to_none);
-    reset_scale();
-  }
-
-  /// The gradients themselves stay as they are (on CUDA they are multiplied too).
-  void scale_gradients(double factor) override { gradient_factor_ *= factor; }
-  void reset_scale() noexcept override { gradient_factor_ = 1; }
-
-  /// clip_grad_norm_() without its second pass over memory: reads the gradients of all parameters, as scaled by
-  /// scale_gradients(), returns their norm, and has the next step() scale them down to `max_norm`. Same arguments.
+  /// clip_grad_norm_() of all parameters of this optimizer.
   double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
   /// The state as it lies in memory; laid out anew by add_param_group() and whatever else changes the parameters.
   /// Undefined before the first step of a group, where nothing has been allocated.
   const std::vector<FlatState>& flat_state();
 
-  /// Archives are torch::optim's: either reads what the other wrote.
+  /// Archives are torch::optim's: either reads what the other wrote. load() keeps the memory of the state.
   void save(torch::serialize::OutputArchive& archive) const final;
   void load(torch::serialize::InputArchive& archive) final;
 
   /// FusedOptions::capturable.
   bool capturable() const noexcept { return fused_options_.capturable; }
-  /// For GraphedStep. A captured step() has been counted, but not done.
-  void after_capture();
-  /// For GraphedStep: learning rates go to the device, on the current stream, and the step is counted.
+  /// For GraphedStep, around the capture of steps: they run on no device until they are replayed. In between, step()
+  /// throws InvalidArgument for a parameter that has no state yet: the graph would reset the state in each replay.
+  void begin_capture();
+  void end_capture();
+  /// For GraphedStep: copies learning rates to the device, on the current stream, and counts the captured steps. Throws
+  /// InvalidArgument if parameters, groups, or options other than the learning rate differ from the captured ones.
   void before_replay();
-  /// Lets `fill` set state() and the groups' options anew, and lays the state out; all is as before when that throws.
+  /// `fill` sets state() and the groups' options; then the state moves to the memory that it had, as far as the
+  /// parameters are the same. If that throws, everything is as before.
   void replace_state(const std::function<void()>& fill);
   /// A parameter's state before its first step.
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
@@ -134,6 +125,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
 
   /// A parameter that has a gradient, in one step.
   struct Update {
+    at::Tensor original;             ///< As in the parameter group.
     at::Tensor parameter, gradient;  ///< Of the same type and, on the CPU, the same dense layout.
     StateTensors tensors;            ///< Of the same layout.
     torch::optim::OptimizerParamState* state = nullptr;
@@ -158,25 +150,20 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
     if (fused_options_.master_weights) return std::make_unique<WithMaster<State>>();
     return std::make_unique<State>();
   }
-  template <class State, class Options>
-  void read_as(torch::serialize::InputArchive& archive) {
-    if (fused_options_.master_weights)
-      torch::optim::serialize<WithMaster<State>, Options>(archive, *this);
-    else
-      torch::optim::serialize<State, Options>(archive, *this);
-  }
   at::Tensor master_of(const torch::optim::OptimizerParamState& state) const;
   void set_master(torch::optim::OptimizerParamState& state, const at::Tensor& master) const;
 
   virtual void write(torch::serialize::OutputArchive& archive) const = 0;
   virtual void read(torch::serialize::InputArchive& archive) = 0;
 
-  /// Adds to a state's count of steps, where it has one.
-  virtual void add_steps(torch::optim::OptimizerParamState&, std::int64_t) const {}
-  /// The group's learning rate as a scalar of the device, brought up to date.
+  /// Whether both have the same values; both are of this optimizer's type.
+  virtual bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const = 0;
+  /// A state's count of steps; null if it has none.
+  virtual std::int64_t* steps_of(torch::optim::OptimizerParamState&) const { return nullptr; }
+  /// The group's learning rate as a scalar of the device.
   at::Tensor device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device);
-  /// The state's step count as a scalar of the device, which begins with `steps`; the caller counts on.
-  at::Tensor device_step(const torch::optim::OptimizerParamState& state, std::int64_t steps, at::Device device);
+  /// The state's step count, less the step that has begun, as a scalar of the device; the caller counts on.
+  at::Tensor device_step(const Update& update, at::Device device);
 
  private:
   friend class ShardedOptimizerBase;
@@ -184,21 +171,16 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
 
   void update_masters(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates, double factor);
   Layout& layout();
+  bool fits_layout() const;
+  void drop_duplicates();
   void adopt(Layout& layout);
-  void count_steps(std::int64_t count);
-  void forget_device_numbers() noexcept;
+  void set_device_steps();
 
-  /// A number of the host's in memory of a device.
-  struct DeviceNumber {
-    at::Tensor tensor;
-    double value = 0;
-  };
-  std::unordered_map<const void*, DeviceNumber> learning_rates_;  ///< By the group's options.
-  std::unordered_map<const void*, DeviceNumber> steps_;           ///< By the parameter's state.
+  struct Capture;
 
   FusedOptions fused_options_;
-  double gradient_factor_ = 1;
   std::unique_ptr<Layout> layout_;
+  std::unique_ptr<Capture> capture_;  ///< Numbers of the host in memory of a device; null before the first.
 };
 
 }  // namespace ddpkit::optim

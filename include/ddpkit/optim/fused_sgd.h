@@ -28,6 +28,7 @@ class FusedSGD : public FusedOptimizer {
   void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const override;
   void update(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
               double gradient_factor) override;
+  bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const override;
   void write(torch::serialize::OutputArchive& archive) const override;
   void read(torch::serialize::InputArchive& archive) override;
 };

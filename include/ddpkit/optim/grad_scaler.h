@@ -51,7 +51,7 @@ class GradScaler {
 
   /// Divides the gradients of the optimizer's parameters by the scale, in place, and looks for infinities and NaN.
   /// Collective. Once for each optimizer between updates; throws InvalidArgument otherwise, and for float16 gradients,
-  /// whose parameters ought to be float32.
+  /// which could vanish: step() of a fused optimizer takes them scaled (see FusedOptions::master_weights).
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// optimizer.step(), unless a gradient was infinite or NaN on any rank; returns whether it was called. Does what

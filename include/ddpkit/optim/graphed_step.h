@@ -36,8 +36,8 @@ struct GraphedStepOptions {
 /// Every call is a step of the training: the first ones run eagerly, on a stream of the step's own, then one is
 /// captured, and from then on each call copies its inputs to where the captured one had them and replays it. Inputs
 /// keep their shapes and types. What the function does on the host happens once and no more; it must not wait for the
-/// device (item(), clip_grad_norm, a GradScaler, find_unused_parameters). Learning rates are followed. With several
-/// ranks all capture at the same call, by `nccl`.
+/// device (item(), clip_grad_norm, a GradScaler, find_unused_parameters). Between calls a LearningRateScheduler may
+/// step and the optimizers may load a state. With several ranks all capture at the same call, by `nccl`.
 class GraphedStep {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -53,8 +53,9 @@ class GraphedStep {
   GraphedStep& operator=(const GraphedStep&) = delete;
 
   /// What the function returned, for the caller's current stream; once captured, in memory that the next call
-  /// overwrites. Throws InvalidArgument for inputs of other shapes than the captured ones, Error where the step cannot
-  /// be captured.
+  /// overwrites. Throws InvalidArgument for inputs of other shapes than the captured ones, and if an optimizer's
+  /// parameters or options other than the learning rate changed after the capture; Error where the step cannot be
+  /// captured.
   Tensors operator()(const Tensors& inputs);
 
   /// Whether calls replay the graph by now.

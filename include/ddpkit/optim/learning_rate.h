@@ -78,8 +78,10 @@ struct LearningRateOptions {
 ///     ... optimizer.step(); scheduler.step();
 class LearningRateScheduler {
  public:
-  /// The base rates are those that the groups have now; they get their rates for step 0 at once. The optimizer must
-  /// outlive the scheduler.
+  /// As in Python, the base rate of a group is its `initial_lr` if it has one, otherwise its learning rate. The
+  /// scheduler writes `initial_lr` to the group's options (it replaces the options object), and sets the rates for step
+  /// 0. Kept by: checkpoints, optimizer states, archives of ddpkit's optimizers. torch::load() of a torch::optim
+  /// optimizer loses it: make the scheduler before that. The optimizer must outlive the scheduler.
   LearningRateScheduler(torch::optim::Optimizer& optimizer, Schedule schedule, const LearningRateOptions& options = {});
 
   /// After each optimizer.step() (or epoch, where the schedule counts epochs). Throws InvalidArgument where the
@@ -101,6 +103,7 @@ class LearningRateScheduler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
+  void keep_base();
   void apply();
 
   torch::optim::Optimizer* optimizer_;

@@ -59,13 +59,13 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
 
   /// Updates all parameters. Throws InvalidArgument for a closure.
   at::Tensor step(LossClosure closure = nullptr) final;
-  /// Also drops what backward under no_sync() has accumulated in the model's parameters.
+  void step_scaled(double factor) override;
+  /// Also drops what backward under no_sync() has accumulated in the model's parameters, which zero_grad() through a
+  /// torch::optim::Optimizer& does not: LibTorch's function is not virtual.
   void zero_grad(bool set_to_none = true);
 
-  /// The norm of all gradients of all ranks; has the next step() scale them down to `max_norm`. As the free function.
+  /// clip_grad_norm_() of the gradients of all ranks.
   double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
-  void scale_gradients(double factor) override;
-  void reset_scale() noexcept override;
   bool has_sharded_gradients() const noexcept override { return true; }
 
   /// A parameter that DistributedDataParallel does not average cannot be sharded. A group that is added through
@@ -115,9 +115,9 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
 
   explicit ShardedOptimizerBase(std::unique_ptr<Shards> shards);
 
-  void step_together();
+  void step_together(double factor);
   double clip_together(std::vector<double> arguments);
-  void update();
+  void update(double factor);
   void check_groups() const;
   void check_owner() const;
   Groups whole_groups() const;

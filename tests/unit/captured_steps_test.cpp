@@ -1,0 +1,122 @@
+// What a CUDA graph of step() relies on, on the CPU: the "device's" numbers are tensors here too.
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include <ddpkit/comm/error.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/fused_sgd.h>
+
+#include "support/catch.h"
+
+using ddpkit::optim::FusedAdamW;
+using ddpkit::optim::FusedSGD;
+using torch::optim::AdamWOptions;
+using torch::optim::SGDOptions;
+
+namespace {
+
+/// Shows the scalar that a kernel on a device would read.
+class Scheduled final : public FusedSGD {
+ public:
+  using FusedSGD::FusedSGD;
+  torch::Tensor rate() { return device_learning_rate(param_groups()[0].options(), torch::kCPU); }
+};
+
+/// The AdamW state's count, from which archives are written.
+std::int64_t steps(const FusedAdamW& optimizer, const torch::Tensor& parameter) {
+  const auto& state = optimizer.state().at(parameter.unsafeGetTensorImpl());
+  return static_cast<const torch::optim::AdamWParamState&>(*state).step();
+}
+
+std::string archive_of(const FusedAdamW& optimizer) {
+  std::ostringstream stream;
+  torch::save(optimizer, stream);
+  return stream.str();
+}
+
+void load(FusedAdamW& optimizer, const std::string& archive) {
+  std::istringstream stream(archive);
+  torch::load(optimizer, stream);
+}
+
+}  // namespace
+
+TEST_CASE("a captured step reads the learning rate and never writes it", "[optim][graph]") {
+  auto weight = torch::ones({2}).requires_grad_(true);
+  Scheduled optimizer({weight}, SGDOptions(0.5), {.capturable = true});
+  const torch::Tensor rate = optimizer.rate();
+  optimizer.param_groups()[0].options().set_lr(0.25);
+  optimizer.begin_capture();
+  CHECK(optimizer.rate().is_same(rate));
+  CHECK(rate.item<float>() == 0.5);  // A fill_() here would be part of every replay.
+  optimizer.end_capture();
+  for (const double now : {0.25, 0.125}) {
+    optimizer.param_groups()[0].options().set_lr(now);
+    optimizer.before_replay();
+    CHECK(rate.item<float>() == now);
+  }
+  // A schedule that is made later gives the group another options object.
+  optimizer.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.75));
+  optimizer.before_replay();
+  CHECK(optimizer.rate().is_same(rate));
+  CHECK(rate.item<float>() == 0.75);
+}
+
+TEST_CASE("replays count, and tell autograd of, the parameters that were captured", "[optim][graph]") {
+  auto weight = torch::ones({2}).requires_grad_(true), idle = torch::ones({2}).requires_grad_(true);
+  FusedAdamW optimizer({weight, idle}, AdamWOptions(0.1), {.capturable = true});
+  const auto step = [&] {
+    weight.mutable_grad() = torch::ones({2});
+    optimizer.step();
+    optimizer.zero_grad();  // Last in the step: no gradient is left to say what was updated.
+  };
+  step();
+  CHECK(steps(optimizer, weight) == 1);
+  optimizer.begin_capture();
+  step();
+  optimizer.end_capture();
+  CHECK(steps(optimizer, weight) == 1);
+  const std::string archive = archive_of(optimizer);
+  const auto loss = (weight * weight).sum();
+  for (int replay = 0; replay < 3; ++replay) optimizer.before_replay();
+  CHECK(steps(optimizer, weight) == 4);
+  CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("modified by an inplace operation"));
+
+  const void* place = optimizer.flat_state()[0].tensors[0].const_data_ptr();
+  load(optimizer, archive);
+  CHECK(optimizer.flat_state()[0].tensors[0].const_data_ptr() == place);
+  optimizer.before_replay();
+  CHECK(steps(optimizer, weight) == 2);
+}
+
+TEST_CASE("what a replay would do wrong is refused", "[optim][graph]") {
+  auto weight = torch::ones({2}).requires_grad_(true), late = torch::ones({2}).requires_grad_(true);
+  const auto give = [](const torch::Tensor& parameter) { parameter.mutable_grad() = torch::ones({2}); };
+  FusedAdamW optimizer({weight, late}, AdamWOptions(0.1), {.capturable = true});
+  give(weight);
+  optimizer.step();
+  give(late);
+  optimizer.begin_capture();
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("parameter 1 of group 0") && ContainsSubstring("warmup"));
+  optimizer.end_capture();
+  CHECK(steps(optimizer, weight) == 1);
+  optimizer.step();
+  const auto capture = [&] {
+    optimizer.begin_capture();
+    optimizer.step();
+    optimizer.end_capture();
+    optimizer.before_replay();
+  };
+  const auto check_refused = [&](const char* what) {
+    CHECK_THROWS_WITH(optimizer.before_replay(), ContainsSubstring(what) && ContainsSubstring("new GraphedStep"));
+    capture();
+  };
+  capture();
+  static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).weight_decay(0.5);
+  check_refused("option other than the learning rate");
+  weight.set_data(torch::zeros({2}));
+  check_refused("memory of a parameter");
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({torch::ones({2}).requires_grad_(true)}));
+  check_refused("parameters changed");
+}
