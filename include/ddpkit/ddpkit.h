@@ -19,6 +19,7 @@
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/graphed_step.h>
+#include <ddpkit/optim/join_state.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/precision.h>

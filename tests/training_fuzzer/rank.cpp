@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ddpkit/optim/join_state.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/power_sgd.h>
@@ -180,10 +181,12 @@ void RankTraining::join(const Event& event) {
       step();
     }
   };
-  if (optimizer_.sharded)
+  if (optimizer_.sharded) {
     ddpkit::join({*ddp_, *optimizer_.sharded}, loop);
-  else
-    ddpkit::join(*ddp_, loop);
+  } else {
+    optim::JoinState state(group_, *optimizer_.base);
+    ddpkit::join({*ddp_, state}, loop);
+  }
   const int most = *std::max_element(event.counts.begin(), event.counts.end());
   batch_ = before + most;
   steps_ += most - event.counts[static_cast<std::size_t>(rank_)];
