@@ -1,6 +1,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <unordered_set>
 
@@ -9,12 +10,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <torch/nn/modules/embedding.h>
-
 #include <ddpkit/comm/error.h>
 
 #include "parallel/debug.h"
 #include "parallel/join_session.h"
+#include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
 #include "parallel/reducer_events.h"
 #include "parallel/timeline_environment.h"
@@ -23,13 +23,15 @@
 namespace ddpkit {
 namespace {
 
-std::string signature(const char* kind, const std::string& name, const at::Tensor& tensor) {
-  return fmt::format("{} {} [{}] {}{}", kind, name, fmt::join(tensor.sizes(), ", "),
-                     c10::toString(tensor.scalar_type()),
-                     tensor.requires_grad() || std::string_view(kind) == "buffer" ? "" : " (wants no gradient)");
+/// Those that must be the same on all ranks.
+std::string text_of(const DistributedDataParallelOptions& options) {
+  return fmt::format(
+      "options bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers {}, find_unused_parameters {}, static_graph "
+      "{}, "
+      "parameters_to_ignore [{}], arena {}",
+      options.bucket_cap_mb, options.first_bucket_cap_mb, options.broadcast_buffers, options.find_unused_parameters,
+      options.static_graph, fmt::join(options.parameters_to_ignore, ", "), options.arena);
 }
-
-using Names = std::vector<std::pair<std::string, at::Tensor>>;
 
 void check_has_values(const std::string& name, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_meta())
@@ -40,9 +42,9 @@ void check_has_values(const std::string& name, const at::Tensor& tensor) {
 }
 
 /// Those that are not among `ignored`; the ones found there are struck from it.
-Names without(const torch::OrderedDict<std::string, at::Tensor>& all, const std::vector<std::string>& ignored,
-              std::unordered_set<std::string>& unknown) {
-  Names names;
+NamedTensors without(const torch::OrderedDict<std::string, at::Tensor>& all, const std::vector<std::string>& ignored,
+                     std::unordered_set<std::string>& unknown) {
+  NamedTensors names;
   for (const auto& item : all) {
     if (std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end()) {
       check_has_values(item.key(), item.value());
@@ -52,54 +54,6 @@ Names without(const torch::OrderedDict<std::string, at::Tensor>& all, const std:
     }
   }
   return names;
-}
-
-/// Weights of embeddings made with sparse(true).
-std::unordered_set<const void*> sparse_weights(torch::nn::Module& module) {
-  std::unordered_set<const void*> weights;
-  for (const auto& child : module.modules(/*include_self=*/true)) {
-    if (const auto* embedding = child->as<torch::nn::Embedding>(); embedding && embedding->options.sparse())
-      weights.insert(embedding->weight.unsafeGetTensorImpl());
-    if (const auto* bag = child->as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse())
-      weights.insert(bag->weight.unsafeGetTensorImpl());
-  }
-  return weights;
-}
-
-/// One line a parameter and buffer: what must be the same on all ranks.
-std::vector<std::string> signatures(const Names& parameters, const Names& buffers) {
-  std::vector<std::string> lines;
-  for (const auto& [name, tensor] : parameters) lines.push_back(signature("parameter", name, tensor));
-  for (const auto& [name, tensor] : buffers) lines.push_back(signature("buffer", name, tensor));
-  return lines;
-}
-
-std::vector<std::string> split_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
-
-void check_same_on_all_ranks(const Names& parameters, const Names& buffers, const ProcessGroup& group) {
-  if (group.world_size() == 1) return;
-  const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(signatures(parameters, buffers), "\n")));
-  const auto reference = split_lines(texts[0]);
-  for (std::size_t r = 1; r < texts.size(); ++r) {
-    if (texts[r] == texts[0]) continue;
-    const auto other = split_lines(texts[r]);
-    std::size_t line = 0;
-    while (line < reference.size() && line < other.size() && reference[line] == other[line]) ++line;
-    const auto at = [line](const std::vector<std::string>& lines) {
-      return line < lines.size() ? lines[line] : std::string("nothing more");
-    };
-    throw ModelMismatch(
-        fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r, at(other)),
-        {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
-  }
 }
 
 using Write = std::function<void(std::size_t index, const at::Tensor& values)>;
@@ -150,38 +104,33 @@ void sort_by_type(std::vector<at::Tensor>& tensors) {
   });
 }
 
-std::vector<NamedParameter> trainable_parameters(torch::nn::Module& module, const Names& names,
-                                                 const ProcessGroup& group) {
+/// Each once, the frozen ones too.
+std::vector<NamedParameter> distinct_parameters(torch::nn::Module& module, const NamedTensors& names,
+                                                const ProcessGroup& group) {
   std::vector<NamedParameter> parameters;
   const auto sparse = sparse_weights(module);
   // A tied parameter is registered under two names but has one gradient.
   std::unordered_set<const void*> seen;
   for (const auto& [name, tensor] : names) {
     const void* identity = tensor.unsafeGetTensorImpl();
-    if (!tensor.requires_grad() || !seen.insert(identity).second) continue;
-    if (tensor.device() != group.device())
+    if (!seen.insert(identity).second) continue;
+    if (tensor.requires_grad() && tensor.device() != group.device())
       throw InvalidArgument(
           fmt::format("parameter {} is on {}, but the group's device is {}: move the model first "
                       "(model->to(group.device()))",
                       name, tensor.device().str(), group.device().str()));
     parameters.push_back({.name = name, .tensor = tensor, .sparse = sparse.contains(identity)});
   }
-  if (parameters.empty())
+  if (std::none_of(names.begin(), names.end(), [](const auto& entry) { return entry.second.requires_grad(); }))
     throw InvalidArgument("DistributedDataParallel needs a module with at least one parameter that wants a gradient");
   return parameters;
 }
 
 /// For DDPKIT_DEBUG.
 std::string text_of(const DistributedDataParallelOptions& options, const ProcessGroup& group) {
-  return fmt::format(
-      "DistributedDataParallel on {} ranks, backend {}: bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers "
-      "{}, "
-      "find_unused_parameters {}, static_graph {}, gradient_as_bucket_view {}, parameters_to_ignore [{}], arena {}, "
-      "arena_mb {}",
-      group.world_size(), group.backend_name(), options.bucket_cap_mb, options.first_bucket_cap_mb,
-      options.broadcast_buffers, options.find_unused_parameters, options.static_graph, options.gradient_as_bucket_view,
-      fmt::join(options.parameters_to_ignore, ", "), options.arena,
-      options.arena_mb ? std::to_string(*options.arena_mb) : "automatic");
+  return fmt::format("DistributedDataParallel on {} ranks, backend {}: {}, gradient_as_bucket_view {}, arena_mb {}",
+                     group.world_size(), group.backend_name(), text_of(options), options.gradient_as_bucket_view,
+                     options.arena_mb ? std::to_string(*options.arena_mb) : "automatic");
 }
 
 }  // namespace
@@ -196,13 +145,15 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
                                                          const DistributedDataParallelOptions& options)
     : group_(std::move(group)), module_(&module), options_(options) {
   std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
-  const Names parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
-  const Names buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
+  const NamedTensors parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
+  const NamedTensors buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
   if (!unknown.empty())
     throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
                                       fmt::join(unknown, ", ")));
-  check_same_on_all_ranks(parameters, buffers, group_);
-  auto trainable = trainable_parameters(module, parameters, group_);
+  auto lines = describe_model(module, parameters, buffers);
+  lines.insert(lines.begin(), text_of(options));
+  check_same_on_all_ranks(lines, group_);
+  auto distinct = distinct_parameters(module, parameters, group_);
   for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   sort_by_type(parameters_);
@@ -218,7 +169,7 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
                                  .arena = options.arena};
   if (options.arena_mb) reducer_options.arena_bytes = option_bytes(*options.arena_mb, "arena_mb");
   if (debug_level() >= DebugLevel::kInfo && group_.rank() == 0) debug_line(group_, text_of(options_, group_));
-  reducer_ = std::make_unique<Reducer>(std::move(trainable), group_, reducer_options);
+  reducer_ = std::make_unique<Reducer>(std::move(distinct), group_, reducer_options);
   if (const auto request = take_timeline_request()) {
     timeline_.emplace(group_, request->path);
     reducer_->set_timeline(timeline_, request->steps);
@@ -226,6 +177,12 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
 }
 
 void DistributedDataParallelBase::before_forward() {
+  // A walk through the module costs too much for every step.
+  if (std::has_single_bit(reducer_->backwards() + 1)) {
+    std::unordered_set<std::string> ignored;
+    check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_,
+                      group_);
+  }
   reducer_->follow_parameters();
   const auto now = [this] {
     return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();

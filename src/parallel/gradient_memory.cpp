@@ -25,13 +25,9 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlig
 
 /// A tensor on part of `flat`'s memory, but not an autograd view of it: Optimizer::zero_grad() detaches gradients in
 /// place, which a view refuses.
-at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& like) {
+at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
   const at::NoGradGuard no_grad;
-  // The layout AccumulateGrad prefers: the parameter's own where it is dense.
-  const bool dense = like.is_non_overlapping_and_dense();
-  const at::Tensor shaped = dense ? at::Tensor() : at::empty(like.sizes(), like.options().device(at::kMeta));
-  return at::empty({0}, flat.options())
-      .set_(flat.storage(), flat.storage_offset() + offset, like.sizes(), dense ? like.strides() : shaped.strides());
+  return at::empty({0}, flat.options()).set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);
 }
 
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
@@ -49,15 +45,17 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
 
 }  // namespace
 
-GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, ProcessGroup group,
+GradientMemory::GradientMemory(const std::vector<NamedParameter>& parameters, Strides strides, ProcessGroup group,
                                const Options& options)
     : group_(std::move(group)), own_(dynamic_cast<OwnBackend*>(group_.backend().get())), options_(options) {
   on_device_ = !group_.device().is_cpu();
   flat_ = options.flat || !own_;
   std::size_t bytes = 0;
-  for (const NamedParameter& parameter : parameters) {
-    entries_.emplace_back().parameter = parameter.tensor;
-    bytes += parameter.tensor.nbytes() + 2 * kAlignment;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    Entry& entry = entries_.emplace_back();
+    entry.parameter = parameters[i].tensor;
+    entry.strides = std::move(strides[i]);
+    bytes += parameters[i].tensor.nbytes() + 2 * kAlignment;
   }
   if (flat_ || !options.arena) return;
   // Room for the gradients and for what the step computes on its way to them.
@@ -105,7 +103,7 @@ void GradientMemory::lay_out_flat() {
     std::size_t offset = 0;
     for (const std::size_t index : members) {
       Entry& entry = entries_[index];
-      entry.home = alias(buffer, static_cast<std::int64_t>(offset / element), entry.parameter);
+      entry.home = alias(buffer, static_cast<std::int64_t>(offset / element), entry.parameter.sizes(), entry.strides);
       offset += aligned(entry.parameter.nbytes());
     }
   }
@@ -125,7 +123,7 @@ void GradientMemory::lay_out_homes() {
     const at::Tensor all = group_.allocate({static_cast<std::int64_t>(bytes / element)}, dtype);
     std::size_t offset = 0;
     for (Entry* entry : entries) {
-      entry->home = alias(all, static_cast<std::int64_t>(offset / element), entry->parameter);
+      entry->home = alias(all, static_cast<std::int64_t>(offset / element), entry->parameter.sizes(), entry->strides);
       offset += aligned(entry->parameter.nbytes());
     }
   }
@@ -134,13 +132,14 @@ void GradientMemory::lay_out_homes() {
 at::Tensor GradientMemory::home_for(Entry& entry) {
   if (entry.home.defined()) return entry.home;
   const at::Tensor& parameter = entry.parameter;
-  if (!arena_ || group_.world_size() == 1)
-    return alias(at::empty({parameter.numel()}, parameter.options().requires_grad(false)), 0, parameter);
-  return alias(arena_->empty(parameter.numel(), parameter.scalar_type()), 0, parameter);
+  const at::Tensor flat = !arena_ || group_.world_size() == 1
+                              ? at::empty({parameter.numel()}, parameter.options().requires_grad(false))
+                              : arena_->empty(parameter.numel(), parameter.scalar_type());
+  return alias(flat, 0, parameter.sizes(), entry.strides);
 }
 
-bool GradientMemory::reducible(const at::Tensor& gradient, const at::Tensor& parameter, const at::Tensor& added) const {
-  if (flat_ || gradient.strides() != parameter.strides() || !gradient.is_non_overlapping_and_dense() ||
+bool GradientMemory::reducible(const at::Tensor& gradient, const Entry& entry, const at::Tensor& added) const {
+  if (flat_ || gradient.strides() != at::IntArrayRef(entry.strides) || !gradient.is_non_overlapping_and_dense() ||
       gradient.is_conj() || gradient.is_neg())
     return false;
   if (group_.world_size() == 1) return true;
@@ -155,7 +154,7 @@ void GradientMemory::take(std::size_t index, const at::Tensor& added) {
   if (flat_ && sharded_) return put_into_sections(index, gradient);
   const bool at_home = entry.home.defined() && gradient.const_data_ptr() == entry.home.const_data_ptr() &&
                        gradient.strides() == entry.home.strides();
-  if (at_home || reducible(gradient, entry.parameter, added)) {
+  if (at_home || reducible(gradient, entry, added)) {
     entry.piece = gradient;
     return;
   }

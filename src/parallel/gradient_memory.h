@@ -20,7 +20,7 @@ class StreamSet;
 
 /// One of two ways, the same on all ranks:
 ///   in place  the backend reduces gradients where they stand, if that is the arena. Those that autograd made
-///             elsewhere, or shares with somebody, are copied into a place of their own there.
+///             elsewhere, in another order of elements, or shares with somebody, are copied into a place there.
 ///   flat      each bucket has one buffer, into which all of its gradients are copied.
 ///
 /// Gradients are handed over with take() or take_unused() as backward makes them, and handed back with give() when
@@ -34,8 +34,12 @@ class GradientMemory {
     std::optional<std::size_t> arena_bytes;
   };
 
-  /// Collective. `parameters` are dense ones.
-  GradientMemory(const std::vector<NamedParameter>& parameters, ProcessGroup group, const Options& options);
+  using Strides = std::vector<std::vector<std::int64_t>>;  ///< [param][dimension]
+
+  /// Collective. `parameters` are dense ones. `strides`, the same on all ranks, order each gradient's elements in
+  /// messages. A rank's own gradient may have others: it is copied.
+  GradientMemory(const std::vector<NamedParameter>& parameters, Strides strides, ProcessGroup group,
+                 const Options& options);
   ~GradientMemory();
 
   /// Collective: makes room for buckets of these parameters. [bucket][position] -> index
@@ -73,12 +77,14 @@ class GradientMemory {
   /// The flat buffer, and a gradient's part of it.
   const at::Tensor& buffer(std::size_t bucket) const { return buffers_[bucket]; }
   const at::Tensor& home(std::size_t index) const { return entries_[index].home; }
+  at::IntArrayRef strides(std::size_t index) const { return entries_[index].strides; }
   /// Empty without an arena.
   std::optional<ArenaStats> arena() const;
 
  private:
   struct Entry {
     at::Tensor parameter;
+    std::vector<std::int64_t> strides;
     at::Tensor home;   ///< This gradient's place in memory of ours; undefined where one is made when it is needed.
     at::Tensor piece;  ///< What is being reduced: the parameter's own gradient, or a copy at home.
     at::Tensor slice;  ///< Sharded: what comes of it for this rank.
@@ -91,7 +97,7 @@ class GradientMemory {
   };
 
   at::Tensor home_for(Entry& entry);
-  bool reducible(const at::Tensor& gradient, const at::Tensor& parameter, const at::Tensor& added) const;
+  bool reducible(const at::Tensor& gradient, const Entry& entry, const at::Tensor& added) const;
   static void copy_all(Copies& copies);
   void lay_out_flat();
   void lay_out_sections();

@@ -42,10 +42,11 @@ void GradientMemory::put_into_sections(std::size_t index, const at::Tensor& grad
   const at::Tensor& parameter = entry.parameter;
   at::Tensor in_order;
   if (gradient.defined()) {
-    const bool alike = gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense();
+    const at::IntArrayRef strides(entry.strides);
+    const bool alike = gradient.strides() == strides && gradient.is_non_overlapping_and_dense();
     at::Tensor laid_out = gradient;
     if (!alike) {
-      laid_out = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
+      laid_out = at::empty_strided(parameter.sizes(), strides, parameter.options().requires_grad(false));
       laid_out.copy_(gradient);
     }
     in_order = laid_out.as_strided({parameter.numel()}, {1});

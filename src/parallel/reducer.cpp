@@ -17,12 +17,17 @@ namespace ddpkit {
 
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
     : group_(std::move(group)), options_(options), last_readers_(group_.device()), seen_(group_.device()) {
+  const auto frozen = std::stable_partition(parameters.begin(), parameters.end(),
+                                            [](const auto& parameter) { return parameter.tensor.requires_grad(); });
+  frozen_.assign(frozen, parameters.end());
+  parameters.erase(frozen, parameters.end());
   std::stable_partition(parameters.begin(), parameters.end(), [](const auto& parameter) { return !parameter.sparse; });
   for (NamedParameter& parameter : parameters) {
     if (!parameter.sparse) ++dense_;
     slots_.push_back({.parameter = std::move(parameter)});
   }
   reached_.resize(slots_.size());
+  note_agreement();
   lay_out();
 }
 
@@ -61,6 +66,7 @@ void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
       throw InvalidArgument(fmt::format(
           "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
   }
+  follow_strides();
   sink_ = &sink;
   follow_sink();
 }
@@ -101,11 +107,11 @@ void Reducer::Impl::install_hooks() {
 
 void Reducer::Impl::install_hook(std::size_t index) {
   Slot& slot = slots_[index];
+  if (slot.accumulator) slot.accumulator->del_post_hook(slot.hook);
   slot_of_.erase(slot.accumulator.get());
   slot.accumulator.reset();  // Where nobody else has it a new one is made, of the stream that is current.
   slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-  if (!slot.accumulator)
-    throw InvalidArgument(fmt::format("parameter {} is not a leaf that wants a gradient", slot.parameter.name));
+  if (!slot.accumulator) return;  // It is frozen.
   slot_of_[slot.accumulator.get()] = index;
   for (const auto& hook : std::as_const(*slot.accumulator).post_hooks()) {
     if (auto* other = dynamic_cast<GradientHook*>(hook.get())) other->replace();
@@ -127,6 +133,7 @@ void Reducer::Impl::follow_parameters() {
   if (replaced_)
     throw InvalidArgument(
         "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
+  check_agreement();
   {
     const std::lock_guard lock(mutex_);
     if (in_hook_) throw InvalidArgument("a communication hook cannot call forward");
@@ -142,16 +149,17 @@ void Reducer::Impl::follow_parameters() {
   hook_stream_ = stream;
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
-    if (!moved && torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor) == slot.accumulator) continue;
+    const at::Tensor& tensor = slot.parameter.tensor;
+    const bool is_hooked = slot.accumulator || !tensor.requires_grad();
+    if (!moved && is_hooked && torch::autograd::impl::try_get_grad_accumulator(tensor) == slot.accumulator) continue;
     const std::lock_guard lock(mutex_);
-    slot.accumulator->del_post_hook(slot.hook);
     install_hook(index);
   }
 }
 
 void Reducer::Impl::remove_hooks() noexcept {
   for (Slot& slot : slots_) {
-    if (slot.hook != 0) slot.accumulator->del_post_hook(slot.hook);
+    if (slot.accumulator) slot.accumulator->del_post_hook(slot.hook);
     slot.hook = 0;
   }
 }

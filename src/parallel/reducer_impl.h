@@ -1,5 +1,6 @@
 // Tier 2: torch/csrc/autograd/function.h. The reducer's state, and what its sources are:
 //   reducer.cpp              parameters, their hooks, settings
+//   reducer_agreement.cpp    what ranks have agreed on
 //   reducer_plan.cpp         which gradient is in which bucket
 //   reducer_backward.cpp     one backward: gradients come, buckets are reduced and handed on
 //   reducer_graph_tasks.cpp  where a backward begins and ends
@@ -72,6 +73,12 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     int in_graph = 1;                ///< Firings in each backward; a static graph learns them.
     bool used = false;               ///< In any backward since the last synchronised one, this one included.
   };
+  /// Of a parameter, as all ranks had it when the model was wrapped.
+  struct Agreed {
+    at::ScalarType dtype;
+    at::Device device;
+    std::vector<std::int64_t> sizes;
+  };
   struct Bucket {
     std::size_t bytes = 0;
     std::size_t pending = 0;  ///< Expected gradients that are not there yet.
@@ -91,6 +98,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
   void tell_plan(const std::string& what) const;
+  void note_agreement();
+  void check_agreement() const;
+  void follow_strides();
+  GradientMemory::Strides agree_on_strides() const;
   void lay_out();
 
   void on_gradient(std::size_t index, const at::Tensor& added);
@@ -137,9 +148,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   CommHook comm_hook_;
   /// Gradients on several devices come from several threads. Recursive: a communication hook may call public functions.
   mutable std::recursive_mutex mutex_;
-  std::vector<Slot> slots_;      ///< [param]
-  std::size_t dense_ = 0;        ///< Slots of dense parameters.
-  std::vector<Bucket> buckets_;  ///< [bucket]
+  std::vector<Slot> slots_;             ///< [param]
+  std::vector<Agreed> agreed_;          ///< [param]
+  std::vector<NamedParameter> frozen_;  ///< Parameters that wanted no gradient when the model was wrapped.
+  std::size_t dense_ = 0;               ///< Slots of dense parameters.
+  std::vector<Bucket> buckets_;         ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
   std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
   GradientSink* sink_ = nullptr;

@@ -34,7 +34,7 @@ std::vector<ParameterInfo> Reducer::Impl::infos() const {
 void Reducer::Impl::lay_out() {
   std::vector<NamedParameter> dense;
   for (std::size_t i = 0; i < dense_; ++i) dense.push_back(slots_[i].parameter);
-  memory_ = std::make_unique<GradientMemory>(dense, group_,
+  memory_ = std::make_unique<GradientMemory>(dense, agree_on_strides(), group_,
                                              GradientMemory::Options{.as_bucket_view = options_.gradient_as_bucket_view,
                                                                      .flat = static_cast<bool>(comm_hook_),
                                                                      .arena = options_.arena,

@@ -104,14 +104,14 @@ class Reducer {
     GradientSink* sink_;
   };
 
-  /// Collective. `parameters` are those that want a gradient, each once, the same on all ranks.
+  /// Collective. Averages gradients of `parameters` with requires_grad; each is listed once, the same on all ranks.
   Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Before a forward pass: hooks the parameters anew whose autograd objects have been replaced, as torch::load() into
-  /// a module does.
+  /// Before a forward pass: hooks parameters again if their autograd objects have been replaced, as by torch::load().
+  /// Throws ModelMismatch for a parameter that has been cast, moved, resized or unfrozen since the construction.
   void follow_parameters();
 
   /// False: backward leaves gradients local, to accumulate until the next synchronised backward.

@@ -1,0 +1,106 @@
+#include "parallel/model_agreement.h"
+
+#include <algorithm>
+#include <functional>
+#include <string_view>
+#include <unordered_map>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <torch/nn/modules/embedding.h>
+
+#include <ddpkit/comm/error.h>
+
+namespace ddpkit {
+namespace {
+
+std::string describe(const char* kind, const std::string& name, const at::Tensor& tensor) {
+  return fmt::format("{} {} [{}] {}", kind, name, fmt::join(tensor.sizes(), ", "), c10::toString(tensor.scalar_type()));
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
+
+}  // namespace
+
+std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module) {
+  std::unordered_set<const void*> weights;
+  module.apply([&](const torch::nn::Module& child) {
+    if (const auto* embedding = child.as<torch::nn::Embedding>(); embedding && embedding->options.sparse())
+      weights.insert(embedding->weight.unsafeGetTensorImpl());
+    if (const auto* bag = child.as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse())
+      weights.insert(bag->weight.unsafeGetTensorImpl());
+  });
+  return weights;
+}
+
+std::vector<std::string> describe_model(const torch::nn::Module& module, const NamedTensors& parameters,
+                                        const NamedTensors& buffers) {
+  std::vector<std::string> lines;
+  const auto sparse = sparse_weights(module);
+  std::unordered_map<const void*, std::string> first_names;
+  for (const auto& [name, tensor] : parameters) {
+    const void* identity = tensor.unsafeGetTensorImpl();
+    const auto [first, is_new] = first_names.emplace(identity, name);
+    std::string& line = lines.emplace_back(describe("parameter", name, tensor));
+    if (!tensor.requires_grad()) line += " (requires_grad false)";
+    if (sparse.contains(identity)) line += " (sparse gradient)";
+    if (!is_new) line += fmt::format(" (the same tensor as {})", first->second);
+  }
+  for (const auto& [name, tensor] : buffers) lines.push_back(describe("buffer", name, tensor));
+  return lines;
+}
+
+std::vector<std::string> describe_values(const NamedTensors& parameters) {
+  std::vector<std::string> lines;
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor values = tensor.detach().cpu().contiguous();
+    const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", name, tensor),
+                                std::hash<std::string_view>()(bytes)));
+  }
+  return lines;
+}
+
+void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group) {
+  if (group.world_size() == 1) return;
+  const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(lines, "\n")));
+  const auto reference = split_lines(texts[0]);
+  for (std::size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] == texts[0]) continue;
+    const auto other = split_lines(texts[r]);
+    std::size_t line = 0;
+    while (line < reference.size() && line < other.size() && reference[line] == other[line]) ++line;
+    const auto at = [line](const std::vector<std::string>& lines) {
+      return line < lines.size() ? lines[line] : std::string("nothing more");
+    };
+    throw ModelMismatch(
+        fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r, at(other)),
+        {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
+  }
+}
+
+void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,
+                       const ProcessGroup& group) {
+  std::unordered_set<const void*> known;
+  for (const at::Tensor& tensor : wrapped) known.insert(tensor.unsafeGetTensorImpl());
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.requires_grad() || known.contains(tensor.unsafeGetTensorImpl())) continue;
+    const std::string text = fmt::format(
+        "parameter {} of rank {} was registered after the model was wrapped: its gradient would not be averaged. Wrap "
+        "the model again on all ranks",
+        name, group.rank());
+    group.abort(text);
+    throw ModelMismatch(text, {.rank = group.rank(), .call = "DistributedDataParallel"});
+  }
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,35 @@
+// Tier 2: torch/nn/module.h. What the models of all ranks must have in common.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <ddpkit/comm/process_group.h>
+
+namespace ddpkit {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// Weights of embeddings made with sparse(true).
+std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);
+
+/// One line per parameter and buffer.
+std::vector<std::string> describe_model(const torch::nn::Module& module, const NamedTensors& parameters,
+                                        const NamedTensors& buffers);
+
+/// One line per parameter, with a hash of its values.
+std::vector<std::string> describe_values(const NamedTensors& parameters);
+
+/// Collective. Throws ModelMismatch with the first line that differs between ranks.
+void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group);
+
+/// Throws ModelMismatch for a parameter with requires_grad that is none of `wrapped`, and tells the other ranks.
+void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,
+                       const ProcessGroup& group);
+
+}  // namespace ddpkit
