@@ -34,6 +34,7 @@
 #include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/power_sgd.h>
 #include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/same_parameters.h>
 #include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 #include <ddpkit/parallel/timeline.h>

@@ -11,6 +11,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <ddpkit/comm/error.h>
+#include <ddpkit/parallel/same_parameters.h>
 
 namespace ddpkit {
 namespace {
@@ -59,17 +60,6 @@ std::vector<std::string> describe_model(const torch::nn::Module& module, const N
   return lines;
 }
 
-std::vector<std::string> describe_values(const NamedTensors& parameters) {
-  std::vector<std::string> lines;
-  for (const auto& [name, tensor] : parameters) {
-    const at::Tensor values = tensor.detach().cpu().contiguous();
-    const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-    lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", name, tensor),
-                                std::hash<std::string_view>()(bytes)));
-  }
-  return lines;
-}
-
 void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group) {
   if (group.world_size() == 1) return;
   const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(lines, "\n")));
@@ -86,6 +76,17 @@ void check_same_on_all_ranks(const std::vector<std::string>& lines, const Proces
         fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r, at(other)),
         {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
   }
+}
+
+void check_same_parameters(const DistributedDataParallelBase& ddp) {
+  std::vector<std::string> lines;
+  for (const NamedParameter& parameter : ddp.reducer().parameters()) {
+    const at::Tensor values = parameter.tensor.detach().cpu().contiguous();
+    const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", parameter.name, values),
+                                std::hash<std::string_view>()(bytes)));
+  }
+  check_same_on_all_ranks(lines, ddp.group());
 }
 
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,

@@ -22,9 +22,6 @@ std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);
 std::vector<std::string> describe_model(const torch::nn::Module& module, const NamedTensors& parameters,
                                         const NamedTensors& buffers);
 
-/// One line per parameter, with a hash of its values.
-std::vector<std::string> describe_values(const NamedTensors& parameters);
-
 /// Collective. Throws ModelMismatch with the first line that differs between ranks.
 void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group);
 

@@ -9,6 +9,7 @@
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>
+#include <ddpkit/parallel/same_parameters.h>
 
 #include "ranks/comparisons.h"
 #include "support/catch.h"
@@ -187,6 +188,18 @@ RANK_TEST("a layer that is added or replaced after wrapping is named", "[ddp]", 
   CHECK_THAT(failure_of([&] { ddp(batch_of(group, 0)); }),
              ContainsSubstring(std::string("parameter ") + (adds ? "late" : "large") + ".weight") &&
                  ContainsSubstring("was registered after the model was wrapped"));
+}
+
+RANK_TEST("weights that differ between ranks are named", "[ddp]", 2, 3) {
+  Net net;
+  DistributedDataParallel ddp(net, group);
+  torch::optim::SGD optimizer(net->large->parameters(), 0.1);
+  ddp(batch_of(group, 0)).pow(2).sum().backward();
+  optimizer.step();
+  ddpkit::check_same_parameters(ddp);
+  if (is_odd(group)) optimizer.step();
+  CHECK_THAT(failure_of([&] { ddpkit::check_same_parameters(ddp); }),
+             ContainsSubstring("rank 0 has parameter large.weight") && ContainsSubstring("hash"));
 }
 
 RANK_TEST("ties, sparse gradients and options are compared between ranks", "[ddp]", 2, 3) {
