@@ -5,9 +5,9 @@
 
 namespace ddpkit::train {
 
-/// A run's seed, made different for each epoch and rank. With it, dropout and augmentation draw differently on each
-/// rank, and a resumed run draws what the run would have drawn had it never stopped. Mixed by splitmix64 (Steele et
-/// al. 2014), so that neighbouring seeds, epochs and ranks share nothing.
+/// A run's seed, made different for each epoch and rank. Dropout and augmentation seeded by it draw differently on each
+/// rank. For the default random generators call seed_epoch(), which resumes within an epoch. Mixed by splitmix64
+/// (Steele et al. 2014), so that neighbouring seeds, epochs and ranks share nothing.
 std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch, int rank) noexcept;
 
 /// Seeds the random generators of CPU and GPUs by epoch_seed(), at the beginning of an epoch. If load_checkpoint() has
