@@ -124,7 +124,7 @@ TEST_CASE("asr check passes on one process and on several", "[asr]") {
   CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("ok  "); }) == 5);
 }
 
-TEST_CASE("--spawn takes torchrun's words for a number of ranks", "[asr]") {
+TEST_CASE("asr --spawn takes torchrun's words for a number of ranks", "[asr]") {
   const Run run = run_asr(0, {"check", "--spawn", "some"});
   CHECK(run.exit_code == 2);
   CHECK_THAT(run.errors, ContainsSubstring("--spawn: must be a number from 1 to 4096, gpu, cpu or auto, not some"));

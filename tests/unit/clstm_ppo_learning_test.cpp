@@ -111,7 +111,7 @@ TEST_CASE("the model gives the same in one go, step by step, and from a memory t
   CHECK_FALSE(torch::allclose(std::get<0>(model.forward(other, model.no_memory(3))).select(1, 5), mean.select(1, 5)));
 }
 
-TEST_CASE("--num-gpus N needs N ranks on the host", "[clstm_ppo]") {
+TEST_CASE("N GPUs need N ranks on the host", "[clstm_ppo]") {
   clstm_ppo::TrainOptions options;
   options.num_gpus = 4;
   const ddpkit::LaunchEnvironment alone;

@@ -139,9 +139,8 @@ int open_descriptor(const Owner& owner, int fd, int flags) {
     advice = "this host has too many files open; raise fs.file-max";
   else if (error == EACCES && ::prctl(PR_GET_DUMPABLE) != 1)
     advice =
-        "this program is not dumpable, so Linux hides its memory from the other ranks; make its file readable (chmod "
-        "+r) "
-        "and remove setuid bits and file capabilities, or use the gloo backend";
+        "this program is not dumpable, so Linux hides its memory from the other ranks; make its file readable "
+        "(chmod +r) and remove setuid bits and file capabilities, or use the gloo backend";
   else if (error == EACCES || error == EPERM)
     advice =
         "the ranks must run as one user, and may not be protected from each other (a hardened kernel); use the gloo "
