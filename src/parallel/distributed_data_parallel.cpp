@@ -204,8 +204,12 @@ bool DistributedDataParallelBase::broadcast_buffers() {
     join_->announce(join_index_, kJoinBuffers);
     source = join_->first_active(true);
   }
-  broadcast_all(buffers_, group_, source, &buffer_messages_,
-                [this](std::size_t index, const at::Tensor& values) { write_buffer(index, values); });
+  try {
+    broadcast_all(buffers_, group_, source, &buffer_messages_,
+                  [this](std::size_t index, const at::Tensor& values) { write_buffer(index, values); });
+  } catch (const Error&) {
+    rethrow_with_advice();
+  }
   return true;
 }
 

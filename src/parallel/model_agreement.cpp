@@ -104,4 +104,17 @@ void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Ten
   }
 }
 
+void rethrow_with_advice() {
+  constexpr const char* kAdvice = "; if the ranks have different numbers of batches, run the loop in ddpkit::join()";
+  try {
+    throw;
+  } catch (const CollectiveMismatch& error) {
+    throw CollectiveMismatch(error.what() + std::string(kAdvice), error.context());
+  } catch (const PeerLost& error) {
+    // Not one that died, or gave a reason.
+    if (std::string_view(error.what()).find("has left the group") == std::string_view::npos) throw;
+    throw PeerLost(error.what() + std::string(kAdvice), error.context());
+  }
+}
+
 }  // namespace ddpkit

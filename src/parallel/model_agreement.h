@@ -29,4 +29,7 @@ void check_same_on_all_ranks(const std::vector<std::string>& lines, const Proces
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,
                        const ProcessGroup& group);
 
+/// In a catch block: throws the exception again, and mentions join() if ranks may have different numbers of batches.
+[[noreturn]] void rethrow_with_advice();
+
 }  // namespace ddpkit

@@ -13,6 +13,7 @@
 #include "comm/flight/recorder.h"
 #include "parallel/debug.h"
 #include "parallel/hook_call.h"
+#include "parallel/model_agreement.h"
 #include "parallel/reducer_events.h"
 #include "parallel/sparse_gradient.h"
 #include "parallel/timeline_recorder.h"
@@ -61,7 +62,8 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
           fmt::format("a communication hook cannot run a backward that gives a gradient to {}", slot.parameter.name));
     enter_backward();
     ++slot.firings;
-    if (!learns_graph() && slot.firings > std::max(slot.expected, 1)) throw_ready_twice(slot);
+    const int most = graph_is_known_ ? slot.expected : std::max(slot.expected, 1);
+    if (!learns_graph() && slot.firings > most) throw_ready_twice(slot);
     if (slot.bucket != kNoBucket && slot.bucket < next_bucket_)
       throw Error(fmt::format("parameter {} got a gradient though no output of forward comes from it, after its bucket "
                               "was reduced without it: find_unused_parameters and static_graph need the parameters "
@@ -90,7 +92,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
     launch_complete_buckets();
   } catch (...) {
     give_up("at the gradient of " + slot.parameter.name);
-    throw;
+    rethrow_with_advice();
   }
 }
 

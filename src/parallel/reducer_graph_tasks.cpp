@@ -9,6 +9,8 @@
 
 #include <fmt/format.h>
 
+#include "parallel/model_agreement.h"
+
 namespace ddpkit {
 namespace {
 
@@ -92,7 +94,7 @@ void Reducer::Impl::end_backward() {
     finish_backward();
   } catch (...) {
     give_up("at its end");
-    throw;
+    rethrow_with_advice();
   }
 }
 

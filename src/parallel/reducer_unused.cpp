@@ -55,6 +55,12 @@ void Reducer::Impl::throw_incomplete() {
 }
 
 void Reducer::Impl::throw_ready_twice(const Slot& slot) const {
+  if (graph_is_known_ && slot.in_graph == 0)
+    throw Error(fmt::format("parameter {} got a gradient on rank {}, but none in the first backward. static_graph "
+                            "promises that each backward is like the first one. Wrap the model again after a change, "
+                            "such as of requires_grad",
+                            slot.parameter.name, group_.rank()),
+                {.rank = group_.rank(), .call = "backward", .bucket = slot.bucket});
   throw Error(
       graph_is_known_
           ? fmt::format("parameter {} was marked ready twice: gradient number {} came in one backward, and the first "

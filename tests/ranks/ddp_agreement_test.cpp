@@ -18,6 +18,7 @@
 using ddpkit::DistributedDataParallel;
 using ddpkit::DistributedDataParallelOptions;
 using ddpkit::ProcessGroup;
+using ddpkit::testing::another_group;
 using ddpkit::testing::check_same_bits_on_all_ranks;
 using ddpkit::testing::flat_gradients;
 
@@ -106,55 +107,63 @@ RANK_TEST("gradients are right where a rank's parameters have other strides", "[
 }
 
 RANK_TEST("a parameter cast after wrapping is named with both types, on all ranks", "[ddp]", 2, 3) {
-  const bool alike = GENERATE(true, false);
-  Net net;
-  DistributedDataParallel ddp(net, group);
-  ddp(batch_of(group, 0)).sum().backward();
-  if (alike || is_odd(group)) net->large->to(torch::kDouble);
-  const std::string text = failure_of([&] { ddp(batch_of(group, 1)).sum().backward(); });
-  CHECK_THAT(text, ContainsSubstring(alike || is_odd(group) ? "ModelMismatch" : "PeerLost"));
-  CHECK_THAT(text, ContainsSubstring("parameter large.weight is [128, 16] Double on cpu"));
-  CHECK_THAT(text, ContainsSubstring("was [128, 16] Float on cpu"));
+  for (const bool alike : {true, false}) {
+    const ProcessGroup own = another_group(group, alike ? "alike" : "other");
+    Net net;
+    DistributedDataParallel ddp(net, own);
+    ddp(batch_of(group, 0)).sum().backward();
+    group.barrier();  // The first backward has ended on all ranks.
+    if (alike || is_odd(group)) net->large->to(torch::kDouble);
+    const std::string text = failure_of([&] { ddp(batch_of(group, 1)).sum().backward(); });
+    CHECK_THAT(text, ContainsSubstring(alike || is_odd(group) ? "ModelMismatch" : "PeerLost"));
+    CHECK_THAT(text, ContainsSubstring("parameter large.weight is [128, 16] Double on cpu"));
+    CHECK_THAT(text, ContainsSubstring("was [128, 16] Float on cpu"));
+  }
 }
 
 RANK_TEST("a parameter unfrozen after wrapping is named on all ranks", "[ddp]", 2) {
-  const bool alike = GENERATE(true, false);
-  Net net;
-  net->small->weight.requires_grad_(false);
-  DistributedDataParallel ddp(net, group);
-  ddp(batch_of(group, 0)).sum().backward();
-  if (alike || is_odd(group)) net->small->weight.requires_grad_(true);
-  const std::string text = failure_of([&] { ddp(batch_of(group, 1)).sum().backward(); });
-  CHECK_THAT(text, ContainsSubstring(alike || is_odd(group) ? "ModelMismatch" : "PeerLost"));
-  CHECK_THAT(text, ContainsSubstring("requires_grad of parameter small.weight is true"));
+  for (const bool alike : {true, false}) {
+    const ProcessGroup own = another_group(group, alike ? "alike" : "other");
+    Net net;
+    net->small->weight.requires_grad_(false);
+    DistributedDataParallel ddp(net, own);
+    ddp(batch_of(group, 0)).sum().backward();
+    group.barrier();  // The first backward has ended on all ranks.
+    if (alike || is_odd(group)) net->small->weight.requires_grad_(true);
+    const std::string text = failure_of([&] { ddp(batch_of(group, 1)).sum().backward(); });
+    CHECK_THAT(text, ContainsSubstring(alike || is_odd(group) ? "ModelMismatch" : "PeerLost"));
+    CHECK_THAT(text, ContainsSubstring("requires_grad of parameter small.weight is true"));
+  }
 }
 
 RANK_TEST("a layer frozen after wrapping is unused, or else named", "[ddp]", 2) {
-  const bool may_be_unused = GENERATE(true, false);
-  Net net, alone;
-  DistributedDataParallel ddp(net, group, {.find_unused_parameters = may_be_unused});
-  for (auto& model : {net.ptr(), alone.ptr()}) {
-    for (auto& parameter : model->small->parameters()) parameter.requires_grad_(false);
+  for (const bool may_be_unused : {true, false}) {
+    const ProcessGroup own = another_group(group, may_be_unused ? "unused" : "complete");
+    Net net, alone;
+    DistributedDataParallel ddp(net, own, {.find_unused_parameters = may_be_unused});
+    for (auto& model : {net.ptr(), alone.ptr()}) {
+      for (auto& parameter : model->small->parameters()) parameter.requires_grad_(false);
+    }
+    const torch::Tensor x = batch_of(group, 0);
+    const std::string text = failure_of([&] { ddp(x).pow(2).mean().backward(); });
+    if (!may_be_unused) {
+      CHECK_THAT(text, ContainsSubstring("small.weight"));
+      CHECK_THAT(text, ContainsSubstring("requires_grad"));
+      continue;
+    }
+    REQUIRE(text == "threw nothing");
+    alone(group.all_gather(x).flatten(0, 1)).pow(2).mean().backward();
+    CHECK(!net->small->weight.grad().defined());
+    CHECK(torch::allclose(net->large->weight.grad(), alone->large->weight.grad(), 1e-5, 1e-6));
+    // And back.
+    for (auto& model : {net.ptr(), alone.ptr()}) {
+      for (auto& parameter : model->small->parameters()) parameter.requires_grad_(true);
+      model->zero_grad();
+    }
+    ddp(x).pow(2).mean().backward();
+    alone(group.all_gather(x).flatten(0, 1)).pow(2).mean().backward();
+    CHECK(torch::allclose(flat_gradients(*net), flat_gradients(*alone), 1e-5, 1e-6));
   }
-  const torch::Tensor x = batch_of(group, 0);
-  const std::string text = failure_of([&] { ddp(x).pow(2).mean().backward(); });
-  if (!may_be_unused) {
-    CHECK_THAT(text, ContainsSubstring("small.weight"));
-    CHECK_THAT(text, ContainsSubstring("requires_grad"));
-    return;
-  }
-  REQUIRE(text == "threw nothing");
-  alone(group.all_gather(x).flatten(0, 1)).pow(2).mean().backward();
-  CHECK(!net->small->weight.grad().defined());
-  CHECK(torch::allclose(net->large->weight.grad(), alone->large->weight.grad(), 1e-5, 1e-6));
-  // And back.
-  for (auto& model : {net.ptr(), alone.ptr()}) {
-    for (auto& parameter : model->small->parameters()) parameter.requires_grad_(true);
-    model->zero_grad();
-  }
-  ddp(x).pow(2).mean().backward();
-  alone(group.all_gather(x).flatten(0, 1)).pow(2).mean().backward();
-  CHECK(torch::allclose(flat_gradients(*net), flat_gradients(*alone), 1e-5, 1e-6));
 }
 
 // As adversarial training freezes the discriminator while the generator learns.
@@ -177,17 +186,19 @@ RANK_TEST("a model may be frozen as a whole between its steps", "[ddp]", 2) {
 }
 
 RANK_TEST("a layer that is added or replaced after wrapping is named", "[ddp]", 2) {
-  const bool adds = GENERATE(true, false);
-  Net net;
-  DistributedDataParallel ddp(net, group);
-  if (adds) {
-    net->register_module("late", torch::nn::Linear(2, 2));
-  } else {
-    net->large = net->replace_module("large", torch::nn::Linear(16, 128));
+  for (const bool adds : {true, false}) {
+    const ProcessGroup own = another_group(group, adds ? "add" : "replace");
+    Net net;
+    DistributedDataParallel ddp(net, own);
+    if (adds) {
+      net->register_module("late", torch::nn::Linear(2, 2));
+    } else {
+      net->large = net->replace_module("large", torch::nn::Linear(16, 128));
+    }
+    CHECK_THAT(failure_of([&] { ddp(batch_of(group, 0)); }),
+               ContainsSubstring(std::string("parameter ") + (adds ? "late" : "large") + ".weight") &&
+                   ContainsSubstring("was registered after the model was wrapped"));
   }
-  CHECK_THAT(failure_of([&] { ddp(batch_of(group, 0)); }),
-             ContainsSubstring(std::string("parameter ") + (adds ? "late" : "large") + ".weight") &&
-                 ContainsSubstring("was registered after the model was wrapped"));
 }
 
 RANK_TEST("weights that differ between ranks are named", "[ddp]", 2, 3) {
@@ -200,6 +211,17 @@ RANK_TEST("weights that differ between ranks are named", "[ddp]", 2, 3) {
   if (is_odd(group)) optimizer.step();
   CHECK_THAT(failure_of([&] { ddpkit::check_same_parameters(ddp); }),
              ContainsSubstring("rank 0 has parameter large.weight") && ContainsSubstring("hash"));
+}
+
+RANK_TEST("an error of ranks with different numbers of batches mentions join", "[ddp]", 2) {
+  Net net;
+  DistributedDataParallel ddp(net, group);
+  const std::string text = failure_of([&] {
+    for (int step = 0; step < (is_odd(group) ? 1 : 2); ++step) ddp(batch_of(group, step)).sum().backward();
+    group.barrier();
+  });
+  CHECK_THAT(text, ContainsSubstring("do not match"));
+  if (!is_odd(group)) CHECK_THAT(text, ContainsSubstring("ddpkit::join()"));
 }
 
 RANK_TEST("ties, sparse gradients and options are compared between ranks", "[ddp]", 2, 3) {
