@@ -166,6 +166,19 @@ RANK_TEST("a layer frozen after wrapping is unused, or else named", "[ddp]", 2) 
   }
 }
 
+RANK_TEST("a parameter that is frozen in the first backward of a static graph is named later", "[ddp]", 2) {
+  const ProcessGroup own = another_group(group, "static");
+  Net net;
+  DistributedDataParallel ddp(net, own, {.static_graph = true});
+  net->small->weight.requires_grad_(false);
+  ddp(batch_of(group, 0)).sum().backward();
+  group.barrier();
+  net->small->weight.requires_grad_(true);
+  CHECK_THAT(failure_of([&] { ddp(batch_of(group, 1)).sum().backward(); }),
+             ContainsSubstring("parameter small.weight got a gradient") &&
+                 ContainsSubstring("but none in the first backward"));
+}
+
 // As adversarial training freezes the discriminator while the generator learns.
 RANK_TEST("a model may be frozen as a whole between its steps", "[ddp]", 2) {
   Net net, alone;
