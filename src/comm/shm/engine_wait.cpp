@@ -187,7 +187,7 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int end
 }
 
 bool Engine::progress_from_outside() noexcept {
-  std::unique_lock lock(mutex_, std::try_to_lock);
+  const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;  // Its own thread is at it.
   if (failure_ || (operations_.empty() && (!mailbox_ || mailbox_->idle()))) return false;
   try {
@@ -195,7 +195,7 @@ bool Engine::progress_from_outside() noexcept {
   } catch (const std::exception&) {
     return false;  // Kept in failure_, for whoever uses that group next.
   }
-  settle(lock);
+  // settle() is left to the group's own calls: a deleter may destroy a group, and the list of groups is locked here.
   return true;
 }
 
