@@ -1,3 +1,4 @@
+#include <signal.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 
+#include "support/captured_stderr.h"
 #include "support/catch.h"
 #include "support/port.h"
 #include "support/ranks.h"
@@ -57,6 +59,46 @@ TEST_CASE("ranks that do not come are named", "[rendezvous]") {
       init_process_group(
           {.backend = "shm", .timeout = std::chrono::milliseconds(300), .environment = rank_of_two(0, port)}),
       ContainsSubstring("timed out: rank 1 of 2 did not come within 0.3 s"));
+}
+
+TEST_CASE("a rank that waits says for whom, whatever the backend", "[rendezvous]") {
+  LaunchEnvironment environment = rank_of_two(0, free_port());
+  environment.launcher = "torchrun";
+  environment.run_id = "none/0";
+  const std::string text = ddpkit::testing::stderr_of([&] {
+    CHECK_THROWS_WITH(
+        init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(6), .environment = environment}),
+        ContainsSubstring("timed out: rank 1 of 2 did not come"));
+  });
+  CHECK_THAT(text,
+             ContainsSubstring("rank 0 has waited 5 s for rank 1 of 2") && ContainsSubstring("unset RANK WORLD_SIZE"));
+}
+
+TEST_CASE("two processes with one rank are told so", "[rendezvous]") {
+  const std::uint16_t port = free_port();
+  const auto start = [&](int rank) {
+    const pid_t child = ::fork();
+    if (child != 0) return child;
+    LaunchEnvironment environment = rank_of_two(rank, port);
+    environment.world_size = environment.local_world_size = 3;
+    try {
+      init_process_group({.backend = "shm", .environment = environment});
+    } catch (const ddpkit::RendezvousError& error) {
+      ::_exit(std::string(error.what()).find("two processes have rank 1") != std::string::npos ? 3 : 1);
+    }
+    ::_exit(0);
+  };
+  const pid_t children[] = {start(0), start(1), start(1)};
+  int status = 0;
+  const pid_t refused = ::waitpid(-1, &status, 0);
+  for (const pid_t child : children) {
+    if (child == refused) continue;
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+  }
+  CHECK(refused != children[0]);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 3);
 }
 
 TEST_CASE("a host name that does not resolve is an error", "[rendezvous]") {

@@ -136,29 +136,29 @@ TEST_CASE("shared memory can be neither cut off nor executed") {
   if (major * 1000 + minor >= 6003) CHECK((file.st_mode & 0111) == 0);
 }
 
-TEST_CASE("limits of a process are named") {
+TEST_CASE("a limit of open files is named") {
+  const Mapping created = Mapping::create("test", kMappedBytes);
   rlimit limit{};
-  SECTION("open files") {
-    const Mapping created = Mapping::create("test", kMappedBytes);
-    REQUIRE(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
-    limit.rlim_cur = 0;
-    REQUIRE(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
-    CHECK_THROWS_WITH(Mapping::open({.rank = 2, .pid = ::getpid()}, created.descriptor(), kMappedBytes),
-                      ContainsSubstring("Too many open files") && ContainsSubstring("ulimit -n") &&
-                          !ContainsSubstring("must run on one host"));
-  }
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // Which map more addresses than any limit.
-  SECTION("addresses") {
-    REQUIRE(::getrlimit(RLIMIT_AS, &limit) == 0);
-    limit.rlim_cur = std::size_t{16} << 30;
-    REQUIRE(::setrlimit(RLIMIT_AS, &limit) == 0);
-    CHECK(*ddpkit::available_addresses() < limit.rlim_cur);
-    CHECK(ddpkit::arena_budget(4) <= limit.rlim_cur / 8);
-    CHECK_THROWS_WITH(Mapping::create("test", std::size_t{20} << 30, Mapping::Fill::kOnTouch),
-                      ContainsSubstring("RLIMIT_AS (ulimit -v)") && ContainsSubstring("arena_mb"));
-  }
-#endif
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  limit.rlim_cur = 0;
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  CHECK_THROWS_WITH(Mapping::open({.rank = 2, .pid = ::getpid()}, created.descriptor(), kMappedBytes),
+                    ContainsSubstring("Too many open files") && ContainsSubstring("ulimit -n") &&
+                        !ContainsSubstring("must run on one host"));
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // Which map more addresses than any limit.
+TEST_CASE("a limit of addresses is named, and arenas shrink below it") {
+  rlimit limit{};
+  REQUIRE(::getrlimit(RLIMIT_AS, &limit) == 0);
+  limit.rlim_cur = std::size_t{16} << 30;
+  REQUIRE(::setrlimit(RLIMIT_AS, &limit) == 0);
+  CHECK(*ddpkit::available_addresses() < limit.rlim_cur);
+  CHECK(ddpkit::arena_budget(4) <= limit.rlim_cur / 8);
+  CHECK_THROWS_WITH(Mapping::create("test", std::size_t{20} << 30, Mapping::Fill::kOnTouch),
+                    ContainsSubstring("RLIMIT_AS (ulimit -v)") && ContainsSubstring("arena_mb"));
+}
+#endif
 
 TEST_CASE("memory that a living rank does not show") {
   try {
