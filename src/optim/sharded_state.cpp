@@ -83,26 +83,27 @@ void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
   const at::NoGradGuard no_grad;
   Shards& shards = *shards_;
   shards.consolidated.reset();
-  shards.inner->state().clear();
-  shards.inner->forget_device_numbers();  // They are known by the addresses of states and options that end here.
-  for (std::size_t g = 0; g < param_groups_.size(); ++g)
-    param_groups_[g].set_options(whole.param_groups()[g].options().clone());
-  for (std::size_t i = 0; i < shards.parameters.size(); ++i) {
-    const at::Tensor& parameter = shards.parameters[i].tensor;
-    const auto found = whole.state().find(parameter.unsafeGetTensorImpl());
-    if (found == whole.state().end()) continue;
-    const Shard shard = shard_on(parameter, shards.group, shards.group.rank());
-    FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
-    for (at::Tensor& tensor : tensors) {
-      if (!tensor.defined()) continue;
-      const at::Tensor laid_out = at::empty_strided(shards.places[i].sizes, shards.places[i].strides, tensor.options());
-      laid_out.copy_(tensor);
-      tensor = in_order(laid_out).narrow(0, shard.begin, shard.count).clone();
+  shards.inner->replace_state([&] {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g)
+      param_groups_[g].set_options(whole.param_groups()[g].options().clone());
+    for (std::size_t i = 0; i < shards.parameters.size(); ++i) {
+      const at::Tensor& parameter = shards.parameters[i].tensor;
+      const auto found = whole.state().find(parameter.unsafeGetTensorImpl());
+      if (found == whole.state().end()) continue;
+      const Shard shard = shard_on(parameter, shards.group, shards.group.rank());
+      FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
+      for (at::Tensor& tensor : tensors) {
+        if (!tensor.defined()) continue;
+        const at::Tensor laid_out =
+            at::empty_strided(shards.places[i].sizes, shards.places[i].strides, tensor.options());
+        laid_out.copy_(tensor);
+        tensor = in_order(laid_out).narrow(0, shard.begin, shard.count).clone();
+      }
+      auto copy = found->second->clone();
+      shards.inner->set_tensors(*copy, tensors);
+      shards.inner->state()[shards.slices[i].unsafeGetTensorImpl()] = std::move(copy);
     }
-    auto copy = found->second->clone();
-    shards.inner->set_tensors(*copy, tensors);
-    shards.inner->state()[shards.slices[i].unsafeGetTensorImpl()] = std::move(copy);
-  }
+  });
 }
 
 }  // namespace ddpkit::optim

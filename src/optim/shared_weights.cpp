@@ -25,7 +25,7 @@
 namespace ddpkit::optim {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kStorageAlignment = 64;
 
 /// Of some bytes; FNV-1a by words.
 std::uint64_t hash_of(const std::byte* data, std::size_t bytes) {
@@ -116,14 +116,14 @@ void SharedWeights::lay_out() {
     const auto [found, added] = places.try_emplace(storage.unsafeGetStorageImpl(), bytes_, storage.nbytes());
     if (added) {
       storages_.emplace_back(storage, bytes_);
-      bytes_ += (storage.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+      bytes_ += (storage.nbytes() + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment;
     }
     const std::size_t offset =
         static_cast<std::size_t>(parameter.tensor.storage_offset()) * parameter.tensor.element_size();
     offsets_.push_back(found->second.first + offset);
     if (counted.emplace(found->first, offset).second) found->second.second -= parameter.tensor.nbytes();
   }
-  bytes_ = std::max(bytes_, kAlignment);
+  bytes_ = std::max(bytes_, kStorageAlignment);
   for (const NamedParameter& parameter : parameters_) {
     const auto& [offset, others] = places.at(parameter.tensor.storage().unsafeGetStorageImpl());
     if (others != 0)
