@@ -51,7 +51,9 @@ bool ShardedOptimizerBase::has_shared_weights() const noexcept { return shards_-
 
 void ShardedOptimizerBase::Shards::begin() {
   owner->follow_active_ranks();
-  if (options.update_in_backward && weights) weights->settle();
+  if (!options.update_in_backward) return;
+  follow_parameters();
+  if (weights) weights->settle();
 }
 
 void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& received,
@@ -95,9 +97,8 @@ void ShardedOptimizerBase::check_owner() const {
         "step that one, and destroy this one");
   if (state == State::kNoReducer)
     throw InvalidArgument(
-        "the DistributedDataParallel of this ShardedOptimizer has been destroyed, or the module has been wrapped "
-        "again: "
-        "make a new ShardedOptimizer of the new wrapper");
+        "the DistributedDataParallel of this ShardedOptimizer has been destroyed, or its module wrapped again: make a "
+        "ShardedOptimizer of the new wrapper");
 }
 
 /// The optimizer of the slices works with this one's groups, whose options the program sets.
