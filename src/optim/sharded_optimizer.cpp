@@ -101,18 +101,12 @@ void ShardedOptimizerBase::check_owner() const {
         "ShardedOptimizer of the new wrapper");
 }
 
-/// The optimizer of the slices works with this one's groups, whose options the program sets.
 void ShardedOptimizerBase::update(double factor) {
   check_groups();
-  auto& groups = shards_->inner->param_groups();
-  std::swap(groups, param_groups_);
-  try {
+  {
+    const LentGroups lent(param_groups_, shards_->inner->param_groups());
     shards_->inner->step_scaled(factor);
-  } catch (...) {
-    std::swap(groups, param_groups_);
-    throw;
   }
-  std::swap(groups, param_groups_);
   // Slices have version counters of their own, but what autograd saved is the parameter.
   for (std::size_t i = 0; i < shards_->slices.size(); ++i) {
     if (shards_->slices[i].grad().defined()) shards_->parameters[i].tensor.unsafeGetTensorImpl()->bump_version();

@@ -83,9 +83,11 @@ void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
   const at::NoGradGuard no_grad;
   Shards& shards = *shards_;
   shards.consolidated.reset();
+  check_groups();
+  auto& groups = shards.inner->param_groups();
+  const LentGroups lent(param_groups_, groups);
   shards.inner->replace_state([&] {
-    for (std::size_t g = 0; g < param_groups_.size(); ++g)
-      param_groups_[g].set_options(whole.param_groups()[g].options().clone());
+    for (std::size_t g = 0; g < groups.size(); ++g) groups[g].set_options(whole.param_groups()[g].options().clone());
     for (std::size_t i = 0; i < shards.parameters.size(); ++i) {
       const at::Tensor& parameter = shards.parameters[i].tensor;
       const auto found = whole.state().find(parameter.unsafeGetTensorImpl());

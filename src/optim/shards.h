@@ -23,6 +23,21 @@ inline Shard shard_on(const at::Tensor& tensor, const ProcessGroup& group, int r
   return shard_of(tensor.numel(), tensor.element_size(), rank, group.world_size());
 }
 
+/// While it lives, the optimizer of the slices has the parameter groups of the whole one, whose options the program
+/// sets.
+class LentGroups {
+ public:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  LentGroups(Groups& lender, Groups& borrower) : lender_(lender), borrower_(borrower) { lender_.swap(borrower_); }
+  ~LentGroups() { lender_.swap(borrower_); }
+  LentGroups(const LentGroups&) = delete;
+  LentGroups& operator=(const LentGroups&) = delete;
+
+ private:
+  Groups& lender_;
+  Groups& borrower_;
+};
+
 /// The parameters, this rank's slice of each, and the optimizer of the slices. Stays where it is when the optimizer is
 /// moved, since the reducer knows its address.
 struct ShardedOptimizerBase::Shards final : GradientSink {
