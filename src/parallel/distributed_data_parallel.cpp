@@ -26,9 +26,8 @@ namespace {
 /// Those that must be the same on all ranks.
 std::string text_of(const DistributedDataParallelOptions& options) {
   return fmt::format(
-      "options bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers {}, find_unused_parameters {}, static_graph "
-      "{}, "
-      "parameters_to_ignore [{}], arena {}",
+      "options bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers {}, find_unused_parameters {}, "
+      "static_graph {}, parameters_to_ignore [{}], arena {}",
       options.bucket_cap_mb, options.first_bucket_cap_mb, options.broadcast_buffers, options.find_unused_parameters,
       options.static_graph, fmt::join(options.parameters_to_ignore, ", "), options.arena);
 }

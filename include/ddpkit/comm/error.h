@@ -62,7 +62,7 @@ class Timeout : public Error {
   using Error::Error;
 };
 
-/// The model is not the same on all ranks. Thrown on every rank.
+/// The model differs between ranks: thrown on all. Or it has changed since wrapping: others may throw PeerLost.
 class ModelMismatch : public Error {
  public:
   using Error::Error;
