@@ -13,6 +13,7 @@
 #include <ddpkit/parallel/join.h>
 
 #include "ranks/comparisons.h"
+#include "ranks/two_layers.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
@@ -22,24 +23,9 @@ using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::ShardedOptimizer;
 using ddpkit::optim::ShardedOptions;
 using ddpkit::testing::check_same_bits_on_all_ranks;
+namespace two_layers = ddpkit::testing::two_layers;
 
 namespace {
-
-constexpr std::int64_t kWidth = 40;
-
-torch::nn::Sequential make_model() {
-  torch::manual_seed(3);
-  torch::nn::Sequential model(torch::nn::Linear(kWidth, kWidth), torch::nn::Tanh(), torch::nn::Linear(kWidth, 3));
-  model->to(torch::kDouble);
-  return model;
-}
-
-torch::Tensor input(int step, int rank) {
-  torch::manual_seed(static_cast<std::uint64_t>(1000 * step + rank));
-  return torch::randn({4, kWidth}, torch::kDouble);
-}
-
-torch::Tensor loss_of(const torch::Tensor& output) { return (output - 1).pow(2).mean(); }
 
 /// Rank 0 has the fewest.
 int steps_of(int rank) { return 2 + 3 * rank; }
@@ -67,8 +53,8 @@ RANK_TEST("ranks that run out of inputs follow schedules, clipping and skipped s
   for (const Way& way : ways) {
     INFO("clips " << way.clips << ", skips " << way.skips << ", shared " << way.options.shared_weights
                   << ", in backward " << way.options.update_in_backward);
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     torch::optim::AdamW alone(reference->parameters(), options);
     DistributedDataParallel ddp(model, group);
     ShardedOptimizer<FusedAdamW> optimizer(ddp, options, way.options);
@@ -77,7 +63,8 @@ RANK_TEST("ranks that run out of inputs follow schedules, clipping and skipped s
       for (int step = 0; step < steps_of(ranks - 1); ++step) {
         alone.zero_grad();
         for (int r = 0; r < ranks; ++r) {
-          if (step < steps_of(r)) (loss_of(reference->forward(input(first + step, r))) / ranks).backward();
+          if (step < steps_of(r))
+            (two_layers::loss_of(reference->forward(two_layers::input(first + step, r))) / ranks).backward();
         }
         if (way.clips) norms.push_back(torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.1));
         alone.param_groups()[0].options().set_lr(rate(step));
@@ -87,7 +74,7 @@ RANK_TEST("ranks that run out of inputs follow schedules, clipping and skipped s
         for (int step = 0; step < steps_of(group.rank()); ++step) {
           optimizer.param_groups()[0].options().set_lr(rate(step));
           optimizer.zero_grad();
-          loss_of(ddp(input(first + step, group.rank()))).backward();
+          two_layers::loss_of(ddp(two_layers::input(first + step, group.rank()))).backward();
           if (way.clips)
             CHECK(optimizer.clip_grad_norm(0.1) == Approx(norms[static_cast<std::size_t>(step)]).epsilon(1e-9));
           if (!way.skips || step != 3) optimizer.step();
@@ -104,14 +91,14 @@ RANK_TEST("ranks that run out of inputs follow schedules, clipping and skipped s
 RANK_TEST("join refuses a sharded optimizer that it does not know, and a gradient scaler", "[optim][sharded][join]",
           2) {
   for (const bool scaled : {false, true}) {
-    auto model = make_model();
+    auto model = two_layers::make_model();
     const auto own = ddpkit::testing::another_group(group, fmt::format("scaled {}", scaled));
     DistributedDataParallel ddp(model, own);
     ShardedOptimizer<FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(0.1));
     ddpkit::optim::GradScaler scaler(own);
     const auto loop = [&] {
       optimizer.zero_grad();
-      scaler.scale(loss_of(ddp(input(0, group.rank())))).backward();
+      scaler.scale(two_layers::loss_of(ddp(two_layers::input(0, group.rank())))).backward();
       if (scaled)
         scaler.step(optimizer);
       else

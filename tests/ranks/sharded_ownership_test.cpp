@@ -21,6 +21,7 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "ranks/comparisons.h"
+#include "ranks/two_layers.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
@@ -33,30 +34,16 @@ using ddpkit::optim::FusedSGD;
 using ddpkit::optim::ShardedOptimizer;
 using ddpkit::optim::ShardedOptions;
 using ddpkit::testing::check_same_bits_on_all_ranks;
+namespace two_layers = ddpkit::testing::two_layers;
 
 namespace {
 
-constexpr std::int64_t kWidth = 40;
 const torch::optim::SGDOptions kSgd(0.1);
-
-torch::nn::Sequential make_model() {
-  torch::manual_seed(3);
-  torch::nn::Sequential model(torch::nn::Linear(kWidth, kWidth), torch::nn::Tanh(), torch::nn::Linear(kWidth, 3));
-  model->to(torch::kDouble);
-  return model;
-}
-
-torch::Tensor input(int step, int rank) {
-  torch::manual_seed(static_cast<std::uint64_t>(1000 * step + rank));
-  return torch::randn({4, kWidth}, torch::kDouble);
-}
-
-torch::Tensor loss_of(const torch::Tensor& output) { return (output - 1).pow(2).mean(); }
 
 /// Plain SGD of one process on the inputs of all ranks.
 void step_alone(torch::nn::Sequential& model, int step, int ranks) {
   model->zero_grad();
-  for (int r = 0; r < ranks; ++r) (loss_of(model->forward(input(step, r))) / ranks).backward();
+  for (int r = 0; r < ranks; ++r) (two_layers::loss_of(model->forward(two_layers::input(step, r))) / ranks).backward();
   const torch::NoGradGuard no_grad;
   for (torch::Tensor& parameter : model->parameters()) parameter.sub_(parameter.grad(), kSgd.lr());
 }
@@ -64,7 +51,7 @@ void step_alone(torch::nn::Sequential& model, int step, int ranks) {
 template <class Ddp, class Optimizer>
 void step_with(Ddp& ddp, Optimizer& optimizer, int step) {
   optimizer.zero_grad();
-  loss_of(ddp(input(step, ddp.group().rank()))).backward();
+  two_layers::loss_of(ddp(two_layers::input(step, ddp.group().rank()))).backward();
   optimizer.step();
 }
 
@@ -85,8 +72,8 @@ using Ddp = DistributedDataParallel<torch::nn::SequentialImpl>;
 
 RANK_TEST("a second sharded optimizer takes the place of the first", "[optim][sharded]", 2, 3) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     DistributedDataParallel ddp(model, group);
     int step = 0;
     const auto train = [&](auto& optimizer) {
@@ -118,8 +105,8 @@ RANK_TEST("a second sharded optimizer takes the place of the first", "[optim][sh
 
 RANK_TEST("a wrapper and its sharded optimizer end in any order", "[optim][sharded]", 2) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     auto ddp = std::make_unique<Ddp>(model.ptr(), group);
     auto optimizer = std::make_unique<Sharded>(*ddp, kSgd, options);
     step_with(*ddp, *optimizer, 0);
@@ -134,7 +121,7 @@ RANK_TEST("a wrapper and its sharded optimizer end in any order", "[optim][shard
     optimizer = std::make_unique<Sharded>(*ddp, kSgd, options);
     step_with(*ddp, *optimizer, 2);
     // Destroyed between forward and backward: the model's parameters get whole gradients again.
-    auto loss = loss_of((*ddp)(input(3, group.rank())));
+    auto loss = two_layers::loss_of((*ddp)(two_layers::input(3, group.rank())));
     optimizer.reset();
     loss.backward();
     torch::optim::SGD(model->parameters(), kSgd).step();
@@ -145,13 +132,13 @@ RANK_TEST("a wrapper and its sharded optimizer end in any order", "[optim][shard
 
 RANK_TEST("a sharded optimizer is replaced after a backward that threw", "[optim][sharded]", 2) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     DistributedDataParallel ddp(model, group);
     auto optimizer = std::make_unique<Sharded>(ddp, kSgd, options);
     for (int step = 0; step < 4; ++step) {
       if (step == 2) {
-        torch::Tensor in = input(step, group.rank()).requires_grad_();
+        torch::Tensor in = two_layers::input(step, group.rank()).requires_grad_();
         in.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in backward"); });
         torch::Tensor out = ddp(in);
         // After the last layer's gradient, before the first's.
@@ -167,11 +154,11 @@ RANK_TEST("a sharded optimizer is replaced after a backward that threw", "[optim
 }
 
 RANK_TEST("a parameter has one DistributedDataParallel, the newest", "[ddp]", 2, 3) {
-  auto model = make_model();
-  auto reference = make_model();
+  auto model = two_layers::make_model();
+  auto reference = two_layers::make_model();
   DistributedDataParallel old(model, group);
   DistributedDataParallel ddp(model, group);
-  CHECK_THROWS_WITH(old(input(0, 0)), ContainsSubstring("a newer DistributedDataParallel"));
+  CHECK_THROWS_WITH(old(two_layers::input(0, 0)), ContainsSubstring("a newer DistributedDataParallel"));
   torch::optim::SGD optimizer(model->parameters(), kSgd);
   for (int step = 0; step < 3; ++step) {
     step_with(ddp, optimizer, step);
@@ -182,7 +169,7 @@ RANK_TEST("a parameter has one DistributedDataParallel, the newest", "[ddp]", 2,
 
 RANK_TEST("groups of a sharded optimizer are fixed", "[optim][sharded]", 2) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
+    auto model = two_layers::make_model();
     const auto own =
         ddpkit::testing::another_group(group, fmt::format("{} {}", options.shared_weights, options.update_in_backward));
     DistributedDataParallel ddp(model, own);
@@ -198,8 +185,8 @@ RANK_TEST("groups of a sharded optimizer are fixed", "[optim][sharded]", 2) {
 
 RANK_TEST("views of one flat tensor stay views under a sharded optimizer", "[optim][sharded]", 2, 3) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     std::vector<torch::Tensor> parts;
     for (const auto& parameter : model->parameters()) parts.push_back(parameter.detach().flatten());
     const torch::Tensor flat = torch::cat(parts);
@@ -228,7 +215,7 @@ RANK_TEST("views of one flat tensor stay views under a sharded optimizer", "[opt
 
 RANK_TEST("a sharded optimizer refuses memory that it does not understand", "[optim][sharded]", 2) {
   const auto make = [&](const ShardedOptions& options, const auto& change) {
-    auto model = make_model();
+    auto model = two_layers::make_model();
     change(model);
     DistributedDataParallel ddp(model, group);
     Sharded optimizer(ddp, kSgd, options);
@@ -236,14 +223,15 @@ RANK_TEST("a sharded optimizer refuses memory that it does not understand", "[op
     check_same_bits_on_all_ranks(group, *model);
   };
   const auto part_of_more = [](torch::nn::Sequential& model) {
-    model->parameters()[1].set_data(torch::zeros({2 * kWidth}, torch::kDouble).narrow(0, 0, kWidth));
+    model->parameters()[1].set_data(
+        torch::zeros({2 * two_layers::kWidth}, torch::kDouble).narrow(0, 0, two_layers::kWidth));
   };
   make({}, part_of_more);
   CHECK_THROWS_WITH(make({.shared_weights = true}, part_of_more), ContainsSubstring("belong to no parameter"));
   const auto overlap = [](torch::nn::Sequential& model) {
-    const auto all = torch::zeros({2 * kWidth}, torch::kDouble);
-    model->parameters()[1].set_data(all.narrow(0, 0, kWidth));
-    model->parameters()[3].set_data(all.narrow(0, kWidth - 2, 3));
+    const auto all = torch::zeros({2 * two_layers::kWidth}, torch::kDouble);
+    model->parameters()[1].set_data(all.narrow(0, 0, two_layers::kWidth));
+    model->parameters()[3].set_data(all.narrow(0, two_layers::kWidth - 2, 3));
   };
   CHECK_THROWS_WITH(make({}, overlap), ContainsSubstring("0.bias and 2.bias overlap in memory"));
   CHECK_THROWS_WITH(make({.shared_weights = group.rank() == 1}, [](auto&) {}),
@@ -256,8 +244,8 @@ RANK_TEST("a sharded optimizer refuses memory that it does not understand", "[op
 
 RANK_TEST("a sharded optimizer follows a change of strides, or names it", "[optim][sharded]", 2) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
-    auto reference = make_model();
+    auto model = two_layers::make_model();
+    auto reference = two_layers::make_model();
     const auto own =
         ddpkit::testing::another_group(group, fmt::format("{} {}", options.shared_weights, options.update_in_backward));
     DistributedDataParallel ddp(model, own);
@@ -267,13 +255,13 @@ RANK_TEST("a sharded optimizer follows a change of strides, or names it", "[opti
     const auto transpose = [&] { weight.set_data(weight.detach().t().contiguous().t()); };
     const auto train = [&](int step) {
       optimizer.zero_grad();
-      const auto loss = loss_of(ddp(input(step, group.rank())));
+      const auto loss = two_layers::loss_of(ddp(two_layers::input(step, group.rank())));
       if (step == 3) transpose();  // Gradients come in the new layout.
       loss.backward();
       optimizer.step();
       alone.zero_grad();
       for (int r = 0; r < group.world_size(); ++r)
-        (loss_of(reference->forward(input(step, r))) / group.world_size()).backward();
+        (two_layers::loss_of(reference->forward(two_layers::input(step, r))) / group.world_size()).backward();
       alone.step();
       check_equal(model, reference);
     };
@@ -289,10 +277,10 @@ RANK_TEST("a sharded optimizer follows a change of strides, or names it", "[opti
 
 RANK_TEST("backward after a sharded step finds that weights have changed", "[optim][sharded]", 2) {
   for (const ShardedOptions& options : ways()) {
-    auto model = make_model();
+    auto model = two_layers::make_model();
     DistributedDataParallel ddp(model, group);
     Sharded optimizer(ddp, kSgd, options);
-    const auto before = loss_of(ddp(input(0, group.rank())));
+    const auto before = two_layers::loss_of(ddp(two_layers::input(0, group.rank())));
     step_with(ddp, optimizer, 1);
     CHECK_THROWS_WITH(before.backward(), ContainsSubstring("modified by an inplace operation"));
     step_with(ddp, optimizer, 2);
@@ -304,7 +292,7 @@ RANK_TEST("system calls read into the weights of a sharded optimizer", "[optim][
   struct sigaction before {
   }, after{};
   REQUIRE(::sigaction(SIGSEGV, nullptr, &before) == 0);
-  auto model = make_model();
+  auto model = two_layers::make_model();
   DistributedDataParallel ddp(model, group);
   Sharded optimizer(ddp, kSgd);
   CHECK_FALSE(optimizer.has_shared_weights());
