@@ -187,9 +187,6 @@ PriceSeries read_prices(const std::filesystem::path& file, std::size_t least) { 
 std::vector<PriceSeries> read_price_folder(const std::filesystem::path& folder, const std::vector<std::string>& assets,
                                            std::size_t least) {
   std::error_code error;
-  if (std::filesystem::is_regular_file(folder, error))
-    throw InvalidArgument(
-        fmt::format("{} is a file: give its folder, and choose the asset by --assets", folder.string()));
   if (!std::filesystem::is_directory(folder, error))
     throw InvalidArgument(
         std::filesystem::exists(folder, error)

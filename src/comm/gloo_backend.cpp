@@ -92,6 +92,8 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     if (options.reduceOp.op_ != c10d::ReduceOp::AVG || tensors.size() != 1)
       return ProcessGroupGloo::reduce(tensors, options);
+    if (at::isIntegralType(tensors[0].scalar_type(), true))
+      throw InvalidArgument("gloo's reduce() has no mean of integers: sum them and divide, or use all_reduce()");
     const at::NoGradGuard no_grad;
     c10d::ReduceOptions sum = options;
     sum.reduceOp = c10d::ReduceOp::SUM;

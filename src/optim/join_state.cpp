@@ -7,8 +7,11 @@
 
 #include <sstream>
 #include <string>
+#include <unordered_set>
+#include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/optimizer_archive.h>
@@ -16,9 +19,21 @@
 
 namespace ddpkit::optim {
 
-void JoinState::add(torch::optim::Optimizer& optimizer) {
+void JoinState::add(const DistributedDataParallelBase& ddp, torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const ShardedOptimizerBase*>(&optimizer))
     throw InvalidArgument("JoinState: a ShardedOptimizer keeps its state on all ranks; pass it to join() itself");
+  std::unordered_set<const void*> averaged;
+  for (const NamedParameter& parameter : ddp.reducer().parameters())
+    averaged.insert(parameter.tensor.unsafeGetTensorImpl());
+  for (const auto& group : std::as_const(optimizer).param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.requires_grad() && !averaged.contains(parameter.unsafeGetTensorImpl()))
+        throw InvalidArgument(
+            fmt::format("JoinState: DistributedDataParallel does not average a parameter of this optimizer, of sizes "
+                        "[{}]: give the parameters that it ignores another optimizer",
+                        fmt::join(parameter.sizes(), ", ")));
+    }
+  }
   parts_.push_back(
       {.save = [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
        .load = [&optimizer](torch::serialize::InputArchive& archive) { load_archive(optimizer, archive); }});

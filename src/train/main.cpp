@@ -113,10 +113,12 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   const std::string sentence = one_sentence(exception);
   int code = kFailed;
   bool speaks = false;
+  bool may_be_alone = !state.group();
   try {
     std::rethrow_exception(exception);
   } catch (const UsageError&) {
     code = kWrongUsage;
+    may_be_alone = false;  // All ranks have the same arguments.
     speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
   } catch (const RendezvousError&) {
     speaks = true;
@@ -133,7 +135,7 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
     // It ends this sleep as well.
     std::this_thread::sleep_for(state.group() ? kTimeToSpeak : kTimeToStartAndSpeak);
     // No other rank has failed, or the launcher would have ended this one.
-    if (!state.group()) say(fmt::format("{}: {}", program, sentence));
+    if (may_be_alone) say(fmt::format("{}: {}", program, sentence));
   }
   return code;
 }

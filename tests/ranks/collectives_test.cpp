@@ -1,6 +1,8 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <ddpkit/comm/error.h>
+
 #include "support/catch.h"
 #include "support/ranks.h"
 
@@ -226,10 +228,12 @@ TEST_CASE("means of large float16 values through gloo are finite", "[ranks][gloo
                               CHECK(is_large(part));
                               CHECK(is_large(whole));
                               // A mean by reduce(), of other types too.
-                              tensor = at::full({5}, group.rank());
+                              tensor = at::full({5}, group.rank(), at::kDouble);
                               group.reduce(tensor, 0, ReduceOp::kAvg);
                               if (group.rank() == 0)
-                                CHECK(tensor.allclose(at::full({5}, (group.world_size() - 1) / 2.0)));
+                                CHECK(tensor.allclose(at::full({5}, (group.world_size() - 1) / 2.0, at::kDouble)));
+                              at::Tensor integers = at::ones({5}, at::kLong);
+                              CHECK_THROWS_AS(group.reduce(integers, 0, ReduceOp::kAvg), ddpkit::InvalidArgument);
                               std::vector<at::Tensor> output{at::zeros({4}, at::kHalf)};
                               std::vector<std::vector<at::Tensor>> inputs{
                                   std::vector<at::Tensor>(static_cast<std::size_t>(group.world_size()), large(4))};

@@ -226,7 +226,7 @@ void check_joins_in_a_row(const ProcessGroup& group, const Options& options) {
   DistributedDataParallel ddp(model, group);
   Optimizer optimizer(model->parameters(), options);
   ddpkit::optim::LearningRateScheduler scheduler(optimizer, ddpkit::optim::step_decay(1, 0.9));
-  ddpkit::optim::JoinState state(group, optimizer, scheduler);
+  ddpkit::optim::JoinState state(ddp, optimizer, scheduler);
   torch::Tensor weights;
   const auto epoch = [&](std::int64_t steps) {
     ddpkit::join({ddp, state}, [&] {

@@ -26,6 +26,10 @@ constexpr Clause kClauses[] = {
     {"optimizer.engine=sharded", "layout=flat", "belong to no parameter"},
     {"optimizer.engine=sharded", "event.kind=add_group", "parameter groups have changed"},
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
+    {"optimizer.engine=sharded", "how=sliced", "its memory must be its own"},
+    // JoinState passes the state of averaged parameters only.
+    {"node.ignored", "event.kind=join", "does not average a parameter"},
+    {"event.kind=add_group", "event.kind=join", "does not average a parameter"},
     {"optimizer.in_backward", "", "update_in_backward"},
     // torch::optim::SGD writes weights without telling autograd, others tell.
     {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},

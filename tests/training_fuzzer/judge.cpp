@@ -60,7 +60,8 @@ bool is_lost_connection(const std::string& message) { return message.find("gloo/
 /// What ranks reported before the first failure, if any.
 Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference) {
   std::size_t common = reference[0].entries.size();
-  for (const Report& report : reports) common = std::min(common, report.entries.size());
+  for (std::size_t rank = 0; rank < reports.size(); ++rank)
+    common = std::min({common, reports[rank].entries.size(), reference[rank].entries.size()});
   const auto step = std::find_if(drawn.events.begin(), drawn.events.end(),
                                  [](const Event& event) { return event.kind == "step" || event.kind == "join"; });
   const auto first_step = static_cast<std::uint32_t>(step - drawn.events.begin());

@@ -184,7 +184,7 @@ void RankTraining::join(const Event& event) {
   if (optimizer_.sharded) {
     ddpkit::join({*ddp_, *optimizer_.sharded}, loop);
   } else {
-    optim::JoinState state(group_, *optimizer_.base);
+    optim::JoinState state(*ddp_, *optimizer_.base);
     ddpkit::join({*ddp_, state}, loop);
   }
   const int most = *std::max_element(event.counts.begin(), event.counts.end());
@@ -202,7 +202,7 @@ void RankTraining::throw_within(const Event& event) {
       model_->throw_next_in_backward(static_cast<std::size_t>(event.node));
   }
   try {
-    forward(event).backward();
+    if (const at::Tensor loss = forward(event); loss.requires_grad()) loss.backward();
   } catch (const Model::Thrown&) {
     if (event.rank >= 0) throw;
   }

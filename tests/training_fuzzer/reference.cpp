@@ -86,7 +86,9 @@ class Reference {
   }
 
   void share_buffers(std::size_t source) {
-    if (!drawn_.wrapper.broadcast_buffers || !players_[0].model->is_training()) return;
+    // DataParallel's replicas take the module's buffers in evaluation mode too.
+    const bool wanted = drawn_.wrapper.kind == "data_parallel" || players_[0].model->is_training();
+    if (!drawn_.wrapper.broadcast_buffers || !wanted) return;
     for (Player& player : players_) {
       const auto ignored = player.model->ignored_names();
       const auto from = players_[source].model->named_buffers();

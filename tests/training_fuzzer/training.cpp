@@ -72,7 +72,9 @@ void report_model(Report& report, std::uint32_t event, Model& model, bool gradie
 std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {
   const OptimizerChoice& choice = model.drawn().optimizer;
   // torch::optim's own updates a parameter twice that is listed twice; a program has to see to it.
-  const auto all = as_listed && choice.engine == "fused" ? model.parameters() : model.distinct_parameters();
+  // Twice in one group only: which group a tensor's second listing is in, the reference cannot know.
+  const bool listed_twice = as_listed && choice.engine == "fused" && choice.groups == 1;
+  const auto all = listed_twice ? model.parameters() : model.distinct_parameters();
   if (choice.engine != "sharded") return all;
   std::vector<at::Tensor> averaged;
   for (const auto& item : model.named_parameters()) {

@@ -1,14 +1,14 @@
-// Tier 2: torch/optim/optimizer.h.
+// Tier 2: torch/optim/optimizer.h and ddpkit/parallel/distributed_data_parallel.h.
 #pragma once
 
 #include <torch/optim/optimizer.h>
 
 #include <functional>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/join.h>
 
 namespace ddpkit::optim {
@@ -17,7 +17,7 @@ namespace ddpkit::optim {
 /// schedulers. A rank whose inputs have ended takes no more steps, so its state falls behind. At the
 /// end of join() all ranks take the state of a rank that ran to the last.
 ///
-///     ddpkit::optim::JoinState state(group, optimizer, scheduler);
+///     ddpkit::optim::JoinState state(ddp, optimizer, scheduler);
 ///     ddpkit::join({ddp, state}, [&] { ... });
 ///
 /// Pass all of them except optimizers without state (SGD without momentum at a constant rate): otherwise the ranks'
@@ -25,10 +25,11 @@ namespace ddpkit::optim {
 class JoinState final : public Joinable {
  public:
   /// `objects`: optimizers, and anything with save(OutputArchive&) and load(InputArchive&); the same on all ranks. They
-  /// outlive this. Throws InvalidArgument for a ShardedOptimizer.
+  /// outlive this. Throws InvalidArgument for a ShardedOptimizer, and for an optimizer of parameters that `ddp` does
+  /// not average: each rank has its own state of them.
   template <class... Objects>
-  explicit JoinState(ProcessGroup group, Objects&... objects) : group_(std::move(group)) {
-    (add(objects), ...);
+  explicit JoinState(const DistributedDataParallelBase& ddp, Objects&... objects) : group_(ddp.group()) {
+    (add(ddp, objects), ...);
   }
 
   const ProcessGroup& join_group() const override { return group_; }
@@ -43,11 +44,11 @@ class JoinState final : public Joinable {
     std::function<void(torch::serialize::InputArchive&)> load;
   };
 
-  void add(torch::optim::Optimizer& optimizer);
+  void add(const DistributedDataParallelBase& ddp, torch::optim::Optimizer& optimizer);
   template <class T>
-  void add(T& object) {
+  void add(const DistributedDataParallelBase& ddp, T& object) {
     if constexpr (std::is_base_of_v<torch::optim::Optimizer, T>) {
-      add(static_cast<torch::optim::Optimizer&>(object));
+      add(ddp, static_cast<torch::optim::Optimizer&>(object));
     } else {
       parts_.push_back({.save = [&object](torch::serialize::OutputArchive& archive) { object.save(archive); },
                         .load = [&object](torch::serialize::InputArchive& archive) { object.load(archive); }});
