@@ -12,7 +12,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(OptimizerChoice, kind, engine, g
                                                 amsgrad, maximize, in_backward, own_weights, scaler, schedule)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Event, kind, slots, how, node, rank, value, counts)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Case, data, world, backend, dtype, width, rows, magnitude, other_starts,
-                                                nodes, wrapper, optimizer, events)
+                                                twice, nodes, wrapper, optimizer, events)
 
 namespace {
 

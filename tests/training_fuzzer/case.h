@@ -76,6 +76,7 @@ struct Case {
   int rows = 2;
   double magnitude = 1;       ///< The loss is multiplied by it.
   bool other_starts = false;  ///< Ranks start from different weights.
+  bool twice = false;         ///< Ranks run the case again and expect the same bits.
   std::vector<Node> nodes = {};
   Wrapper wrapper = {};
   OptimizerChoice optimizer = {};

@@ -60,7 +60,7 @@ class Drawer {
   }
 
   void draw_ranks() {
-    case_.world = dice_.percent(70) ? 2 : 3 + dice_.below(2);
+    case_.world = dice_.percent(70) ? 2 : dice_.one_of({3, 3, 4, 4, 1});
     if (dice_.percent(12)) case_.wrapper.kind = "data_parallel";
     if (!is_data_parallel() && dice_.percent(12)) case_.backend = dice_.word({"gloo", "hierarchical"});
     const int type = dice_.below(100);
@@ -69,6 +69,7 @@ class Drawer {
     case_.width = 2 + dice_.below(3);
     case_.rows = 2 + dice_.below(2);
     case_.other_starts = !is_data_parallel() && dice_.percent(20);
+    case_.twice = dice_.percent(5);
   }
 
   void draw_node(int index) {
@@ -283,7 +284,14 @@ class Drawer {
         if (!is_data_parallel() && case_.optimizer.engine != "sharded")
           add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
         return draw_step();
-      case 20:
+      case 20:  // As programs do that scale gradients themselves.
+        if (case_.optimizer.engine == "sharded") return draw_step();
+        add({.kind = "zero", .how = zero()});
+        add({.kind = "forward"});
+        add({.kind = "backward"});
+        add({.kind = "edit_gradients", .how = dice_.word({"in_place", "replace"})});
+        return add({.kind = "step"});
+      case 21:
         if (case_.dtype == "f64" && !is_data_parallel() && !has("complex") && dice_.percent(20)) add({.kind = "cast"});
         return draw_step();
       default:

@@ -69,6 +69,19 @@ std::optional<std::string> read_frame(int fd) {
   return text;
 }
 
+/// With `twice`, other bits in the second run are a failure.
+Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
+  Report report = run_rank(drawn, rank, folder);
+  if (!drawn.twice || report.failure != Failure::kNone) return report;
+  const std::string other_folder = folder + "/twice";
+  std::filesystem::create_directory(other_folder);
+  if (run_rank(drawn, rank, other_folder).encoded() != report.encoded()) {
+    report.failure = Failure::kOther;
+    report.message = "a second run gave other bits";
+  }
+  return report;
+}
+
 [[noreturn]] void serve(std::uint32_t index, int in, int out) {
   at::set_num_threads(1);
   while (const auto frame = read_frame(in)) {
@@ -83,7 +96,7 @@ std::optional<std::string> read_frame(int fd) {
         answer.append(reinterpret_cast<const char*>(&size), sizeof size).append(one);
       }
     } else {
-      answer = run_rank(drawn, static_cast<int>(index) - 1, folder).encoded();
+      answer = run_as_drawn(drawn, static_cast<int>(index) - 1, folder).encoded();
     }
     write_frame(out, answer);
   }

@@ -24,6 +24,18 @@ bool change_model(Model& model, const Event& event, int rank) {
     model.cast(at::kFloat);
     return true;
   }
+  if (event.kind == "edit_gradients") {
+    const torch::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : model.distinct_parameters()) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (!gradient.defined()) continue;
+      if (event.how == "replace")
+        gradient = gradient * 0.5;
+      else
+        gradient.mul_(0.5);
+    }
+    return true;
+  }
   const bool freeze = event.kind == "freeze";
   if (!freeze && event.kind != "unfreeze" && event.kind != "set_layout" && event.kind != "write") return false;
   const torch::NoGradGuard no_grad;

@@ -20,7 +20,7 @@ Report run_rank(const Case& drawn, int rank, const std::string& folder);
 /// All ranks' reports. [rank]
 std::vector<Report> run_reference(const Case& drawn);
 
-/// Events that touch the model alone: freeze, unfreeze, set_layout, write, cast. False for others.
+/// Events that touch the model alone: freeze, unfreeze, set_layout, write, cast, edit_gradients. False for others.
 bool change_model(Model& model, const Event& event, int rank);
 /// Weights and buffers; with `gradients` those too, of kind `gradient`.
 /// Not the weights where backward updates them: another rank's part may come later, at the latest in step().
