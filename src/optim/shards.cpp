@@ -13,21 +13,13 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 
+#include "parallel/model_agreement.h"
+
 namespace ddpkit::optim {
 namespace {
 
 /// Weights are gathered in messages of about this many bytes.
 constexpr std::int64_t kMessageBytes = std::int64_t{32} << 20;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
 
 /// Names two parameters that share part of their memory; empty if there are none. All of it may be shared: two names of
 /// one weight.
@@ -123,15 +115,9 @@ void ShardedOptimizerBase::Shards::check_same_on_all_ranks(const std::string& er
     if (texts[r].starts_with('!'))
       throw InvalidArgument(fmt::format("ShardedOptimizer: rank {}: {}", r, texts[r].substr(1)));
   }
-  const auto reference = lines_of(texts[0]);
-  for (std::size_t r = 1; r < texts.size(); ++r) {
-    const auto other = lines_of(texts[r]);
-    const auto [here, there] = std::mismatch(reference.begin(), reference.end(), other.begin(), other.end());
-    if (here == reference.end() && there == other.end()) continue;
-    throw InvalidArgument(fmt::format("ShardedOptimizer differs between rank 0 and rank {}: \"{}\" and \"{}\"", r,
-                                      here == reference.end() ? "nothing more" : *here,
-                                      there == other.end() ? "nothing more" : *there));
-  }
+  if (const auto found = first_difference(texts))
+    throw InvalidArgument(fmt::format("ShardedOptimizer differs between rank 0 and rank {}: \"{}\" and \"{}\"",
+                                      found->rank, found->reference, found->other));
 }
 
 void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {

@@ -32,6 +32,20 @@ std::vector<std::string> split_lines(const std::string& text) {
 
 }  // namespace
 
+std::optional<RankDifference> first_difference(const std::vector<std::string>& texts) {
+  const auto reference = split_lines(texts[0]);
+  for (std::size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] == texts[0]) continue;
+    const auto other = split_lines(texts[r]);
+    const auto [here, there] = std::mismatch(reference.begin(), reference.end(), other.begin(), other.end());
+    constexpr const char* kEnd = "nothing more";
+    return RankDifference{.rank = static_cast<int>(r),
+                          .reference = here == reference.end() ? kEnd : *here,
+                          .other = there == other.end() ? kEnd : *there};
+  }
+  return std::nullopt;
+}
+
 std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module) {
   std::unordered_set<const void*> weights;
   module.apply([&](const torch::nn::Module& child) {
@@ -62,20 +76,11 @@ std::vector<std::string> describe_model(const torch::nn::Module& module, const N
 
 void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group) {
   if (group.world_size() == 1) return;
-  const auto texts = group.all_gather_bytes(fmt::format("{}\n", fmt::join(lines, "\n")));
-  const auto reference = split_lines(texts[0]);
-  for (std::size_t r = 1; r < texts.size(); ++r) {
-    if (texts[r] == texts[0]) continue;
-    const auto other = split_lines(texts[r]);
-    std::size_t line = 0;
-    while (line < reference.size() && line < other.size() && reference[line] == other[line]) ++line;
-    const auto at = [line](const std::vector<std::string>& lines) {
-      return line < lines.size() ? lines[line] : std::string("nothing more");
-    };
-    throw ModelMismatch(
-        fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", at(reference), r, at(other)),
-        {.rank = static_cast<int>(r), .call = "DistributedDataParallel"});
-  }
+  const auto found = first_difference(group.all_gather_bytes(fmt::format("{}\n", fmt::join(lines, "\n"))));
+  if (!found) return;
+  throw ModelMismatch(fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", found->reference,
+                                  found->rank, found->other),
+                      {.rank = found->rank, .call = "DistributedDataParallel"});
 }
 
 void check_same_parameters(const DistributedDataParallelBase& ddp) {

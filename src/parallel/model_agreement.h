@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -14,6 +15,14 @@
 namespace ddpkit {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// The first line in which the text of a rank differs from that of rank 0.
+struct RankDifference {
+  int rank = 0;
+  std::string reference, other;  ///< "nothing more" after the last line.
+};
+/// `texts`: of all ranks, in lines. [rank]
+std::optional<RankDifference> first_difference(const std::vector<std::string>& texts);
 
 /// Weights of embeddings made with sparse(true).
 std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);

@@ -87,7 +87,7 @@ void Reducer::Impl::end_backward() {
   const std::lock_guard lock(mutex_);
   if (!in_backward_) return;
   try {
-    // Only within another backward, whose node runs this one, is there a node on this thread. (As long as the engine
+    // This thread has a current node only if a node of another backward runs this backward. (As long as the engine
     // nests no deeper than it has threads for.)
     const NodePtr outer = torch::autograd::get_current_node();
     if (outer && torch::autograd::get_current_graph_task_id() != output_task_ && queue_end_after(*outer)) return;

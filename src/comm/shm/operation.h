@@ -75,7 +75,7 @@ constexpr SlotLayout slot_layout(CollectiveKind kind, int world_size) {
   return layout;
 }
 
-/// So many ranks can use every collective.
+/// The largest number of ranks that can use every collective.
 inline constexpr int kRanksOfAllCollectives = 910;
 static_assert(slot_layout(CollectiveKind::kAllToAll, kRanksOfAllCollectives).piece_bytes != 0);
 /// Throws InvalidArgument if a slot has no room for each rank's piece.
