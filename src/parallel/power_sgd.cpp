@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/csrc/utils/tensor_flatten.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -33,12 +34,6 @@ at::Tensor as_matrix(const at::Tensor& gradient) {
   return ordered.view({ordered.size(0), -1});
 }
 
-at::Tensor flat(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> parts;
-  for (const at::Tensor& tensor : tensors) parts.push_back(tensor.reshape({-1}));
-  return at::cat(parts);
-}
-
 }  // namespace
 
 double PowerSGDStats::compress_rate() const {
@@ -57,23 +52,19 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
 
   /// Gradients that are multiplied together: of one shape, or a single one.
   struct Group {
-    at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory where it is alone.
-    at::Tensor p, q;                  ///< [position][row or column][rank], parts of one tensor for the bucket.
+    at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory if it is alone.
+    at::Tensor q;                     ///< [position][column][rank]
     std::vector<at::Tensor> members;  ///< [position]
     std::vector<Kept*> kept;          ///< [position]
-
-    std::int64_t rank(std::int64_t wanted) const { return std::min({wanted, members[0].size(0), members[0].size(1)}); }
-    bool has_q() const {
-      return std::all_of(kept.begin(), kept.end(), [](const Kept* k) { return k->q.defined(); });
-    }
   };
 
-  /// A bucket on its way.
+  /// A bucket between the hook and its finish. The state of PowerSGD changes in finish only: a backward that throws
+  /// has no finish.
   struct Compressed {
     std::vector<Group> groups;
-    at::Tensor ps, qs;             ///< All of the groups', flat.
+    std::vector<at::Tensor> ps;    ///< [position][row][rank] for each group.
     std::vector<at::Tensor> rest;  ///< Gradients sent in full.
-    at::Tensor rest_flat;
+    at::Tensor ps_flat, rest_flat;
     Work p_work, rest_work;
   };
 
@@ -83,16 +74,21 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   bool pays(const at::Tensor& gradient) const;
   Kept& kept_of(const std::string& name, const at::Tensor& parameter, const at::Tensor& matrix);
   std::shared_ptr<Compressed> divide(const GradBucket& bucket);
-  void lay_out(Compressed& bucket) const;
+  PendingReduction reduce(const GradBucket& bucket);
   void choose_qs(Compressed& bucket);
   const at::Tensor& spare(const at::Tensor& q);
   void decompress(Compressed& bucket);
   /// What numpy.random.RandomState(random_seed).randint(1_000_000_000) yields, from which Python seeds each Q.
-  std::uint64_t draw_seed();
+  std::uint64_t draw_seed() {
+    std::uint64_t value = 1'000'000'000;
+    while (value >= 1'000'000'000) value = next_random() & 0x3fffffffu;
+    return value;
+  }
 
   ProcessGroup group;
   PowerSGDOptions options;
-  std::mt19937 random;
+  std::mt19937 random;       ///< As the last complete backward left it.
+  std::mt19937 next_random;  ///< Of the backward in progress.
   std::uint64_t iterations = 0;
   PowerSGDStats stats;
   std::map<std::string, Kept> kept;  ///< By parameter.
@@ -122,8 +118,7 @@ PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const a
   found.parameter.emplace(parameter.getIntrusivePtr());
   const bool fits = !found.error.defined() ||
                     (found.error.sizes() == matrix.sizes() && found.error.scalar_type() == matrix.scalar_type());
-  const bool q_fits = !found.q.defined() || found.q.size(0) == matrix.size(1);
-  if (!fits || !q_fits)
+  if (!fits || (found.q.defined() && found.q.size(0) != matrix.size(1)))
     throw InvalidArgument(fmt::format(
         "PowerSGD: parameter {} has a gradient of [{}] {}, but the state kept for it is of another shape or type: it "
         "belongs to another model",
@@ -131,7 +126,7 @@ PowerSGD::State::Kept& PowerSGD::State::kept_of(const std::string& name, const a
   return found;
 }
 
-/// Adds the errors to the gradients on the way. Until decompress(), a parameter's error is all that it has not sent.
+/// Adds the errors to the gradients.
 std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradBucket& bucket) {
   auto result = std::make_shared<Compressed>();
   std::vector<std::pair<at::Tensor, Kept*>> matrices;
@@ -145,14 +140,7 @@ std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradB
     }
     const at::Tensor matrix = as_matrix(gradient);
     Kept& of_parameter = kept_of(bucket.names[i], bucket.parameters[i], matrix);
-    if (options.use_error_feedback) {
-      if (of_parameter.error.defined()) {
-        matrix.add_(of_parameter.error);
-        of_parameter.error.copy_(matrix);
-      } else {
-        of_parameter.error = matrix.clone();
-      }
-    }
+    if (options.use_error_feedback && of_parameter.error.defined()) matrix.add_(of_parameter.error);
     matrices.emplace_back(matrix, &of_parameter);
   }
   // By shape, in the order in which shapes first appear, whether they are batched or not: Python's order.
@@ -167,52 +155,30 @@ std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradB
     }
     matrices.erase(matrices.begin(), others);
   }
+  for (Group& group : result->groups)
+    group.matrices = group.members.size() == 1 ? group.members[0].unsqueeze(0) : at::stack(group.members);
   return result;
 }
 
-void PowerSGD::State::lay_out(Compressed& bucket) const {
-  std::int64_t p_numel = 0, q_numel = 0;
-  for (Group& group : bucket.groups) {
-    group.matrices = group.members.size() == 1 ? group.members[0].unsqueeze(0) : at::stack(group.members);
-    const std::int64_t factors = group.matrices.size(0) * group.rank(options.matrix_approximation_rank);
-    p_numel += group.matrices.size(1) * factors;
-    q_numel += group.matrices.size(2) * factors;
-  }
-  bucket.ps = at::empty({p_numel}, bucket.groups[0].matrices.options());
-  bucket.qs = at::empty({q_numel}, bucket.ps.options());
-  std::int64_t p_offset = 0, q_offset = 0;
-  for (Group& group : bucket.groups) {
-    const std::int64_t count = group.matrices.size(0), n = group.matrices.size(1), m = group.matrices.size(2);
-    const std::int64_t rank = group.rank(options.matrix_approximation_rank);
-    group.p = bucket.ps.narrow(0, p_offset, count * n * rank).view({count, n, rank});
-    group.q = bucket.qs.narrow(0, q_offset, count * m * rank).view({count, m, rank});
-    p_offset += group.p.numel();
-    q_offset += group.q.numel();
-  }
-}
-
-std::uint64_t PowerSGD::State::draw_seed() {
-  for (;;) {
-    const std::uint64_t value = random() & 0x3fffffffu;
-    if (value < 1'000'000'000) return value;
-  }
-}
-
 void PowerSGD::State::choose_qs(Compressed& bucket) {
-  const auto is_kept = [](const Group& group) { return group.has_q(); };
-  at::Generator generator;
-  if (!std::all_of(bucket.groups.begin(), bucket.groups.end(), is_kept))
-    generator = at::make_generator<at::CPUGeneratorImpl>(draw_seed());
-  for (const Group& group : bucket.groups) {
-    if (group.has_q()) {
-      for (std::size_t i = 0; i < group.kept.size(); ++i)
-        group.q.select(0, static_cast<std::int64_t>(i)).copy_(group.kept[i]->q);
+  at::Generator generator;  // One for the bucket.
+  for (Group& group : bucket.groups) {
+    const bool has_qs = std::all_of(group.kept.begin(), group.kept.end(), [](const Kept* k) { return k->q.defined(); });
+    if (has_qs) {
+      std::vector<at::Tensor> qs;
+      for (const Kept* of_parameter : group.kept) qs.push_back(of_parameter->q);
+      group.q = at::stack(qs);
     } else {
+      if (!generator.defined()) generator = at::make_generator<at::CPUGeneratorImpl>(draw_seed());
+      const std::int64_t n = group.matrices.size(1), m = group.matrices.size(2);
+      const std::int64_t rank = std::min({options.matrix_approximation_rank, n, m});
       // On the CPU whatever the device, so that it is the same everywhere.
       // Pinned where it goes to a device, or the copy would make the host wait.
-      const bool on_device = !group.q.is_cpu();
-      const auto host = group.q.options().device(at::kCPU).pinned_memory(on_device);
-      group.q.copy_(at::empty(group.q.sizes(), host).normal_(0, 1, generator), /*non_blocking=*/on_device);
+      const bool on_device = !group.matrices.is_cpu();
+      const auto host = group.matrices.options().device(at::kCPU).pinned_memory(on_device);
+      group.q = at::empty({group.matrices.size(0), m, rank}, host)
+                    .normal_(0, 1, generator)
+                    .to(group.matrices.device(), /*non_blocking=*/on_device);
     }
     orthogonalize(group.q, options.orthogonalization_epsilon, spare(group.q));
   }
@@ -229,27 +195,59 @@ const at::Tensor& PowerSGD::State::spare(const at::Tensor& q) {
 
 void PowerSGD::State::decompress(Compressed& bucket) {
   bucket.rest_work.wait();
-  std::int64_t offset = 0;
-  for (const at::Tensor& gradient : bucket.rest) {
-    gradient.copy_(bucket.rest_flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-    offset += gradient.numel();
-  }
+  if (!bucket.rest.empty())
+    at::_foreach_copy_(bucket.rest, torch::utils::unflatten_dense_tensors(bucket.rest_flat, bucket.rest));
   bucket.p_work.wait();
-  for (Group& group : bucket.groups) {
-    orthogonalize(group.p, options.orthogonalization_epsilon);  // Which makes it the same whether sum or mean.
-    at::bmm_out(group.q, group.matrices.transpose(1, 2), group.p);
+  const auto ps = torch::utils::unflatten_dense_tensors(bucket.ps_flat, bucket.ps);
+  std::vector<at::Tensor> qs;
+  for (std::size_t g = 0; g < ps.size(); ++g) {
+    orthogonalize(ps[g], options.orthogonalization_epsilon);  // Which makes it the same whether sum or mean.
+    qs.push_back(at::bmm(bucket.groups[g].matrices.transpose(1, 2), ps[g]));
   }
-  group.all_reduce(bucket.qs);
-  bucket.qs.div_(group.world_size());
-  for (Group& group : bucket.groups) {
-    at::bmm_out(group.matrices, group.p, group.q.transpose(1, 2));
+  const at::Tensor qs_flat = torch::utils::flatten_dense_tensors(qs);
+  group.all_reduce(qs_flat);
+  qs = torch::utils::unflatten_dense_tensors(qs_flat.div_(group.world_size()), qs);
+  for (std::size_t g = 0; g < ps.size(); ++g) {
+    Group& group = bucket.groups[g];
+    for (std::size_t i = 0; i < group.members.size() && options.use_error_feedback; ++i) {
+      at::Tensor& error = group.kept[i]->error;
+      if (!error.defined()) error = at::empty_like(group.members[i]);
+      error.copy_(group.members[i]);  // Before the product replaces what was sent.
+    }
+    at::bmm_out(group.matrices, ps[g], qs[g].transpose(1, 2));
     for (std::size_t i = 0; i < group.members.size(); ++i) {
       const auto position = static_cast<std::int64_t>(i);
       if (group.members.size() > 1) group.members[i].copy_(group.matrices[position]);
       if (options.use_error_feedback) group.kept[i]->error.sub_(group.members[i]);
-      if (options.warm_start) group.kept[i]->q = group.q[position];
+      if (options.warm_start) group.kept[i]->q = qs[g][position];
     }
   }
+}
+
+PendingReduction PowerSGD::State::reduce(const GradBucket& bucket) {
+  const auto parts = iterations < options.start_powerSGD_iter ? nullptr : divide(bucket);
+  if (!parts || parts->groups.empty()) return {.work = group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
+  std::size_t sent_bytes = 0;
+  if (!parts->rest.empty()) {
+    parts->rest_flat = torch::utils::flatten_dense_tensors(parts->rest);
+    parts->rest_work = group.all_reduce_async(parts->rest_flat, ReduceOp::kAvg);
+    sent_bytes += parts->rest_flat.nbytes();
+  }
+  choose_qs(*parts);
+  for (const Group& one : parts->groups) {
+    parts->ps.push_back(at::bmm(one.matrices, one.q));
+    stats.numel_after_compression += static_cast<std::uint64_t>(parts->ps.back().numel() + one.q.numel());
+    sent_bytes += parts->ps.back().nbytes() + one.q.nbytes();
+  }
+  parts->ps_flat = torch::utils::flatten_dense_tensors(parts->ps);
+  parts->p_work = group.all_reduce_async(parts->ps_flat);
+  return {.work = parts->p_work,
+          .finish =
+              [self = shared_from_this(), parts] {
+                self->decompress(*parts);
+                return at::Tensor();
+              },
+          .sent_bytes = sent_bytes};
 }
 
 PowerSGD::PowerSGD(ProcessGroup group, const PowerSGDOptions& options)
@@ -263,29 +261,16 @@ PowerSGD::PowerSGD(ProcessGroup group, const PowerSGDOptions& options)
 }
 
 PendingReduction PowerSGD::operator()(GradBucket& bucket) {
-  State& state = *state_;
-  const bool compresses = state.iterations >= state.options.start_powerSGD_iter;
-  if (bucket.is_last) ++state.iterations;
-  if (!compresses) return {.work = state.group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
-  const auto parts = state.divide(bucket);
-  if (parts->groups.empty()) return {.work = state.group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
-  if (!parts->rest.empty()) {
-    parts->rest_flat = flat(parts->rest);
-    parts->rest_work = state.group.all_reduce_async(parts->rest_flat, ReduceOp::kAvg);
-  }
-  state.lay_out(*parts);
-  state.choose_qs(*parts);
-  for (State::Group& group : parts->groups) at::bmm_out(group.p, group.matrices, group.q);
-  state.stats.numel_after_compression += static_cast<std::uint64_t>(parts->ps.numel() + parts->qs.numel());
-  parts->p_work = state.group.all_reduce_async(parts->ps);
-  const std::size_t rest_bytes = parts->rest_flat.defined() ? parts->rest_flat.nbytes() : 0;
-  return {.work = parts->p_work,
-          .finish =
-              [state = state_, parts] {
-                state->decompress(*parts);
-                return at::Tensor();
-              },
-          .sent_bytes = parts->ps.nbytes() + parts->qs.nbytes() + rest_bytes};
+  if (bucket.index == 0) state_->next_random = state_->random;
+  PendingReduction pending = state_->reduce(bucket);
+  if (bucket.is_last)
+    pending.finish = [state = state_, finish = std::move(pending.finish)] {
+      if (finish) finish();
+      ++state->iterations;
+      state->random = state->next_random;
+      return at::Tensor();
+    };
+  return pending;
 }
 
 const PowerSGDOptions& PowerSGD::options() const noexcept { return state_->options; }

@@ -35,9 +35,13 @@ struct StudentImpl : torch::nn::Module {
   }
   torch::Tensor forward(const torch::Tensor& x) {
     torch::Tensor y = torch::relu(convolution(x)).flatten(1);
+    if (fails_at_convolution) y.register_hook(fail);
     for (auto& layer : {first, second, third}) y = torch::relu(layer.ptr()->forward(y));
     return head(y);
   }
+  static void fail(const torch::Tensor&) { throw std::runtime_error("a backward that fails"); }
+
+  bool fails_at_convolution = false;  ///< The next backward throws before the gradients of the convolution.
   torch::nn::Conv1d convolution{nullptr};
   torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr}, head{nullptr};
 };
@@ -71,6 +75,16 @@ struct Training {
     const torch::Tensor mean = loss.detach().reshape({1}).clone();
     group.all_reduce(mean, ddpkit::ReduceOp::kAvg);
     return mean.item<double>();
+  }
+  /// A backward that throws on all ranks: after all gradients, or before those of the convolution.
+  void fail(int number, bool has_all_gradients) {
+    optimizer.zero_grad();
+    torch::Tensor x = batch_of(group, number).requires_grad_() * 1;
+    if (has_all_gradients) x.register_hook(StudentImpl::fail);
+    model->fails_at_convolution = !has_all_gradients;
+    const torch::Tensor loss = torch::cross_entropy_loss(ddp(x), targets_of(x));
+    model->fails_at_convolution = false;
+    CHECK_THROWS_WITH(loss.backward(), "a backward that fails");
   }
   double steps(int begin, int end) {
     double loss = 0;
@@ -218,6 +232,25 @@ RANK_TEST("PowerSGD resumes where it was saved", "[power_sgd]", 2, 3) {
   }
   fresh.steps(5, 9);
   CHECK_FALSE(torch::equal(fresh.gradients[0], training.gradients[5]));
+}
+
+RANK_TEST("PowerSGD keeps nothing of a backward that throws", "[power_sgd]", 2, 3) {
+  for (const bool batch : {false, true}) {
+    for (const bool warm_start : {false, true}) {
+      const PowerSGDOptions options{
+          .start_powerSGD_iter = 2, .warm_start = warm_start, .batch_tensors_with_same_shape = batch};
+      PowerSGD power_sgd(group, options);
+      Training with(group, power_sgd, 0.005), without(group, PowerSGD(group, options), 0.005);
+      for (int step = 0; step < 6; ++step) {
+        with.fail(100 + step, step % 2 == 0);
+        with.step(step);
+        without.step(step);
+        INFO("batch " << batch << ", warm start " << warm_start << ", step " << step);
+        CHECK(power_sgd.iterations() == static_cast<std::uint64_t>(step + 1));
+        REQUIRE(torch::equal(with.gradients.back(), without.gradients.back()));
+      }
+    }
+  }
 }
 
 RANK_TEST("PowerSGD: a state of another rank or model is refused", "[power_sgd]", 2) {
