@@ -20,11 +20,15 @@ void Reducer::Impl::agree_on_used() {
   // Pinned: from pageable memory the copy to the device would make the host wait.
   const at::Tensor here = at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(on_device));
   auto* used = here.data_ptr<std::uint8_t>();
-  for (std::size_t i = 0; i < slots_.size(); ++i) used[i] = slots_[i].used;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    // An earlier backward has used the parameter, and the program may have reset the gradient since.
+    used[i] = slot.used && (slot.firings > 0 || slot.parameter.tensor.grad().defined());
+  }
   const at::Tensor anywhere = here.to(group_.device(), /*non_blocking=*/on_device);
   group_.all_reduce(anywhere, ReduceOp::kMax);
   // A rank that has used all knows the answer, and does not wait for the device to bring it.
-  const bool all = std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.used; });
+  const bool all = std::all_of(used, used + count, [](std::uint8_t one) { return one != 0; });
   used_anywhere_ = all ? here : anywhere.cpu();
   // In join(), a rank without inputs cannot learn the graph. All ranks learn it in the same backward.
   if (!options_.static_graph || (join_ && join_->active() < group_.world_size())) return;

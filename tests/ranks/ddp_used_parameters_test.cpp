@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -64,6 +65,30 @@ RANK_TEST("a gradient that no rank has used stays as it was", "[ddp][options]", 
     ddp(input(1, group.rank()), "l").sum().backward();
     CHECK(torch::equal(model->right->weight.grad(), before));
     CHECK(model->trunk->weight.grad().defined());
+  }
+}
+
+RANK_TEST("a parameter whose gradient was reset after a backward is not used", "[ddp][options]", 1, 2, 3) {
+  for (DistributedDataParallelOptions options : kMemories) {
+    for (const bool throws : {false, true}) {
+      CAPTURE(options.arena, options.gradient_as_bucket_view, throws);
+      options.find_unused_parameters = true;
+      Branches model;
+      DistributedDataParallel ddp(model, group, options);
+      torch::Tensor x = input(0, group.rank()).requires_grad_() * 1;
+      if (throws) {
+        x.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("a node that fails"); });
+        CHECK_THROWS_WITH(ddp(x, "lr").sum().backward(), ContainsSubstring("a node that fails"));
+      } else {
+        const auto no_sync = ddp.no_sync();
+        ddp(x, "lr").sum().backward();
+      }
+      CHECK(model->right->weight.grad().defined());
+      forget_gradients(*model);
+      ddp(input(1, group.rank()), "l").sum().backward();
+      CHECK(model->left->weight.grad().defined());
+      CHECK_FALSE(model->right->weight.grad().defined());
+    }
   }
 }
 
