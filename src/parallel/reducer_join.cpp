@@ -29,10 +29,12 @@ void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
   if (factor == 1 || memory_->sharded()) return;
   const at::NoGradGuard no_grad;
+  const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
   std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
-  for (Slot& slot : slots_) {
-    at::Tensor& gradient = slot.parameter.tensor.mutable_grad();
-    if (gradient.defined() && divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
+    if (!gradient.defined() || (used && used[i] == 0)) continue;
+    if (divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
+#include "ranks/branches.h"
 #include "ranks/comparisons.h"
 #include "support/catch.h"
 #include "support/ranks.h"
@@ -255,6 +256,22 @@ RANK_TEST("join: ranks that ended early take the state of optimizers and schedul
   check_joins_in_a_row<torch::optim::RMSprop>(group, torch::optim::RMSpropOptions(0.01).momentum(0.9));
   check_joins_in_a_row<ddpkit::optim::FusedAdamW>(group, torch::optim::AdamWOptions(0.01).amsgrad(true));
   check_joins_in_a_row<ddpkit::optim::FusedSGD>(group, torch::optim::SGDOptions(0.01).momentum(0.9));
+}
+
+RANK_TEST("join: a gradient that no rank has used is not divided", "[ddp][join]", 2, 3) {
+  ddpkit::testing::Branches model;
+  DistributedDataParallel ddp(model, group, {.find_unused_parameters = true});
+  const auto backward = [&](std::int64_t step, const char* branches) {
+    ddp(ddpkit::testing::input(step, group.rank()), branches).sum().backward();
+  };
+  const auto loop = [&] {
+    backward(0, "lr");
+    const torch::Tensor before = model->right->weight.grad().clone();
+    if (group.rank() == 0) return;
+    backward(1, "l");
+    CHECK(torch::equal(model->right->weight.grad(), before));
+  };
+  ddpkit::join(ddp, loop, {.divide_by_initial_world_size = false});
 }
 
 RANK_TEST("join: throw_on_early_termination stops all ranks", "[ddp][join]", 2, 3) {
