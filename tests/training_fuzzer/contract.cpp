@@ -1,5 +1,6 @@
 // What the documentation allows ddpkit to refuse, by an Error on all ranks. All else has to work.
 #include <algorithm>
+#include <set>
 
 #include "judge.h"
 
@@ -45,12 +46,34 @@ constexpr Clause kClauses[] = {
     // backward.
     {"node.checkpoint", "", "ready twice"},
     {"node.checkpoint", "wrapper.static_graph", "gave no gradient to"},
-    {"event.kind=freeze", "event.kind=wrap_again", "needs a module with at least one parameter"},
+    // Ranks with different graphs catch an exception after different numbers of reduced buckets.
+    {"event.kind=throw", "node.when=by_rank", "do not match"},
+    {"event.kind=throw", "node.when=rank_0", "do not match"},
 };
+
+/// Whether some wrapping finds that no averaged parameter wants a gradient.
+bool wraps_untrained_model(const Case& drawn) {
+  const auto is_averaged = [&](std::size_t i) {
+    return i < drawn.nodes.size() && drawn.nodes[i].kind != "mask" && !drawn.nodes[i].ignored;
+  };
+  std::set<std::size_t> trained;
+  for (std::size_t i = 0; i < drawn.nodes.size(); ++i)
+    if (is_averaged(i) && !drawn.nodes[i].frozen) trained.insert(i);
+  bool found = trained.empty();
+  for (const Event& event : drawn.events) {
+    const auto node = static_cast<std::size_t>(event.node);
+    if (event.kind == "freeze") trained.erase(node);
+    if (event.kind == "unfreeze" && is_averaged(node)) trained.insert(node);
+    found = found || (event.kind == "wrap_again" && trained.empty());
+  }
+  return found;
+}
 
 }  // namespace
 
 bool may_refuse(const Case& drawn, const std::string& message) {
+  if (message.find("needs a module with at least one parameter") != std::string::npos)
+    return wraps_untrained_model(drawn);
   const auto all = features(drawn);
   const auto holds = [&](const std::string& feature) {
     return feature.empty() || std::any_of(all.begin(), all.end(), [&](const std::string& one) {

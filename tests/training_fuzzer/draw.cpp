@@ -238,6 +238,8 @@ class Drawer {
              .how = dice_.word({"transposed", "channels_last", "sliced", "contiguous"}),
              .node = any_index(),
              .rank = is_data_parallel() ? -1 : some_rank()});
+        // The parameter leaves the tensor `flat`, which a later event writes: on all ranks, or their weights differ.
+        if (any_node(&Node::layout, "flat")) case_.events.back().rank = -1;
         return draw_step();
       case 8:
       case 9:
