@@ -11,8 +11,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Wrapper, kind, bucket_cap_mb, ar
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(OptimizerChoice, kind, engine, groups, momentum, weight_decay, nesterov,
                                                 amsgrad, maximize, in_backward, own_weights, scaler, schedule)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Event, kind, slots, how, node, rank, value, counts)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Case, data, world, backend, dtype, width, rows, magnitude, other_starts,
-                                                twice, nodes, wrapper, optimizer, events)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Case, data, world, backend, dtype, autocast, width, rows, magnitude,
+                                                other_starts, twice, nodes, wrapper, optimizer, events)
 
 namespace {
 

@@ -72,6 +72,7 @@ struct Case {
   int world = 2;
   std::string backend = "shm";
   std::string dtype = "f64";
+  std::string autocast = "";  ///< The type of mixed precision, with weights in `dtype`; empty: none.
   int width = 2;
   int rows = 2;
   double magnitude = 1;       ///< The loss is multiplied by it.

@@ -1,31 +1,11 @@
 // The grammar: what is drawn, and how often.
 #include <algorithm>
-#include <random>
 
 #include "case.h"
+#include "dice.h"
 
 namespace ddpkit::fuzz {
 namespace {
-
-/// The standard library's distributions differ between implementations.
-class Dice {
- public:
-  Dice(std::uint64_t seed, std::uint64_t number) {
-    std::seed_seq sequence{seed & 0xffffffffu, seed >> 32, number & 0xffffffffu, number >> 32};
-    engine_.seed(sequence);
-  }
-  /// From 0 to count - 1.
-  int below(int count) { return static_cast<int>(engine_() % static_cast<std::uint64_t>(count)); }
-  bool percent(int chance) { return below(100) < chance; }
-  template <class T>
-  T one_of(std::initializer_list<T> values) {
-    return *(values.begin() + below(static_cast<int>(values.size())));
-  }
-  std::string word(std::initializer_list<const char*> values) { return one_of<const char*>(values); }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 class Drawer {
  public:
@@ -66,6 +46,7 @@ class Drawer {
     const int type = dice_.below(100);
     case_.dtype = type < 60 ? "f64" : type < 80 ? "f32" : type < 88 ? "bf16" : "f16";
     if (case_.dtype == "f16" && dice_.percent(50)) case_.magnitude = 60000;
+    if (case_.dtype == "f32" && dice_.percent(20)) case_.autocast = dice_.word({"bf16", "f16"});
     case_.width = 2 + dice_.below(3);
     case_.rows = 2 + dice_.below(2);
     case_.other_starts = !is_data_parallel() && dice_.percent(20);
@@ -74,7 +55,7 @@ class Drawer {
 
   void draw_node(int index) {
     Node node;
-    if (is_half()) {
+    if (is_half() || !case_.autocast.empty()) {
       node.kind = dice_.word({"linear", "linear", "matmul", "scale", "bias", "mask"});
     } else {
       node.kind = dice_.word({"linear", "linear", "linear", "matmul", "scale", "empty", "bias", "conv", "embedding",
@@ -92,7 +73,8 @@ class Drawer {
     if (dice_.percent(12)) node.uses = 2;
     if (!is_data_parallel() && dice_.percent(6)) node.when = dice_.word({"never", "even_steps", "rank_0", "by_rank"});
     if (node.kind == "embedding") node.sparse = dice_.percent(40);
-    if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm")
+    if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm" &&
+        case_.autocast.empty())  // The tests' checkpoint does not restore autocast.
       node.checkpoint = true;
     node.frozen = dice_.percent(5);
     // The reference gives sync_batch_norm's gradients to one rank's parameters.
@@ -129,8 +111,8 @@ class Drawer {
     OptimizerChoice& choice = case_.optimizer;
     const bool sparse = any_node(&Node::sparse, true);
     const bool cancels = case_.dtype == "f32" && (has("batch_norm") || has("sync_batch_norm"));
-    const bool coarse = cancels || is_half() || any_node(&Node::dtype, "bf16") || case_.wrapper.hook == "fp16" ||
-                        case_.wrapper.hook == "bf16";
+    const bool coarse = cancels || is_half() || !case_.autocast.empty() || any_node(&Node::dtype, "bf16") ||
+                        case_.wrapper.hook == "fp16" || case_.wrapper.hook == "bf16";
     const int engine = dice_.below(100);
     choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
     if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
@@ -270,6 +252,7 @@ class Drawer {
       case 17: {
         if (is_data_parallel() || case_.optimizer.scaler) return draw_step();
         Event join{.kind = "join"};
+        if (dice_.percent(30)) join.how = "active";
         for (int rank = 0; rank < case_.world; ++rank) join.counts.push_back(dice_.below(4));
         join.counts[0] = std::max(join.counts[0], 1);
         add(join);
@@ -278,7 +261,9 @@ class Drawer {
       case 18:
         if (is_data_parallel() || case_.optimizer.in_backward) return draw_step();
         add({.kind = "throw",
-             .how = dice_.word({"forward", "backward"}),
+             .how = case_.wrapper.hook == "none"
+                        ? dice_.word({"forward", "backward"})
+                        : dice_.word({"forward", "backward", "hook", "hook_last", "hook_finish"}),
              .node = any_index(),
              .rank = dice_.percent(70) ? -1 : dice_.below(case_.world)});
         return draw_step();
@@ -296,6 +281,12 @@ class Drawer {
       case 21:
         if (case_.dtype == "f64" && !is_data_parallel() && !has("complex") && dice_.percent(20)) add({.kind = "cast"});
         return draw_step();
+      case 22:  // Gradients that the program keeps. With `view` they are parts of buckets, as in Python.
+        draw_step();
+        if (case_.optimizer.engine == "sharded" || case_.wrapper.view || case_.optimizer.scaler) return;
+        add({.kind = "zero", .how = "hold"});
+        for (const char* kind : {"forward", "backward", "step"}) add({.kind = kind});
+        return;
       default:
         return draw_step();
     }

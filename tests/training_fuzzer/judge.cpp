@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "model.h"
+
 namespace ddpkit::fuzz {
 namespace {
 
@@ -17,6 +19,7 @@ double tolerance(const Case& drawn) {
     if (dtype == "f16" || dtype == "bf16") result = std::max(result, dtype == "f16" ? 0.05 : 0.2);
   };
   widen(drawn.dtype);
+  widen(drawn.autocast);
   for (const Node& node : drawn.nodes) widen(node.dtype);
   std::vector<std::string> hooks{drawn.wrapper.hook};
   for (const Event& event : drawn.events) {
@@ -123,7 +126,14 @@ Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::
   if (count < reports.size()) return {"SOME", words};
   std::uint32_t first_event = reports[0].failed_event;
   for (const Report& report : reports) first_event = std::min(first_event, report.failed_event);
-  if (reference_failed && first_event >= reference[0].failed_event) return {"ALIKE", reference[0].message};
+  if (reference_failed && first_event >= reference[0].failed_event) {
+    // Every rank reports the exception of the program, whichever rank threw it.
+    for (const Report& report : reports)
+      if (reference[0].message == Model::Thrown().what() && !is_lost_connection(report.message) &&
+          report.message.find(reference[0].message) == std::string::npos && !may_refuse(drawn, report.message))
+        return {"UNNAMED", words};
+    return {"ALIKE", reference[0].message};
+  }
   bool named = false;
   for (const Report& report : reports) {
     const bool allowed = may_refuse(drawn, report.message);

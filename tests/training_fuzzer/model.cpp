@@ -192,6 +192,12 @@ std::vector<at::Tensor> Model::distinct_parameters() const {
   return distinct;
 }
 
+void Model::hold_gradients() {
+  held.clear();
+  for (const auto& item : named_parameters())
+    if (item.value().grad().defined()) held[item.key()] = item.value().grad();
+}
+
 std::vector<std::string> Model::ignored_names() const {
   std::vector<std::string> names;
   const auto add = [&](const auto& all) {

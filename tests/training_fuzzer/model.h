@@ -78,6 +78,9 @@ class Model : public torch::nn::Cloneable<Model> {
   /// The next forward throws at its end, or its graph does before the gradients of the nodes up to `node`.
   void throw_next_in_forward() { throws_in_forward_ = true; }
   void throw_next_in_backward(std::size_t node) { throws_in_backward_ = node; }
+  /// Keeps the gradients in `held`, as a program does that needs them after zero_grad().
+  void hold_gradients();
+  std::map<std::string, at::Tensor> held;  ///< By the parameter's name.
   /// The tensor that parameters of the layout "flat" are views of; undefined without.
   at::Tensor flat;
 

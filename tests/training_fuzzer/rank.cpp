@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <ddpkit/optim/join_state.h>
+#include <ddpkit/optim/precision.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/power_sgd.h>
@@ -61,20 +63,30 @@ void RankTraining::wrap() {
 
 void RankTraining::set_hook(const std::string& name) {
   hook_ = name;
-  if (name == "all_reduce") ddp_->register_comm_hook(comm_hooks::all_reduce(group_));
-  if (name == "fp16") ddp_->register_comm_hook(comm_hooks::fp16_compress(group_));
-  if (name == "bf16") ddp_->register_comm_hook(comm_hooks::bf16_compress(group_));
+  if (name == "none_again") ddp_->register_comm_hook({});
+  CommHook hook;
+  if (name == "all_reduce") hook = comm_hooks::all_reduce(group_);
+  if (name == "fp16") hook = comm_hooks::fp16_compress(group_);
+  if (name == "bf16") hook = comm_hooks::bf16_compress(group_);
   if (name == "power_sgd")
-    ddp_->register_comm_hook(comm_hooks::PowerSGD(
-        group_, {.matrix_approximation_rank = 8, .start_powerSGD_iter = 1, .min_compression_rate = 1e-6}));
+    hook = comm_hooks::PowerSGD(
+        group_, {.matrix_approximation_rank = 8, .start_powerSGD_iter = 1, .min_compression_rate = 1e-6});
   if (name == "own" || name == "stats")
-    ddp_->register_comm_hook([this, asks = name == "stats"](GradBucket& bucket) {
+    hook = [this, asks = name == "stats"](GradBucket& bucket) {
       if (asks) (void)ddp_->stats();
       const torch::NoGradGuard no_grad;
       bucket.buffer.div_(group_.world_size());
       return PendingReduction{.work = group_.all_reduce_async(bucket.buffer)};
-    });
-  if (name == "none_again") ddp_->register_comm_hook({});
+    };
+  if (!hook) return;
+  ddp_->register_comm_hook([this, hook](GradBucket& bucket) {
+    const bool is_asked = bucket.is_last || hook_throws_ == "hook";
+    const std::string throws = is_asked ? std::exchange(hook_throws_, "") : "";
+    if (throws == "hook" || throws == "hook_last") throw Model::Thrown();
+    PendingReduction pending = hook(bucket);
+    if (throws == "hook_finish") pending.finish = []() -> at::Tensor { throw Model::Thrown(); };
+    return pending;
+  });
 }
 
 void RankTraining::make_optimizer() {
@@ -112,6 +124,9 @@ at::Tensor RankTraining::forward(const Event& event) {
   if (event.how == "nested_no_sync" && ddp_) {
     const auto inner = ddp_->no_sync();
   }
+  std::optional<optim::Autocast> autocast;
+  if (!drawn_.autocast.empty())
+    autocast.emplace(at::kCPU, type_named(drawn_.autocast), optim::AutocastOptions{.cache = !data_parallel_});
   const at::Tensor output = output_of(batch);
   model_->train();
   return loss_of(drawn_, output, batch);
@@ -137,6 +152,7 @@ void RankTraining::zero(const std::string& how) {
   // The scaler expects step() after unscale_().
   if (unscaled_ && scaler_) scaler_->update(scaler_->get_scale());
   unscaled_ = has_gradients_ = false;
+  if (how == "hold") model_->hold_gradients();
   if (how == "module") return model_->zero_grad();
   if (how == "base") return optimizer_.base->zero_grad();
   if (optimizer_.fused) return optimizer_.fused->zero_grad();
@@ -181,11 +197,12 @@ void RankTraining::join(const Event& event) {
       step();
     }
   };
+  const JoinOptions options{.divide_by_initial_world_size = event.how != "active"};
   if (optimizer_.sharded) {
-    ddpkit::join({*ddp_, *optimizer_.sharded}, loop);
+    ddpkit::join({*ddp_, *optimizer_.sharded}, loop, options);
   } else {
     optim::JoinState state(*ddp_, *optimizer_.base);
-    ddpkit::join({*ddp_, state}, loop);
+    ddpkit::join({*ddp_, state}, loop, options);
   }
   const int most = *std::max_element(event.counts.begin(), event.counts.end());
   batch_ = before + most;
@@ -198,13 +215,16 @@ void RankTraining::throw_within(const Event& event) {
   if (event.rank < 0 || event.rank == rank_) {
     if (event.how == "forward")
       model_->throw_next_in_forward();
+    else if (throws_in_hook(event))
+      hook_throws_ = event.how;
     else
       model_->throw_next_in_backward(static_cast<std::size_t>(event.node));
   }
   try {
     if (const at::Tensor loss = forward(event); loss.requires_grad()) loss.backward();
+    if (!hook_throws_.empty()) throw Model::Thrown();  // No hook ran.
   } catch (const Model::Thrown&) {
-    if (event.rank >= 0) throw;
+    if (ends_program(event)) throw;
   }
   model_->train();
   zero("");

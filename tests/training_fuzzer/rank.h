@@ -60,6 +60,7 @@ class RankTraining {
   std::optional<optim::GradScaler> scaler_;
   std::map<int, at::Tensor> graphs_;  ///< Losses by slot.
   std::string hook_;
+  std::string hook_throws_;  ///< Where the hook throws in the next backward: see set_hook().
   std::vector<at::Tensor> added_;
   std::uint32_t event_ = 0;
   int batch_ = 0;

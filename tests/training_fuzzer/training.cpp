@@ -79,6 +79,7 @@ void report_model(Report& report, std::uint32_t event, Model& model, bool gradie
   }
   for (const auto& item : model.named_buffers())
     report_tensor(report, event, Kind::kLocal, "buffer " + item.key(), item.value());
+  for (const auto& [name, gradient] : model.held) report_tensor(report, event, Kind::kLocal, "held " + name, gradient);
 }
 
 std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {

@@ -36,6 +36,10 @@ inline bool replaces(const Event& event) {
 }
 /// A gradient scaler itself skips the step of a norm that is not finite.
 bool wants_step(const Case& drawn, const Event& event, bool has_gradients, double norm);
+inline bool throws_in_hook(const Event& event) { return event.how.rfind("hook", 0) == 0; }
+/// Whether an exception ends the program. All ranks catch their own from forward or backward; a communication hook that
+/// throws ends the group.
+inline bool ends_program(const Event& event) { return event.rank >= 0 || throws_in_hook(event); }
 /// Backward and forward within no_sync().
 inline bool is_local(const Event& event) { return event.how == "no_sync" || event.how == "nested_no_sync"; }
 /// A sharded optimizer takes gradients away. Before they are averaged, those of sync_batch_norm are of a part of the
