@@ -77,8 +77,9 @@ void Reference::update() {
       if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
     player.optimizer->step();
     // torch::optim::SGD does not tell autograd; Python's and ddpkit's optimizers do.
-    for (const at::Tensor& parameter : player.model->distinct_parameters())
-      if (restores && parameter.grad().defined()) parameter.unsafeGetTensorImpl()->bump_version();
+    for (const auto& group : player.optimizer->param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (restores && parameter.grad().defined()) parameter.unsafeGetTensorImpl()->bump_version();
     for (const at::Tensor& parameter : player.model->distinct_parameters())
       if (factor != 1 && restores && parameter.grad().defined()) parameter.mutable_grad().mul_(1 / factor);
   }
