@@ -3,11 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
+#include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
 
 #include <sstream>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 
 #include <fmt/format.h>
@@ -17,58 +18,96 @@
 #include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
-namespace ddpkit::optim {
+#include "parallel/model_agreement.h"
 
-void JoinState::add(const DistributedDataParallelBase& ddp, torch::optim::Optimizer& optimizer) {
-  if (dynamic_cast<const ShardedOptimizerBase*>(&optimizer))
-    throw InvalidArgument("JoinState: a ShardedOptimizer keeps its state on all ranks; pass it to join() itself");
-  std::unordered_set<const void*> averaged;
-  for (const NamedParameter& parameter : ddp.reducer().parameters())
-    averaged.insert(parameter.tensor.unsafeGetTensorImpl());
-  for (const auto& group : std::as_const(optimizer).param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.requires_grad() && !averaged.contains(parameter.unsafeGetTensorImpl()))
-        throw InvalidArgument(
-            fmt::format("JoinState: DistributedDataParallel does not average a parameter of this optimizer, of sizes "
-                        "[{}]: give the parameters that it ignores another optimizer",
-                        fmt::join(parameter.sizes(), ", ")));
-    }
+namespace ddpkit::optim {
+namespace {
+
+constexpr const char* kCall = "JoinState";
+
+using Names = std::unordered_map<const void*, std::string>;
+
+/// Throws InvalidArgument for a parameter that is not in `averaged`.
+std::string names_of(const torch::optim::OptimizerParamGroup& group, const Names& averaged) {
+  std::vector<std::string> names;
+  for (const at::Tensor& parameter : group.params()) {
+    const auto found = averaged.find(parameter.unsafeGetTensorImpl());
+    if (parameter.requires_grad() && found == averaged.end())
+      throw InvalidArgument(
+          fmt::format("JoinState: DistributedDataParallel does not average a parameter of this optimizer, of sizes "
+                      "[{}]: give the parameters that it ignores another optimizer",
+                      fmt::join(parameter.sizes(), ", ")));
+    names.push_back(found == averaged.end() ? "a frozen tensor" : found->second);
   }
-  parts_.push_back(
-      {.save = [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
-       .load = [&optimizer](torch::serialize::InputArchive& archive) { load_archive(optimizer, archive); }});
+  return fmt::format("({})", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+void JoinState::add(torch::optim::Optimizer& optimizer) {
+  parts_.push_back({.save = [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
+                    .load = [&optimizer](torch::serialize::InputArchive& archive) { load_archive(optimizer, archive); },
+                    .type = &typeid(optimizer),
+                    .optimizer = &optimizer});
+}
+
+void JoinState::check(const DistributedDataParallelBase& ddp) const {
+  check_same_on_all_ranks(group_, kCall, [&] {
+    Names averaged;
+    for (const NamedParameter& parameter : ddp.reducer().parameters())
+      averaged.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
+    std::string text;
+    for (const Part& part : parts_) {
+      if (dynamic_cast<const ShardedOptimizerBase*>(part.optimizer))
+        throw InvalidArgument("JoinState: a ShardedOptimizer keeps its state on all ranks; pass it to join() itself");
+      text += c10::demangle(part.type->name());
+      if (part.optimizer) {
+        for (const auto& group : part.optimizer->param_groups()) text += " of " + names_of(group, averaged);
+      }
+      text += '\n';
+    }
+    return text;
+  });
 }
 
 void JoinState::join_end(int source) {
   if (source < 0) return;
   const bool own = group_.rank() == source;
   std::string bytes;
-  if (own) {
-    torch::serialize::OutputArchive archive;
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
-      torch::serialize::OutputArchive nested(archive.compilation_unit());
-      parts_[i].save(nested);
-      archive.write(fmt::format("part_{}", i), nested);
-    }
-    std::ostringstream stream;
-    archive.save_to(stream);
-    bytes = std::move(stream).str();
-  }
+  run_on_all_ranks(group_, kCall, [&] {
+    if (own) bytes = save();
+    return std::string();
+  });
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(group_.device());
   group_.broadcast(size, source);
   bytes.resize(static_cast<std::size_t>(size.item<std::int64_t>()));
   const at::Tensor on_host = at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte);
   const at::Tensor data = on_host.to(group_.device());
   group_.broadcast(data, source);
-  if (own) return;
-  on_host.copy_(data);
-  torch::serialize::InputArchive archive;
-  archive.load_from(bytes.data(), bytes.size());
+  run_on_all_ranks(group_, kCall, [&] {
+    if (own) return std::string();
+    on_host.copy_(data);
+    torch::serialize::InputArchive archive;
+    archive.load_from(bytes.data(), bytes.size());
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      torch::serialize::InputArchive nested;
+      archive.read(fmt::format("part_{}", i), nested);
+      parts_[i].load(nested);
+    }
+    return std::string();
+  });
+}
+
+std::string JoinState::save() const {
+  torch::serialize::OutputArchive archive;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
-    torch::serialize::InputArchive nested;
-    archive.read(fmt::format("part_{}", i), nested);
-    parts_[i].load(nested);
+    torch::serialize::OutputArchive nested(archive.compilation_unit());
+    parts_[i].save(nested);
+    archive.write(fmt::format("part_{}", i), nested);
   }
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return std::move(stream).str();
 }
 
 }  // namespace ddpkit::optim

@@ -9,6 +9,7 @@
 #include <ddpkit/comm/error.h>
 
 #include "optim/shards.h"
+#include "parallel/model_agreement.h"
 
 namespace ddpkit::optim {
 
@@ -32,12 +33,16 @@ torch::optim::OptimizerParamState* ShardedOptimizerBase::Shards::state_of(std::s
 
 void ShardedOptimizerBase::consolidate_state(int to) const {
   Shards& shards = *shards_;
-  if (to < 0 || to >= shards.group.world_size())
-    throw InvalidArgument(fmt::format("consolidate_state to rank {} of {}", to, shards.group.world_size()));
   const at::NoGradGuard no_grad;
   shards.consolidated.reset();
-  check_groups();
-  auto whole = shards.group.rank() == to ? make_whole() : nullptr;
+  std::unique_ptr<FusedOptimizer> whole;
+  check_same_on_all_ranks(shards.group, "consolidate_state", [&] {
+    if (to < 0 || to >= shards.group.world_size())
+      throw InvalidArgument(fmt::format("consolidate_state to rank {} of {}", to, shards.group.world_size()));
+    check_groups();
+    if (shards.group.rank() == to) whole = make_whole();
+    return fmt::format("to rank {}", to);
+  });
   for (std::size_t i = 0; i < shards.parameters.size(); ++i) {
     const at::Tensor& parameter = shards.parameters[i].tensor;
     const auto* state = shards.state_of(i);  // On all ranks or none.

@@ -53,7 +53,11 @@ ShardedOptimizerBase::Shards::Shards(DistributedDataParallelBase& ddp, const Gro
       parameters(ddp.reducer().parameters()),
       defaults(std::move(default_options)) {
   const at::NoGradGuard no_grad;
-  check_same_on_all_ranks(find_error(whole_groups));
+  check_same_on_all_ranks(group, "ShardedOptimizer", [&] {
+    if (const std::string error = find_error(whole_groups); !error.empty())
+      throw InvalidArgument("ShardedOptimizer: " + error);
+    return signature();
+  });
   if (options.shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
   cut(whole_groups);
   inner = factory(groups);
@@ -101,23 +105,6 @@ std::string ShardedOptimizerBase::Shards::signature() const {
                           fmt::join(parameters[index].tensor.strides(), ", "));
   }
   return text;
-}
-
-/// Throws on all ranks if one of them has an error or another signature.
-void ShardedOptimizerBase::Shards::check_same_on_all_ranks(const std::string& error) const {
-  if (!error.empty()) {
-    if (group.world_size() > 1) group.all_gather_bytes("!" + error);
-    throw InvalidArgument("ShardedOptimizer: " + error);
-  }
-  if (group.world_size() == 1) return;
-  const auto texts = group.all_gather_bytes(signature());
-  for (std::size_t r = 0; r < texts.size(); ++r) {
-    if (texts[r].starts_with('!'))
-      throw InvalidArgument(fmt::format("ShardedOptimizer: rank {}: {}", r, texts[r].substr(1)));
-  }
-  if (const auto found = first_difference(texts))
-    throw InvalidArgument(fmt::format("ShardedOptimizer differs between rank 0 and rank {}: \"{}\" and \"{}\"",
-                                      found->rank, found->reference, found->other));
 }
 
 void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {

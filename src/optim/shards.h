@@ -53,7 +53,6 @@ struct ShardedOptimizerBase::Shards final : GradientSink {
   void follow_parameter(std::size_t index);
   std::string find_error(const Groups& whole_groups);
   std::string signature() const;
-  void check_same_on_all_ranks(const std::string& error) const;
   void cut(const Groups& whole_groups);
   void drop_gradients();
   void gather_weights() const;

@@ -21,6 +21,7 @@
 #include "comm/backends.h"
 #include "comm/shm/guarded_view.h"
 #include "comm/shm/mapping.h"
+#include "parallel/model_agreement.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -37,15 +38,6 @@ std::uint64_t hash_of(const std::byte* data, std::size_t bytes) {
     hash ^= hash >> 29;
   }
   return hash;
-}
-
-/// Every rank's sentence on what went wrong, empty where nothing did: throws the first on all ranks.
-void throw_first(const ProcessGroup& group, const std::string& error) {
-  const auto errors = group.all_gather_bytes(error);
-  for (std::size_t r = 0; r < errors.size(); ++r) {
-    if (!errors[r].empty())
-      throw Error(fmt::format("rank {}: {}", r, errors[r]), {.rank = static_cast<int>(r), .call = "ShardedOptimizer"});
-  }
 }
 
 }  // namespace
@@ -66,18 +58,11 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
       group_(std::move(group)),
       pages_(std::make_shared<Pages>()),
       flag_(at::zeros({1}, at::kByte)) {
-  std::string error;
   const auto attempt = [&](const auto& action) {
-    try {
+    run_on_all_ranks(group_, "ShardedOptimizer", [&] {
       action();
-    } catch (const PeerLost& failed) {
-      // It may have taken part in the exchange that follows before it ended.
-      group_.abort(failed.what());
-      throw;
-    } catch (const Error& failed) {
-      error = failed.what();
-    }
-    throw_first(group_, error);
+      return std::string();
+    });
   };
   attempt([&] { lay_out(); });
   check_same_offsets();

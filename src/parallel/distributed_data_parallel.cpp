@@ -125,6 +125,17 @@ std::vector<NamedParameter> distinct_parameters(torch::nn::Module& module, const
   return parameters;
 }
 
+ReducerOptions options_of_reducer(const DistributedDataParallelOptions& options) {
+  ReducerOptions result{.first_bucket_bytes = option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
+                        .bucket_bytes = option_bytes(options.bucket_cap_mb, "bucket_cap_mb"),
+                        .find_unused_parameters = options.find_unused_parameters,
+                        .static_graph = options.static_graph,
+                        .gradient_as_bucket_view = options.gradient_as_bucket_view,
+                        .arena = options.arena};
+  if (options.arena_mb) result.arena_bytes = option_bytes(*options.arena_mb, "arena_mb");
+  return result;
+}
+
 /// For DDPKIT_DEBUG.
 std::string text_of(const DistributedDataParallelOptions& options, const ProcessGroup& group) {
   return fmt::format("DistributedDataParallel on {} ranks, backend {}: {}, gradient_as_bucket_view {}, arena_mb {}",
@@ -143,16 +154,22 @@ DistributedDataParallelBase::NoSync::~NoSync() { reducer_->set_synchronize(befor
 DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                                                          const DistributedDataParallelOptions& options)
     : group_(std::move(group)), module_(&module), options_(options) {
-  std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
-  const NamedTensors parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
-  const NamedTensors buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
-  if (!unknown.empty())
-    throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
-                                      fmt::join(unknown, ", ")));
-  auto lines = describe_model(module, parameters, buffers);
-  lines.insert(lines.begin(), text_of(options));
-  check_same_on_all_ranks(lines, group_);
-  auto distinct = distinct_parameters(module, parameters, group_);
+  NamedTensors parameters, buffers;
+  std::vector<NamedParameter> distinct;
+  ReducerOptions reducer_options;
+  check_same_model(group_, [&] {
+    std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
+    parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
+    buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
+    if (!unknown.empty())
+      throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
+                                        fmt::join(unknown, ", ")));
+    distinct = distinct_parameters(module, parameters, group_);
+    reducer_options = options_of_reducer(options);
+    auto lines = describe_model(module, parameters, buffers);
+    lines.insert(lines.begin(), text_of(options));
+    return lines;
+  });
   for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   sort_by_type(parameters_);
@@ -160,13 +177,6 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
   broadcast_all(parameters_, group_);
   broadcast_all(buffers_, group_);
   for (const at::Tensor& buffer : buffers_) buffer_versions_.push_back(buffer._version());
-  ReducerOptions reducer_options{.first_bucket_bytes = option_bytes(options.first_bucket_cap_mb, "first_bucket_cap_mb"),
-                                 .bucket_bytes = option_bytes(options.bucket_cap_mb, "bucket_cap_mb"),
-                                 .find_unused_parameters = options.find_unused_parameters,
-                                 .static_graph = options.static_graph,
-                                 .gradient_as_bucket_view = options.gradient_as_bucket_view,
-                                 .arena = options.arena};
-  if (options.arena_mb) reducer_options.arena_bytes = option_bytes(*options.arena_mb, "arena_mb");
   if (debug_level() >= DebugLevel::kInfo && group_.rank() == 0) debug_line(group_, text_of(options_, group_));
   reducer_ = std::make_unique<Reducer>(std::move(distinct), group_, reducer_options);
   if (const auto request = take_timeline_request()) {

@@ -1,6 +1,7 @@
 #include "parallel/model_agreement.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <string_view>
 #include <unordered_map>
@@ -46,6 +47,48 @@ std::optional<RankDifference> first_difference(const std::vector<std::string>& t
   return std::nullopt;
 }
 
+std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char* call,
+                                          const std::function<std::string()>& body) {
+  // First byte: '.' for no error, 'i' for an InvalidArgument, 'e' for any other error.
+  std::string text;
+  std::exception_ptr own;
+  const auto fail = [&](char kind, const char* what) {
+    text = kind + std::string(what);
+    own = std::current_exception();
+  };
+  try {
+    text = '.' + body();
+  } catch (const PeerLost& error) {
+    group.abort(error.what());  // The lost rank may have taken part in the exchange that follows before it ended.
+    throw;
+  } catch (const InvalidArgument& error) {
+    fail('i', error.what());
+  } catch (const c10::Error& error) {
+    fail('e', error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fail('e', error.what());
+  }
+  std::vector<std::string> texts{text};
+  if (group.world_size() > 1) texts = group.all_gather_bytes(text);
+  if (own) std::rethrow_exception(own);
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    const char kind = texts[r].front();
+    texts[r].erase(0, 1);
+    if (kind == '.') continue;
+    const std::string message = fmt::format("rank {}: {}", r, texts[r]);
+    const Error::Context context{.rank = static_cast<int>(r), .call = call};
+    if (kind == 'i') throw InvalidArgument(message, context);
+    throw Error(message, context);
+  }
+  return texts;
+}
+
+void check_same_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<std::string()>& body) {
+  if (const auto found = first_difference(run_on_all_ranks(group, call, body)))
+    throw InvalidArgument(fmt::format("{} differs between rank 0 and rank {}: \"{}\" and \"{}\"", call, found->rank,
+                                      found->reference, found->other));
+}
+
 std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module) {
   std::unordered_set<const void*> weights;
   module.apply([&](const torch::nn::Module& child) {
@@ -74,9 +117,9 @@ std::vector<std::string> describe_model(const torch::nn::Module& module, const N
   return lines;
 }
 
-void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group) {
-  if (group.world_size() == 1) return;
-  const auto found = first_difference(group.all_gather_bytes(fmt::format("{}\n", fmt::join(lines, "\n"))));
+void check_same_model(const ProcessGroup& group, const std::function<std::vector<std::string>()>& lines) {
+  const auto found = first_difference(run_on_all_ranks(group, "DistributedDataParallel",
+                                                       [&] { return fmt::format("{}\n", fmt::join(lines(), "\n")); }));
   if (!found) return;
   throw ModelMismatch(fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", found->reference,
                                   found->rank, found->other),
@@ -84,14 +127,17 @@ void check_same_on_all_ranks(const std::vector<std::string>& lines, const Proces
 }
 
 void check_same_parameters(const DistributedDataParallelBase& ddp) {
-  std::vector<std::string> lines;
-  for (const NamedParameter& parameter : ddp.reducer().parameters()) {
-    const at::Tensor values = parameter.tensor.detach().cpu().contiguous();
-    const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-    lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", parameter.name, values),
-                                std::hash<std::string_view>()(bytes)));
-  }
-  check_same_on_all_ranks(lines, ddp.group());
+  if (ddp.group().world_size() == 1) return;
+  check_same_model(ddp.group(), [&] {
+    std::vector<std::string> lines;
+    for (const NamedParameter& parameter : ddp.reducer().parameters()) {
+      const at::Tensor values = parameter.tensor.detach().cpu().contiguous();
+      const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+      lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", parameter.name, values),
+                                  std::hash<std::string_view>()(bytes)));
+    }
+    return lines;
+  });
 }
 
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,

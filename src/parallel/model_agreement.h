@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -24,6 +25,13 @@ struct RankDifference {
 /// `texts`: of all ranks, in lines. [rank]
 std::optional<RankDifference> first_difference(const std::vector<std::string>& texts);
 
+/// Collective. Calls `body` on all ranks. If `body` throws on a rank, all ranks throw: that rank the same exception,
+/// the others an InvalidArgument or Error with its text, the rank and `call`. Returns the texts of all ranks. [rank]
+std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char* call,
+                                          const std::function<std::string()>& body);
+/// The same. Also throws InvalidArgument, with the first line that differs, if the texts of the ranks differ.
+void check_same_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<std::string()>& body);
+
 /// Weights of embeddings made with sparse(true).
 std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);
 
@@ -31,8 +39,8 @@ std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);
 std::vector<std::string> describe_model(const torch::nn::Module& module, const NamedTensors& parameters,
                                         const NamedTensors& buffers);
 
-/// Collective. Throws ModelMismatch with the first line that differs between ranks.
-void check_same_on_all_ranks(const std::vector<std::string>& lines, const ProcessGroup& group);
+/// Collective: run_on_all_ranks(). Also throws ModelMismatch with the first line that differs between ranks.
+void check_same_model(const ProcessGroup& group, const std::function<std::vector<std::string>()>& lines);
 
 /// Throws ModelMismatch for a parameter with requires_grad that is none of `wrapped`, and tells the other ranks.
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,

@@ -12,6 +12,7 @@
 
 #include "parallel/gradient_hook.h"
 #include "parallel/graph.h"
+#include "parallel/model_agreement.h"
 
 namespace ddpkit {
 
@@ -43,8 +44,12 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   end_abandoned_backward();
   if (in_backward_) throw InvalidArgument("a communication hook cannot be set while backward runs");
-  if (hook && sink_)
-    throw InvalidArgument("gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
+  run_on_all_ranks(group_, "set_comm_hook", [&] {
+    if (hook && sink_)
+      throw InvalidArgument(
+          "gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
+    return std::string();
+  });
   const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
   comm_hook_ = std::move(hook);
   if (same_memory) return;
@@ -57,15 +62,19 @@ void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
   const std::lock_guard lock(mutex_);
   end_abandoned_backward();
   if (in_backward_) throw InvalidArgument("the gradients' sink cannot be set while backward runs");
-  if (comm_hook_) throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
-  if (dense_ < slots_.size())
-    throw InvalidArgument(
-        fmt::format("the gradient of {} is sparse: it cannot be sharded", slots_[dense_].parameter.name));
-  for (const Slot& slot : slots_) {
-    if (!slot.parameter.tensor.is_non_overlapping_and_dense())
-      throw InvalidArgument(fmt::format(
-          "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
-  }
+  run_on_all_ranks(group_, "set_gradient_sink", [&] {
+    if (comm_hook_)
+      throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
+    if (dense_ < slots_.size())
+      throw InvalidArgument(
+          fmt::format("the gradient of {} is sparse: it cannot be sharded", slots_[dense_].parameter.name));
+    for (const Slot& slot : slots_) {
+      if (!slot.parameter.tensor.is_non_overlapping_and_dense())
+        throw InvalidArgument(fmt::format(
+            "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
+    }
+    return std::string();
+  });
   follow_strides();
   sink_ = &sink;
   follow_sink();

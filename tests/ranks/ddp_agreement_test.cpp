@@ -214,6 +214,20 @@ RANK_TEST("a layer that is added or replaced after wrapping is named", "[ddp]", 
   }
 }
 
+RANK_TEST("what one rank refuses to wrap, all ranks refuse", "[ddp]", 2, 3) {
+  const auto wrap = [&](const DistributedDataParallelOptions& options, bool is_frozen = false) {
+    Net net;
+    for (torch::Tensor& parameter : net->parameters()) parameter.requires_grad_(!is_frozen);
+    const DistributedDataParallel ddp(net, group, options);
+  };
+  const bool odd = is_odd(group);
+  CHECK_THROWS_WITH(wrap({.parameters_to_ignore = {odd ? "no.such" : "small.weight"}}),
+                    ContainsSubstring("parameters_to_ignore names no.such"));
+  CHECK_THROWS_WITH(wrap({.arena_mb = odd ? -1.0 : 8.0}), ContainsSubstring("arena_mb is -1 MiB"));
+  CHECK_THROWS_WITH(wrap({}, odd), ContainsSubstring("at least one parameter that wants a gradient"));
+  CHECK_NOTHROW(wrap({}));
+}
+
 RANK_TEST("weights that differ between ranks are named", "[ddp]", 2, 3) {
   Net net;
   DistributedDataParallel ddp(net, group);

@@ -2,7 +2,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/fused_adam.h>
@@ -272,6 +275,42 @@ RANK_TEST("join: a gradient that no rank has used is not divided", "[ddp][join]"
     CHECK(torch::equal(model->right->weight.grad(), before));
   };
   ddpkit::join(ddp, loop, {.divide_by_initial_world_size = false});
+}
+
+RANK_TEST("join: what one rank's JoinState refuses, all ranks refuse", "[ddp][join][optim]", 2, 3) {
+  auto model = make_model(torch::nn::Identity()), other = make_model(torch::nn::Identity());
+  DistributedDataParallel ddp(model, group);
+  torch::optim::SGD averaged(model->parameters(), 0.1), not_averaged(other->parameters(), 0.1);
+  torch::optim::Adam adam(model->parameters(), 0.1);
+  const bool is_odd = group.rank() == 1;
+  const auto make = [&](torch::optim::Optimizer& optimizer) { const ddpkit::optim::JoinState state(ddp, optimizer); };
+  CHECK_THROWS_WITH(make(is_odd ? not_averaged : averaged), ContainsSubstring("does not average a parameter"));
+  CHECK_THROWS_WITH(make(is_odd ? static_cast<torch::optim::Optimizer&>(adam) : averaged),
+                    ContainsSubstring("JoinState differs between rank 0 and rank 1") && ContainsSubstring("Adam"));
+  CHECK_NOTHROW(make(averaged));
+}
+
+RANK_TEST("join: a state that one rank cannot save or load is an error on all", "[ddp][join][optim]", 2, 3) {
+  struct Stubborn {
+    bool saves, loads;
+    void save(torch::serialize::OutputArchive&) const {
+      if (!saves) throw std::runtime_error("no room to save");
+    }
+    void load(torch::serialize::InputArchive&) const {
+      if (!loads) throw std::runtime_error("no room to load");
+    }
+  };
+  for (const bool saves : {false, true}) {
+    const auto own = ddpkit::testing::another_group(group, fmt::format("saves {}", saves));
+    auto model = make_model(torch::nn::Identity());
+    DistributedDataParallel ddp(model, own);
+    Stubborn object{.saves = saves, .loads = group.rank() != 1};
+    ddpkit::optim::JoinState state(ddp, object);
+    const auto run = [&] {
+      ddpkit::join({ddp, state}, [&] { ddp(uneven_input(0, group.rank())).pow(2).mean().backward(); });
+    };
+    CHECK_THROWS_WITH(run(), ContainsSubstring(saves ? "no room to load" : "no room to save"));
+  }
 }
 
 RANK_TEST("join: throw_on_early_termination stops all ranks", "[ddp][join]", 2, 3) {

@@ -183,6 +183,17 @@ RANK_TEST("groups of a sharded optimizer are fixed", "[optim][sharded]", 2) {
   }
 }
 
+RANK_TEST("what one rank's sharded optimizer refuses, all ranks refuse", "[optim][sharded]", 2, 3) {
+  auto model = two_layers::make_model();
+  DistributedDataParallel ddp(model, group);
+  Sharded optimizer(ddp, kSgd);
+  step_with(ddp, optimizer, 0);
+  CHECK_THROWS_WITH(optimizer.consolidate_state(group.rank() == 1 ? 99 : 0), ContainsSubstring("to rank 99"));
+  torch::optim::Optimizer& base = optimizer;
+  if (group.rank() == 1) base.add_param_group(torch::optim::OptimizerParamGroup({torch::ones({3}).requires_grad_()}));
+  CHECK_THROWS_WITH(optimizer.consolidate_state(), ContainsSubstring("parameter groups have changed"));
+}
+
 RANK_TEST("views of one flat tensor stay views under a sharded optimizer", "[optim][sharded]", 2, 3) {
   for (const ShardedOptions& options : ways()) {
     auto model = two_layers::make_model();

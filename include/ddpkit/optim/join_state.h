@@ -4,7 +4,9 @@
 #include <torch/optim/optimizer.h>
 
 #include <functional>
+#include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
@@ -24,36 +26,44 @@ namespace ddpkit::optim {
 /// weights differ after the next step. A ShardedOptimizer is passed to join() itself.
 class JoinState final : public Joinable {
  public:
-  /// `objects`: optimizers, and anything with save(OutputArchive&) and load(InputArchive&); the same on all ranks. They
-  /// outlive this. Throws InvalidArgument for a ShardedOptimizer, and for an optimizer of parameters that `ddp` does
-  /// not average: each rank has its own state of them.
+  /// Collective. `objects`: optimizers, and anything with save(OutputArchive&) and load(InputArchive&); the same on all
+  /// ranks. They outlive this. Throws InvalidArgument on all ranks for objects that differ between ranks, for a
+  /// ShardedOptimizer, and for an optimizer of parameters that `ddp` does not average: each rank has its own state of
+  /// them.
   template <class... Objects>
   explicit JoinState(const DistributedDataParallelBase& ddp, Objects&... objects) : group_(ddp.group()) {
-    (add(ddp, objects), ...);
+    (add(objects), ...);
+    check(ddp);
   }
 
   const ProcessGroup& join_group() const override { return group_; }
   void join_begin(JoinSession&, int) override {}
   void join_shadow(int) override {}
-  /// Broadcasts the archives of all objects.
+  /// Broadcasts the archives of all objects. An object that a rank cannot save or load is an error on all ranks.
   void join_end(int source) override;
 
  private:
   struct Part {
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;
+    const std::type_info* type;
+    const torch::optim::Optimizer* optimizer = nullptr;
   };
 
-  void add(const DistributedDataParallelBase& ddp, torch::optim::Optimizer& optimizer);
+  void add(torch::optim::Optimizer& optimizer);
   template <class T>
-  void add(const DistributedDataParallelBase& ddp, T& object) {
+  void add(T& object) {
     if constexpr (std::is_base_of_v<torch::optim::Optimizer, T>) {
-      add(ddp, static_cast<torch::optim::Optimizer&>(object));
+      add(static_cast<torch::optim::Optimizer&>(object));
     } else {
       parts_.push_back({.save = [&object](torch::serialize::OutputArchive& archive) { object.save(archive); },
-                        .load = [&object](torch::serialize::InputArchive& archive) { object.load(archive); }});
+                        .load = [&object](torch::serialize::InputArchive& archive) { object.load(archive); },
+                        .type = &typeid(object)});
     }
   }
+  /// Collective.
+  void check(const DistributedDataParallelBase& ddp) const;
+  std::string save() const;
 
   ProcessGroup group_;
   std::vector<Part> parts_;
