@@ -30,9 +30,10 @@ constexpr const char* kWhat = "checkpoint";
 
 // What all ranks must give before rank 0 can write. Collective. [rank]
 std::vector<std::string> prepare(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
-                                 const std::vector<CheckpointPart>& parts, const ProcessGroup& group) {
+                                 const std::vector<CheckpointPart>& parts, const ProcessGroup& group,
+                                 bool check_parameters) {
   if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer)) sharded->consolidate_state();
-  return gather_rank_states(module, parts, group);
+  return gather_rank_states(module, parts, group, check_parameters);
 }
 
 }  // namespace
@@ -106,7 +107,7 @@ Checkpoint::~Checkpoint() {
 
 void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                       const CheckpointInfo& info, const std::vector<CheckpointPart>& parts, bool is_best) {
-  const std::vector<std::string> states = prepare(module, optimizer, parts, *group_);
+  const std::vector<std::string> states = prepare(module, optimizer, parts, *group_, options_.check_parameters);
   run_together(*group_, [&] {
     if (group_->rank() != 0) return;
     writer_->finish();

@@ -47,13 +47,35 @@ std::string to_bytes(OutputArchive& archive) {
   return bytes;
 }
 
-std::uint32_t checksum_of_buffers(const torch::nn::Module& module) {
+constexpr std::size_t kChecksumBytes = 8;
+
+std::string checksum_of(const std::vector<at::Tensor>& tensors) {
   std::uint32_t checksum = 0;
-  for (const at::Tensor& buffer : module.buffers()) {
-    const at::Tensor host = buffer.detach().cpu().contiguous();
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor host = tensor.detach().cpu().contiguous();
     checksum = crc32c(host.const_data_ptr(), host.nbytes(), checksum);
   }
-  return checksum;
+  return fmt::format("{:08x}", checksum);
+}
+
+/// `checksums`: of the buffers of each rank, then of each parameter. [rank]
+void check_same_parameters(const std::vector<std::string>& checksums, const std::vector<std::string>& names) {
+  for (std::size_t r = 1; r < checksums.size(); ++r) {
+    const auto fail = [&](const std::string& what) {
+      throw ModelMismatch(
+          fmt::format("the checkpoint is not written: {} between rank 0 and rank {}. A rank has taken a step alone, or "
+                      "has written to the parameter outside the optimizer. If ranks keep different values on purpose, "
+                      "set check_parameters of CheckpointOptions to false",
+                      what, r),
+          {.rank = static_cast<int>(r), .call = "Checkpoint"});
+    };
+    if (checksums[r].size() != checksums[0].size()) fail("the number of parameters differs");
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const std::size_t at = (i + 1) * kChecksumBytes;
+      if (checksums[r].compare(at, kChecksumBytes, checksums[0], at, kChecksumBytes) != 0)
+        fail(fmt::format("the values of parameter {} differ", names[i]));
+    }
+  }
 }
 
 }  // namespace
@@ -82,10 +104,20 @@ std::string rank_state(const torch::nn::Module& module, const std::vector<Checkp
 }
 
 std::vector<std::string> gather_rank_states(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts,
-                                            const ProcessGroup& group) {
-  const auto checksums = group.all_gather_bytes(std::to_string(checksum_of_buffers(module)));
-  const bool buffers_differ =
-      std::any_of(checksums.begin(), checksums.end(), [&](const auto& checksum) { return checksum != checksums[0]; });
+                                            const ProcessGroup& group, bool check_parameters) {
+  std::string own = checksum_of(module.buffers());
+  std::vector<std::string> names;
+  if (check_parameters && group.world_size() > 1) {
+    for (const auto& parameter : module.named_parameters()) {
+      names.push_back(parameter.key());
+      own += checksum_of({parameter.value()});
+    }
+  }
+  const auto checksums = group.all_gather_bytes(own);
+  check_same_parameters(checksums, names);
+  const bool buffers_differ = std::any_of(checksums.begin(), checksums.end(), [&](const std::string& other) {
+    return other.compare(0, kChecksumBytes, checksums[0], 0, kChecksumBytes) != 0;
+  });
   std::string state;
   run_together(group, [&] { state = rank_state(module, parts, buffers_differ); });
   return group.all_gather_bytes(state);

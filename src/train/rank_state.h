@@ -12,9 +12,10 @@ namespace ddpkit::train {
 /// are each rank's own: an archive.
 std::string rank_state(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts, bool with_buffers);
 
-/// Of all ranks; with buffers only where they differ between ranks. Collective. [rank]
+/// Of all ranks; with buffers only where they differ between ranks. Collective. Throws ModelMismatch on all ranks for
+/// parameters that differ between ranks, with `check_parameters`. [rank]
 std::vector<std::string> gather_rank_states(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts,
-                                            const ProcessGroup& group);
+                                            const ProcessGroup& group, bool check_parameters);
 
 /// A rank's state that has been read and can be put into place.
 class RankState {

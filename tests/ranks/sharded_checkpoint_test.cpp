@@ -69,3 +69,33 @@ RANK_TEST("a run with a sharded optimizer goes on from its checkpoint, also with
     group.barrier();
   }
 }
+
+RANK_TEST("a checkpoint of parameters that differ between ranks is refused", "[train]", 2, 3) {
+  const ddpkit::testing::Folder made;
+  const auto folders = group.all_gather_bytes(made.path().string());
+  const std::filesystem::path path = std::filesystem::path(folders[0]) / "checkpoint.pt";
+  auto model = make_model();
+  DistributedDataParallel ddp(model, group);
+  FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  train(ddp, optimizer, 0, 2);
+  ddpkit::train::Checkpoint checkpoint(path, group);
+  checkpoint.save(*model, optimizer, {.step = 2});
+  checkpoint.wait();
+  train(ddp, optimizer, 2, 3);
+  if (group.rank() == 1) {
+    const torch::NoGradGuard no_grad;
+    model->bias[3] += 1e-12;
+  }
+  CHECK_THROWS_WITH(checkpoint.save(*model, optimizer, {.step = 3}),
+                    ContainsSubstring("parameter bias") && ContainsSubstring("between rank 0 and rank 1"));
+  CHECK_THROWS_WITH(ddpkit::train::save_checkpoint(path, *model, optimizer, {.step = 3}, group),
+                    ContainsSubstring("parameter bias"));
+  CHECK(ddpkit::train::read_checkpoint_info(path).step == 2);
+  group.barrier();  // Before the folder is removed.
+
+  ddpkit::train::Checkpoint unchecked(path, group, {.check_parameters = false});
+  unchecked.save(*model, optimizer, {.step = 3});
+  unchecked.wait();
+  CHECK(ddpkit::train::read_checkpoint_info(path).step == 3);
+  group.barrier();
+}

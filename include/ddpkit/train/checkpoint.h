@@ -60,7 +60,8 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
                       const std::vector<CheckpointPart>& parts = {});
 
 /// The same in a job, with the random generators' states of all ranks, and their modules' buffers where they differ.
-/// Collective: rank 0 writes, and all ranks return once the file is there or throw the same Error.
+/// Collective: rank 0 writes, and all ranks return once the file is there or throw the same Error. Throws ModelMismatch
+/// for parameters that differ between ranks.
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group,
                      const std::vector<CheckpointPart>& parts = {});
@@ -88,6 +89,9 @@ struct CheckpointOptions {
   int keep = 1;
   /// Write behind the training's back: save() returns once rank 0 holds a copy of the state in memory.
   bool asynchronous = true;
+  /// Throw ModelMismatch on all ranks, before anything is written, if parameters differ between ranks. Rank 0's are
+  /// written: set false only if ranks keep different values on purpose, as of `parameters_to_ignore`.
+  bool check_parameters = true;
   std::string best_name = "best.pt";  ///< Of the best one, beside PATH.
 };
 
