@@ -2,6 +2,8 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <memory>
+#include <string>
 #include <thread>
 
 #include <fmt/format.h>
@@ -53,6 +55,26 @@ std::vector<std::string> node_of(int node, const FaultFolder& folder, const std:
 }
 
 }  // namespace
+
+TEST_CASE("ranks of a host whose loopback has only IPv6 train", "[faults]") {
+  const std::string name = fmt::format("ddpkit-{}-v6", ::getpid());
+  const bool is_made = sh("ip netns add " + name);
+  const auto remove = [&](const char*) { sh("ip netns delete " + name); };
+  const std::unique_ptr<const char, decltype(remove)> removed("", remove);
+  if (!is_made || !sh(fmt::format("ip -n {} link set lo up", name)) ||
+      !sh(fmt::format("ip -n {} -4 addr flush dev lo", name)))
+    DDPKIT_SKIP("network namespaces need root and iproute2");
+  if (!sh(fmt::format("ip -n {} -6 addr show dev lo | grep ::1", name))) DDPKIT_SKIP("this kernel has no IPv6");
+  for (const std::string backend : {"shm", "gloo"}) {
+    CAPTURE(backend);
+    const FaultFolder folder;
+    FaultRun run(worker_command(folder, {"-n", "2"}, {"--steps", "3", "--backend", backend}),
+                 {"ip", "netns", "exec", name});
+    CHECK(run.wait() == 0);
+    CAPTURE(run.err());
+    CHECK_THAT(run.out(), ContainsSubstring("done after 3 steps"));
+  }
+}
 
 TEST_CASE("two nodes whose link is slow are only slower", "[faults]") {
   const TwoNodes nodes;

@@ -12,23 +12,41 @@
 #include <ddpkit/comm/error.h>
 
 namespace ddpkit::launch {
+namespace {
 
-ReservedPort::ReservedPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+/// A socket bound to any port of the address, or -1 with errno.
+template <class Address>
+int bind_any_port(Address& address) {
+  const int fd = ::socket(reinterpret_cast<const sockaddr&>(address).sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
   socklen_t length = sizeof address;
   const int on = 1;
-  const bool bound = fd_ >= 0 && ::setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-                     ::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-                     ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (bound) {
-    number_ = ntohs(address.sin_port);
-    return;
-  }
+  if (::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+      ::bind(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+      ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0)
+    return fd;
   const int error = errno;
-  if (fd_ >= 0) ::close(fd_);
-  throw Error(fmt::format("no free TCP port on 127.0.0.1: {}", std::strerror(error)));
+  ::close(fd);
+  errno = error;
+  return -1;
+}
+
+}  // namespace
+
+ReservedPort::ReservedPort() {
+  sockaddr_in ipv4{};
+  ipv4.sin_family = AF_INET;
+  ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  fd_ = bind_any_port(ipv4);
+  number_ = ntohs(ipv4.sin_port);
+  if (fd_ < 0 && errno == EADDRNOTAVAIL) {  // Ranks use ::1 on a host whose loopback has only IPv6.
+    sockaddr_in6 ipv6{};
+    ipv6.sin6_family = AF_INET6;
+    ipv6.sin6_addr = in6addr_loopback;
+    fd_ = bind_any_port(ipv6);
+    number_ = ntohs(ipv6.sin6_port);
+  }
+  if (fd_ < 0) throw Error(fmt::format("no free TCP port on 127.0.0.1 or ::1: {}", std::strerror(errno)));
 }
 
 ReservedPort::~ReservedPort() { ::close(fd_); }
