@@ -7,7 +7,8 @@
 #include <optional>
 #include <thread>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
+#define USE_C10D_GLOO  // The header is empty without it.
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
@@ -177,4 +178,26 @@ TEST_CASE("a world of one needs no network", "[rendezvous]") {
   CHECK((tensor == 2).all().item<bool>());
   CHECK(group.all_gather_bytes("x") == std::vector<std::string>{"x"});
   group.barrier();
+}
+
+TEST_CASE("gloo connects through each interface of GLOO_SOCKET_IFNAME", "[ranks][rendezvous][gloo]") {
+  ddpkit::testing::on_ranks("gloo connects through each interface of GLOO_SOCKET_IFNAME", {2},
+                            [](ddpkit::ProcessGroup& group) {
+                              auto* gloo = dynamic_cast<c10d::ProcessGroupGloo*>(group.backend().get());
+                              REQUIRE(gloo);
+                              CHECK(gloo->getOptions()->devices.size() == 2);
+                              for (int call = 0; call < 4; ++call) {
+                                torch::Tensor sum = torch::ones({10});
+                                group.all_reduce(sum);
+                                CHECK(sum[9].item<float>() == 2);
+                              }
+                            },
+                            {.backend = "gloo", .environment = {{"GLOO_SOCKET_IFNAME", "lo,lo"}}});
+}
+
+TEST_CASE("an interface of GLOO_SOCKET_IFNAME that does not exist is named", "[rendezvous][gloo]") {
+  ::setenv("GLOO_SOCKET_IFNAME", "lo,none0", 1);
+  CHECK_THROWS_WITH(init_process_group({.backend = "gloo", .environment = LaunchEnvironment{}}),
+                    ContainsSubstring("names the network interface \"none0\""));
+  ::unsetenv("GLOO_SOCKET_IFNAME");
 }

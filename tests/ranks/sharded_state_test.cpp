@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <sstream>
+
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/sharded_optimizer.h>
@@ -80,5 +82,31 @@ RANK_TEST("a sharded optimizer's state goes through a state dict, master weights
       CHECK(torch::equal(model->bias, alone->bias));
       group.barrier();
     }
+  }
+}
+
+RANK_TEST("amsgrad of an archive replaces that of the sharded optimizer which loads it", "[optim][sharded]", 2) {
+  for (const bool amsgrad : {false, true}) {
+    INFO("amsgrad " << amsgrad);
+    auto alone = make_model(torch::kDouble);
+    FusedAdamW plain(alone->parameters(), torch::optim::AdamWOptions(1e-2).amsgrad(amsgrad));
+    train(alone, plain, torch::kDouble, 0, 5);
+    std::stringstream archive;
+    torch::save(plain, archive);
+
+    auto model = make_model(torch::kDouble);
+    DistributedDataParallel ddp(model, group);
+    ShardedOptimizer<FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(7).amsgrad(!amsgrad));
+    train(ddp, optimizer, torch::kDouble, 20, 22);
+    torch::load(optimizer, archive);
+    {
+      const torch::NoGradGuard no_grad;
+      model->weight.copy_(alone->weight);
+      model->bias.copy_(alone->bias);
+    }
+    train(ddp, optimizer, torch::kDouble, 5, 15);
+    train(alone, plain, torch::kDouble, 5, 15);
+    CHECK(torch::equal(model->weight, alone->weight));
+    CHECK(torch::equal(model->bias, alone->bias));
   }
 }
