@@ -2,13 +2,16 @@
 // caller's random numbers and threads are left alone.
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/error.h>
@@ -130,6 +133,44 @@ TEST_CASE("DataParallel's buffers leave the graphs of earlier forwards valid", "
   net->named_buffers()["1.running_var"].mul_(2);
   dp(batches[1]);
   CHECK_THROWS_WITH(loss_of(first).backward(), ContainsSubstring("modified by an inplace operation"));
+}
+
+TEST_CASE("replicas on several devices tell autograd of a write between forward and backward", "[dp]") {
+  static std::vector<std::pair<Tensor, Tensor>> calls;  // Inputs and outputs of the replicas.
+  static std::mutex mutex;
+  struct KeepsOutputsImpl : torch::nn::Cloneable<KeepsOutputsImpl> {
+    KeepsOutputsImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
+    void reset() override { linear = register_module("linear", torch::nn::Linear(6, 3)); }
+    Tensor forward(const Tensor& x) {
+      const Tensor output = linear(x);
+      const std::lock_guard lock(mutex);
+      calls.emplace_back(x, output);
+      return output;
+    }
+    torch::nn::Linear linear{nullptr};
+  };
+  for (const bool writes : {false, true}) {
+    auto net = std::make_shared<KeepsOutputsImpl>();
+    net->to(torch::kDouble);
+    // Two devices in name: weights are copied between them, not shared.
+    DataParallel dp(net, {.devices = {torch::Device("cpu"), torch::Device("cpu:0")}});
+    calls.clear();
+    const Tensor gathered = dp(batch_of(6).requires_grad_());
+    const auto of_second = [&](const auto& call) { return torch::equal(call.second, gathered.narrow(0, 3, 3)); };
+    const auto found = std::find_if(calls.begin(), calls.end(), of_second);
+    REQUIRE(found != calls.end());
+    const auto [input, output] = *found;
+    if (writes) {
+      const torch::NoGradGuard no_grad;
+      net->linear->weight.sub_(0.1);
+    }
+    dp(batch_of(6));  // Copies the weights to the second replica.
+    const auto backward = [&, x = input, y = output] { return torch::autograd::grad({y.sum()}, {x}); };
+    if (writes)
+      CHECK_THROWS_WITH(backward(), ContainsSubstring("modified by an inplace operation"));
+    else
+      CHECK_NOTHROW(backward());
+  }
 }
 
 TEST_CASE("DataParallel trains 1,000 steps as one device, the same bits in each run", "[dp]") {
