@@ -192,7 +192,11 @@ void DistributedDataParallelBase::before_forward() {
     check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_,
                       group_);
   }
-  reducer_->follow_parameters();
+  {
+    // Some ranks alone may run an evaluation, which has no backward.
+    const at::AutoGradMode expects_backward(at::GradMode::is_enabled() && module_->is_training());
+    reducer_->follow_parameters();
+  }
   const auto now = [this] {
     return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();
   };

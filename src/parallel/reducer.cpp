@@ -1,5 +1,6 @@
 #include "parallel/reducer_impl.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -148,6 +149,7 @@ void Reducer::Impl::follow_parameters() {
     if (in_hook_) throw InvalidArgument("a communication hook cannot call forward");
     end_abandoned_backward();
     if (!in_backward_) follow_sink();
+    if (!in_backward_ && synchronize && at::GradMode::is_enabled()) ++unseen_forwards_;
   }
   if (sink_ && !in_backward_) sink_->follow_parameters();
   // A gradient accumulator, and so its hook, runs on the stream that was current when it was made. Made anew where the
@@ -177,6 +179,7 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
   const std::lock_guard lock(mutex_);
   if (!has_hint_) reached_.assign(slots_.size(), false);
   has_hint_ = true;
+  unseen_forwards_ = 0;
   bool uses_parameters = false;
   visit_graph(outputs, [&](torch::autograd::Node* node) {
     if (const auto found = slot_of_.find(node); found != slot_of_.end())

@@ -49,7 +49,8 @@ void Reducer::Impl::begin_backward() {
 void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
   Slot& slot = slots_[index];
-  slot.used = true;
+  // Autograd passes an undefined gradient on if a node gives none, such as a checkpoint whose part detaches its input.
+  if (added.defined()) slot.used = true;
   if (!synchronize) return;
   try {
     if (at::GradMode::is_enabled())
@@ -61,6 +62,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
       throw InvalidArgument(
           fmt::format("a communication hook cannot run a backward that gives a gradient to {}", slot.parameter.name));
     enter_backward();
+    if (!added.defined()) return;
     ++slot.firings;
     const int most = graph_is_known_ ? slot.expected : std::max(slot.expected, 1);
     if (!learns_graph() && slot.firings > most) throw_ready_twice(slot);
@@ -173,7 +175,7 @@ void Reducer::Impl::finish_backward() {
   if (must_be_complete() && !is_complete()) throw_incomplete();
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
   announce(kJoinEndOfBackward);
-  if (!must_be_complete()) agree_on_used();
+  if (!must_be_complete() || compares_forwards()) agree_on_used();
   finish_dense();
   for (std::size_t i = dense_; i < slots_.size(); ++i) {
     at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
@@ -182,6 +184,7 @@ void Reducer::Impl::finish_backward() {
   }
   divide_by_active_ranks();
   for (Slot& slot : slots_) slot.used = false;
+  unseen_forwards_ = 0;
   leave_backward();
   ++backwards;
   if (!trace) trace.emplace();

@@ -95,6 +95,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
   /// Whether each backward has to bring all gradients that are expected.
   bool must_be_complete() const { return !allows_unused() || graph_is_known_; }
+  /// Whether a backward may have passed unseen. On a device the answer would stop the host in each step.
+  bool compares_forwards() const { return unseen_forwards_ > 0 && !join_ && !seen_.has_streams(); }
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
   void tell_plan(const std::string& what) const;
@@ -126,6 +128,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void take_result(Bucket& bucket);
   void note_writer(Bucket& bucket);
   void agree_on_used();
+  void check_forwards() const;
   void hand_over(std::size_t bucket, const std::uint8_t* used);
   void note_finished();
   void note_step();
@@ -169,6 +172,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That queue_end_after() has added.
   bool graph_is_known_ = false;                               ///< Only with static_graph.
   bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
+  std::uint64_t unseen_forwards_ = 0;  ///< Since the last synchronised backward, if has_hint_ is false.
   std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.

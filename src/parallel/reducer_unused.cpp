@@ -13,27 +13,47 @@
 
 namespace ddpkit {
 
-/// Which parameters were used on some rank. Collective.
+/// Which parameters were used on some rank. Collective. The message ends with the number of forward passes and its
+/// complement: their maxima show the highest and the lowest number of all ranks.
 void Reducer::Impl::agree_on_used() {
   const bool on_device = seen_.has_streams();
-  const auto count = static_cast<std::int64_t>(slots_.size());
+  const std::size_t count = slots_.size();
   // Pinned: from pageable memory the copy to the device would make the host wait.
-  const at::Tensor here = at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(on_device));
+  const at::Tensor here =
+      at::zeros({static_cast<std::int64_t>(count) + 2}, at::TensorOptions(at::kByte).pinned_memory(on_device));
   auto* used = here.data_ptr<std::uint8_t>();
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     const Slot& slot = slots_[i];
     // An earlier backward has used the parameter, and the program may have reset the gradient since.
     used[i] = slot.used && (slot.firings > 0 || slot.parameter.tensor.grad().defined());
+  }
+  if (!shadows_) {
+    used[count] = static_cast<std::uint8_t>(unseen_forwards_);
+    used[count + 1] = static_cast<std::uint8_t>(~unseen_forwards_);
   }
   const at::Tensor anywhere = here.to(group_.device(), /*non_blocking=*/on_device);
   group_.all_reduce(anywhere, ReduceOp::kMax);
   // A rank that has used all knows the answer, and does not wait for the device to bring it.
   const bool all = std::all_of(used, used + count, [](std::uint8_t one) { return one != 0; });
-  used_anywhere_ = all ? here : anywhere.cpu();
+  used_anywhere_ = all && unseen_forwards_ == 0 ? here : anywhere.cpu();
+  check_forwards();
   // In join(), a rank without inputs cannot learn the graph. All ranks learn it in the same backward.
   if (!options_.static_graph || (join_ && join_->active() < group_.world_size())) return;
   for (Slot& slot : slots_) slot.in_graph = slot.firings;
   graph_is_known_ = true;
+}
+
+/// If forward's output hides its tensors, a backward that uses no parameter passes unseen on this rank, and the others
+/// wait for its next backward, of another step.
+void Reducer::Impl::check_forwards() const {
+  const auto* numbers = used_anywhere_.const_data_ptr<std::uint8_t>() + slots_.size();
+  const int most = numbers[0], least = 255 - numbers[1];
+  if (most == least) return;
+  throw Error(fmt::format("up to {} forward passes ran on a rank since the last averaged backward, and {} on another. "
+                          "A rank used no parameter in a backward, and DistributedDataParallel cannot find the tensors "
+                          "in the output of forward. Return tensors, or write output_tensors() for the output's type",
+                          most, least),
+              {.rank = group_.rank(), .call = "backward"});
 }
 
 void Reducer::Impl::throw_incomplete() {

@@ -347,6 +347,121 @@ RANK_TEST("a rank that uses no parameter gives zeros", "[ddp][options]", 2, 3) {
   }
 }
 
+namespace {
+
+struct Hidden {
+  torch::Tensor value;
+};
+
+struct HiddenScaleImpl : ScaleImpl {
+  Hidden forward(const torch::Tensor& x, bool scales) { return {ScaleImpl::forward(x, scales, true)}; }
+};
+
+}  // namespace
+
+RANK_TEST("a rank that uses no parameter is an error if the output's type hides that", "[ddp][options][unused]", 2, 3) {
+  for (const std::string& option : std::vector<std::string>{"none", "find_unused_parameters", "static_graph"}) {
+    CAPTURE(option);
+    const ProcessGroup own = another_group(group, "hidden " + option);
+    DistributedDataParallel ddp(
+        std::make_shared<HiddenScaleImpl>(), own,
+        {.find_unused_parameters = option == "find_unused_parameters", .static_graph = option == "static_graph"});
+    // Rank 1's first gradient comes in step 1, while the others wait for it in step 0.
+    const auto train = [&] {
+      for (std::int64_t step = 0; step < 2; ++step)
+        ddp(input(step, own.rank()).requires_grad_(), (own.rank() == 1) == (step == 1)).value.sum().backward();
+    };
+    CHECK_THROWS_WITH(train(), ContainsSubstring("up to 2 forward passes ran on a rank") &&
+                                   ContainsSubstring("cannot find the tensors in the output of forward"));
+    group.barrier();
+  }
+}
+
+RANK_TEST("an output of an unknown type allows forward passes without a backward", "[ddp][options][unused]", 2, 3) {
+  for (const bool find_unused : {false, true}) {
+    CAPTURE(find_unused);
+    const auto model = std::make_shared<HiddenScaleImpl>();
+    DistributedDataParallel ddp(model, group, {.find_unused_parameters = find_unused});
+    torch::Tensor expected = torch::zeros(kWidth, torch::kDouble);
+    for (int r = 0; r < group.world_size(); ++r) expected += (input(0, r) + input(1, r)).sum(0) / group.world_size();
+    for (int round = 0; round < 2; ++round) {
+      model->zero_grad();
+      ddp(input(2, group.rank()), true);
+      model->eval();
+      for (int i = 0; i < group.rank(); ++i) ddp(input(2, group.rank()), true);
+      model->train();
+      for (int i = 0; i < group.rank(); ++i) {
+        const torch::NoGradGuard no_grad;
+        ddp(input(2, group.rank()), true);
+      }
+      (ddp(input(0, group.rank()), true).value.sum() + ddp(input(1, group.rank()), true).value.sum()).backward();
+      CHECK(largest_difference(model->weight.grad(), expected) < 1e-12);
+      check_same_bits_on_all_ranks(group, model->weight.grad());
+    }
+  }
+}
+
+namespace {
+
+/// As a checkpoint does whose part detaches its input.
+struct NoGradient : torch::autograd::Function<NoGradient> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {torch::Tensor()};
+  }
+};
+
+struct PartlyImpl : torch::nn::Module {
+  PartlyImpl() {
+    first = register_parameter("first", torch::full({kWidth}, 2.0, torch::kDouble));
+    second = register_parameter("second", torch::full({kWidth}, 3.0, torch::kDouble));
+  }
+  torch::Tensor forward(const torch::Tensor& x, bool both) {
+    const torch::Tensor part = x * first;
+    return (both ? part : NoGradient::apply(part)) + x * second;
+  }
+  torch::Tensor first, second;
+};
+TORCH_MODULE(Partly);
+
+}  // namespace
+
+RANK_TEST("a parameter whose gradient is undefined counts as unused", "[ddp][options][unused]", 2, 3) {
+  for (DistributedDataParallelOptions options : kMemories) {
+    for (const bool static_graph : {false, true}) {
+      CAPTURE(static_graph, options.arena, options.gradient_as_bucket_view);
+      options.find_unused_parameters = !static_graph;
+      options.static_graph = static_graph;
+      Partly model, reference;
+      DistributedDataParallel ddp(model, group, options);
+      for (std::int64_t step = 0; step < 3; ++step) {
+        // No rank has a gradient of `first` in step 1, unless the graph is static.
+        const auto both = [&](int rank) { return rank == 0 && (static_graph || step != 1); };
+        forget_gradients(*model);
+        forget_gradients(*reference);
+        const auto expected = expected_gradients(*reference, group.world_size(),
+                                                 [&](int r) { return reference(input(step, r), both(r)).sum(); });
+        ddp(input(step, group.rank()), both(group.rank())).sum().backward();
+        check_gradients(*model, expected, group);
+      }
+      if (static_graph) continue;
+      // Different on each rank, so that a mean would show.
+      const torch::Tensor before = torch::full({kWidth}, group.rank(), torch::kDouble);
+      model->first.mutable_grad() = before.clone();
+      ddp(input(0, group.rank()), false).sum().backward();
+      CHECK(torch::equal(model->first.grad(), before));
+    }
+  }
+  const ProcessGroup own = another_group(group, "undefined");
+  Partly model;
+  DistributedDataParallel ddp(model, own);
+  const torch::Tensor loss = ddp(input(0, own.rank()), own.rank() != 1).sum();
+  CHECK_THROWS_WITH(loss.backward(),
+                    ContainsSubstring("backward on rank 1 gave no gradient to 1 of 2 parameters: first"));
+  group.barrier();
+}
+
 RANK_TEST("without find_unused_parameters, a rank that uses no parameter is an error that names it everywhere",
           "[ddp][options]", 2, 3) {
   for (const bool copies : {false, true}) {
