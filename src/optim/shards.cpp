@@ -82,8 +82,10 @@ std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups)
     }
   }
   if (!index_of.empty())
-    return fmt::format("parameter {} is in no parameter group: it would never change",
-                       parameters[index_of.begin()->second].name);
+    return fmt::format(
+        "parameter {} is in no parameter group: it would never change. The groups need all parameters "
+        "that wanted a gradient when the model was wrapped, also those that were frozen later",
+        parameters[index_of.begin()->second].name);
   if (options.shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
     return fmt::format("shared_weights needs the shm backend on one host; this group has {} on {}",
                        group.backend_name(), group.device().str());
