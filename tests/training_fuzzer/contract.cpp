@@ -18,6 +18,10 @@ constexpr Clause kClauses[] = {
     {"node.when", "", "gave no gradient to"},
     {"node.detach", "", "gave no gradient to"},
     {"event.kind=freeze", "", "gave no gradient to"},
+    // docs/ddp.md: a rank that uses no parameter needs an output whose tensors can be found.
+    {"node.when", "wrapper.output=opaque", "cannot find the tensors in the output"},
+    {"node.detach", "wrapper.output=opaque", "cannot find the tensors in the output"},
+    {"event.kind=freeze", "wrapper.output=opaque", "cannot find the tensors in the output"},
     // The same: checkpointed parameters do not appear in the graph of the forward pass.
     {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
     // docs/optimizers.md: what a sharded optimizer is not made for.
@@ -27,6 +31,7 @@ constexpr Clause kClauses[] = {
     {"optimizer.engine=sharded", "layout=flat", "belong to no parameter"},
     {"optimizer.engine=sharded", "event.kind=add_group", "parameter groups have changed"},
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
+    {"optimizer.engine=sharded", "event.kind=freeze", "is in no parameter group"},
     {"optimizer.engine=sharded", "how=sliced", "its memory must be its own"},
     // JoinState passes the state of averaged parameters only.
     {"node.ignored", "event.kind=join", "does not average a parameter"},

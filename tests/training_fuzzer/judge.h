@@ -24,8 +24,16 @@ struct Verdict {
   bool is_fault() const { return kind != "PASS" && kind != "REFUSED" && kind != "ALIKE"; }
 };
 
-/// `reports` of the ranks that ran, `reference` of all. [rank]
-Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference);
+/// `reports` of the ranks that ran, `reference` of all. [rank] `disturbed`: the reference with other rounding errors.
+Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference,
+              const std::vector<Report>& disturbed);
+
+/// Relative rounding errors of the case's coarsest types; 0: float64.
+struct Rounding {
+  double values = 0;     ///< Of activations and weights.
+  double gradients = 0;  ///< Of averaged gradients.
+};
+Rounding rounding_of(const Case& drawn);
 
 /// Whether the documentation allows that `drawn` is refused with `message`. See contract.cpp.
 bool may_refuse(const Case& drawn, const std::string& message);

@@ -220,7 +220,7 @@ at::Tensor Model::forward(const Batch& batch) {
     if (backward_throws == i && x.requires_grad()) x.register_hook([](const at::Tensor&) -> void { throw Thrown(); });
   }
   if (std::exchange(throws_in_forward_, false)) throw Thrown();
-  return x;
+  return output(x);
 }
 
 at::Tensor Model::run(std::size_t index, at::Tensor x, const Batch& batch) {

@@ -52,10 +52,9 @@ class Model : public torch::nn::Cloneable<Model> {
     input_type_ = dtype;
   }
   /// Wants a gradient, so that every rank has a backward whatever it uses of the model.
-  at::Tensor input(const Batch& batch) const {
-    const at::Tensor x = batch.x.to(input_type_);
-    return x.requires_grad() ? x : x.detach().requires_grad_();
-  }
+  at::Tensor input(const Batch& batch) const { return wanting_gradient(batch.x.to(input_type_)); }
+  /// Wants a gradient too: all layers of this rank behind a detached input may be frozen.
+  static at::Tensor output(const at::Tensor& x) { return wanting_gradient(x); }
   at::Tensor forward(const Batch& batch);
   std::tuple<int, std::vector<at::Tensor>> forward(const Batch& batch, AsTuple) { return {1, {forward(batch)}}; }
   std::map<std::string, at::Tensor> forward(const Batch& batch, AsMap) { return {{"output", forward(batch)}}; }
@@ -87,6 +86,9 @@ class Model : public torch::nn::Cloneable<Model> {
   const Case& drawn() const { return *drawn_; }
 
  private:
+  static at::Tensor wanting_gradient(const at::Tensor& x) {
+    return x.requires_grad() ? x : x.detach().requires_grad_();
+  }
   at::Tensor apply(std::size_t index, const at::Tensor& x, const Batch& batch);
   at::Tensor weight(std::size_t index) const;
   void fill();

@@ -90,7 +90,10 @@ Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
     const Case drawn = from_json(nlohmann::json::parse(frame->substr(line_end + 1)));
     std::string answer;
     if (index == kReference) {
-      for (const Report& report : run_reference(drawn)) {
+      auto reports = run_reference(drawn, false);
+      const auto disturbed = rounding_of(drawn).gradients > 0 ? run_reference(drawn, true) : reports;
+      reports.insert(reports.end(), disturbed.begin(), disturbed.end());
+      for (const Report& report : reports) {
         const std::string one = report.encoded();
         const auto size = static_cast<std::uint64_t>(one.size());
         answer.append(reinterpret_cast<const char*>(&size), sizeof size).append(one);
@@ -257,7 +260,8 @@ Verdict Pool::run(const Case& drawn) {
     replace();
     return verdict;
   }
-  return judge(drawn, reports, reference);
+  const auto half = reference.begin() + drawn.world;
+  return judge(drawn, reports, {reference.begin(), half}, {half, reference.end()});
 }
 
 }  // namespace ddpkit::fuzz

@@ -4,7 +4,8 @@
 
 namespace ddpkit::fuzz {
 
-Reference::Reference(const Case& drawn) : drawn_(drawn), scale_(drawn.optimizer.scaler ? kLossScale : 1) {
+Reference::Reference(const Case& drawn, Rounding disturbance)
+    : drawn_(drawn), disturbance_(disturbance), scale_(drawn.optimizer.scaler ? kLossScale : 1) {
   for (int rank = 0; rank < drawn.world; ++rank)
     players_.push_back({.model = std::make_shared<Model>(drawn, rank, std::nullopt, true)});
   wrap();
@@ -173,6 +174,8 @@ void Reference::report_all(bool gradients, Kind gradient) {
   }
 }
 
-std::vector<Report> run_reference(const Case& drawn) { return Reference(drawn).run(); }
+std::vector<Report> run_reference(const Case& drawn, bool disturbed) {
+  return Reference(drawn, disturbed ? rounding_of(drawn) : Rounding()).run();
+}
 
 }  // namespace ddpkit::fuzz

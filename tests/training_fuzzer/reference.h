@@ -2,11 +2,14 @@
 // hand. reference.cpp carries out the events, reference_gradients.cpp has forward, backward and what changes gradients.
 #pragma once
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <cstring>
 #include <map>
 #include <memory>
 #include <vector>
 
+#include "judge.h"
 #include "optimizers.h"
 #include "training.h"
 
@@ -30,7 +33,7 @@ inline void overwrite(const at::Tensor& to, const at::Tensor& from) {
 
 class Reference {
  public:
-  explicit Reference(const Case& drawn);
+  Reference(const Case& drawn, Rounding disturbance);
   std::vector<Report> run();
 
  private:
@@ -47,6 +50,8 @@ class Reference {
   Outputs forward(const std::vector<bool>& active, const Event& event);
   void normalise_together(std::size_t node, Outputs& x, const std::vector<Batch>& batches);
   void backward(const Outputs& losses, bool retain);
+  /// Each element with an error of `relative` size and a drawn sign, which its gradient gets too.
+  at::Tensor disturbed(const at::Tensor& x, double relative);
   /// Ranks without a gradient give zeros; where none has one there is none.
   void average(std::int64_t divisor);
   static std::vector<at::Tensor> averaged(Model& model);
@@ -62,6 +67,8 @@ class Reference {
   void report_all(bool gradients, Kind gradient);
 
   const Case& drawn_;
+  Rounding disturbance_;
+  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(drawn_.data);
   std::vector<Player> players_;    ///< [rank]
   std::map<int, Outputs> graphs_;  ///< Losses by slot.
   std::uint32_t event_ = 0;

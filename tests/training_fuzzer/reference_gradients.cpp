@@ -64,10 +64,10 @@ Reference::Outputs Reference::forward(const std::vector<bool>& active, const Eve
       continue;
     }
     for (std::size_t r = 0; r < players_.size(); ++r)
-      if (active[r]) x[r] = players_[r].model->run(i, x[r], batches[r]);
+      if (active[r]) x[r] = disturbed(players_[r].model->run(i, x[r], batches[r]), disturbance_.values);
   }
   for (std::size_t r = 0; r < players_.size(); ++r)
-    if (active[r]) x[r] = loss_of(drawn_, x[r], batches[r]);
+    if (active[r]) x[r] = loss_of(drawn_, Model::output(x[r]), batches[r]);
   return x;
 }
 
@@ -77,7 +77,8 @@ void Reference::normalise_together(std::size_t node, Outputs& x, const std::vect
     if (one.defined()) present.push_back(one);
   std::size_t first = 0;
   while (!x[first].defined()) ++first;
-  const auto parts = players_[first].model->run(node, torch::cat(present), batches[first]).split(drawn_.rows);
+  const at::Tensor all = players_[first].model->run(node, torch::cat(present), batches[first]);
+  const auto parts = disturbed(all, disturbance_.values).split(drawn_.rows);
   std::size_t next = 0;
   for (at::Tensor& one : x)
     if (one.defined()) one = parts[next++];
@@ -97,6 +98,12 @@ void Reference::backward(const Outputs& losses, bool retain) {
   if (!roots.empty()) torch::autograd::backward(roots, {}, retain);
 }
 
+at::Tensor Reference::disturbed(const at::Tensor& x, double relative) {
+  if (relative == 0) return x;
+  const at::Tensor signs = 2 * at::randint(0, 2, x.sizes(), generator_, at::kDouble) - 1;
+  return x * (1 + relative * signs).to(x.is_complex() ? at::toRealValueType(x.scalar_type()) : x.scalar_type());
+}
+
 void Reference::average(std::int64_t divisor) {
   const torch::NoGradGuard no_grad;
   std::vector<std::vector<at::Tensor>> parameters;
@@ -110,7 +117,7 @@ void Reference::average(std::int64_t divisor) {
       sum = sum.defined() ? sum + wide : wide;
     }
     if (!sum.defined()) continue;
-    sum = sum / static_cast<double>(divisor);
+    sum = disturbed(sum / static_cast<double>(divisor), disturbance_.gradients);
     for (auto& own : parameters) own[i].mutable_grad() = sum.to(own[i].scalar_type()).clone();
   }
 }

@@ -17,8 +17,9 @@ namespace ddpkit::fuzz {
 
 /// Carries out the case as rank `rank`, on a group that meets through the files of `folder`.
 Report run_rank(const Case& drawn, int rank, const std::string& folder);
-/// All ranks' reports. [rank]
-std::vector<Report> run_reference(const Case& drawn);
+/// All ranks' reports. [rank] `disturbed`: each value is changed by its rounding error, to see what that does to
+/// results.
+std::vector<Report> run_reference(const Case& drawn, bool disturbed);
 
 /// Events that touch the model alone: freeze, unfreeze, set_layout, write, cast, edit_gradients. False for others.
 bool change_model(Model& model, const Event& event, int rank);
