@@ -160,6 +160,17 @@ void explore(const std::string& name, const Scenario& scenario) {
   totals.print(name, seeds.text());
 }
 
+shm::MessageHandle message(shm::Message::Kind kind, int peer, int tag, Values& values) {
+  auto result = std::make_shared<shm::Message>();
+  result->kind = kind;
+  result->peer = peer;
+  result->tag = tag;
+  result->dtype = shm::DataType::kInt64;
+  result->numel = values.size();
+  result->data = reinterpret_cast<std::byte*>(values.data());
+  return result;
+}
+
 void explore_all(const std::string& name, const Scenario& scenario, int deviations) {
   Exhaustive exhaustive(deviations);
   Totals totals;

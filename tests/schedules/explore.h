@@ -33,6 +33,9 @@ class ScenarioRank {
   Values sum(int number, std::size_t numel) const;
 };
 
+/// A message of int64 `values`, which live until it is finished.
+shm::MessageHandle message(shm::Message::Kind kind, int peer, int tag, Values& values);
+
 struct Scenario {
   int ranks = 2;
   /// What each rank does with its engine.

@@ -12,6 +12,7 @@ using ddpkit::shm::CollectiveKind;
 using ddpkit::shm::DataType;
 using ddpkit::shm::kMaxOutstanding;
 using ddpkit::shm::last_header;
+using ddpkit::shm::Message;
 using ddpkit::shm::PendingHandle;
 using ddpkit::shm::RankBlock;
 
@@ -108,6 +109,22 @@ TEST_CASE("schedules: a rank leaves", "[schedules]") {
 TEST_CASE("schedules: a rank aborts", "[schedules]") {
   explore("3 ranks", aborts(3));
   explore_all("2 ranks", aborts(2), 2);
+}
+
+TEST_CASE("schedules: a survivor that leaves after an abort is not blamed", "[schedules]") {
+  const auto body = [](ScenarioRank& rank) {
+    if (rank.rank == 2) return rank.engine->abort("NaN");
+    try {
+      Values values(1);
+      if (rank.rank == 0) rank.engine->run({.kind = CollectiveKind::kBarrier});
+      if (rank.rank == 1) rank.engine->wait(rank.engine->post(message(Message::Kind::kReceive, 2, 0, values)));
+      rank.check(false, "a call without rank 2");
+    } catch (const PeerLost& error) {
+      rank.check(error.context().rank == 2, std::string("another rank is named: ") + error.what());
+      rank.engine.reset();
+    }
+  };
+  explore_all("3 ranks", {.ranks = 3, .body = body}, 2);
 }
 
 TEST_CASE("schedules: a rank's last call is read whole while it continues to call", "[schedules]") {

@@ -4,24 +4,12 @@
 
 using namespace ddpkit::schedules;
 using ddpkit::shm::CollectiveKind;
-using ddpkit::shm::DataType;
 using ddpkit::shm::kAnySource;
 using ddpkit::shm::kChannelBytes;
 using ddpkit::shm::Message;
 using ddpkit::shm::MessageHandle;
 
 namespace {
-
-MessageHandle message(Message::Kind kind, int peer, int tag, Values& values) {
-  auto message = std::make_shared<Message>();
-  message->kind = kind;
-  message->peer = peer;
-  message->tag = tag;
-  message->dtype = DataType::kInt64;
-  message->numel = values.size();
-  message->data = reinterpret_cast<std::byte*>(values.data());
-  return message;
-}
 
 /// Rank `from` sends `times` messages of `numel` values to rank `to`, which receives them in the order of their tags.
 void send_all(ScenarioRank& rank, int from, int to, int times, std::size_t numel) {

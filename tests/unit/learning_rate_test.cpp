@@ -123,6 +123,14 @@ TEST_CASE("a schedule resumes, on another number of ranks too", "[learning_rate]
     CHECK(resumed.steps() == 2);
     check(resumed.learning_rates(), {0.1 * ranks * expected[2], 0.01 * ranks * expected[2]});
     CHECK_THROWS_WITH(resumed.set_step(-1), ContainsSubstring("step -1"));
+
+    // An optimizer that did not load its own archive has the base rates of the schedule's.
+    FusedSGD fresh(
+        {torch::optim::OptimizerParamGroup({torch::ones({1})}), torch::optim::OptimizerParamGroup({torch::ones({1})})},
+        torch::optim::SGDOptions(7));
+    LearningRateScheduler of_fresh(fresh, cosine_decay(10), options(ranks));
+    of_fresh.load(input);
+    check(of_fresh.learning_rates(), {0.1 * ranks * expected[4], 0.01 * ranks * expected[4]});
   }
   std::istringstream saved(archive.str());
   torch::serialize::InputArchive input;
