@@ -10,7 +10,7 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "capture.h"
+#include "optim/capture.h"
 
 namespace ddpkit::optim {
 namespace {

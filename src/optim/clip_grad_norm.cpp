@@ -19,9 +19,9 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 
-#include "blocks.h"
-#include "float_type.h"
-#include "kernels.h"
+#include "optim/blocks.h"
+#include "optim/float_type.h"
+#include "optim/kernels.h"
 #include "parallel/gradient_hook.h"
 
 namespace ddpkit::optim {

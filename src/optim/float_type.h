@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "kernels.h"
+#include "optim/kernels.h"
 
 namespace ddpkit::optim {
 

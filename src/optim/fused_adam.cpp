@@ -15,10 +15,10 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "blocks.h"
-#include "float_type.h"
-#include "kernels.h"
-#include "optimizer_archive.h"
+#include "optim/blocks.h"
+#include "optim/float_type.h"
+#include "optim/kernels.h"
+#include "optim/optimizer_archive.h"
 
 namespace ddpkit::optim {
 namespace {

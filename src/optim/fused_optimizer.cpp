@@ -15,8 +15,8 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 
-#include "capture.h"
-#include "float_type.h"
+#include "optim/capture.h"
+#include "optim/float_type.h"
 
 namespace ddpkit::optim {
 namespace {

@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "optim/kernels.h"
 
 #include "simd/variant.h"
 

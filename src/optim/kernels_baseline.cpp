@@ -1,4 +1,4 @@
-#include "kernels_impl.h"
+#include "optim/kernels_impl.h"
 
 namespace ddpkit::optim {
 

@@ -5,7 +5,7 @@
 // is torch::optim's.
 #include <cstddef>
 
-#include "kernels.h"
+#include "optim/kernels.h"
 #include "simd/element.h"
 
 namespace ddpkit::optim {

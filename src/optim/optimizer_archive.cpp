@@ -1,4 +1,4 @@
-#include "optimizer_archive.h"
+#include "optim/optimizer_archive.h"
 
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>

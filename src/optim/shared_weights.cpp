@@ -1,4 +1,4 @@
-#include "shared_weights.h"
+#include "optim/shared_weights.h"
 
 #include <malloc.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-#include "parallel.h"
+#include "simd/parallel.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>

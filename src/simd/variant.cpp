@@ -1,4 +1,4 @@
-#include "variant.h"
+#include "simd/variant.h"
 
 namespace ddpkit::simd {
 

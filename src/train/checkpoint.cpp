@@ -18,10 +18,10 @@
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
-#include "checkpoint_archive.h"
-#include "checkpoint_files.h"
-#include "rank_state.h"
-#include "sealed_file.h"
+#include "train/checkpoint_archive.h"
+#include "train/checkpoint_files.h"
+#include "train/rank_state.h"
+#include "train/sealed_file.h"
 
 namespace ddpkit::train {
 namespace {

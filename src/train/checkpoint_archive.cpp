@@ -1,4 +1,4 @@
-#include "checkpoint_archive.h"
+#include "train/checkpoint_archive.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -23,10 +23,10 @@
 #include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
-#include "archive_writer.h"
-#include "generator_seed.h"
-#include "rank_state.h"
-#include "sealed_file.h"
+#include "train/archive_writer.h"
+#include "train/generator_seed.h"
+#include "train/rank_state.h"
+#include "train/sealed_file.h"
 
 namespace ddpkit::train {
 namespace {

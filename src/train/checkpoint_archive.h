@@ -6,7 +6,7 @@
 
 #include <ddpkit/train/checkpoint.h>
 
-#include "sealed_file.h"
+#include "train/sealed_file.h"
 
 namespace ddpkit::train {
 

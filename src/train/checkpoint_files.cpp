@@ -1,4 +1,4 @@
-#include "checkpoint_files.h"
+#include "train/checkpoint_files.h"
 
 #include <algorithm>
 #include <cstdio>

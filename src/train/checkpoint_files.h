@@ -6,7 +6,7 @@
 #include <functional>
 #include <optional>
 
-#include "sealed_file.h"
+#include "train/sealed_file.h"
 
 namespace ddpkit::train {
 

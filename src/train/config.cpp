@@ -14,7 +14,7 @@
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 
-#include "config_files.h"
+#include "train/config_files.h"
 
 namespace ddpkit::train {
 namespace {

@@ -1,4 +1,4 @@
-#include "config_files.h"
+#include "train/config_files.h"
 
 #include <fstream>
 #include <iterator>

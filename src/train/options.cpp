@@ -12,7 +12,7 @@
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/main.h>
 
-#include "config_files.h"
+#include "train/config_files.h"
 
 namespace ddpkit::train {
 namespace {

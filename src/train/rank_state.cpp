@@ -1,4 +1,4 @@
-#include "rank_state.h"
+#include "train/rank_state.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -17,8 +17,8 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/train/together.h>
 
-#include "generator_seed.h"
-#include "state/crc32.h"
+#include "train/generator_seed.h"
+#include "train/state/crc32.h"
 
 namespace ddpkit::train {
 namespace {

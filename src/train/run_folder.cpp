@@ -15,8 +15,8 @@
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
-#include "checkpoint_files.h"
-#include "training_lock.h"
+#include "train/checkpoint_files.h"
+#include "train/training_lock.h"
 
 namespace ddpkit::train {
 namespace {

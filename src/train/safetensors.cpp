@@ -14,7 +14,7 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/atomic_file.h>
 
-#include "state/input_file.h"
+#include "train/state/input_file.h"
 
 namespace ddpkit::train {
 namespace {

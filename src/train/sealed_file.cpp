@@ -1,4 +1,4 @@
-#include "sealed_file.h"
+#include "train/sealed_file.h"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,7 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "state/crc32.h"
+#include "train/state/crc32.h"
 
 namespace ddpkit::train {
 namespace {

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <utility>
 
-#include "generator_seed.h"
+#include "train/generator_seed.h"
 
 namespace ddpkit::train {
 namespace {

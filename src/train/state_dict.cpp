@@ -12,10 +12,10 @@
 #include <ddpkit/comm/error.h>
 #include <ddpkit/train/atomic_file.h>
 
-#include "archive_writer.h"
-#include "state/input_file.h"
-#include "state/pickler.h"
-#include "state/zip_reader.h"
+#include "train/archive_writer.h"
+#include "train/state/input_file.h"
+#include "train/state/pickler.h"
+#include "train/state/zip_reader.h"
 
 namespace ddpkit::train {
 namespace {

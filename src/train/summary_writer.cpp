@@ -14,7 +14,7 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "state/crc32.h"
+#include "train/state/crc32.h"
 
 namespace ddpkit::train {
 namespace {

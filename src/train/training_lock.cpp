@@ -1,4 +1,4 @@
-#include "training_lock.h"
+#include "train/training_lock.h"
 
 #include <fcntl.h>
 #include <sys/file.h>

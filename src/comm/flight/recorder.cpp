@@ -1,4 +1,4 @@
-#include "recorder.h"
+#include "comm/flight/recorder.h"
 
 #include <execinfo.h>
 #include <fcntl.h>

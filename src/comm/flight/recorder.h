@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "page.h"
+#include "comm/flight/page.h"
 
 namespace ddpkit::flight {
 

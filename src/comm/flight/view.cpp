@@ -1,4 +1,4 @@
-#include "view.h"
+#include "comm/flight/view.h"
 
 #include <cxxabi.h>
 #include <signal.h>

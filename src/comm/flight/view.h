@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "page.h"
+#include "comm/flight/page.h"
 
 namespace ddpkit::flight {
 

@@ -1,4 +1,4 @@
-#include "blame.h"
+#include "comm/launch/blame.h"
 
 #include <utility>
 

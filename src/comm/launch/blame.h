@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "../flight/page.h"
+#include "comm/flight/page.h"
 
 namespace ddpkit::launch {
 

@@ -1,4 +1,4 @@
-#include "cores.h"
+#include "comm/launch/cores.h"
 
 #include <sched.h>
 

@@ -1,4 +1,4 @@
-#include "end_order.h"
+#include "comm/launch/end_order.h"
 
 #include <sys/epoll.h>
 #include <unistd.h>

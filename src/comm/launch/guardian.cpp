@@ -1,4 +1,4 @@
-#include "guardian.h"
+#include "comm/launch/guardian.h"
 
 #include <fcntl.h>
 #include <signal.h>

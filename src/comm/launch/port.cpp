@@ -1,4 +1,4 @@
-#include "port.h"
+#include "comm/launch/port.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>

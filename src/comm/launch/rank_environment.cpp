@@ -1,4 +1,4 @@
-#include "rank_environment.h"
+#include "comm/launch/rank_environment.h"
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "../flight/page.h"
+#include "comm/flight/page.h"
 
 extern char** environ;
 

@@ -1,4 +1,4 @@
-#include "rank_output.h"
+#include "comm/launch/rank_output.h"
 
 #include <fcntl.h>
 #include <limits.h>

@@ -1,4 +1,4 @@
-#include "rank_process.h"
+#include "comm/launch/rank_process.h"
 
 #include <fcntl.h>
 #include <sched.h>

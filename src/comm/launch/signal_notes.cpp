@@ -1,4 +1,4 @@
-#include "signal_notes.h"
+#include "comm/launch/signal_notes.h"
 
 #include <fcntl.h>
 #include <unistd.h>

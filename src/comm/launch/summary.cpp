@@ -1,4 +1,4 @@
-#include "summary.h"
+#include "comm/launch/summary.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "arena.h"
+#include "comm/shm/arena.h"
 
 #include <sys/mman.h>
 

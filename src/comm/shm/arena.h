@@ -10,7 +10,7 @@
 
 #include <ddpkit/comm/arena_stats.h>
 
-#include "engine.h"
+#include "comm/shm/engine.h"
 
 namespace ddpkit::shm {
 

@@ -1,4 +1,4 @@
-#include "engine.h"
+#include "comm/shm/engine.h"
 
 #include <unistd.h>
 
@@ -6,9 +6,9 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "../timeout.h"
-#include "engines.h"
-#include "operation.h"
+#include "comm/shm/engines.h"
+#include "comm/shm/operation.h"
+#include "comm/timeout.h"
 
 namespace ddpkit::shm {
 

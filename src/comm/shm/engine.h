@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "comm/flight/recorder.h"
-#include "control.h"
-#include "data_type.h"
-#include "kernels.h"
-#include "mapping.h"
-#include "messages.h"
-#include "process_watch.h"
+#include "comm/shm/control.h"
+#include "comm/shm/data_type.h"
+#include "comm/shm/kernels.h"
+#include "comm/shm/mapping.h"
+#include "comm/shm/messages.h"
+#include "comm/shm/process_watch.h"
 
 namespace ddpkit::shm {
 

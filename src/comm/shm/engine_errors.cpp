@@ -11,9 +11,9 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "../flight/page.h"
-#include "engine.h"
-#include "operation.h"
+#include "comm/flight/page.h"
+#include "comm/shm/engine.h"
+#include "comm/shm/operation.h"
 
 namespace ddpkit::shm {
 namespace {

@@ -9,8 +9,8 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "engine.h"
-#include "operation.h"
+#include "comm/shm/engine.h"
+#include "comm/shm/operation.h"
 
 namespace ddpkit::shm {
 

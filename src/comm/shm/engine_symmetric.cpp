@@ -4,8 +4,8 @@
 
 #include <fmt/format.h>
 
-#include "engine.h"
-#include "operation.h"
+#include "comm/shm/engine.h"
+#include "comm/shm/operation.h"
 
 namespace ddpkit::shm {
 namespace {

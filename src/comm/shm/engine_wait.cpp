@@ -7,10 +7,10 @@
 #include <climits>
 #include <thread>
 
-#include "../timeout.h"
-#include "engine.h"
-#include "engines.h"
-#include "operation.h"
+#include "comm/shm/engine.h"
+#include "comm/shm/engines.h"
+#include "comm/shm/operation.h"
+#include "comm/timeout.h"
 
 namespace ddpkit::shm {
 namespace {

@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "engine.h"
+#include "comm/shm/engine.h"
 
 namespace ddpkit::shm {
 

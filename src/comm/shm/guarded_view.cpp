@@ -1,4 +1,4 @@
-#include "guarded_view.h"
+#include "comm/shm/guarded_view.h"
 
 #include <fcntl.h>
 #include <signal.h>

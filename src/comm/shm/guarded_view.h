@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "mapping.h"
+#include "comm/shm/mapping.h"
 
 namespace ddpkit::shm {
 

@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "comm/shm/kernels.h"
 
 #include <stdexcept>
 

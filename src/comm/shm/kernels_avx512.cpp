@@ -1,4 +1,4 @@
-#include "kernels_impl.h"
+#include "comm/shm/kernels_impl.h"
 
 namespace ddpkit::shm {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels.h"
+#include "comm/shm/kernels.h"
 #include "simd/element.h"
 
 namespace ddpkit::shm {

@@ -1,4 +1,4 @@
-#include "mapping.h"
+#include "comm/shm/mapping.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -19,7 +19,7 @@
 #include <ddpkit/comm/error.h>
 
 #include "comm/host_memory.h"
-#include "process_watch.h"
+#include "comm/shm/process_watch.h"
 
 namespace ddpkit::shm {
 namespace {

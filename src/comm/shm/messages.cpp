@@ -1,4 +1,4 @@
-#include "messages.h"
+#include "comm/shm/messages.h"
 
 #include <algorithm>
 #include <cstring>

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "control.h"
-#include "data_type.h"
+#include "comm/shm/control.h"
+#include "comm/shm/data_type.h"
 
 namespace ddpkit::shm {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "engine.h"
+#include "comm/shm/engine.h"
 
 namespace ddpkit::shm {
 

@@ -1,4 +1,4 @@
-#include "crc32.h"
+#include "train/state/crc32.h"
 
 #include <array>
 #include <bit>

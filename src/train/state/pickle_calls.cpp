@@ -1,8 +1,8 @@
 // What a pickle may call, beside what makes tensors.
 #include <fmt/format.h>
 
-#include "pickle_machine.h"
-#include "type_names.h"
+#include "train/state/pickle_machine.h"
+#include "train/state/type_names.h"
 
 namespace ddpkit::train::pickle {
 namespace {

@@ -19,8 +19,8 @@
 
 #include <ddpkit/train/state_dict.h>
 
-#include "input_file.h"
-#include "pickle_opcodes.h"
+#include "train/state/input_file.h"
+#include "train/state/pickle_opcodes.h"
 
 namespace ddpkit::train::pickle {
 

@@ -8,8 +8,8 @@
 
 #include <fmt/format.h>
 
-#include "pickle_machine.h"
-#include "type_names.h"
+#include "train/state/pickle_machine.h"
+#include "train/state/type_names.h"
 
 namespace ddpkit::train::pickle {
 namespace {

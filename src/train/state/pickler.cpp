@@ -1,4 +1,4 @@
-#include "pickler.h"
+#include "train/state/pickler.h"
 
 #include <ATen/ops/empty.h>
 
@@ -10,8 +10,8 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "pickle_opcodes.h"
-#include "type_names.h"
+#include "train/state/pickle_opcodes.h"
+#include "train/state/type_names.h"
 
 namespace ddpkit::train {
 namespace {

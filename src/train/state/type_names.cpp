@@ -1,4 +1,4 @@
-#include "type_names.h"
+#include "train/state/type_names.h"
 
 #include <array>
 #include <utility>

@@ -4,9 +4,9 @@
 
 #include <ddpkit/comm/error.h>
 
-#include "pickle_machine.h"
-#include "pickler.h"
-#include "type_names.h"
+#include "train/state/pickle_machine.h"
+#include "train/state/pickler.h"
+#include "train/state/type_names.h"
 
 namespace ddpkit::train {
 namespace pickle {

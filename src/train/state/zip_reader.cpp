@@ -1,5 +1,5 @@
 // After PKWARE's APPNOTE.TXT 6.3.10, the part of it that torch uses.
-#include "zip_reader.h"
+#include "train/state/zip_reader.h"
 
 #include <algorithm>
 #include <bit>
@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "crc32.h"
+#include "train/state/crc32.h"
 
 namespace ddpkit::train {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "input_file.h"
+#include "train/state/input_file.h"
 
 namespace ddpkit::train {
 
