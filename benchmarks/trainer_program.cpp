@@ -6,8 +6,8 @@
 #include <sstream>
 #include <system_error>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit::bench {
 

@@ -5,8 +5,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/error.h>
 
 #include "bench/device.h"
 #include "bench/python.h"

@@ -9,7 +9,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/scaling/estimate.h>
 #include <ddpkit/scaling/nccl.h>
 #include <ddpkit/train/options.h>

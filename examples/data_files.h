@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace data_files {
 

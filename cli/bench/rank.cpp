@@ -10,8 +10,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 
 #include "collective.h"
 #include "device.h"

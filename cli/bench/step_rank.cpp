@@ -12,7 +12,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 

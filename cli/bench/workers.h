@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/local_launch.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit::bench {
 

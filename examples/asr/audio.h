@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace asr {
 

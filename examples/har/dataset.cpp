@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "har/ts_format.h"
 #include "har/ucihar.h"

@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/text.h>
 
 #include "data_files.h"

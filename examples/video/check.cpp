@@ -7,9 +7,9 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/data/prefetcher.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/progress.h>

@@ -10,7 +10,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 extern "C" {
 #include <libavutil/mem.h>

@@ -9,7 +9,7 @@
 #include <memory>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/arena.h"
 

@@ -11,7 +11,7 @@
 
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/staging.h"
 #include "comm/stream_set.h"

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/staging.h"
 

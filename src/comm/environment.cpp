@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 
 namespace ddpkit {

@@ -15,7 +15,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/backends.h"
 

@@ -1,4 +1,4 @@
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/backends.h"
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_rendezvous.h"

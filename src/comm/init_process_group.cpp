@@ -11,9 +11,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/error.h>
 
 #include "comm/backends.h"
 #include "comm/flight/recorder.h"

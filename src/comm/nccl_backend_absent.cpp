@@ -1,5 +1,5 @@
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 
 #include "comm/backends.h"
 

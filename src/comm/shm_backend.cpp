@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_work.h"

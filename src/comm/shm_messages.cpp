@@ -1,7 +1,7 @@
 // The shm backend's sends and receives.
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_backend.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <array>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_backend.h"

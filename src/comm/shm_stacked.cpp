@@ -1,7 +1,7 @@
 // Collectives of one tensor that holds a part for each rank, whatever its shape.
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm_arguments.h"
 #include "comm/shm_backend.h"

@@ -5,7 +5,7 @@
 #include <ATen/record_function.h>
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/arena.h"
 #include "comm/shm_arguments.h"

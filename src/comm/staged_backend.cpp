@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 

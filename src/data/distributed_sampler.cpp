@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <numeric>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "data/sampling.h"
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <random>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "data/sampling.h"
 

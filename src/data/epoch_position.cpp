@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 

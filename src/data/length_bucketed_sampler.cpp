@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "data/sampling.h"
 

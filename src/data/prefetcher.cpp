@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 namespace {

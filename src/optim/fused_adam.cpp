@@ -13,7 +13,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "optim/blocks.h"
 #include "optim/float_type.h"

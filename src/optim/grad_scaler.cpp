@@ -15,7 +15,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/gradient_scaling.h>

@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/graphed_step.h>
 

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/graphed_step.h>
 
 namespace ddpkit::optim {

@@ -15,7 +15,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/optimizer_archive.h>
 

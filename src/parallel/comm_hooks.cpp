@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit::comm_hooks {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 

@@ -8,7 +8,7 @@
 #include <map>
 #include <mutex>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "parallel/join_session.h"
 

@@ -11,7 +11,7 @@
 
 #include <torch/nn/modules/embedding.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/same_parameters.h>
 
 namespace ddpkit {

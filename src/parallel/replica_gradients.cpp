@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/bucket_plan.h>
 
 #include "comm/shm/kernels.h"

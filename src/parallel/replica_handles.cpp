@@ -10,7 +10,7 @@
 #include <set>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 namespace {

@@ -16,7 +16,7 @@
 #include <string>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "parallel/replica_handles.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "optim/autocast_cache.h"
 

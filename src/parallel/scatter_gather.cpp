@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit {
 namespace {

@@ -13,7 +13,7 @@
 #include <set>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/host.h"
 #include "parallel/timeline_recorder.h"

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 
 namespace ddpkit {

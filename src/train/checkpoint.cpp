@@ -12,8 +12,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>

@@ -13,8 +13,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/together.h>
 
 #include "train/generator_seed.h"

@@ -8,8 +8,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/text.h>

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <system_error>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "train/state/crc32.h"
 

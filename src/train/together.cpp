@@ -8,8 +8,8 @@
 #include <exception>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/main.h>
 
 namespace ddpkit::train {

@@ -10,7 +10,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit::train {
 namespace {

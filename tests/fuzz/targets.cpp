@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/config.h>
 #include <ddpkit/train/safetensors.h>

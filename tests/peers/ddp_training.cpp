@@ -6,7 +6,7 @@
 #include <iostream>
 #include <iterator>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 namespace ddpkit::testing {
 

@@ -6,7 +6,7 @@
 
 #include <map>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 #include "support/ranks.h"

@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>

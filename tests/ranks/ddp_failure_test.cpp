@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "support/catch.h"

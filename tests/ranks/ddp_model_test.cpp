@@ -7,7 +7,7 @@
 #include <sstream>
 #include <string>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "ranks/many_kinds.h"

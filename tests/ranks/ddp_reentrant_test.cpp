@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "ranks/branches.h"

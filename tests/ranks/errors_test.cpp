@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "ranks/thread_ranks.h"
 #include "support/catch.h"

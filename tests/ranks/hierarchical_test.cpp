@@ -2,7 +2,7 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "comm/hierarchical_backend.h"

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 #include "support/ranks.h"

@@ -3,7 +3,7 @@
 #include <optional>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 #include "support/ranks.h"

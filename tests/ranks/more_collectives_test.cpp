@@ -5,7 +5,7 @@
 #include <numeric>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "ranks/parts.h"
 #include "support/catch.h"

@@ -10,8 +10,8 @@
 #define USE_C10D_GLOO  // The header is empty without it.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 
 #include "support/captured_stderr.h"
 #include "support/catch.h"

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/grad_scaler.h>
 #include <ddpkit/optim/sharded_optimizer.h>

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <limits>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/grad_scaler.h>

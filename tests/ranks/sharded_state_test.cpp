@@ -2,7 +2,7 @@
 
 #include <sstream>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>

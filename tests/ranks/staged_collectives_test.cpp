@@ -10,8 +10,8 @@
 #include <mutex>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/timeline.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 

@@ -1,7 +1,7 @@
 // Collectives that copy between tensors in symmetric memory, which the other ranks read where they lie.
 #include <torch/torch.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "ranks/parts.h"
 #include "support/catch.h"

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/error.h>
 
 #include "ranks/thread_ranks.h"
 #include "support/catch.h"

@@ -1,5 +1,5 @@
 // Ranks that die, leave, abort, disagree or are late, under many schedules.
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "explore.h"
 #include "support/catch.h"

@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/checkpoint.h>
 
 #include "faults/training.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "optimizers.h"
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "bench/bars.h"
 #include "bench/collective.h"

@@ -1,5 +1,5 @@
 // What `ddpkit bench step` makes of the times that its ranks report.
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "bench/step_plan.h"
 #include "bench/step_row.h"

@@ -1,4 +1,4 @@
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <torch/torch.h>
 

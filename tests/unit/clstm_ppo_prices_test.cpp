@@ -3,7 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "clstm_ppo/generate.h"
 #include "clstm_ppo/market.h"

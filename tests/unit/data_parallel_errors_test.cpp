@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"

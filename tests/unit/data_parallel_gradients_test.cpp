@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"

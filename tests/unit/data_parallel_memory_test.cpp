@@ -10,7 +10,7 @@
 #include <new>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"

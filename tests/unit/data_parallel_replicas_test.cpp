@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "support/catch.h"

@@ -6,10 +6,10 @@
 #include <stdexcept>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/data/distributed_weighted_sampler.h>
 #include <ddpkit/data/prefetcher.h>
+#include <ddpkit/error.h>
 
 #include "support/captured_stderr.h"
 #include "support/catch.h"

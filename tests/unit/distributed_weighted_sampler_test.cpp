@@ -5,7 +5,7 @@
 #include <cmath>
 #include <sstream>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/engine.h"
 #include "comm/shm/operation.h"

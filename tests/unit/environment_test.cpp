@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 

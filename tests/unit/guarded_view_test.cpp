@@ -14,7 +14,7 @@
 
 #include <algorithm>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/mapping.h"
 #include "support/catch.h"

@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "har/dataset.h"
 #include "har/generate.h"

@@ -1,4 +1,4 @@
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/launch/cores.h"
 #include "support/catch.h"

@@ -1,4 +1,4 @@
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/learning_rate.h>
 #include <torch/torch.h>

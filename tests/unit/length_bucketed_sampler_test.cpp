@@ -7,8 +7,8 @@
 #include <set>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/data/length_bucketed_sampler.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 

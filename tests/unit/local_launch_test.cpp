@@ -8,7 +8,7 @@
 #include <map>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/launch/blame.h"
 #include "comm/launch/end_order.h"

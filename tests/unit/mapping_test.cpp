@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/host_memory.h"
 #include "support/catch.h"

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/precision.h>
 #include <ddpkit/parallel/data_parallel.h>
 

@@ -3,8 +3,8 @@
 
 #include <sstream>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
 #include "support/catch.h"

@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <iterator>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/atomic_file.h>
 
 #include "support/catch.h"

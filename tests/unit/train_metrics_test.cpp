@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/metrics.h>
 
 #include "support/catch.h"

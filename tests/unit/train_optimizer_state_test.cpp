@@ -1,7 +1,7 @@
 // tests/peers/state_dicts.py compares with Python's optimizers; this is what it cannot see.
 #include <torch/torch.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/learning_rate.h>

@@ -2,7 +2,7 @@
 
 #include <string_view>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/state_dict.h>
 
 #include "support/catch.h"

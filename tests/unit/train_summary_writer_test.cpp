@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "support/catch.h"
 #include "support/folder.h"

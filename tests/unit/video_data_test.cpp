@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/random.h>
 
 #include "video/balance.h"

@@ -1,6 +1,6 @@
 #include <numeric>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 #include <ddpkit/train/random.h>
 
 #include "video/libav.h"

@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include <ddpkit/comm/error.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/error.h>
 
 namespace CLI {
 class App;

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/engines.h"
 #include "comm/shm/operation.h"

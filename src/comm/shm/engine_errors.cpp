@@ -9,7 +9,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/flight/page.h"
 #include "comm/shm/engine.h"

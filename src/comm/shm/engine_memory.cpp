@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/engine.h"
 #include "comm/shm/operation.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/shm/engine.h"
 #include "comm/shm/operation.h"

@@ -16,7 +16,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "comm/host_memory.h"
 #include "comm/shm/process_watch.h"

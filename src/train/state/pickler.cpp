@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "train/state/pickle_opcodes.h"
 #include "train/state/type_names.h"

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/error.h>
+#include <ddpkit/error.h>
 
 #include "train/state/pickle_machine.h"
 #include "train/state/pickler.h"
