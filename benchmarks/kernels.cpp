@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "comm/shm/kernels.h"
+#include "kernels/reduce.h"
 
 namespace {
 

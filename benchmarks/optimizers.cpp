@@ -14,7 +14,7 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 
-#include "simd/variant.h"
+#include "kernels/variant.h"
 
 namespace {
 

@@ -19,9 +19,9 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 
+#include "kernels/optimizer.h"
 #include "optim/blocks.h"
 #include "optim/float_type.h"
-#include "optim/kernels.h"
 #include "parallel/gradient_hook.h"
 
 namespace ddpkit::optim {

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "optim/kernels.h"
+#include "kernels/optimizer.h"
 
 namespace ddpkit::optim {
 

@@ -12,9 +12,9 @@
 
 #include <ddpkit/error.h>
 
+#include "kernels/optimizer.h"
 #include "optim/blocks.h"
 #include "optim/float_type.h"
-#include "optim/kernels.h"
 #include "optim/optimizer_archive.h"
 
 namespace ddpkit::optim {

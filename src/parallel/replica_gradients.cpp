@@ -12,8 +12,8 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parallel/bucket_plan.h>
 
-#include "comm/shm/kernels.h"
 #include "comm/shm_arguments.h"
+#include "kernels/reduce.h"
 #include "parallel/gradient_hook.h"
 #include "parallel/is_alone.h"
 #include "parallel/replica_streams.h"

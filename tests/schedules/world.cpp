@@ -7,9 +7,9 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm/kernels.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/process_watch.h"
+#include "kernels/reduce.h"
 #include "simulation.h"
 #include "world.h"
 

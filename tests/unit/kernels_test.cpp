@@ -1,4 +1,4 @@
-#include "comm/shm/kernels.h"
+#include "kernels/reduce.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -7,7 +7,7 @@
 
 #include <random>
 
-#include "simd/variant.h"
+#include "kernels/variant.h"
 #include "support/catch.h"
 #include "support/drawn.h"
 #include "support/seed.h"

@@ -2,9 +2,9 @@
 // fused_optimizer_steps_test.cpp.
 #include <torch/torch.h>
 
-#include "optim/kernels.h"
+#include "kernels/optimizer.h"
+#include "kernels/variant.h"
 #include "simd/parallel.h"
-#include "simd/variant.h"
 #include "support/catch.h"
 
 using namespace ddpkit::optim;

@@ -17,11 +17,11 @@
 
 #include "comm/flight/recorder.h"
 #include "comm/shm/control.h"
-#include "comm/shm/data_type.h"
-#include "comm/shm/kernels.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/messages.h"
 #include "comm/shm/process_watch.h"
+#include "kernels/data_type.h"
+#include "kernels/reduce.h"
 
 namespace ddpkit::shm {
 

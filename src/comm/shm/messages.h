@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/shm/control.h"
-#include "comm/shm/data_type.h"
+#include "kernels/data_type.h"
 
 namespace ddpkit::shm {
 

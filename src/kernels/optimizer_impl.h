@@ -1,12 +1,12 @@
 // Included once by each kernels_<variant>.cpp, which its own compiler flags vectorise. Everything lies in an unnamed
-// namespace and calls no inline function of other headers (see simd/element.h).
+// namespace and calls no inline function of other headers (see kernels/element.h).
 //
 // Each element depends on the elements of the same number alone, in one pass over memory; the order of the operations
 // is torch::optim's.
 #include <cstddef>
 
-#include "optim/kernels.h"
-#include "simd/element.h"
+#include "kernels/element.h"
+#include "kernels/optimizer.h"
 
 namespace ddpkit::optim {
 namespace {

@@ -1,4 +1,4 @@
-#include "comm/shm/kernels_impl.h"
+#include "kernels/reduce_impl.h"
 
 namespace ddpkit::shm {
 

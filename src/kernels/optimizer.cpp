@@ -1,6 +1,6 @@
-#include "optim/kernels.h"
+#include "kernels/optimizer.h"
 
-#include "simd/variant.h"
+#include "kernels/variant.h"
 
 namespace ddpkit::optim {
 

@@ -1,4 +1,4 @@
-#include "optim/kernels_impl.h"
+#include "kernels/optimizer_impl.h"
 
 namespace ddpkit::optim {
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/shm/data_type.h"
+#include "kernels/data_type.h"
 
 namespace ddpkit::shm {
 

@@ -1,4 +1,4 @@
-#include "simd/variant.h"
+#include "kernels/variant.h"
 
 namespace ddpkit::simd {
 

@@ -1,8 +1,8 @@
-#include "comm/shm/kernels.h"
+#include "kernels/reduce.h"
 
 #include <stdexcept>
 
-#include "simd/variant.h"
+#include "kernels/variant.h"
 
 namespace ddpkit::shm {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "comm/shm/kernels.h"
-#include "simd/element.h"
+#include "kernels/element.h"
+#include "kernels/reduce.h"
 
 namespace ddpkit::shm {
 namespace {

@@ -1,8 +1,8 @@
 // Tier 0: the standard library only.
 //
-// Vector kernels are compiled once for each instruction set, from one source, and chosen at run time. To add some:
-// write `kernels_impl.h`, include it in kernels_baseline.cpp, kernels_avx2.cpp and kernels_avx512.cpp, which define
-// function_baseline, function_avx2 and function_avx512, and name their folder in src/CMakeLists.txt.
+// Vector kernels are compiled once for each instruction set, from one source, and chosen at run time. To add a group:
+// write GROUP_impl.h, include it in GROUP_baseline.cpp, GROUP_avx2.cpp and GROUP_avx512.cpp, which define
+// function_baseline, function_avx2 and function_avx512, and name GROUP in src/CMakeLists.txt.
 #pragma once
 
 namespace ddpkit::simd {
