@@ -14,7 +14,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/staging.h"
-#include "comm/stream_set.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit {
 namespace {

@@ -20,9 +20,9 @@
 #include <ddpkit/optim/distinct_parameters.h>
 
 #include "kernels/optimizer.h"
-#include "optim/blocks.h"
-#include "optim/float_type.h"
 #include "parallel/gradient_hook.h"
+#include "tensor/blocks.h"
+#include "tensor/float_type.h"
 
 namespace ddpkit::optim {
 namespace {

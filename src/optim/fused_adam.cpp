@@ -16,9 +16,9 @@
 #include <ddpkit/error.h>
 
 #include "kernels/optimizer.h"
-#include "optim/blocks.h"
-#include "optim/float_type.h"
 #include "optim/optimizer_archive.h"
+#include "tensor/blocks.h"
+#include "tensor/float_type.h"
 
 namespace ddpkit::optim {
 namespace {

@@ -16,7 +16,7 @@
 #include <ddpkit/optim/distinct_parameters.h>
 
 #include "optim/capture.h"
-#include "optim/float_type.h"
+#include "tensor/float_type.h"
 
 namespace ddpkit::optim {
 namespace {

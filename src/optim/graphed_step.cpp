@@ -13,7 +13,7 @@
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/graphed_step.h>
 
-#include "comm/stream_set.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit::optim {
 

@@ -12,8 +12,8 @@
 #include "comm/backends.h"
 #include "comm/host_memory.h"
 #include "comm/shm/arena.h"
-#include "comm/stream_set.h"
-#include "parallel/is_alone.h"
+#include "tensor/is_alone.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit {
 namespace {

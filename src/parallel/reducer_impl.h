@@ -20,9 +20,9 @@
 
 #include <ddpkit/parallel/bucket_plan.h>
 
-#include "comm/stream_set.h"
 #include "parallel/autograd_node.h"
 #include "parallel/gradient_memory.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit {
 

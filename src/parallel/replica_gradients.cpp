@@ -15,8 +15,8 @@
 #include "comm/shm_arguments.h"
 #include "kernels/reduce.h"
 #include "parallel/gradient_hook.h"
-#include "parallel/is_alone.h"
 #include "parallel/replica_streams.h"
+#include "tensor/is_alone.h"
 
 namespace ddpkit {
 namespace {

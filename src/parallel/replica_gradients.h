@@ -13,8 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "comm/stream_set.h"
 #include "parallel/autograd_node.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit {
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "comm/stream_set.h"
+#include "tensor/stream_set.h"
 
 namespace ddpkit {
 

@@ -10,7 +10,7 @@
 
 #include <ddpkit/error.h>
 
-#include "optim/autocast_cache.h"
+#include "tensor/autocast_cache.h"
 
 namespace ddpkit {
 namespace {

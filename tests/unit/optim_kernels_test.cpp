@@ -4,8 +4,8 @@
 
 #include "kernels/optimizer.h"
 #include "kernels/variant.h"
-#include "simd/parallel.h"
 #include "support/catch.h"
+#include "tensor/parallel_for.h"
 
 using namespace ddpkit::optim;
 

@@ -7,9 +7,9 @@
 
 #include <fmt/format.h>
 
-#include "comm/stream_set.h"
 #include "parallel/replica_streams.h"
 #include "support/catch.h"
+#include "tensor/stream_set.h"
 
 namespace {
 

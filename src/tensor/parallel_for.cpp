@@ -1,4 +1,4 @@
-#include "simd/parallel.h"
+#include "tensor/parallel_for.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>

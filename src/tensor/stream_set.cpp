@@ -1,4 +1,4 @@
-#include "comm/stream_set.h"
+#include "tensor/stream_set.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "simd/parallel.h"
+#include "tensor/parallel_for.h"
 
 namespace ddpkit::optim {
 
