@@ -20,8 +20,8 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/scaling/estimate.h>
 

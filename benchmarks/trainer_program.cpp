@@ -6,8 +6,8 @@
 #include <sstream>
 #include <system_error>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::bench {
 

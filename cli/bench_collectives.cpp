@@ -9,8 +9,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 #include "bench/device.h"
 #include "bench/limit.h"

@@ -9,8 +9,8 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/options.h>
 

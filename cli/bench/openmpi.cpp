@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <sstream>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::bench {
 namespace {

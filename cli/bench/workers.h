@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::bench {
 

@@ -13,9 +13,9 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::cli {
 namespace {

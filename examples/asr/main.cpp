@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 #include <ddpkit/train/text.h>

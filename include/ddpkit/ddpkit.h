@@ -4,7 +4,6 @@
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/flight_recorder.h>
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/data/distributed_sampler.h>
@@ -12,6 +11,7 @@
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/fused_adam.h>

@@ -10,8 +10,8 @@
 #include <string>
 #include <utility>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/error.h>
+#include <ddpkit/launch/launcher.h>
 
 #include "comm/backends.h"
 #include "comm/host_memory.h"

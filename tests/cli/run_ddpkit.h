@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 #include "support/catch.h"
 #include "support/folder.h"

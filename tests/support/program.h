@@ -17,7 +17,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/checkpoint.h>
 
 #include "support/catch.h"

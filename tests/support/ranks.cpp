@@ -14,7 +14,7 @@
 
 #include <ddpkit/comm/shm_backend.h>
 
-#include "comm/launch/port.h"
+#include "launch/port.h"
 #include "support/catch.h"
 #include "support/children.h"
 #include "support/folder.h"

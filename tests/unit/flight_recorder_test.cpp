@@ -1,6 +1,6 @@
 #include <ddpkit/comm/flight_recorder.h>
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/launch/launcher.h>
 
 #include <ATen/ops/ones.h>
 #include <sys/mman.h>

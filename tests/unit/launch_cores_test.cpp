@@ -1,6 +1,6 @@
 #include <ddpkit/error.h>
 
-#include "comm/launch/cores.h"
+#include "launch/cores.h"
 #include "support/catch.h"
 #include "support/folder.h"
 

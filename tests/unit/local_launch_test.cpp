@@ -1,4 +1,4 @@
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 #include <signal.h>
 #include <sys/syscall.h>
@@ -10,8 +10,8 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/launch/blame.h"
-#include "comm/launch/end_order.h"
+#include "launch/blame.h"
+#include "launch/end_order.h"
 #include "support/catch.h"
 #include "support/folder.h"
 

@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <string>
 
-#include <ddpkit/comm/local_launch.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/stop_signal.h>
 
 #include "support/catch.h"

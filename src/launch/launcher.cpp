@@ -1,4 +1,4 @@
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 #include <poll.h>
 #include <signal.h>
@@ -17,16 +17,16 @@
 #include <ddpkit/error.h>
 
 #include "comm/flight/view.h"
-#include "comm/launch/blame.h"
-#include "comm/launch/cores.h"
-#include "comm/launch/end_order.h"
-#include "comm/launch/guardian.h"
-#include "comm/launch/port.h"
-#include "comm/launch/rank_environment.h"
-#include "comm/launch/rank_output.h"
-#include "comm/launch/rank_process.h"
-#include "comm/launch/signal_notes.h"
-#include "comm/launch/summary.h"
+#include "launch/blame.h"
+#include "launch/cores.h"
+#include "launch/end_order.h"
+#include "launch/guardian.h"
+#include "launch/port.h"
+#include "launch/rank_environment.h"
+#include "launch/rank_output.h"
+#include "launch/rank_process.h"
+#include "launch/signal_notes.h"
+#include "launch/summary.h"
 
 namespace ddpkit {
 namespace {

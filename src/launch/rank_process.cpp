@@ -1,4 +1,4 @@
-#include "comm/launch/rank_process.h"
+#include "launch/rank_process.h"
 
 #include <fcntl.h>
 #include <sched.h>

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::launch {
 

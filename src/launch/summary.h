@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::launch {
 

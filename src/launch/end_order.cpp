@@ -1,4 +1,4 @@
-#include "comm/launch/end_order.h"
+#include "launch/end_order.h"
 
 #include <sys/epoll.h>
 #include <unistd.h>

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <ddpkit/comm/local_launch.h>
+#include <ddpkit/launch/launcher.h>
 
 namespace ddpkit::launch {
 

@@ -1,4 +1,4 @@
-#include "comm/launch/guardian.h"
+#include "launch/guardian.h"
 
 #include <fcntl.h>
 #include <signal.h>

@@ -1,4 +1,4 @@
-#include "comm/launch/summary.h"
+#include "launch/summary.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "comm/launch/blame.h"
+#include "launch/blame.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "comm/launch/port.h"
+#include "launch/port.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>

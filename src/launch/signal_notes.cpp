@@ -1,4 +1,4 @@
-#include "comm/launch/signal_notes.h"
+#include "launch/signal_notes.h"
 
 #include <fcntl.h>
 #include <unistd.h>

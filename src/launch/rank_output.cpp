@@ -1,4 +1,4 @@
-#include "comm/launch/rank_output.h"
+#include "launch/rank_output.h"
 
 #include <fcntl.h>
 #include <limits.h>
