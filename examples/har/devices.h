@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/parallel/map_tensors.h>
-#include <ddpkit/parallel/timeline.h>
 
 #include "har/model.h"
 #include "har/options.h"

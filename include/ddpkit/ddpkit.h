@@ -6,6 +6,7 @@
 #include <ddpkit/comm/flight_recorder.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/data/distributed_weighted_sampler.h>
 #include <ddpkit/data/length_bucketed_sampler.h>
@@ -37,6 +38,5 @@
 #include <ddpkit/parallel/same_parameters.h>
 #include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
-#include <ddpkit/parallel/timeline.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/version.h>

@@ -16,11 +16,11 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
-#include "comm/flight/recorder.h"
 #include "comm/hierarchical_backend.h"
 #include "comm/roll_call.h"
 #include "comm/staged_backend.h"
 #include "comm/timeout.h"
+#include "comm/trace/recorder.h"
 
 namespace ddpkit {
 namespace {

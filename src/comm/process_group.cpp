@@ -16,9 +16,9 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
-#include "comm/flight/recorder.h"
 #include "comm/host.h"
 #include "comm/registered_memory.h"
+#include "comm/trace/recorder.h"
 
 namespace ddpkit {
 

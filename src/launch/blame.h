@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "comm/flight/page.h"
+#include "comm/trace/page.h"
 
 namespace ddpkit::launch {
 

@@ -16,7 +16,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/flight/view.h"
+#include "comm/trace/view.h"
 #include "launch/blame.h"
 #include "launch/cores.h"
 #include "launch/end_order.h"

@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "comm/flight/page.h"
+#include "comm/trace/page.h"
 
 extern char** environ;
 

@@ -12,13 +12,13 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/timeline_environment.h"
+#include "comm/timeline_recorder.h"
 #include "parallel/debug.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
 #include "parallel/reducer_events.h"
-#include "parallel/timeline_environment.h"
-#include "parallel/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {

@@ -10,13 +10,13 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/flight/recorder.h"
+#include "comm/timeline_recorder.h"
+#include "comm/trace/recorder.h"
 #include "parallel/debug.h"
 #include "parallel/hook_call.h"
 #include "parallel/model_agreement.h"
 #include "parallel/reducer_events.h"
 #include "parallel/sparse_gradient.h"
-#include "parallel/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {

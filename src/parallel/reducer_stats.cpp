@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "parallel/timeline_recorder.h"
+#include "comm/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {

@@ -11,8 +11,8 @@
 #include <thread>
 
 #include <ddpkit/comm/shm_backend.h>
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/error.h>
-#include <ddpkit/parallel/timeline.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/staged_backend.h"

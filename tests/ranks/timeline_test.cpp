@@ -5,9 +5,9 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
-#include <ddpkit/parallel/timeline.h>
 
 #include "support/catch.h"
 #include "support/folder.h"

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/flight/recorder.h"
-#include "comm/flight/view.h"
+#include "comm/trace/recorder.h"
+#include "comm/trace/view.h"
 #include "support/catch.h"
 #include "support/folder.h"
 

@@ -1,6 +1,6 @@
 #include "support/catch.h"
 
-#include "parallel/timeline_recorder.h"
+#include "comm/timeline_recorder.h"
 
 using ddpkit::clock_offset;
 using ddpkit::ClockReading;

@@ -15,11 +15,11 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/reducer.h>
 #include <ddpkit/parallel/stats.h>
-#include <ddpkit/parallel/timeline.h>
 
 namespace ddpkit {
 

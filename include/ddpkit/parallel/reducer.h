@@ -14,9 +14,9 @@
 
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/timeline.h>
 #include <ddpkit/parallel/comm_hook.h>
 #include <ddpkit/parallel/stats.h>
-#include <ddpkit/parallel/timeline.h>
 
 namespace ddpkit {
 

@@ -15,11 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "comm/flight/recorder.h"
 #include "comm/shm/control.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/messages.h"
 #include "comm/shm/process_watch.h"
+#include "comm/trace/recorder.h"
 #include "kernels/data_type.h"
 #include "kernels/reduce.h"
 

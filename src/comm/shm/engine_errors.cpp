@@ -11,9 +11,9 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/flight/page.h"
 #include "comm/shm/engine.h"
 #include "comm/shm/operation.h"
+#include "comm/trace/page.h"
 
 namespace ddpkit::shm {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "comm/flight/page.h"
+#include "comm/trace/page.h"
 
 namespace ddpkit::flight {
 

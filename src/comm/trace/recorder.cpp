@@ -1,4 +1,4 @@
-#include "comm/flight/recorder.h"
+#include "comm/trace/recorder.h"
 
 #include <execinfo.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "comm/flight/view.h"
+#include "comm/trace/view.h"
 
 #include <cxxabi.h>
 #include <signal.h>

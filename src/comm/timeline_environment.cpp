@@ -1,4 +1,4 @@
-#include "parallel/timeline_environment.h"
+#include "comm/timeline_environment.h"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include <ddpkit/parallel/timeline.h>
+#include <ddpkit/comm/timeline.h>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -16,7 +16,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/host.h"
-#include "parallel/timeline_recorder.h"
+#include "comm/timeline_recorder.h"
 
 namespace ddpkit {
 namespace {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "comm/flight/page.h"
+#include "comm/trace/page.h"
 
 namespace ddpkit::flight {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/timeline.h>
+#include <ddpkit/comm/timeline.h>
 
 namespace ddpkit {
 
