@@ -16,9 +16,9 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
-#include "comm/hierarchical_backend.h"
+#include "comm/backends/hierarchical_backend.h"
+#include "comm/backends/staged_backend.h"
 #include "comm/roll_call.h"
-#include "comm/staged_backend.h"
 #include "comm/timeout.h"
 #include "comm/trace/recorder.h"
 

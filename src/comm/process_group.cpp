@@ -16,8 +16,8 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
+#include "comm/backends/registered_memory.h"
 #include "comm/host.h"
-#include "comm/registered_memory.h"
 #include "comm/trace/recorder.h"
 
 namespace ddpkit {

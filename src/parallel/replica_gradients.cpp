@@ -12,7 +12,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parallel/bucket_plan.h>
 
-#include "comm/shm_arguments.h"
+#include "comm/backends/shm_arguments.h"
 #include "kernels/reduce.h"
 #include "parallel/gradient_hook.h"
 #include "parallel/replica_streams.h"

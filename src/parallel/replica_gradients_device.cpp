@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <set>
 
-#include "parallel/device_reduce.h"
+#include "comm/device_reduce.h"
 #include "parallel/replica_gradients.h"
 #include "parallel/replica_streams.h"
 

@@ -5,7 +5,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
-#include "comm/hierarchical_backend.h"
+#include "comm/backends/hierarchical_backend.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 

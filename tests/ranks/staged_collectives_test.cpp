@@ -15,7 +15,7 @@
 #include <ddpkit/error.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "comm/staged_backend.h"
+#include "comm/backends/staged_backend.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"

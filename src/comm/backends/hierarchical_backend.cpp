@@ -1,4 +1,4 @@
-#include "comm/hierarchical_backend.h"
+#include "comm/backends/hierarchical_backend.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
@@ -13,8 +13,8 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm_arguments.h"
-#include "comm/shm_rendezvous.h"
+#include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_rendezvous.h"
 
 namespace ddpkit {
 

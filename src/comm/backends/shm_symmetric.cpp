@@ -8,8 +8,8 @@
 #include <ddpkit/error.h>
 
 #include "comm/arena.h"
-#include "comm/shm_arguments.h"
-#include "comm/shm_backend.h"
+#include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_backend.h"
 
 namespace ddpkit {
 

@@ -13,7 +13,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/staging.h"
+#include "comm/backends/staging.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {

@@ -1,4 +1,4 @@
-#include "comm/shm_arguments.h"
+#include "comm/backends/shm_arguments.h"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>

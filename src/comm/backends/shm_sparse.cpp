@@ -8,9 +8,9 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm_arguments.h"
-#include "comm/shm_backend.h"
-#include "comm/shm_work.h"
+#include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_backend.h"
+#include "comm/backends/shm_work.h"
 
 namespace ddpkit {
 namespace {

@@ -1,4 +1,4 @@
-#include "comm/shm_backend.h"
+#include "comm/backends/shm_backend.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -10,8 +10,8 @@
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
-#include "comm/shm_arguments.h"
-#include "comm/shm_work.h"
+#include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_work.h"
 
 namespace ddpkit {
 

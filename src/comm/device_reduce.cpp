@@ -1,4 +1,4 @@
-#include "parallel/device_reduce.h"
+#include "comm/device_reduce.h"
 
 #include <torch/csrc/cuda/nccl.h>
 

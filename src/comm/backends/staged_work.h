@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "comm/staging.h"
+#include "comm/backends/staging.h"
 
 namespace ddpkit {
 

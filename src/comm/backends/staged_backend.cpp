@@ -1,4 +1,4 @@
-#include "comm/staged_backend.h"
+#include "comm/backends/staged_backend.h"
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

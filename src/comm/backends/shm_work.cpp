@@ -1,4 +1,4 @@
-#include "comm/shm_work.h"
+#include "comm/backends/shm_work.h"
 
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>

@@ -2,7 +2,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/staging.h"
+#include "comm/backends/staging.h"
 
 namespace ddpkit {
 

@@ -1,4 +1,4 @@
-#include "parallel/device_reduce.h"
+#include "comm/device_reduce.h"
 
 namespace ddpkit {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "comm/backends.h"
-#include "comm/staged_work.h"
-#include "comm/staging.h"
+#include "comm/backends/staged_work.h"
+#include "comm/backends/staging.h"
 
 namespace ddpkit {
 

@@ -1,4 +1,4 @@
-#include "comm/staged_work.h"
+#include "comm/backends/staged_work.h"
 
 #include <utility>
 

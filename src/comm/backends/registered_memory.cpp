@@ -1,4 +1,4 @@
-#include "comm/registered_memory.h"
+#include "comm/backends/registered_memory.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -3,8 +3,8 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm_arguments.h"
-#include "comm/shm_backend.h"
+#include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_backend.h"
 
 namespace ddpkit {
 
