@@ -20,7 +20,7 @@
 #include <ddpkit/optim/distinct_parameters.h>
 
 #include "kernels/optimizer.h"
-#include "parallel/gradient_hook.h"
+#include "parallel/autograd/gradient_hook.h"
 #include "tensor/blocks.h"
 #include "tensor/float_type.h"
 

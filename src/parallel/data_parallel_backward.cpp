@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "parallel/autograd_node.h"
+#include "parallel/autograd/autograd_node.h"
 #include "parallel/data_parallel_impl.h"
 #include "parallel/scatter_gather.h"
 

@@ -11,8 +11,8 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/gradient_hook.h"
-#include "parallel/graph.h"
+#include "parallel/autograd/gradient_hook.h"
+#include "parallel/autograd/graph.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit {

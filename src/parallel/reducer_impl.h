@@ -20,7 +20,7 @@
 
 #include <ddpkit/parallel/bucket_plan.h>
 
-#include "parallel/autograd_node.h"
+#include "parallel/autograd/autograd_node.h"
 #include "parallel/gradient_memory.h"
 #include "tensor/stream_set.h"
 

@@ -14,7 +14,7 @@
 
 #include "comm/backends/shm_arguments.h"
 #include "kernels/reduce.h"
-#include "parallel/gradient_hook.h"
+#include "parallel/autograd/gradient_hook.h"
 #include "parallel/replica_streams.h"
 #include "tensor/is_alone.h"
 

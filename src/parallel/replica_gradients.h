@@ -13,7 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "parallel/autograd_node.h"
+#include "parallel/autograd/autograd_node.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {

@@ -1,4 +1,4 @@
-#include "parallel/graph.h"
+#include "parallel/autograd/graph.h"
 
 #include <torch/csrc/autograd/variable.h>
 
