@@ -1,4 +1,4 @@
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
 #include <ATen/ATen.h>
 
@@ -9,7 +9,7 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/debug.h"
+#include "parallel/ddp/debug.h"
 
 namespace ddpkit {
 namespace {

@@ -1,9 +1,9 @@
 #include <unordered_set>
 
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
+#include "parallel/ddp/reducer_events.h"
 #include "parallel/join_session.h"
-#include "parallel/reducer_events.h"
 
 namespace ddpkit {
 

@@ -1,4 +1,4 @@
-#include "parallel/gradient_memory.h"
+#include "parallel/ddp/gradient_memory.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

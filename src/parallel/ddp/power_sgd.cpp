@@ -19,7 +19,7 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/orthogonalize.h"
+#include "parallel/ddp/orthogonalize.h"
 
 namespace ddpkit::comm_hooks {
 namespace {

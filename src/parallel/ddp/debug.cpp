@@ -1,4 +1,4 @@
-#include "parallel/debug.h"
+#include "parallel/ddp/debug.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

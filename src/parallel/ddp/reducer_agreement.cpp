@@ -1,5 +1,5 @@
 // What the ranks agree on when the model is wrapped, and whether it still holds. Messages follow the agreement.
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/strides.h>

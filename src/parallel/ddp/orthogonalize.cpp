@@ -1,4 +1,4 @@
-#include "parallel/orthogonalize.h"
+#include "parallel/ddp/orthogonalize.h"
 
 #include <ATen/ATen.h>
 

@@ -21,7 +21,7 @@
 #include <ddpkit/parallel/bucket_plan.h>
 
 #include "parallel/autograd/autograd_node.h"
-#include "parallel/gradient_memory.h"
+#include "parallel/ddp/gradient_memory.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {

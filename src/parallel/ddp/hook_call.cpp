@@ -1,4 +1,4 @@
-#include "parallel/hook_call.h"
+#include "parallel/ddp/hook_call.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
@@ -12,11 +12,11 @@
 
 #include "comm/timeline_recorder.h"
 #include "comm/trace/recorder.h"
-#include "parallel/debug.h"
-#include "parallel/hook_call.h"
+#include "parallel/ddp/debug.h"
+#include "parallel/ddp/hook_call.h"
+#include "parallel/ddp/reducer_events.h"
+#include "parallel/ddp/sparse_gradient.h"
 #include "parallel/model_agreement.h"
-#include "parallel/reducer_events.h"
-#include "parallel/sparse_gradient.h"
 
 namespace ddpkit {
 namespace {

@@ -1,4 +1,4 @@
-#include "parallel/sparse_gradient.h"
+#include "parallel/ddp/sparse_gradient.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/backends.h"
-#include "parallel/gradient_memory.h"
+#include "parallel/ddp/gradient_memory.h"
 #include "parallel/shard.h"
 
 namespace ddpkit {

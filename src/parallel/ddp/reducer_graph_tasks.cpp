@@ -1,5 +1,5 @@
 // Where a backward begins and ends: in one graph task of autograd, or in several, of which one runs within another.
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>

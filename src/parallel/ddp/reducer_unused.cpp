@@ -1,4 +1,4 @@
-#include "parallel/reducer_impl.h"
+#include "parallel/ddp/reducer_impl.h"
 
 #include <ATen/ATen.h>
 

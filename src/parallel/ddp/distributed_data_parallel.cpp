@@ -14,11 +14,11 @@
 
 #include "comm/timeline_environment.h"
 #include "comm/timeline_recorder.h"
-#include "parallel/debug.h"
+#include "parallel/ddp/debug.h"
+#include "parallel/ddp/reducer_events.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
-#include "parallel/reducer_events.h"
 
 namespace ddpkit {
 namespace {
