@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "parallel/replica_streams.h"
+#include "parallel/dp/replica_streams.h"
 #include "support/catch.h"
 #include "tensor/stream_set.h"
 

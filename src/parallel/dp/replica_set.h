@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "parallel/replica_gradients.h"
+#include "parallel/dp/replica_gradients.h"
 
 namespace ddpkit {
 

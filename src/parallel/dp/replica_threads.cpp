@@ -1,4 +1,4 @@
-#include "parallel/replica_threads.h"
+#include "parallel/dp/replica_threads.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>

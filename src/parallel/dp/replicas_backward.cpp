@@ -1,4 +1,4 @@
-#include "parallel/replicas_backward.h"
+#include "parallel/dp/replicas_backward.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>

@@ -10,10 +10,10 @@
 #include <ddpkit/parallel/data_parallel.h>
 
 #include "comm/arena.h"
-#include "parallel/replica_set.h"
-#include "parallel/replica_streams.h"
-#include "parallel/replica_threads.h"
-#include "parallel/replicas_backward.h"
+#include "parallel/dp/replica_set.h"
+#include "parallel/dp/replica_streams.h"
+#include "parallel/dp/replica_threads.h"
+#include "parallel/dp/replicas_backward.h"
 
 namespace ddpkit {
 

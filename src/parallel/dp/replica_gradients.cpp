@@ -1,4 +1,4 @@
-#include "parallel/replica_gradients.h"
+#include "parallel/dp/replica_gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -15,7 +15,7 @@
 #include "comm/backends/shm_arguments.h"
 #include "kernels/reduce.h"
 #include "parallel/autograd/gradient_hook.h"
-#include "parallel/replica_streams.h"
+#include "parallel/dp/replica_streams.h"
 #include "tensor/is_alone.h"
 
 namespace ddpkit {

@@ -1,4 +1,4 @@
-#include "parallel/scatter_gather.h"
+#include "parallel/dp/scatter_gather.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

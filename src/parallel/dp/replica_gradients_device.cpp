@@ -10,8 +10,8 @@
 #include <set>
 
 #include "comm/device_reduce.h"
-#include "parallel/replica_gradients.h"
-#include "parallel/replica_streams.h"
+#include "parallel/dp/replica_gradients.h"
+#include "parallel/dp/replica_streams.h"
 
 namespace ddpkit {
 namespace {

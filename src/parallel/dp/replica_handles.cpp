@@ -1,4 +1,4 @@
-#include "parallel/replica_handles.h"
+#include "parallel/dp/replica_handles.h"
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>

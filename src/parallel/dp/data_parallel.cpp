@@ -15,10 +15,10 @@
 
 #include "comm/backends.h"
 #include "comm/host_memory.h"
-#include "parallel/data_parallel_impl.h"
+#include "parallel/dp/data_parallel_impl.h"
+#include "parallel/dp/replica_random.h"
+#include "parallel/dp/scatter_gather.h"
 #include "parallel/option_bytes.h"
-#include "parallel/replica_random.h"
-#include "parallel/scatter_gather.h"
 
 namespace ddpkit {
 namespace {

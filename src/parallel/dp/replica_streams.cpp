@@ -1,4 +1,4 @@
-#include "parallel/replica_streams.h"
+#include "parallel/dp/replica_streams.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 

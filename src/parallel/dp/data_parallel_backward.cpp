@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "parallel/autograd/autograd_node.h"
-#include "parallel/data_parallel_impl.h"
-#include "parallel/scatter_gather.h"
+#include "parallel/dp/data_parallel_impl.h"
+#include "parallel/dp/scatter_gather.h"
 
 namespace ddpkit {
 

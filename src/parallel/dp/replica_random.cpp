@@ -1,4 +1,4 @@
-#include "parallel/replica_random.h"
+#include "parallel/dp/replica_random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,4 +1,4 @@
-#include "parallel/replica_set.h"
+#include "parallel/dp/replica_set.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
@@ -18,7 +18,7 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/replica_handles.h"
+#include "parallel/dp/replica_handles.h"
 
 namespace ddpkit {
 namespace {
