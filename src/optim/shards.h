@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "optim/shared_weights.h"
-#include "parallel/shard.h"
+#include "parallel/sharding/shard.h"
+#include "parallel/sharding/shared_weights.h"
 
 namespace ddpkit::optim {
 

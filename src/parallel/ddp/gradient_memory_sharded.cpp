@@ -7,7 +7,7 @@
 
 #include "comm/backends.h"
 #include "parallel/ddp/gradient_memory.h"
-#include "parallel/shard.h"
+#include "parallel/sharding/shard.h"
 
 namespace ddpkit {
 

@@ -12,7 +12,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/reducer.h>
 
-#include "parallel/shard.h"
+#include "parallel/sharding/shard.h"
 
 namespace ddpkit::optim {
 

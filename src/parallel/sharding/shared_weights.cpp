@@ -1,4 +1,4 @@
-#include "optim/shared_weights.h"
+#include "parallel/sharding/shared_weights.h"
 
 #include <malloc.h>
 #include <unistd.h>
