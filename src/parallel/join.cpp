@@ -142,7 +142,10 @@ int JoinSession::shadow_the_others() {
       group_.all_reduce(zeros);
     }
   }
-  return first_active(last);
+  const at::Tensor most = at::full({1}, last ? forwards_ : -1, at::kLong).to(group_.device());
+  const at::Tensor own = most.clone();
+  group_.all_reduce(most, ReduceOp::kMax);
+  return first_active(at::equal(own, most));
 }
 
 void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,

@@ -39,6 +39,9 @@ class JoinSession {
   /// The lowest rank with inputs, agreed by all ranks in a collective.
   int first_active(bool this_rank_is) const;
 
+  /// This rank has an input. A model whose parameters are all frozen announces nothing.
+  void count_forward() noexcept { ++forwards_; }
+
   /// The rest of this rank's part, once its loop has ended. Returns a rank that had inputs to the last.
   int shadow_the_others();
 
@@ -50,6 +53,7 @@ class JoinSession {
   std::vector<Joinable*> joinables_;
   JoinOptions options_;
   bool in_loop_ = true;
+  std::int64_t forwards_ = 0;
   at::Tensor last_;  ///< Of the last announcement.
   Work work_;
 };

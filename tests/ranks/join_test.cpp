@@ -183,6 +183,20 @@ RANK_TEST("join: plain batch norm's buffers come from a rank that still trains",
     CHECK(at::allclose(model->buffers()[i], buffers.back()[i], 0, 1e-10));
 }
 
+RANK_TEST("join: buffers come from the rank with most inputs, though its parameters are frozen", "[ddp][join]", 2, 3) {
+  auto model = make_model(torch::nn::BatchNorm1d(kFeatures));
+  DistributedDataParallel ddp(model, group, {.broadcast_buffers = false});
+  for (const torch::Tensor& parameter : model->parameters()) parameter.set_requires_grad(false);
+  std::vector<torch::Tensor> own;
+  ddpkit::join(ddp, [&] {
+    for (std::int64_t step = 0; step < steps_of(group.rank()); ++step) ddp(uneven_input(step, group.rank()));
+    for (const torch::Tensor& buffer : model->buffers()) own.push_back(buffer.clone());
+  });
+  check_same_bits_on_all_ranks(group, *model);
+  for (std::size_t i = 0; i < own.size() && group.rank() == group.world_size() - 1; ++i)
+    CHECK(torch::equal(model->buffers()[i], own[i]));
+}
+
 RANK_TEST("join: a rank without any input, and all ranks with the same number", "[ddp][join]", 2, 3) {
   for (const bool even : {true, false}) {
     const auto has_input = [even](int rank) { return even || rank == 1; };

@@ -22,6 +22,9 @@ constexpr Clause kClauses[] = {
     {"node.when", "wrapper.output=opaque", "cannot find the tensors in the output"},
     {"node.detach", "wrapper.output=opaque", "cannot find the tensors in the output"},
     {"event.kind=freeze", "wrapper.output=opaque", "cannot find the tensors in the output"},
+    // The same, on a rank that has its next collective before its next backward.
+    {"node.when=by_rank", "wrapper.output=opaque", "do not match"},
+    {"node.when=rank_0", "wrapper.output=opaque", "do not match"},
     // The same: checkpointed parameters do not appear in the graph of the forward pass.
     {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
     // docs/optimizers.md: what a sharded optimizer is not made for.

@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
@@ -214,13 +215,24 @@ std::vector<std::string> Model::ignored_names() const {
 
 at::Tensor Model::forward(const Batch& batch) {
   at::Tensor x = input(batch);
-  const auto backward_throws = std::exchange(throws_in_backward_, std::nullopt);
+  auto backward_throws = std::exchange(throws_in_backward_, std::nullopt);
+  const auto throw_in_backward = [&](const at::Tensor& of) {
+    of.register_hook([](const at::Tensor&) -> void { throw Thrown(); });
+    backward_throws.reset();
+  };
+  // Backward does not pass a layer that detaches its input.
+  const auto reaches = [&](std::size_t i) {
+    const auto after = drawn_->nodes.begin() + static_cast<std::ptrdiff_t>(i) + 1;
+    return std::none_of(after, drawn_->nodes.end(), [](const Node& node) { return node.detach; });
+  };
   for (std::size_t i = 0; i < drawn_->nodes.size(); ++i) {
     x = run(i, x, batch);
-    if (backward_throws == i && x.requires_grad()) x.register_hook([](const at::Tensor&) -> void { throw Thrown(); });
+    if (backward_throws && *backward_throws <= i && reaches(i) && x.requires_grad()) throw_in_backward(x);
   }
   if (std::exchange(throws_in_forward_, false)) throw Thrown();
-  return output(x);
+  x = output(x);
+  if (backward_throws) throw_in_backward(x);
+  return x;
 }
 
 at::Tensor Model::run(std::size_t index, at::Tensor x, const Batch& batch) {

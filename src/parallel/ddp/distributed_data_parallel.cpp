@@ -197,6 +197,7 @@ void DistributedDataParallelBase::before_forward() {
     const at::AutoGradMode expects_backward(at::GradMode::is_enabled() && module_->is_training());
     reducer_->follow_parameters();
   }
+  if (join_) join_->count_forward();
   const auto now = [this] {
     return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();
   };
