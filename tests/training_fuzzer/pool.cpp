@@ -201,10 +201,13 @@ std::string Pool::last_words() const {
 Verdict Pool::run(const Case& drawn) {
   if (++cases_ > kCasesPerPool) replace();
   const std::size_t ranks = drawn.wrapper.kind == "data_parallel" ? 1 : static_cast<std::size_t>(drawn.world);
-  const std::string folder = folder_ + "/case";
-  std::filesystem::remove_all(folder);
-  std::filesystem::create_directory(folder);
-  const std::string frame = folder + "\n" + to_json(drawn).dump();
+  // Each case has a new folder. After an error in backward, LibTorch's ready queue keeps nodes until the thread's next
+  // backward. These nodes can hold the process group of the failed case. If the next case had the same store file,
+  // ~FileStore() would lock the file and read past its end forever.
+  std::filesystem::remove_all(case_folder_);
+  case_folder_ = fmt::format("{}/case-{}", folder_, ++case_number_);
+  std::filesystem::create_directory(case_folder_);
+  const std::string frame = case_folder_ + "\n" + to_json(drawn).dump();
   for (std::size_t i = 0; i <= ranks; ++i) {
     worker(i).bytes.clear();
     write_frame(worker(i).in, frame);

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,8 +33,10 @@ class Pool {
   std::string last_words() const;
 
   std::string folder_;
+  std::string case_folder_;
+  std::uint64_t case_number_ = 0;
   std::vector<std::unique_ptr<Worker>> workers_;  ///< The reference, then ranks.
-  int cases_ = 0;
+  int cases_ = 0;                                 ///< Since the processes were replaced.
 };
 
 }  // namespace ddpkit::fuzz
