@@ -76,7 +76,7 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   std::shared_ptr<Compressed> divide(const GradBucket& bucket);
   PendingReduction reduce(const GradBucket& bucket);
   void choose_qs(Compressed& bucket);
-  const at::Tensor& spare(const at::Tensor& q);
+  const at::Tensor& spare(const at::Tensor& factors);
   void decompress(Compressed& bucket);
   /// What numpy.random.RandomState(random_seed).randint(1_000_000_000) yields, from which Python seeds each Q.
   std::uint64_t draw_seed() {
@@ -92,7 +92,8 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   std::uint64_t iterations = 0;
   PowerSGDStats stats;
   std::map<std::string, Kept> kept;  ///< By parameter.
-  /// For columns of a kept Q that have become zero, as those of a parameter that was not used do: they would stay so.
+  /// Replacements of columns of P and Q that are zero or depend on others: P Q^T would have a lower rank than it may
+  /// have, and a zero column of P makes the same column of the next Q zero.
   std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType>, at::Tensor> spares;
 };
 
@@ -184,11 +185,13 @@ void PowerSGD::State::choose_qs(Compressed& bucket) {
   }
 }
 
-const at::Tensor& PowerSGD::State::spare(const at::Tensor& q) {
-  at::Tensor& found = spares[{q.size(1), q.size(2), q.scalar_type()}];
+const at::Tensor& PowerSGD::State::spare(const at::Tensor& factors) {
+  const std::int64_t rows = factors.size(1), columns = factors.size(2);
+  at::Tensor& found = spares[{rows, columns, factors.scalar_type()}];
   if (!found.defined()) {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.random_seed);
-    found = at::randn({q.size(1), q.size(2)}, generator, q.options().device(at::kCPU)).to(q.device());
+    const at::Tensor random = at::randn({rows, columns}, generator, at::kDouble);
+    found = std::get<0>(at::linalg_qr(random)).to(factors.options());
   }
   return found;
 }
@@ -201,7 +204,8 @@ void PowerSGD::State::decompress(Compressed& bucket) {
   const auto ps = torch::utils::unflatten_dense_tensors(bucket.ps_flat, bucket.ps);
   std::vector<at::Tensor> qs;
   for (std::size_t g = 0; g < ps.size(); ++g) {
-    orthogonalize(ps[g], options.orthogonalization_epsilon);  // Which makes it the same whether sum or mean.
+    // The result is the same for a sum as for a mean.
+    orthogonalize(ps[g], options.orthogonalization_epsilon, spare(ps[g]));
     qs.push_back(at::bmm(bucket.groups[g].matrices.transpose(1, 2), ps[g]));
   }
   const at::Tensor qs_flat = torch::utils::flatten_dense_tensors(qs);
