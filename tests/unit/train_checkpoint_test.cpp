@@ -58,6 +58,12 @@ bool same(const torch::nn::Module& a, const torch::nn::Module& b) {
   return equal(a.named_parameters(), b.named_parameters()) && equal(a.named_buffers(), b.named_buffers());
 }
 
+// As a wrapper does it: a checkpoint of parameters that differ between ranks is refused.
+void replicate(const Net& net, const ddpkit::ProcessGroup& group) {
+  const torch::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : net->parameters()) group.broadcast(parameter, 0);
+}
+
 // A checkpoint of a net that has been trained a little.
 struct Trained {
   Trained() {
@@ -124,6 +130,7 @@ TEST_CASE("a checkpoint of another model names the first parameter that differs,
 RANK_TEST("a checkpoint holds what else a run needs", "[checkpoint]", 1, 2) {
   const Folder folder;  // Only rank 0's is used.
   Net net;
+  replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   ddpkit::optim::LearningRateScheduler schedule(optimizer, ddpkit::optim::cosine_decay(10));
   ddpkit::optim::GradScaler scaler(group);
@@ -292,6 +299,7 @@ TEST_CASE("an archive that holds code is not read", "[checkpoint]") {
 RANK_TEST("the last checkpoints and the best one stay", "[checkpoint]", 1, 2) {
   const Folder folder;  // Only rank 0's is used.
   Net net;
+  replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   for (const bool asynchronous : {false, true}) {
     CAPTURE(asynchronous);
@@ -318,6 +326,7 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
   const std::filesystem::path folder = group.all_gather_bytes(made.path().string())[0];
   const std::filesystem::path path = folder / "checkpoint.pt";
   Net net;
+  replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   Checkpoint checkpoint(path, group, {.keep = 3});
   for (int i = 1; i <= 3; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = i});
@@ -347,6 +356,7 @@ RANK_TEST("what is written behind the training's back is the state of the call, 
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   step(net, optimizer);
+  replicate(net, group);
   const auto then = net->conv->weight.clone();
   {
     Checkpoint checkpoint(folder / "checkpoint.pt", group);
@@ -359,6 +369,7 @@ RANK_TEST("what is written behind the training's back is the state of the call, 
     read_checkpoint(folder / "checkpoint.pt", *other, other_optimizer);
     CHECK(other->conv->weight.equal(then));
   }
+  replicate(net, group);
   Checkpoint nowhere("/nonexistent/checkpoint.pt", group);
   nowhere.save(*net, optimizer, {});
   CHECK_THROWS_WITH(nowhere.wait(), ContainsSubstring("/nonexistent/checkpoint.pt") && ContainsSubstring("No such"));
@@ -375,6 +386,7 @@ RANK_TEST("each rank finds its own generators, buffers and parts again", "[check
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   for (int i = 0; i < 2; ++i) step(net, optimizer);  // The batch norms differ from now on.
+  replicate(net, group);
   struct Own {
     std::int64_t value = 0;
     void save(torch::serialize::OutputArchive& archive) const { archive.write("value", c10::IValue(value)); }
@@ -408,6 +420,7 @@ RANK_TEST("one rank's checkpoint reaches all ranks", "[checkpoint]", 1, 2, 3) {
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   step(net, optimizer);
+  replicate(net, group);
   save_checkpoint(folder / "checkpoint.pt", *net, optimizer, {.epoch = 1, .step = 1, .config = "{}"}, group);
   CHECK(names_in(folder.path()).size() == (group.rank() == 0 ? 1 : 0));
   Net other;
@@ -423,6 +436,7 @@ RANK_TEST("one rank's checkpoint reaches all ranks", "[checkpoint]", 1, 2, 3) {
 
 RANK_TEST("a checkpoint that cannot be written is an error on every rank", "[checkpoint]", 2) {
   Net net;
+  replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters());
   try {
     save_checkpoint("/nonexistent/checkpoint.pt", *net, optimizer, {}, group);
