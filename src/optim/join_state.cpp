@@ -27,12 +27,14 @@ constexpr const char* kCall = "JoinState";
 
 using Names = std::unordered_map<const void*, std::string>;
 
-/// Throws InvalidArgument for a parameter that is not in `averaged`.
-std::string names_of(const torch::optim::OptimizerParamGroup& group, const Names& averaged) {
+/// Throws InvalidArgument for a parameter that is not in `averaged`, except a frozen one without state.
+std::string names_of(const torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
+                     const Names& averaged) {
   std::vector<std::string> names;
   for (const at::Tensor& parameter : group.params()) {
-    const auto found = averaged.find(parameter.unsafeGetTensorImpl());
-    if (parameter.requires_grad() && found == averaged.end())
+    auto* key = parameter.unsafeGetTensorImpl();
+    const auto found = averaged.find(key);
+    if (found == averaged.end() && (parameter.requires_grad() || optimizer.state().count(key) > 0))
       throw InvalidArgument(
           fmt::format("JoinState: DistributedDataParallel does not average a parameter of this optimizer, of sizes "
                       "[{}]: give the parameters that it ignores another optimizer",
@@ -62,7 +64,8 @@ void JoinState::check(const DistributedDataParallelBase& ddp) const {
         throw InvalidArgument("JoinState: a ShardedOptimizer keeps its state on all ranks; pass it to join() itself");
       text += c10::demangle(part.type->name());
       if (part.optimizer) {
-        for (const auto& group : part.optimizer->param_groups()) text += " of " + names_of(group, averaged);
+        for (const auto& group : part.optimizer->param_groups())
+          text += " of " + names_of(*part.optimizer, group, averaged);
       }
       text += '\n';
     }

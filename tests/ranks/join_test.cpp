@@ -302,6 +302,17 @@ RANK_TEST("join: what one rank's JoinState refuses, all ranks refuse", "[ddp][jo
   CHECK_THROWS_WITH(make(is_odd ? static_cast<torch::optim::Optimizer&>(adam) : averaged),
                     ContainsSubstring("JoinState differs between rank 0 and rank 1") && ContainsSubstring("Adam"));
   CHECK_NOTHROW(make(averaged));
+
+  INFO("A frozen parameter that is not averaged: each rank has its own state of it, if any.");
+  const torch::Tensor alone = torch::ones({2}, torch::requires_grad());
+  auto parameters = model->parameters();
+  parameters.push_back(alone);
+  torch::optim::Adam with_state(parameters, 0.1), without_state(parameters, 0.1);
+  alone.mutable_grad() = torch::ones({2});
+  with_state.step();
+  alone.set_requires_grad(false);
+  CHECK_NOTHROW(make(without_state));
+  CHECK_THROWS_WITH(make(with_state), ContainsSubstring("does not average a parameter"));
 }
 
 RANK_TEST("join: a state that one rank cannot save or load is an error on all", "[ddp][join][optim]", 2, 3) {

@@ -39,6 +39,7 @@ constexpr Clause kClauses[] = {
     // JoinState passes the state of averaged parameters only.
     {"node.ignored", "event.kind=join", "does not average a parameter"},
     {"event.kind=add_group", "event.kind=join", "does not average a parameter"},
+    {"event.kind=freeze", "event.kind=wrap_again", "does not average a parameter"},
     {"optimizer.in_backward", "", "update_in_backward"},
     // torch::optim::SGD writes weights without telling autograd, others tell.
     {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},
