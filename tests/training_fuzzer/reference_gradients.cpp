@@ -113,11 +113,13 @@ void Reference::average(std::int64_t divisor) {
     for (auto& own : parameters) {
       const at::Tensor& gradient = own[i].grad();
       if (!gradient.defined()) continue;
-      const at::Tensor wide = gradient.to(gradient.is_complex() ? at::kComplexDouble : at::kDouble);
+      // Ranks' large gradients may cancel.
+      const at::Tensor wide =
+          disturbed(gradient.to(gradient.is_complex() ? at::kComplexDouble : at::kDouble), disturbance_.gradients);
       sum = sum.defined() ? sum + wide : wide;
     }
     if (!sum.defined()) continue;
-    sum = disturbed(sum / static_cast<double>(divisor), disturbance_.gradients);
+    sum = sum / static_cast<double>(divisor);
     for (auto& own : parameters) own[i].mutable_grad() = sum.to(own[i].scalar_type()).clone();
   }
 }
