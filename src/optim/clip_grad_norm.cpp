@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/stack.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +18,7 @@
 #include <ddpkit/optim/distinct_parameters.h>
 
 #include "kernels/optimizer.h"
-#include "parallel/autograd/gradient_hook.h"
+#include "parallel/autograd/gradient_hooks.h"
 #include "tensor/blocks.h"
 #include "tensor/float_type.h"
 
@@ -91,21 +89,10 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, NormKind k
   return results;
 }
 
-/// Whether backward passes the parameter's gradient to a ShardedOptimizer.
-bool is_sharded(const at::Tensor& parameter) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (!accumulator) return false;
-  const auto& hooks = accumulator->post_hooks();
-  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
-    const auto* own = dynamic_cast<const GradientHook*>(hook.get());
-    return own && own->has_sink();
-  });
-}
-
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : distinct_parameters(parameters)) {
-    if (is_sharded(parameter))
+    if (GradientHooks::is_sharded(parameter))
       throw InvalidArgument(fmt::format(
           "the gradient of a parameter [{}] is not in the parameter: a ShardedOptimizer has it; call clip_grad_norm() "
           "of that optimizer",

@@ -1,8 +1,6 @@
 #include "parallel/ddp/reducer_impl.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -11,7 +9,6 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/autograd/gradient_hook.h"
 #include "parallel/autograd/graph.h"
 #include "parallel/model_agreement.h"
 
@@ -78,19 +75,22 @@ void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
   });
   follow_strides();
   sink_ = &sink;
+  hooks_->set_sharded(true);
   follow_sink();
 }
 
 /// In destructors, which must not communicate: follow_sink() does the rest.
 void Reducer::Impl::remove_gradient_sink(const GradientSink& sink) noexcept {
   const std::lock_guard lock(mutex_);
-  if (sink_ == &sink) sink_ = nullptr;
+  if (sink_ != &sink) return;
+  sink_ = nullptr;
+  hooks_->set_sharded(false);
 }
 
 Reducer::SinkRegistration::State Reducer::Impl::state_of(const GradientSink& sink) const {
   const std::lock_guard lock(mutex_);
   using State = SinkRegistration::State;
-  if (replaced_) return State::kNoReducer;
+  if (hooks_->replaced()) return State::kNoReducer;
   return sink_ == &sink ? State::kActive : State::kReplaced;
 }
 
@@ -111,36 +111,19 @@ std::vector<NamedParameter> Reducer::Impl::parameters() const {
 }
 
 void Reducer::Impl::install_hooks() {
-  hook_stream_ = seen_.current();
-  for (std::size_t index = 0; index < slots_.size(); ++index) install_hook(index);
-}
-
-void Reducer::Impl::install_hook(std::size_t index) {
-  Slot& slot = slots_[index];
-  if (slot.accumulator) slot.accumulator->del_post_hook(slot.hook);
-  slot_of_.erase(slot.accumulator.get());
-  slot.accumulator.reset();  // Where nobody else has it a new one is made, of the stream that is current.
-  slot.accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-  if (!slot.accumulator) return;  // It is frozen.
-  slot_of_[slot.accumulator.get()] = index;
-  for (const auto& hook : std::as_const(*slot.accumulator).post_hooks()) {
-    if (auto* other = dynamic_cast<GradientHook*>(hook.get())) other->replace();
-  }
-  slot.hook = slot.accumulator->add_post_hook(std::make_unique<GradientHook>(
-      [weak = weak_from_this(), index](const at::Tensor& added) {
-        if (const auto self = weak.lock(); self && !self->replaced_) self->on_gradient(index, added);
+  std::vector<at::Tensor> leaves;
+  for (const Slot& slot : slots_) leaves.push_back(slot.parameter.tensor);
+  // The graph may outlive the reducer.
+  hooks_.emplace(
+      std::move(leaves),
+      [weak = weak_from_this()](std::size_t index, const at::Tensor& added) {
+        if (const auto self = weak.lock()) self->on_gradient(index, added);
       },
-      [weak = weak_from_this()] {
-        if (const auto self = weak.lock()) self->replaced_ = true;
-      },
-      [weak = weak_from_this()] {
-        const auto self = weak.lock();
-        return self && !self->replaced_ && self->sink_ != nullptr;
-      }));
+      GradientHooks::Kind::kExclusive);
 }
 
 void Reducer::Impl::follow_parameters() {
-  if (replaced_)
+  if (hooks_->replaced())
     throw InvalidArgument(
         "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
   check_agreement();
@@ -152,27 +135,13 @@ void Reducer::Impl::follow_parameters() {
     if (!in_backward_ && synchronize && at::GradMode::is_enabled()) ++unseen_forwards_;
   }
   if (sink_ && !in_backward_) sink_->follow_parameters();
-  // A gradient accumulator, and so its hook, runs on the stream that was current when it was made. Made anew where the
-  // caller has changed streams, so that no gradient hops from the stream that produced it to another, and that a step
-  // can be captured into a graph on a stream of its own.
-  const std::optional<c10::Stream> stream = seen_.current();
-  const bool moved = stream != hook_stream_;
-  hook_stream_ = stream;
-  for (std::size_t index = 0; index < slots_.size(); ++index) {
-    Slot& slot = slots_[index];
-    const at::Tensor& tensor = slot.parameter.tensor;
-    const bool is_hooked = slot.accumulator || !tensor.requires_grad();
-    if (!moved && is_hooked && torch::autograd::impl::try_get_grad_accumulator(tensor) == slot.accumulator) continue;
-    const std::lock_guard lock(mutex_);
-    install_hook(index);
-  }
+  const std::lock_guard lock(mutex_);
+  hooks_->refresh();
 }
 
 void Reducer::Impl::remove_hooks() noexcept {
-  for (Slot& slot : slots_) {
-    if (slot.accumulator) slot.accumulator->del_post_hook(slot.hook);
-    slot.hook = 0;
-  }
+  const std::lock_guard lock(mutex_);
+  hooks_->remove();
 }
 
 void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
@@ -182,8 +151,7 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
   unseen_forwards_ = 0;
   bool uses_parameters = false;
   visit_graph(outputs, [&](torch::autograd::Node* node) {
-    if (const auto found = slot_of_.find(node); found != slot_of_.end())
-      reached_[found->second] = uses_parameters = true;
+    if (const auto index = hooks_->leaf_of(node)) reached_[*index] = uses_parameters = true;
     return options_.find_unused_parameters || !uses_parameters;
   });
   // Checkpoints hide their parameters: buckets wait for all.

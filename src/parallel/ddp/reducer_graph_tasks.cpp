@@ -5,8 +5,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
-
 #include <fmt/format.h>
 
 #include "parallel/model_agreement.h"
@@ -67,7 +65,7 @@ bool Reducer::Impl::queue_end_after(const torch::autograd::Node& node) {
   for (const torch::autograd::Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) continue;
     waits_for_outer_ = true;
-    if (slot_of_.contains(edge.function.get())) continue;  // on_gradient() will queue it.
+    if (hooks_->leaf_of(edge.function.get())) continue;  // on_gradient() will queue it.
     auto hook = std::make_unique<NodeHook>([weak = weak_from_this()] {
       if (const auto self = weak.lock()) self->continue_backward();
     });
@@ -120,19 +118,9 @@ void Reducer::Impl::note_task() {
 /// At an output of a forward that uses no parameter, as far as its graph shows: the other ranks wait for this one.
 void Reducer::Impl::enter_at_output() {
   const std::lock_guard lock(mutex_);
-  if (!synchronize || !accumulates()) return;
+  if (!synchronize || !hooks_->may_run()) return;
   enter_backward();
   output_task_ = torch::autograd::get_current_graph_task_id();
-}
-
-/// Whether the backward that runs may add to a parameter's gradient. torch::autograd::grad() does not.
-bool Reducer::Impl::accumulates() const {
-  const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
-  if (!nodes || nodes->empty()) return true;
-  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    const auto found = nodes->find(slot.accumulator.get());
-    return found != nodes->end() && found->second.needed_;
-  });
 }
 
 /// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the

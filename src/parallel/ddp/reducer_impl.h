@@ -16,11 +16,10 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
-#include <unordered_map>
 
 #include <ddpkit/parallel/bucket_plan.h>
 
-#include "parallel/autograd/autograd_node.h"
+#include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/gradient_memory.h"
 #include "tensor/stream_set.h"
 
@@ -58,15 +57,12 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
-  void install_hook(std::size_t index);
   void end_abandoned_backward();
   void follow_sink();
 
   /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
   struct Slot {
     NamedParameter parameter;
-    NodePtr accumulator = {};  ///< Autograd keeps only a weak reference.
-    std::uintptr_t hook = 0;
     std::size_t bucket = kNoBucket;  ///< None for a sparse one.
     int firings = 0;                 ///< Gradients that have come in this backward.
     int expected = 1;                ///< Firings that its bucket waits for.
@@ -115,7 +111,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void continue_backward();
   void note_task();
   void enter_at_output();
-  bool accumulates() const;
   void at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)());
   void launch_complete_buckets();
   void feed_sink();
@@ -157,9 +152,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::size_t dense_ = 0;               ///< Slots of dense parameters.
   std::vector<Bucket> buckets_;         ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
-  std::unordered_map<torch::autograd::Node*, std::size_t> slot_of_;
+  std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor.
   GradientSink* sink_ = nullptr;
-  std::atomic<bool> replaced_{false};  ///< Another reducer has taken one of the parameters.
   std::size_t next_bucket_ = 0;    ///< Buckets are reduced in this order on every rank, whatever order they fill in.
   std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
   std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
@@ -176,9 +170,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
   at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
-  std::optional<c10::Stream> hook_stream_;  ///< On which the hooks run: current when they were installed.
-  StreamSet last_readers_;                  ///< On which the last backward took gradients out of the buckets.
-  StreamSet seen_;                          ///< All that have worked on the memory there is.
+  StreamSet last_readers_;             ///< On which the last backward took gradients out of the buckets.
+  StreamSet seen_;                     ///< All that have worked on the memory there is.
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
   bool shadows_ = false;  ///< This rank has run out of inputs.

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "parallel/autograd/autograd_node.h"
+#include "parallel/autograd/graph.h"
 #include "parallel/dp/data_parallel_impl.h"
 #include "parallel/dp/scatter_gather.h"
 

@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -14,7 +12,6 @@
 
 #include "comm/backends/shm_arguments.h"
 #include "kernels/reduce.h"
-#include "parallel/autograd/gradient_hook.h"
 #include "parallel/dp/replica_streams.h"
 #include "tensor/is_alone.h"
 
@@ -54,25 +51,11 @@ ReplicaGradients::ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, 
     for (const std::size_t param : plan_[b]) slots_[param].bucket = b;
     for (const auto& of_replica : leaves_) buckets_[b].writers.emplace_back(of_replica[plan_[b][0]].device());
   }
-  install_hooks();
-}
-
-void ReplicaGradients::install_hooks() {
   if (leaves_.size() == 1) return;
   for (std::size_t r = 0; r < leaves_.size(); ++r) {
-    // An accumulator, and so its hook, runs on the stream that is current when it is made: the replica's.
-    const ReplicaStreams::Scope scope(streams_, r);
-    for (std::size_t p = 0; p < slots_.size(); ++p) {
-      Hook& hook = hooks_.emplace_back();
-      hook.accumulator = torch::autograd::impl::grad_accumulator(leaves_[r][p]);
-      hook.key = hook.accumulator->add_post_hook(
-          std::make_unique<GradientHook>([this, r, p](const at::Tensor& added) { on_gradient(r, p, added); }));
-    }
+    const ReplicaStreams::Scope scope(streams_, r);  // An accumulator runs on the stream that was current.
+    hooks_.emplace_back(leaves_[r], [this, r](std::size_t p, const at::Tensor& added) { on_gradient(r, p, added); });
   }
-}
-
-ReplicaGradients::~ReplicaGradients() {
-  for (const Hook& hook : hooks_) hook.accumulator->del_post_hook(hook.key);
 }
 
 void ReplicaGradients::begin(int active) {

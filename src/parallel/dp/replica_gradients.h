@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. The sum of the replicas' gradients, formed while their backwards run.
+// Tier 2: autograd. The sum of the replicas' gradients, formed while their backwards run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "parallel/autograd/autograd_node.h"
+#include "parallel/autograd/gradient_hooks.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
@@ -34,7 +34,6 @@ class ReplicaGradients {
   /// `leaves`: the parameters that want a gradient, of each replica. [replica][param]
   ReplicaGradients(std::vector<std::vector<at::Tensor>> leaves, const ReplicaStreams& streams,
                    std::size_t first_bucket_bytes, std::size_t bucket_bytes);
-  ~ReplicaGradients();
   ReplicaGradients(const ReplicaGradients&) = delete;
   ReplicaGradients& operator=(const ReplicaGradients&) = delete;
 
@@ -81,7 +80,6 @@ class ReplicaGradients {
   void note_stream(std::size_t replica, std::size_t bucket);
   void sum_on_device(std::size_t bucket);
   bool sum_by_nccl(const std::vector<std::size_t>& params);
-  void install_hooks();
   void on_gradient(std::size_t replica, std::size_t param, const at::Tensor& added);
   void make_ready(std::size_t bucket);
   void finish(bool failed);
@@ -94,11 +92,6 @@ class ReplicaGradients {
   std::vector<Slot> slots_;                      ///< [param]
   std::vector<Bucket> buckets_;                  ///< [bucket]
   std::vector<Counting> counting_;               ///< Each touched by one thread at a time. [replica]
-  struct Hook {
-    NodePtr accumulator;  ///< Autograd keeps only a weak reference.
-    std::uintptr_t key = 0;
-  };
-  std::vector<Hook> hooks_;
   int active_ = 0;
 
   std::mutex mutex_;  ///< Of what follows, buckets' `ready` and slots.
@@ -107,6 +100,8 @@ class ReplicaGradients {
   std::atomic<std::size_t> chunk_count_{0};
   int finished_ = 0;
   bool failed_ = false;
+
+  std::vector<GradientHooks> hooks_;  ///< [replica]
 };
 
 /// Of those that are defined, on `device`, in their order, by the current streams.

@@ -1,0 +1,72 @@
+// Tier 2: autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "parallel/autograd/graph.h"
+#include "tensor/stream_set.h"
+
+namespace ddpkit {
+
+/// Hooks on the gradient accumulators of leaves. Not thread-safe: the owner locks. The call may come from several
+/// threads.
+class GradientHooks {
+ public:
+  /// Autograd has added `added` to the gradient of a leaf. `added` is undefined if a node passed no gradient on.
+  using Call = std::function<void(std::size_t leaf, const at::Tensor& added)>;
+  /// A leaf has one exclusive hook: the newest. It replaces the older one, which is never called again.
+  enum class Kind { kShared, kExclusive };
+
+  /// A graph may keep `call` longer than this object lives. `call` itself must not keep its owner alive.
+  explicit GradientHooks(std::vector<at::Tensor> leaves, Call call, Kind kind = Kind::kShared);
+  ~GradientHooks() { remove(); }
+  GradientHooks(GradientHooks&&) noexcept = default;
+
+  /// Installs hooks again where autograd has made a new accumulator, as by torch::load(). An accumulator runs on the
+  /// stream that was current when it was made. If the caller has changed streams, all accumulators are made again: no
+  /// gradient moves to another stream than the stream that produced it, and a step can be captured into a CUDA graph.
+  void refresh();
+  void remove() noexcept;
+
+  /// Whether newer exclusive hooks have replaced one of these.
+  bool replaced() const noexcept { return shared_->replaced; }
+  /// The leaf of an accumulator. Empty for other nodes.
+  std::optional<std::size_t> leaf_of(const torch::autograd::Node* node) const;
+  /// Whether the backward that runs on this thread may add to a leaf's gradient. torch::autograd::grad() does not.
+  bool may_run() const;
+
+  /// Whether the owner takes each gradient from its leaf and shards it.
+  void set_sharded(bool sharded) noexcept { shared_->sharded = sharded; }
+  static bool is_sharded(const at::Tensor& leaf);
+
+ private:
+  class Hook;
+  struct Shared {
+    Call call;
+    Kind kind;
+    std::atomic<bool> replaced{false}, sharded{false};
+  };
+  struct Installed {
+    at::Tensor leaf;
+    NodePtr accumulator = {};  ///< Autograd keeps only a weak reference. Null for a frozen leaf.
+    std::uintptr_t key = 0;
+  };
+  void install(std::size_t leaf);
+
+  std::shared_ptr<Shared> shared_;
+  std::vector<Installed> installed_;  ///< [leaf]
+  std::unordered_map<const torch::autograd::Node*, std::size_t> leaf_of_;
+  StreamSet streams_;                  ///< Always empty: knows the device.
+  std::optional<c10::Stream> stream_;  ///< Current when the hooks were installed. Empty on the CPU.
+};
+
+}  // namespace ddpkit
