@@ -14,18 +14,35 @@
 
 namespace ddpkit {
 
+namespace {
+
+/// Moves frozen parameters to `frozen`. Of the others dense ones come first.
+std::vector<NamedParameter> take_trained(std::vector<NamedParameter> all, std::vector<NamedParameter>& frozen) {
+  const auto end = std::stable_partition(all.begin(), all.end(),
+                                         [](const auto& parameter) { return parameter.tensor.requires_grad(); });
+  frozen.assign(end, all.end());
+  all.erase(end, all.end());
+  std::stable_partition(all.begin(), all.end(), [](const auto& parameter) { return !parameter.sparse; });
+  return all;
+}
+
+UnusedPolicy unused_policy(const ReducerOptions& options) {
+  if (options.static_graph) return UnusedPolicy::kStaticGraph;
+  return options.find_unused_parameters ? UnusedPolicy::kFind : UnusedPolicy::kError;
+}
+
+}  // namespace
+
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
-    : group_(std::move(group)), options_(options), last_readers_(group_.device()), seen_(group_.device()) {
-  const auto frozen = std::stable_partition(parameters.begin(), parameters.end(),
-                                            [](const auto& parameter) { return parameter.tensor.requires_grad(); });
-  frozen_.assign(frozen, parameters.end());
-  parameters.erase(frozen, parameters.end());
-  std::stable_partition(parameters.begin(), parameters.end(), [](const auto& parameter) { return !parameter.sparse; });
-  for (NamedParameter& parameter : parameters) {
-    if (!parameter.sparse) ++dense_;
-    slots_.push_back({.parameter = std::move(parameter)});
-  }
-  reached_.resize(slots_.size());
+    : group_(std::move(group)),
+      options_(options),
+      parameters_(take_trained(std::move(parameters), frozen_)),
+      used_(parameters_, group_, unused_policy(options)),
+      bucket_of_(parameters_.size()),
+      last_readers_(group_.device()),
+      seen_(group_.device()) {
+  const auto is_dense = [](const NamedParameter& parameter) { return !parameter.sparse; };
+  dense_ = static_cast<std::size_t>(std::count_if(parameters_.begin(), parameters_.end(), is_dense));
   note_agreement();
   lay_out();
 }
@@ -63,13 +80,13 @@ void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
   run_on_all_ranks(group_, "set_gradient_sink", [&] {
     if (comm_hook_)
       throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
-    if (dense_ < slots_.size())
+    if (dense_ < parameters_.size())
       throw InvalidArgument(
-          fmt::format("the gradient of {} is sparse: it cannot be sharded", slots_[dense_].parameter.name));
-    for (const Slot& slot : slots_) {
-      if (!slot.parameter.tensor.is_non_overlapping_and_dense())
+          fmt::format("the gradient of {} is sparse: it cannot be sharded", parameters_[dense_].name));
+    for (const NamedParameter& parameter : parameters_) {
+      if (!parameter.tensor.is_non_overlapping_and_dense())
         throw InvalidArgument(fmt::format(
-            "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", slot.parameter.name));
+            "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", parameter.name));
     }
     return std::string();
   });
@@ -104,15 +121,9 @@ void Reducer::Impl::follow_sink() {
   make_plan(order);
 }
 
-std::vector<NamedParameter> Reducer::Impl::parameters() const {
-  std::vector<NamedParameter> parameters;
-  for (const Slot& slot : slots_) parameters.push_back(slot.parameter);
-  return parameters;
-}
-
 void Reducer::Impl::install_hooks() {
   std::vector<at::Tensor> leaves;
-  for (const Slot& slot : slots_) leaves.push_back(slot.parameter.tensor);
+  for (const NamedParameter& parameter : parameters_) leaves.push_back(parameter.tensor);
   // The graph may outlive the reducer.
   hooks_.emplace(
       std::move(leaves),
@@ -132,7 +143,7 @@ void Reducer::Impl::follow_parameters() {
     if (in_hook_) throw InvalidArgument("a communication hook cannot call forward");
     end_abandoned_backward();
     if (!in_backward_) follow_sink();
-    if (!in_backward_ && synchronize && at::GradMode::is_enabled()) ++unseen_forwards_;
+    if (!in_backward_ && synchronize && at::GradMode::is_enabled()) used_.count_forward();
   }
   if (sink_ && !in_backward_) sink_->follow_parameters();
   const std::lock_guard lock(mutex_);
@@ -146,22 +157,9 @@ void Reducer::Impl::remove_hooks() noexcept {
 
 void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
-  if (!has_hint_) reached_.assign(slots_.size(), false);
-  has_hint_ = true;
-  unseen_forwards_ = 0;
-  bool uses_parameters = false;
-  visit_graph(outputs, [&](torch::autograd::Node* node) {
-    if (const auto index = hooks_->leaf_of(node)) reached_[*index] = uses_parameters = true;
-    return options_.find_unused_parameters || !uses_parameters;
-  });
-  // Checkpoints hide their parameters: buckets wait for all.
-  if (!uses_parameters) reached_.assign(slots_.size(), true);
-  const auto is_trained = [](const Slot& slot) { return slot.parameter.tensor.requires_grad(); };
-  if (!uses_parameters && std::any_of(slots_.begin(), slots_.end(), is_trained)) {
-    at_outputs(outputs, &Impl::enter_at_output);
-  } else {
-    at_outputs(outputs, &Impl::note_task);
-  }
+  const auto is_trained = [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); };
+  const bool hidden = !used_.find(outputs, *hooks_) && std::any_of(parameters_.begin(), parameters_.end(), is_trained);
+  at_outputs(outputs, hidden ? &Impl::enter_at_output : &Impl::note_task);
 }
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)

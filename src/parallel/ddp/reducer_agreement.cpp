@@ -12,8 +12,8 @@
 namespace ddpkit {
 
 void Reducer::Impl::note_agreement() {
-  for (const Slot& slot : slots_) {
-    const at::Tensor& tensor = slot.parameter.tensor;
+  for (const NamedParameter& parameter : parameters_) {
+    const at::Tensor& tensor = parameter.tensor;
     agreed_.push_back({tensor.scalar_type(), tensor.device(), tensor.sizes().vec()});
   }
 }
@@ -24,8 +24,8 @@ void Reducer::Impl::check_agreement() const {
     group_.abort(text);
     throw ModelMismatch(text, {.rank = group_.rank(), .call = "forward"});
   };
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    const at::Tensor& tensor = slots_[i].parameter.tensor;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
     const Agreed& agreed = agreed_[i];
     if (tensor.scalar_type() == agreed.dtype && tensor.device() == agreed.device &&
         tensor.sizes() == at::IntArrayRef(agreed.sizes))
@@ -36,8 +36,8 @@ void Reducer::Impl::check_agreement() const {
     fail(
         fmt::format("parameter {} is {} on rank {}, but was {} when the model was wrapped: convert, move or resize a "
                     "model before wrapping, or wrap it again on all ranks",
-                    slots_[i].parameter.name, kind(tensor.sizes(), tensor.scalar_type(), tensor.device()),
-                    group_.rank(), kind(agreed.sizes, agreed.dtype, agreed.device)));
+                    parameters_[i].name, kind(tensor.sizes(), tensor.scalar_type(), tensor.device()), group_.rank(),
+                    kind(agreed.sizes, agreed.dtype, agreed.device)));
   }
   for (const NamedParameter& parameter : frozen_) {
     if (parameter.tensor.requires_grad())
@@ -52,7 +52,7 @@ void Reducer::Impl::check_agreement() const {
 GradientMemory::Strides Reducer::Impl::agree_on_strides() const {
   std::vector<std::int64_t> numbers;
   for (std::size_t i = 0; i < dense_; ++i) {
-    const at::Tensor& tensor = slots_[i].parameter.tensor;
+    const at::Tensor& tensor = parameters_[i].tensor;
     // Those that AccumulateGrad prefers.
     const bool dense = tensor.is_non_overlapping_and_dense();
     const at::DimVector strides = dense ? at::DimVector(tensor.strides()) : c10::contiguous_strides(tensor.sizes());
@@ -67,7 +67,7 @@ GradientMemory::Strides Reducer::Impl::agree_on_strides() const {
   GradientMemory::Strides strides;
   const auto* next = agreed.const_data_ptr<std::int64_t>();
   for (std::size_t i = 0; i < dense_; ++i) {
-    const std::int64_t dims = slots_[i].parameter.tensor.dim();
+    const std::int64_t dims = parameters_[i].tensor.dim();
     strides.emplace_back(next, next + dims);
     next += dims;
   }
@@ -77,7 +77,7 @@ GradientMemory::Strides Reducer::Impl::agree_on_strides() const {
 /// A sink's slices are cut in the order of the parameters' memory, which is the same on all ranks. Collective.
 void Reducer::Impl::follow_strides() {
   for (std::size_t i = 0; i < dense_; ++i) {
-    if (slots_[i].parameter.tensor.strides() != memory_->strides(i)) return lay_out();
+    if (parameters_[i].tensor.strides() != memory_->strides(i)) return lay_out();
   }
 }
 

@@ -16,6 +16,7 @@
 #include "parallel/ddp/hook_call.h"
 #include "parallel/ddp/reducer_events.h"
 #include "parallel/ddp/sparse_gradient.h"
+#include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit {
@@ -36,71 +37,60 @@ void Reducer::Impl::begin_backward() {
     bucket.timing.ready = {};
     bucket.writers.clear();
   }
-  for (std::size_t index = 0; index < slots_.size(); ++index) {
-    Slot& slot = slots_[index];
-    slot.firings = 0;
-    slot.expected = slot.in_graph;
-    if (!graph_is_known_ && options_.find_unused_parameters && has_hint_) slot.expected = reached_[index];
-    if (slot.expected > 0 && slot.bucket != kNoBucket) ++buckets_[slot.bucket].pending;
-  }
+  used_.begin_backward();
+  for (std::size_t index = 0; index < dense_; ++index) buckets_[*bucket_of_[index]].pending += used_.expects(index);
   first_gradient_ = last_gradient_ = {};
 }
 
 void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
-  Slot& slot = slots_[index];
+  const NamedParameter& parameter = parameters_[index];
   // Autograd passes an undefined gradient on if a node gives none, such as a checkpoint whose part detaches its input.
-  if (added.defined()) slot.used = true;
+  if (added.defined()) used_.mark_used(index);
   if (!synchronize) return;
   try {
     if (at::GradMode::is_enabled())
       throw InvalidArgument(fmt::format(
           "backward(create_graph=true) through DistributedDataParallel: the gradient of {} would lose its history when "
           "it is averaged; use torch::autograd::grad(..., create_graph=true) for the inner derivative",
-          slot.parameter.name));
+          parameter.name));
     if (in_hook_)
       throw InvalidArgument(
-          fmt::format("a communication hook cannot run a backward that gives a gradient to {}", slot.parameter.name));
+          fmt::format("a communication hook cannot run a backward that gives a gradient to {}", parameter.name));
     enter_backward();
     if (!added.defined()) return;
-    ++slot.firings;
-    const int most = graph_is_known_ ? slot.expected : std::max(slot.expected, 1);
-    if (!learns_graph() && slot.firings > most) throw_ready_twice(slot);
-    if (slot.bucket != kNoBucket && slot.bucket < next_bucket_)
-      throw Error(fmt::format("parameter {} got a gradient though no output of forward comes from it, after its bucket "
-                              "was reduced without it: find_unused_parameters and static_graph need the parameters "
-                              "that take part in the loss to be used in forward (and the same ones each time)",
-                              slot.parameter.name),
-                  {.rank = group_.rank(), .call = "backward", .bucket = slot.bucket});
+    const std::optional<std::size_t> b = bucket_of_[index];
+    used_.add(index, b);
+    if (b && *b < next_bucket_) used_.throw_late(index, *b);
     last_gradient_ = Clock::now();
     if (first_gradient_ == Clock::time_point{}) first_gradient_ = last_gradient_;
     note_arrival(index);
-    const at::Tensor& gradient = slot.parameter.tensor.grad();
-    if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(slot.parameter.name, gradient, group_, backwards);
-    if (slot.parameter.sparse) return;
+    const at::Tensor& gradient = parameter.tensor.grad();
+    if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(parameter.name, gradient, group_, backwards);
+    if (!b) return;
     if (gradient.defined() && gradient.layout() != at::kStrided)
       throw InvalidArgument(
           fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
                       "with sparse(true), by which DistributedDataParallel knows beforehand",
-                      slot.parameter.name));
-    Bucket& bucket = buckets_[slot.bucket];
+                      parameter.name));
+    Bucket& bucket = buckets_[*b];
     note_writer(bucket);
     bucket.timing.ready = last_gradient_;
     // Autograd may still add to it.
-    if (learns_graph() || slot.firings < slot.expected) return;
+    if (!used_.is_ready(index)) return;
     memory_->take(index, added);
-    if (slot.expected > 0) --bucket.pending;
+    if (used_.expects(index)) --bucket.pending;
     note_finished();
     launch_complete_buckets();
   } catch (...) {
-    give_up("at the gradient of " + slot.parameter.name);
+    give_up("at the gradient of " + parameter.name);
     rethrow_with_advice();
   }
 }
 
 void Reducer::Impl::launch_complete_buckets() {
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  if (memory_->sharded() && must_be_complete()) feed_sink();
+  if (memory_->sharded() && used_.must_be_complete()) feed_sink();
 }
 
 /// Hands over what is there, and waits for what is too much to be under way. No rank waits for one that needs
@@ -133,9 +123,9 @@ void Reducer::Impl::launch(std::size_t b) {
   bucket.writers.current_waits();
   bucket.stream = bucket.writers.current();
   for (const std::size_t index : plan[b]) {
-    if (slots_[index].firings == 0) {
+    if (used_.arrivals(index) == 0) {
       memory_->take_unused(index);
-    } else if (learns_graph()) {
+    } else if (used_.learns_graph()) {
       memory_->take(index, {});
     }
   }
@@ -156,8 +146,8 @@ void Reducer::Impl::launch(std::size_t b) {
   shown.buffer = memory_->buffer(b);
   for (const std::size_t index : plan[b]) {
     shown.gradients.push_back(memory_->home(index));
-    shown.parameters.push_back(slots_[index].parameter.tensor);
-    shown.names.push_back(slots_[index].parameter.name);
+    shown.parameters.push_back(parameters_[index].tensor);
+    shown.names.push_back(parameters_[index].name);
   }
   in_hook_ = true;
   PendingReduction pending = call_hook(comm_hook_, std::move(shown), group_);
@@ -167,24 +157,18 @@ void Reducer::Impl::launch(std::size_t b) {
   bucket.finish = std::move(pending.finish);
 }
 
-bool Reducer::Impl::is_complete() const {
-  return std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.firings >= slot.expected; });
-}
-
 void Reducer::Impl::finish_backward() {
-  if (must_be_complete() && !is_complete()) throw_incomplete();
+  used_.check_complete(next_bucket_);
   while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
   announce(kJoinEndOfBackward);
-  if (!must_be_complete() || compares_forwards()) agree_on_used();
+  agree_on_used();
   finish_dense();
-  for (std::size_t i = dense_; i < slots_.size(); ++i) {
-    at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
-    if (allows_unused() && used_anywhere_.const_data_ptr<std::uint8_t>()[i] == 0) continue;
-    gradient = average_sparse(gradient, slots_[i].parameter.tensor, group_);
+  for (std::size_t i = dense_; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (used_.used_anywhere(i)) gradient = average_sparse(gradient, parameters_[i].tensor, group_);
   }
   divide_by_active_ranks();
-  for (Slot& slot : slots_) slot.used = false;
-  unseen_forwards_ = 0;
+  used_.end_backward();
   leave_backward();
   ++backwards;
   if (!trace) trace.emplace();
@@ -199,6 +183,16 @@ void Reducer::Impl::finish_backward() {
   rebuild();
 }
 
+/// Collective where it is needed: which parameters were used on some rank.
+void Reducer::Impl::agree_on_used() {
+  // A backward may have passed unseen. On a device the answer would stop the host in each step.
+  const bool compares_forwards = used_.forwards_hidden() && !join_ && !seen_.has_streams();
+  if (used_.must_be_complete() && !compares_forwards) return;
+  used_.agree(/*has_inputs=*/!shadows_);
+  // In join(), a rank without inputs cannot learn the graph. All ranks learn it in the same backward.
+  if (used_.learns_graph() && (!join_ || join_->active() == group_.world_size())) used_.learn_graph();
+}
+
 void Reducer::Impl::finish_dense() {
   last_readers_.clear();
   last_readers_.add_current();
@@ -207,7 +201,6 @@ void Reducer::Impl::finish_dense() {
 }
 
 void Reducer::Impl::finish_bucket(std::size_t b) {
-  const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
   Bucket& bucket = buckets_[b];
   const Clock::time_point before = timeline_ ? Clock::now() : Clock::time_point{};
   take_result(bucket);
@@ -217,12 +210,12 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
       timeline_->recorder()->add(fmt::format("wait for bucket {}", b), TimelineRecorder::kCompute, before,
                                  bucket.timing.finished);
   }
-  if (memory_->sharded()) return hand_over(b, used);
+  if (memory_->sharded()) return hand_over(b);
   for (const std::size_t index : plan[b]) {
-    if (used && used[index] == 0) {
-      memory_->keep(index);
-    } else {
+    if (used_.used_anywhere(index)) {
       memory_->give(index);
+    } else {
+      memory_->keep(index);
     }
   }
   memory_->scatter();
@@ -251,7 +244,7 @@ void Reducer::Impl::take_result(Bucket& bucket) {
   if (bucket.stream) stream_waits(*seen_.current(), *bucket.stream);
 }
 
-void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
+void Reducer::Impl::hand_over(std::size_t b) {
   if (!sink_)
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
@@ -259,7 +252,7 @@ void Reducer::Impl::hand_over(std::size_t b, const std::uint8_t* used) {
   std::vector<std::size_t> parameters;
   std::vector<at::Tensor> slices;
   for (const std::size_t index : plan[b]) {
-    if (used && used[index] == 0) {
+    if (!used_.used_anywhere(index)) {
       memory_->keep(index);
       continue;
     }

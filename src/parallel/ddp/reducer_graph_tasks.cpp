@@ -139,7 +139,8 @@ void Reducer::Impl::give_up(const std::string& where) noexcept {
 }
 
 void Reducer::Impl::leave_backward() noexcept {
-  in_backward_ = has_hint_ = in_hook_ = waits_for_outer_ = false;
+  in_backward_ = in_hook_ = waits_for_outer_ = false;
+  used_.reset();
   end_task_ = output_task_ = -1;
   alive_.reset();
   for (const auto& [node, hook] : outer_hooks_)

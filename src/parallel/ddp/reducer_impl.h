@@ -4,7 +4,6 @@
 //   reducer_plan.cpp         which gradient is in which bucket
 //   reducer_backward.cpp     one backward: gradients come, buckets are reduced and handed on
 //   reducer_graph_tasks.cpp  where a backward begins and ends
-//   reducer_unused.cpp       parameters that took no part
 //   reducer_join.cpp         a backward of a rank without inputs
 //   reducer_stats.cpp        what happened
 #pragma once
@@ -21,6 +20,7 @@
 
 #include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/gradient_memory.h"
+#include "parallel/ddp/used_parameters.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
@@ -39,7 +39,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_gradient_sink(GradientSink& sink);
   void remove_gradient_sink(const GradientSink& sink) noexcept;
   SinkRegistration::State state_of(const GradientSink& sink) const;
-  std::vector<NamedParameter> parameters() const;
+  const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
   void note_outputs(const std::vector<at::Tensor>& outputs);
   DistributedDataParallelStats stats() const;
@@ -56,19 +56,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
   void end_abandoned_backward();
   void follow_sink();
 
-  /// Dense parameters come first, so that a dense parameter's index is also its place in memory_.
-  struct Slot {
-    NamedParameter parameter;
-    std::size_t bucket = kNoBucket;  ///< None for a sparse one.
-    int firings = 0;                 ///< Gradients that have come in this backward.
-    int expected = 1;                ///< Firings that its bucket waits for.
-    int in_graph = 1;                ///< Firings in each backward; a static graph learns them.
-    bool used = false;               ///< In any backward since the last synchronised one, this one included.
-  };
   /// Of a parameter, as all ranks had it when the model was wrapped.
   struct Agreed {
     at::ScalarType dtype;
@@ -86,13 +76,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     explicit Bucket(c10::Device device) : writers(device) {}
   };
 
-  /// A static graph is learned in its first backward.
-  bool learns_graph() const { return options_.static_graph && !graph_is_known_; }
-  bool allows_unused() const { return options_.find_unused_parameters || options_.static_graph; }
-  /// Whether each backward has to bring all gradients that are expected.
-  bool must_be_complete() const { return !allows_unused() || graph_is_known_; }
-  /// Whether a backward may have passed unseen. On a device the answer would stop the host in each step.
-  bool compares_forwards() const { return unseen_forwards_ > 0 && !join_ && !seen_.has_streams(); }
   std::vector<ParameterInfo> infos() const;
   void make_plan(const std::vector<std::size_t>& order);
   void tell_plan(const std::string& what) const;
@@ -116,15 +99,13 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void feed_sink();
   void launch(std::size_t bucket);
   void end_backward();
-  bool is_complete() const;
   void finish_backward();
   void finish_dense();
   void finish_bucket(std::size_t bucket);
   void take_result(Bucket& bucket);
   void note_writer(Bucket& bucket);
   void agree_on_used();
-  void check_forwards() const;
-  void hand_over(std::size_t bucket, const std::uint8_t* used);
+  void hand_over(std::size_t bucket);
   void note_finished();
   void note_step();
   void record_step();
@@ -135,8 +116,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void divide_by_active_ranks();
   void begin_shadow();
   void note_arrival(std::size_t index);
-  [[noreturn]] void throw_incomplete();
-  [[noreturn]] void throw_ready_twice(const Slot& slot) const;
   void leave_backward() noexcept;
   void forget_backward() noexcept;
   void give_up(const std::string& where) noexcept;
@@ -146,11 +125,13 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   CommHook comm_hook_;
   /// Gradients on several devices come from several threads. Recursive: a communication hook may call public functions.
   mutable std::recursive_mutex mutex_;
-  std::vector<Slot> slots_;             ///< [param]
-  std::vector<Agreed> agreed_;          ///< [param]
-  std::vector<NamedParameter> frozen_;  ///< Parameters that wanted no gradient when the model was wrapped.
-  std::size_t dense_ = 0;               ///< Slots of dense parameters.
-  std::vector<Bucket> buckets_;         ///< [bucket]
+  std::vector<NamedParameter> frozen_;      ///< Parameters that wanted no gradient when the model was wrapped.
+  std::vector<NamedParameter> parameters_;  ///< The others. Dense ones come first. [param]
+  std::size_t dense_ = 0;                   ///< Their number. A dense parameter has the same index in memory_.
+  std::vector<Agreed> agreed_;              ///< [param]
+  UsedParameters used_;
+  std::vector<std::optional<std::size_t>> bucket_of_;  ///< Empty for a sparse parameter. [param]
+  std::vector<Bucket> buckets_;                        ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
   std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor.
   GradientSink* sink_ = nullptr;
@@ -164,11 +145,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call end_backward(): expires if they throw.
   bool waits_for_outer_ = false;  ///< A backward within backward has ended, and the outer one has not continued.
   std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That queue_end_after() has added.
-  bool graph_is_known_ = false;                               ///< Only with static_graph.
-  bool has_hint_ = false;              ///< expect_gradients_of() has been called since the last backward.
-  std::uint64_t unseen_forwards_ = 0;  ///< Since the last synchronised backward, if has_hint_ is false.
-  std::vector<bool> reached_;          ///< By the graphs of the outputs it was shown. [param]
-  at::Tensor used_anywhere_;           ///< 1 where a parameter was used on some rank: uint8. [param]
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
   StreamSet last_readers_;             ///< On which the last backward took gradients out of the buckets.
   StreamSet seen_;                     ///< All that have worked on the memory there is.

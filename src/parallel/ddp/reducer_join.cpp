@@ -29,11 +29,10 @@ void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
   if (factor == 1 || memory_->sharded()) return;
   const at::NoGradGuard no_grad;
-  const std::uint8_t* used = allows_unused() ? used_anywhere_.const_data_ptr<std::uint8_t>() : nullptr;
   std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    at::Tensor& gradient = slots_[i].parameter.tensor.mutable_grad();
-    if (!gradient.defined() || (used && used[i] == 0)) continue;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (!gradient.defined() || !used_.used_anywhere(i)) continue;
     if (divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
   }
 }
@@ -57,11 +56,8 @@ void Reducer::Impl::begin_shadow() {
   in_backward_ = true;
   next_bucket_ = next_finished_ = next_taken_ = 0;
   for (Bucket& bucket : buckets_) bucket.timing.ready = {};
-  for (Slot& slot : slots_) {
-    slot.parameter.tensor.mutable_grad().reset();
-    slot.firings = slot.expected = 0;
-    slot.used = false;
-  }
+  for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+  used_.begin_shadow();
   first_gradient_ = last_gradient_ = Clock::now();
 }
 

@@ -23,7 +23,7 @@ constexpr std::size_t kSinkBucketBytes = std::size_t{1} << 20;
 std::vector<ParameterInfo> Reducer::Impl::infos() const {
   std::vector<ParameterInfo> infos;
   for (std::size_t i = 0; i < dense_; ++i) {
-    const at::Tensor& tensor = slots_[i].parameter.tensor;
+    const at::Tensor& tensor = parameters_[i].tensor;
     infos.push_back(
         {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
   }
@@ -32,8 +32,8 @@ std::vector<ParameterInfo> Reducer::Impl::infos() const {
 
 /// Memory and buckets for the hook there is. Collective.
 void Reducer::Impl::lay_out() {
-  std::vector<NamedParameter> dense;
-  for (std::size_t i = 0; i < dense_; ++i) dense.push_back(slots_[i].parameter);
+  const std::vector<NamedParameter> dense(parameters_.begin(),
+                                          parameters_.begin() + static_cast<std::ptrdiff_t>(dense_));
   memory_ = std::make_unique<GradientMemory>(dense, agree_on_strides(), group_,
                                              GradientMemory::Options{.as_bucket_view = options_.gradient_as_bucket_view,
                                                                      .flat = static_cast<bool>(comm_hook_),
@@ -49,10 +49,10 @@ void Reducer::Impl::lay_out() {
 void Reducer::Impl::tell_plan(const std::string& what) const {
   if (debug_level() < DebugLevel::kInfo || group_.rank() != 0) return;
   debug_line(group_, fmt::format("{}: {} for {} dense parameters, {} sparse ones beside", what, plan.size(), dense_,
-                                 slots_.size() - dense_));
+                                 parameters_.size() - dense_));
   for (std::size_t b = 0; b < plan.size(); ++b) {
     std::vector<std::string> names;
-    for (const std::size_t index : plan[b]) names.push_back(slots_[index].parameter.name);
+    for (const std::size_t index : plan[b]) names.push_back(parameters_[index].name);
     debug_line(group_, fmt::format("  bucket {}: {} bytes, {} parameters: {}", b, buckets_[b].bytes, names.size(),
                                    fmt::join(names, ", ")));
   }
@@ -72,7 +72,7 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
     for (std::size_t& index : members) {
       index = order[index];
       bucket.bytes += all[index].bytes();
-      slots_[index].bucket = buckets_.size() - 1;
+      bucket_of_[index] = buckets_.size() - 1;
     }
     bucket.timing.bytes = bucket.bytes;
     bucket.timing.parameters = members.size();
@@ -86,14 +86,14 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
 
 void Reducer::Impl::note_arrival(std::size_t index) {
   if (rebuilds != 0 || index >= dense_) return;
-  if (slots_[index].firings > 1) std::erase(arrivals_, index);  // Its bucket waits for the last one.
+  if (used_.arrivals(index) > 1) std::erase(arrivals_, index);  // Its bucket waits for the last one.
   if (arrivals_.size() < dense_) arrivals_.push_back(index);
 }
 
 /// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse
 /// of the order in which the parameters were registered. As in Python not where each backward may use others.
 void Reducer::Impl::rebuild() {
-  if (rebuilds != 0 || (options_.find_unused_parameters && !options_.static_graph)) return;
+  if (rebuilds != 0 || used_.policy() == UnusedPolicy::kFind) return;
   ++rebuilds;
   std::vector<std::int64_t> order;  // Rank 0's counts: the plan must be the same everywhere.
   std::vector<bool> seen(dense_, false);
