@@ -131,6 +131,7 @@ void Reducer::Impl::install_hooks() {
         if (const auto self = weak.lock()) self->on_gradient(index, added);
       },
       GradientHooks::Kind::kExclusive);
+  tracker_.emplace(weak_from_this(), mutex_, *hooks_, [this] { end_backward(); });
 }
 
 void Reducer::Impl::follow_parameters() {
@@ -159,7 +160,11 @@ void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) 
   const std::lock_guard lock(mutex_);
   const auto is_trained = [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); };
   const bool hidden = !used_.find(outputs, *hooks_) && std::any_of(parameters_.begin(), parameters_.end(), is_trained);
-  at_outputs(outputs, hidden ? &Impl::enter_at_output : &Impl::note_task);
+  if (hidden) {
+    tracker_->at_outputs(outputs, /*leaves_too=*/true, [this] { enter_at_output(); });
+  } else {
+    tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] { tracker_->note_output_reached(); });
+  }
 }
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)

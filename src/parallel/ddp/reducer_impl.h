@@ -3,7 +3,7 @@
 //   reducer_agreement.cpp    what ranks have agreed on
 //   reducer_plan.cpp         which gradient is in which bucket
 //   reducer_backward.cpp     one backward: gradients come, buckets are reduced and handed on
-//   reducer_graph_tasks.cpp  where a backward begins and ends
+//   reducer_graph_tasks.cpp  begin and end of a backward
 //   reducer_join.cpp         a backward of a rank without inputs
 //   reducer_stats.cpp        what happened
 #pragma once
@@ -18,6 +18,7 @@
 
 #include <ddpkit/parallel/bucket_plan.h>
 
+#include "parallel/autograd/backward_tracker.h"
 #include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/gradient_memory.h"
 #include "parallel/ddp/used_parameters.h"
@@ -88,13 +89,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void on_gradient(std::size_t index, const at::Tensor& added);
   void enter_backward();
   void begin_backward();
-  bool backward_has_died() const;
-  void queue_end();
-  bool queue_end_after(const torch::autograd::Node& node);
-  void continue_backward();
-  void note_task();
   void enter_at_output();
-  void at_outputs(const std::vector<at::Tensor>& outputs, void (Impl::*action)());
   void launch_complete_buckets();
   void feed_sink();
   void launch(std::size_t bucket);
@@ -109,7 +104,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void note_finished();
   void note_step();
   void record_step();
-  void note_reached();
   void rebuild();
   void announce(int event);
   double join_factor() const;
@@ -133,18 +127,14 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<std::optional<std::size_t>> bucket_of_;  ///< Empty for a sparse parameter. [param]
   std::vector<Bucket> buckets_;                        ///< [bucket]
   std::unique_ptr<GradientMemory> memory_;
-  std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor.
+  std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor, as the next.
+  std::optional<BackwardTracker> tracker_;
   GradientSink* sink_ = nullptr;
   std::size_t next_bucket_ = 0;    ///< Buckets are reduced in this order on every rank, whatever order they fill in.
   std::size_t next_finished_ = 0;  ///< The first bucket that has not been seen to be over.
   std::size_t next_taken_ = 0;     ///< The first bucket whose result has not been taken.
   bool in_backward_ = false;
-  bool in_hook_ = false;          ///< The communication hook runs.
-  int end_task_ = -1;             ///< The graph task at whose end end_backward() was last queued.
-  int output_task_ = -1;          ///< The graph task that has reached an output of forward last.
-  std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call end_backward(): expires if they throw.
-  bool waits_for_outer_ = false;  ///< A backward within backward has ended, and the outer one has not continued.
-  std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That queue_end_after() has added.
+  bool in_hook_ = false;               ///< The communication hook runs.
   std::vector<std::size_t> arrivals_;  ///< Dense parameters in the order their gradients came in the first backward.
   StreamSet last_readers_;             ///< On which the last backward took gradients out of the buckets.
   StreamSet seen_;                     ///< All that have worked on the memory there is.

@@ -88,11 +88,10 @@ void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t
   write_timeline_after_ = write_after;
 }
 
-void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) { at_outputs(outputs, &Impl::note_reached); }
-
-void Reducer::Impl::note_reached() {
-  const std::lock_guard lock(mutex_);
-  if (synchronize && reached_output_ == Clock::time_point{}) reached_output_ = Clock::now();
+void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) {
+  tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] {
+    if (synchronize && reached_output_ == Clock::time_point{}) reached_output_ = Clock::now();
+  });
 }
 
 }  // namespace ddpkit
