@@ -1,29 +1,46 @@
-#include "parallel/ddp/reducer_impl.h"
+#include <ddpkit/parallel/reducer.h>
 
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
+#include <numeric>
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
-#include "parallel/autograd/graph.h"
+#include "parallel/ddp/debug.h"
+#include "parallel/ddp/reducer_impl.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit {
-
 namespace {
 
-/// Moves frozen parameters to `frozen`. Of the others dense ones come first.
-std::vector<NamedParameter> take_trained(std::vector<NamedParameter> all, std::vector<NamedParameter>& frozen) {
-  const auto end = std::stable_partition(all.begin(), all.end(),
-                                         [](const auto& parameter) { return parameter.tensor.requires_grad(); });
-  frozen.assign(end, all.end());
-  all.erase(end, all.end());
-  std::stable_partition(all.begin(), all.end(), [](const auto& parameter) { return !parameter.sparse; });
-  return all;
+/// With a sink, buckets that are reduced in place are no larger than they must be: a collective costs a few
+/// microseconds, and the smaller the buckets, the less memory is held by gradients under way.
+constexpr std::size_t kSinkBucketBytes = std::size_t{1} << 20;
+
+template <class Condition>
+std::vector<NamedParameter> select(const std::vector<NamedParameter>& all, const Condition& condition) {
+  std::vector<NamedParameter> selected;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(selected), condition);
+  return selected;
+}
+
+bool is_frozen(const NamedParameter& parameter) { return !parameter.tensor.requires_grad(); }
+
+bool is_dense(const NamedParameter& parameter) { return !parameter.sparse; }
+
+/// Dense ones come first.
+std::vector<NamedParameter> trained(const std::vector<NamedParameter>& all) {
+  auto parameters = select(all, std::not_fn(is_frozen));
+  std::stable_partition(parameters.begin(), parameters.end(), is_dense);
+  return parameters;
 }
 
 UnusedPolicy unused_policy(const ReducerOptions& options) {
@@ -36,14 +53,14 @@ UnusedPolicy unused_policy(const ReducerOptions& options) {
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
     : group_(std::move(group)),
       options_(options),
-      parameters_(take_trained(std::move(parameters), frozen_)),
+      parameters_(trained(parameters)),
+      dense_(select(parameters_, is_dense)),
+      agreement_(parameters_, select(parameters, is_frozen), group_),
       used_(parameters_, group_, unused_policy(options)),
       bucket_of_(parameters_.size()),
       last_readers_(group_.device()),
-      seen_(group_.device()) {
-  const auto is_dense = [](const NamedParameter& parameter) { return !parameter.sparse; };
-  dense_ = static_cast<std::size_t>(std::count_if(parameters_.begin(), parameters_.end(), is_dense));
-  note_agreement();
+      seen_(group_.device()),
+      stats_(seen_.has_streams()) {
   lay_out();
 }
 
@@ -55,10 +72,64 @@ Reducer::Impl::~Impl() {
   }
 }
 
+void Reducer::Impl::install_hooks() {
+  std::vector<at::Tensor> leaves;
+  for (const NamedParameter& parameter : parameters_) leaves.push_back(parameter.tensor);
+  // The graph may outlive the reducer.
+  hooks_.emplace(
+      std::move(leaves),
+      [weak = weak_from_this()](std::size_t index, const at::Tensor& added) {
+        if (const auto self = weak.lock()) self->on_gradient(index, added);
+      },
+      GradientHooks::Kind::kExclusive);
+  tracker_.emplace(weak_from_this(), mutex_, *hooks_, [this] { end_backward(); });
+}
+
+void Reducer::Impl::remove_hooks() noexcept {
+  const std::lock_guard lock(mutex_);
+  hooks_->remove();
+}
+
+// ---- forward
+
+void Reducer::Impl::follow_parameters() {
+  if (hooks_->replaced())
+    throw InvalidArgument(
+        "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
+  agreement_.check();
+  bool in_backward = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (backward_.phase == Phase::kInCommHook) throw InvalidArgument("a communication hook cannot call forward");
+    end_abandoned_backward();
+    in_backward = backward_.phase != Phase::kIdle;
+    if (!in_backward) follow_sink();
+    if (!in_backward && synchronize && at::GradMode::is_enabled()) used_.count_forward();
+  }
+  if (sink_ && !in_backward) sink_->follow_parameters();
+  const std::lock_guard lock(mutex_);
+  hooks_->refresh();
+}
+
+void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(mutex_);
+  if (!used_.find(outputs, *hooks_) && !std::all_of(parameters_.begin(), parameters_.end(), is_frozen)) {
+    tracker_->at_outputs(outputs, /*leaves_too=*/true, [this] { enter_at_output(); });
+  } else {
+    tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] { tracker_->note_output_reached(); });
+  }
+}
+
+// ---- settings
+
+void Reducer::Impl::require_no_backward(const char* what) {
+  end_abandoned_backward();
+  if (backward_.phase != Phase::kIdle) throw InvalidArgument(fmt::format("{} cannot be set while backward runs", what));
+}
+
 void Reducer::Impl::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
-  end_abandoned_backward();
-  if (in_backward_) throw InvalidArgument("a communication hook cannot be set while backward runs");
+  require_no_backward("a communication hook");
   run_on_all_ranks(group_, "set_comm_hook", [&] {
     if (hook && sink_)
       throw InvalidArgument(
@@ -69,28 +140,31 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   comm_hook_ = std::move(hook);
   if (same_memory) return;
   lay_out();
-  arrivals_.clear();
+  arrival_order_.clear();
   rebuilds = 0;
 }
 
 void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
   const std::lock_guard lock(mutex_);
-  end_abandoned_backward();
-  if (in_backward_) throw InvalidArgument("the gradients' sink cannot be set while backward runs");
+  require_no_backward("the gradients' sink");
   run_on_all_ranks(group_, "set_gradient_sink", [&] {
     if (comm_hook_)
       throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
-    if (dense_ < parameters_.size())
-      throw InvalidArgument(
-          fmt::format("the gradient of {} is sparse: it cannot be sharded", parameters_[dense_].name));
     for (const NamedParameter& parameter : parameters_) {
+      if (parameter.sparse)
+        throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
       if (!parameter.tensor.is_non_overlapping_and_dense())
         throw InvalidArgument(fmt::format(
             "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", parameter.name));
     }
     return std::string();
   });
-  follow_strides();
+  // A sink's slices are cut in the order of the parameters' memory, which is the same on all ranks.
+  for (std::size_t i = 0; i < dense_.size(); ++i) {
+    if (dense_[i].tensor.strides() == at::IntArrayRef(strides_[i])) continue;
+    lay_out();
+    break;
+  }
   sink_ = &sink;
   hooks_->set_sharded(true);
   follow_sink();
@@ -111,61 +185,113 @@ Reducer::SinkRegistration::State Reducer::Impl::state_of(const GradientSink& sin
   return sink_ == &sink ? State::kActive : State::kReplaced;
 }
 
-/// Lays the gradients out for the sink that is set, or for none. Collective.
+void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
+  const std::lock_guard lock(mutex_);
+  stats_.set_timeline(std::move(timeline), write_after);
+}
+
+void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) {
+  tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] {
+    if (synchronize) stats_.note_output_reached();
+  });
+}
+
+void Reducer::Impl::set_join(JoinSession* session, int index) {
+  const std::lock_guard lock(mutex_);
+  join_ = session;
+  join_index_ = index;
+  if (backward_.phase == Phase::kShadow) backward_.phase = Phase::kReducing;  // It has failed.
+  if (session) follow_sink();
+}
+
+DistributedDataParallelStats Reducer::Impl::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_.stats(rebuilds);
+}
+
+// ---- buckets
+
+/// Memory and buckets for the present hook. Collective.
+void Reducer::Impl::lay_out() {
+  strides_ = agree_on_strides(dense_, group_);
+  memory_ = std::make_unique<GradientMemory>(dense_, strides_, group_,
+                                             GradientMemory::Options{.as_bucket_view = options_.gradient_as_bucket_view,
+                                                                     .flat = static_cast<bool>(comm_hook_),
+                                                                     .arena = options_.arena,
+                                                                     .arena_bytes = options_.arena_bytes});
+  std::vector<std::size_t> order(dense_.size());
+  std::iota(order.begin(), order.end(), 0);
+  make_plan(order);
+  log_plan("buckets");
+}
+
+/// Lays the gradients out for the present sink, or for none. Collective.
 void Reducer::Impl::follow_sink() {
   if (memory_->sharded() == (sink_ != nullptr)) return;
   memory_->set_sharded(sink_ != nullptr);
-  std::vector<std::size_t> order;  // As it is.
+  std::vector<std::size_t> order;  // The present one.
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
   make_plan(order);
 }
 
-void Reducer::Impl::install_hooks() {
-  std::vector<at::Tensor> leaves;
-  for (const NamedParameter& parameter : parameters_) leaves.push_back(parameter.tensor);
-  // The graph may outlive the reducer.
-  hooks_.emplace(
-      std::move(leaves),
-      [weak = weak_from_this()](std::size_t index, const at::Tensor& added) {
-        if (const auto self = weak.lock()) self->on_gradient(index, added);
-      },
-      GradientHooks::Kind::kExclusive);
-  tracker_.emplace(weak_from_this(), mutex_, *hooks_, [this] { end_backward(); });
-}
-
-void Reducer::Impl::follow_parameters() {
-  if (hooks_->replaced())
-    throw InvalidArgument(
-        "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
-  check_agreement();
-  {
-    const std::lock_guard lock(mutex_);
-    if (in_hook_) throw InvalidArgument("a communication hook cannot call forward");
-    end_abandoned_backward();
-    if (!in_backward_) follow_sink();
-    if (!in_backward_ && synchronize && at::GradMode::is_enabled()) used_.count_forward();
+/// `order`: all dense parameters; the last one's gradient comes first.
+void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
+  std::vector<ParameterInfo> infos;
+  for (const std::size_t index : order) {
+    const at::Tensor& tensor = dense_[index].tensor;
+    infos.push_back(
+        {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
   }
-  if (sink_ && !in_backward_) sink_->follow_parameters();
-  const std::lock_guard lock(mutex_);
-  hooks_->refresh();
+  const bool small = memory_->sharded() && !memory_->flat();
+  const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kSinkBucketBytes) : bytes; };
+  plan = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
+  bucket_bytes_.assign(plan.size(), 0);
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    for (std::size_t& index : plan[b]) {
+      bucket_bytes_[b] += infos[index].bytes();
+      index = order[index];
+      bucket_of_[index] = b;
+    }
+  }
+  memory_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
+  seen_.clear();
+  memory_->lay_out(plan);
+  seen_.add_current();
+  last_readers_.add_current();  // It has zeroed them.
 }
 
-void Reducer::Impl::remove_hooks() noexcept {
-  const std::lock_guard lock(mutex_);
-  hooks_->remove();
-}
-
-void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard lock(mutex_);
-  const auto is_trained = [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); };
-  const bool hidden = !used_.find(outputs, *hooks_) && std::any_of(parameters_.begin(), parameters_.end(), is_trained);
-  if (hidden) {
-    tracker_->at_outputs(outputs, /*leaves_too=*/true, [this] { enter_at_output(); });
-  } else {
-    tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] { tracker_->note_output_reached(); });
+/// For DDPKIT_DEBUG. The plan is the same on all ranks.
+void Reducer::Impl::log_plan(const char* what) const {
+  if (debug_level() < DebugLevel::kInfo || group_.rank() != 0) return;
+  debug_line(group_, fmt::format("{}: {} for {} dense parameters, {} sparse ones beside", what, plan.size(),
+                                 dense_.size(), parameters_.size() - dense_.size()));
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    std::vector<std::string> names;
+    for (const std::size_t index : plan[b]) names.push_back(dense_[index].name);
+    debug_line(group_, fmt::format("  bucket {}: {} bytes, {} parameters: {}", b, bucket_bytes_[b], names.size(),
+                                   fmt::join(names, ", ")));
   }
 }
+
+void Reducer::Impl::note_arrival(std::size_t index) {
+  if (rebuilds != 0 || index >= dense_.size()) return;
+  if (used_.arrivals(index) > 1) std::erase(arrival_order_, index);  // Its bucket waits for the last one.
+  if (arrival_order_.size() < dense_.size()) arrival_order_.push_back(index);
+}
+
+/// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse
+/// of the order in which the parameters were registered. As in Python not where each backward may use others.
+void Reducer::Impl::rebuild() {
+  if (rebuilds != 0 || used_.policy() == UnusedPolicy::kFind) return;
+  ++rebuilds;
+  auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
+  std::reverse(order.begin(), order.end());
+  make_plan(order);
+  log_plan("buckets rebuilt in the order in which gradients came");
+}
+
+// ---- the public class
 
 Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
     : impl_(std::make_shared<Impl>(std::move(parameters), std::move(group), options)) {
@@ -216,9 +342,9 @@ void Reducer::shadow_end_of_backward() { impl_->shadow_end_of_backward(); }
 
 const std::vector<std::vector<std::size_t>>& Reducer::buckets() const noexcept { return impl_->plan; }
 
-const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->trace; }
+const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->steps().last(); }
 
-std::uint64_t Reducer::backwards() const noexcept { return impl_->backwards; }
+std::uint64_t Reducer::backwards() const noexcept { return impl_->steps().backwards(); }
 
 int Reducer::rebuilds() const noexcept { return impl_->rebuilds; }
 

@@ -1,20 +1,18 @@
-#include "parallel/ddp/reducer_impl.h"
-
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/ScopeExit.h>
 
-#include <algorithm>
+#include <unordered_set>
+#include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
 
-#include "comm/timeline_recorder.h"
 #include "comm/trace/recorder.h"
 #include "parallel/ddp/debug.h"
 #include "parallel/ddp/hook_call.h"
-#include "parallel/ddp/reducer_events.h"
+#include "parallel/ddp/reducer_impl.h"
 #include "parallel/ddp/sparse_gradient.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
@@ -22,25 +20,97 @@
 namespace ddpkit {
 namespace {
 
-/// With a sink, backward goes on only while no more than this is under way: so the memory of gradients is bounded
-/// however far one rank runs ahead of another.
+/// With a sink, backward continues only while no more than this is being reduced in place. The memory of gradients is
+/// bounded, however far one rank runs ahead of another.
 constexpr std::size_t kSinkBytesUnderWay = std::size_t{2} << 20;
 
 }  // namespace
 
-void Reducer::Impl::begin_backward() {
-  follow_sink();
-  in_backward_ = true;
-  next_bucket_ = next_finished_ = next_taken_ = 0;
-  for (Bucket& bucket : buckets_) {
-    bucket.pending = 0;
-    bucket.timing.ready = {};
-    bucket.writers.clear();
+// ---- begin and end
+
+/// Before a gradient counts, or at an output of a forward that may use no parameter.
+void Reducer::Impl::enter_backward() {
+  end_abandoned_backward();
+  if (backward_.phase == Phase::kIdle) {
+    follow_sink();
+    begin(Phase::kReducing);
+    used_.begin_backward();
+    for (std::size_t i = 0; i < dense_.size(); ++i) backward_.buckets[*bucket_of_[i]].pending += used_.expects(i);
   }
-  used_.begin_backward();
-  for (std::size_t index = 0; index < dense_; ++index) buckets_[*bucket_of_[index]].pending += used_.expects(index);
-  first_gradient_ = last_gradient_ = {};
+  tracker_->enter();
 }
+
+void Reducer::Impl::begin(Phase phase) {
+  backward_.phase = phase;
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    backward_.buckets.emplace_back(group_.device());
+    BucketTiming& timing = backward_.trace.buckets.emplace_back();
+    timing.bytes = bucket_bytes_[b];
+    timing.parameters = plan[b].size();
+  }
+}
+
+/// Ends a backward that has begun and will not end. What a backward itself calls is part of a backward that continues,
+/// such as the forward pass of a checkpoint.
+void Reducer::Impl::end_abandoned_backward() {
+  if (backward_.phase == Phase::kIdle || backward_.phase == Phase::kInCommHook) return;
+  const bool has_died = backward_.phase != Phase::kShadow && !tracker_->will_end();
+  if (!has_died && BackwardTracker::inside_backward()) return;
+  // The other ranks may still write into what has been passed to them.
+  for (BucketState& bucket : backward_.buckets) {
+    if (bucket.work.valid()) bucket.work.wait();
+  }
+  reset();
+}
+
+/// At an output of a forward that uses no parameter, as far as its graph shows: the other ranks wait for this one.
+void Reducer::Impl::enter_at_output() {
+  if (!synchronize || backward_.phase == Phase::kInCommHook || !hooks_->may_run()) return;
+  enter_backward();
+  tracker_->note_output_reached();
+}
+
+void Reducer::Impl::end_backward() {
+  if (backward_.phase == Phase::kIdle || backward_.phase == Phase::kInCommHook) return;
+  try {
+    if (tracker_->continues_outside()) return;
+    finish_backward();
+  } catch (...) {
+    abort_group("at its end");
+    rethrow_with_advice();
+  }
+}
+
+Reducer::Impl::Backward Reducer::Impl::leave_backward() noexcept {
+  used_.reset();
+  tracker_->reset();
+  return std::exchange(backward_, {});
+}
+
+/// After an error, drops everything that the backward has done.
+void Reducer::Impl::reset() noexcept {
+  leave_backward();
+  stats_.discard();
+  memory_->forget();
+  arrival_order_.clear();  // Half an order. The next backward begins again.
+}
+
+/// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the
+/// error came from them, the group has ended already, and nothing changes.
+void Reducer::Impl::abort_group(const std::string& where) noexcept {
+  reset();
+  try {
+    try {
+      throw;
+    } catch (const std::exception& error) {
+      group_.abort(fmt::format("backward on rank {} failed {}: {}", group_.rank(), where, error.what()));
+    }
+  } catch (...) {
+    group_.abort("backward failed");
+  }
+}
+
+// ---- gradients come, buckets start
 
 void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
@@ -48,75 +118,64 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   // Autograd passes an undefined gradient on if a node gives none, such as a checkpoint whose part detaches its input.
   if (added.defined()) used_.mark_used(index);
   if (!synchronize) return;
+  if (backward_.phase == Phase::kInCommHook) {  // The backward that called the hook keeps its state.
+    const auto text =
+        fmt::format("a communication hook cannot run a backward that gives a gradient to {}", parameter.name);
+    group_.abort(text);
+    throw InvalidArgument(text);
+  }
   try {
     if (at::GradMode::is_enabled())
       throw InvalidArgument(fmt::format(
           "backward(create_graph=true) through DistributedDataParallel: the gradient of {} would lose its history when "
           "it is averaged; use torch::autograd::grad(..., create_graph=true) for the inner derivative",
           parameter.name));
-    if (in_hook_)
-      throw InvalidArgument(
-          fmt::format("a communication hook cannot run a backward that gives a gradient to {}", parameter.name));
     enter_backward();
     if (!added.defined()) return;
     const std::optional<std::size_t> b = bucket_of_[index];
     used_.add(index, b);
-    if (b && *b < next_bucket_) used_.throw_late(index, *b);
-    last_gradient_ = Clock::now();
-    if (first_gradient_ == Clock::time_point{}) first_gradient_ = last_gradient_;
+    if (b && *b < backward_.started) used_.throw_late(index, *b);
+    const Clock::time_point now = backward_.trace.last_gradient = Clock::now();
+    if (backward_.trace.first_gradient == Clock::time_point{}) backward_.trace.first_gradient = now;
     note_arrival(index);
     const at::Tensor& gradient = parameter.tensor.grad();
-    if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(parameter.name, gradient, group_, backwards);
+    if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(parameter.name, gradient, group_, stats_.backwards());
     if (!b) return;
     if (gradient.defined() && gradient.layout() != at::kStrided)
       throw InvalidArgument(
           fmt::format("the gradient of {} is sparse, but its module is no torch::nn::Embedding or EmbeddingBag made "
                       "with sparse(true), by which DistributedDataParallel knows beforehand",
                       parameter.name));
-    Bucket& bucket = buckets_[*b];
+    BucketState& bucket = backward_.buckets[*b];
     note_writer(bucket);
-    bucket.timing.ready = last_gradient_;
-    // Autograd may still add to it.
-    if (!used_.is_ready(index)) return;
+    backward_.trace.buckets[*b].ready = now;
+    if (!used_.is_ready(index)) return;  // Autograd may still add to the gradient.
     memory_->take(index, added);
     if (used_.expects(index)) --bucket.pending;
     note_finished();
-    launch_complete_buckets();
+    start_complete_buckets();
   } catch (...) {
-    give_up("at the gradient of " + parameter.name);
+    abort_group("at the gradient of " + parameter.name);
     rethrow_with_advice();
   }
 }
 
-void Reducer::Impl::launch_complete_buckets() {
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  if (memory_->sharded() && used_.must_be_complete()) feed_sink();
-}
-
-/// Hands over what is there, and waits for what is too much to be under way. No rank waits for one that needs
-/// something of it first: buckets are reduced in one order on all.
-void Reducer::Impl::feed_sink() {
-  note_finished();
-  while (next_taken_ < next_finished_) finish_bucket(next_taken_++);
-  if (memory_->flat()) return;
-  std::size_t under_way = 0;
-  for (std::size_t b = next_taken_; b < next_bucket_; ++b) under_way += buckets_[b].bytes;
-  while (under_way > kSinkBytesUnderWay) {
-    under_way -= buckets_[next_taken_].bytes;
-    finish_bucket(next_taken_++);
-  }
-}
-
 /// Before the current stream is given work on a bucket's memory.
-void Reducer::Impl::note_writer(Bucket& bucket) {
+void Reducer::Impl::note_writer(BucketState& bucket) {
   if (!bucket.writers.add_current()) return;
   seen_.add_current();
   // A gradient is not copied into the bucket before the last backward's has been copied out of it.
   last_readers_.current_waits();
 }
 
-void Reducer::Impl::launch(std::size_t b) {
-  Bucket& bucket = buckets_[b];
+void Reducer::Impl::start_complete_buckets() {
+  while (backward_.started < plan.size() && backward_.buckets[backward_.started].pending == 0)
+    start_bucket(backward_.started++);
+  if (memory_->sharded() && used_.must_be_complete()) deliver_early();
+}
+
+void Reducer::Impl::start_bucket(std::size_t b) {
+  BucketState& bucket = backward_.buckets[b];
   note_writer(bucket);
   // Gradients of one bucket may have come on several streams: the reduction, which waits for the current stream, comes
   // after all of them.
@@ -129,57 +188,89 @@ void Reducer::Impl::launch(std::size_t b) {
       memory_->take(index, {});
     }
   }
-  bucket.timing.started = Clock::now();
-  if (bucket.timing.ready == Clock::time_point{}) bucket.timing.ready = bucket.timing.started;  // None was used.
+  BucketTiming& timing = backward_.trace.buckets[b];
+  timing.started = Clock::now();
+  if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // None was used.
   announce(kJoinBucket);
-  bucket.timing.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
+  timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
   memory_->gather(b);
   if (sink_ && b == 0) sink_->begin();
   flight::Recorder::of_process().set_bucket(b);
-  if (!comm_hook_) {
+  if (comm_hook_) {
+    call_comm_hook(b);
+  } else {
     bucket.work = memory_->start(b);
-    return;
   }
+}
+
+void Reducer::Impl::call_comm_hook(std::size_t b) {
   GradBucket shown;
   shown.index = b;
-  shown.is_last = b + 1 == buckets_.size();
+  shown.is_last = b + 1 == plan.size();
   shown.buffer = memory_->buffer(b);
   for (const std::size_t index : plan[b]) {
     shown.gradients.push_back(memory_->home(index));
     shown.parameters.push_back(parameters_[index].tensor);
     shown.names.push_back(parameters_[index].name);
   }
-  in_hook_ = true;
-  PendingReduction pending = call_hook(comm_hook_, std::move(shown), group_);
-  in_hook_ = false;
-  if (group_.world_size() > 1) bucket.timing.sent_bytes = pending.sent_bytes.value_or(memory_->buffer(b).nbytes());
+  PendingReduction pending;
+  {
+    const auto in_hook = enter_comm_hook();
+    pending = call_hook(comm_hook_, std::move(shown), group_);
+  }
+  BucketState& bucket = backward_.buckets[b];
+  if (group_.world_size() > 1)
+    backward_.trace.buckets[b].sent_bytes = pending.sent_bytes.value_or(memory_->buffer(b).nbytes());
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
 
+/// Buckets end in the order in which they were started. Asking also moves them on.
+void Reducer::Impl::note_finished() {
+  // The host runs ahead of a device: what it would see says little, and asking is not allowed in a stream's capture.
+  if (seen_.has_streams()) return;
+  for (; backward_.finished < backward_.started; ++backward_.finished) {
+    BucketState& bucket = backward_.buckets[backward_.finished];
+    if (bucket.finish || !bucket.work.is_completed()) return;
+    backward_.trace.buckets[backward_.finished].finished = Clock::now();
+  }
+}
+
+/// Delivers the shards that have been reduced, and waits while too many bytes are being reduced. No rank waits for one
+/// that needs something of it first: buckets are reduced in one order on all.
+void Reducer::Impl::deliver_early() {
+  note_finished();
+  while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
+  if (memory_->flat()) return;
+  std::size_t under_way = 0;
+  for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
+  while (under_way > kSinkBytesUnderWay) {
+    under_way -= bucket_bytes_[backward_.taken];
+    finish_bucket(backward_.taken++);
+  }
+}
+
+// ---- results
+
 void Reducer::Impl::finish_backward() {
-  used_.check_complete(next_bucket_);
-  while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
+  used_.check_complete(backward_.started);
+  while (backward_.started < plan.size()) start_bucket(backward_.started++);
   announce(kJoinEndOfBackward);
   agree_on_used();
-  finish_dense();
-  for (std::size_t i = dense_; i < parameters_.size(); ++i) {
+  last_readers_.clear();
+  last_readers_.add_current();
+  seen_.add_current();
+  while (backward_.taken < plan.size()) finish_bucket(backward_.taken++);
+  for (std::size_t i = dense_.size(); i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (used_.used_anywhere(i)) gradient = average_sparse(gradient, parameters_[i].tensor, group_);
   }
   divide_by_active_ranks();
   used_.end_backward();
-  leave_backward();
-  ++backwards;
-  if (!trace) trace.emplace();
-  trace->end = Clock::now();
-  const bool is_empty = first_gradient_ == Clock::time_point{};
-  trace->first_gradient = is_empty ? trace->end : first_gradient_;
-  trace->last_gradient = is_empty ? trace->end : last_gradient_;
-  trace->buckets.clear();
-  for (const Bucket& bucket : buckets_) trace->buckets.push_back(bucket.timing);
-  note_step();
-  if (timeline_) record_step();
+  BackwardTrace trace = leave_backward().trace;
+  trace.end = Clock::now();
+  if (trace.first_gradient == Clock::time_point{}) trace.first_gradient = trace.last_gradient = trace.end;
+  stats_.add(std::move(trace));
   rebuild();
 }
 
@@ -188,29 +279,19 @@ void Reducer::Impl::agree_on_used() {
   // A backward may have passed unseen. On a device the answer would stop the host in each step.
   const bool compares_forwards = used_.forwards_hidden() && !join_ && !seen_.has_streams();
   if (used_.must_be_complete() && !compares_forwards) return;
-  used_.agree(/*has_inputs=*/!shadows_);
+  used_.agree(/*has_inputs=*/backward_.phase != Phase::kShadow);
   // In join(), a rank without inputs cannot learn the graph. All ranks learn it in the same backward.
   if (used_.learns_graph() && (!join_ || join_->active() == group_.world_size())) used_.learn_graph();
 }
 
-void Reducer::Impl::finish_dense() {
-  last_readers_.clear();
-  last_readers_.add_current();
-  seen_.add_current();
-  while (next_taken_ < buckets_.size()) finish_bucket(next_taken_++);
-}
-
 void Reducer::Impl::finish_bucket(std::size_t b) {
-  Bucket& bucket = buckets_[b];
-  const Clock::time_point before = timeline_ ? Clock::now() : Clock::time_point{};
-  take_result(bucket);
-  if (b >= next_finished_) {
-    bucket.timing.finished = Clock::now();
-    if (timeline_)
-      timeline_->recorder()->add(fmt::format("wait for bucket {}", b), TimelineRecorder::kCompute, before,
-                                 bucket.timing.finished);
+  const Clock::time_point before = Clock::now();
+  wait_for_result(backward_.buckets[b]);
+  if (b >= backward_.finished) {
+    const Clock::time_point now = backward_.trace.buckets[b].finished = Clock::now();
+    stats_.record_wait(b, before, now);
   }
-  if (memory_->sharded()) return hand_over(b);
+  if (memory_->sharded()) return deliver_shards(b);
   for (const std::size_t index : plan[b]) {
     if (used_.used_anywhere(index)) {
       memory_->give(index);
@@ -222,7 +303,7 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
 }
 
 /// The current stream may read the bucket's result.
-void Reducer::Impl::take_result(Bucket& bucket) {
+void Reducer::Impl::wait_for_result(BucketState& bucket) {
   if (!bucket.finish) {
     if (bucket.work.valid()) bucket.work.wait();  // On a device: the current stream waits for the collective.
     bucket.work = {};
@@ -235,16 +316,15 @@ void Reducer::Impl::take_result(Bucket& bucket) {
     const c10::OptionalStreamGuard there(bucket.stream);
     if (bucket.work.valid()) bucket.work.wait();
     bucket.work = {};
-    in_hook_ = true;
+    const auto in_hook = enter_comm_hook();
     bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
-    in_hook_ = false;
     bucket.finish = nullptr;
   }
   // The gradients are read on the current stream: after finish().
   if (bucket.stream) stream_waits(*seen_.current(), *bucket.stream);
 }
 
-void Reducer::Impl::hand_over(std::size_t b) {
+void Reducer::Impl::deliver_shards(std::size_t b) {
   if (!sink_)
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
@@ -258,10 +338,56 @@ void Reducer::Impl::hand_over(std::size_t b) {
     }
     parameters.push_back(index);
     slices.push_back(memory_->take_slice(index));
-    seen_.keep_alive(slices.back());  // Allocated where the bucket was launched, used and let go of here.
+    seen_.keep_alive(slices.back());  // Allocated where the bucket was started, used and freed here.
     if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
   }
   sink_->receive(parameters, std::move(slices));
+}
+
+// ---- join
+
+void Reducer::Impl::announce(int event) {
+  if (join_ && backward_.phase != Phase::kShadow) join_->announce(join_index_, event);
+}
+
+/// What an average over all ranks is multiplied by to be one over those that still have inputs.
+double Reducer::Impl::join_factor() const {
+  if (!join_ || join_->options().divide_by_initial_world_size) return 1;
+  return static_cast<double>(group_.world_size()) / join_->active();
+}
+
+void Reducer::Impl::divide_by_active_ranks() {
+  const double factor = join_factor();
+  if (factor == 1 || memory_->sharded()) return;
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (!gradient.defined() || !used_.used_anywhere(i)) continue;
+    if (divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
+  }
+}
+
+void Reducer::Impl::shadow_bucket() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  start_bucket(backward_.started++);
+}
+
+void Reducer::Impl::shadow_end_of_backward() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  finish_backward();
+}
+
+/// A backward without gradients: this rank has run out of inputs.
+void Reducer::Impl::begin_shadow() {
+  if (backward_.phase == Phase::kShadow) return;
+  end_abandoned_backward();
+  begin(Phase::kShadow);
+  for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+  used_.begin_shadow();
+  backward_.trace.first_gradient = backward_.trace.last_gradient = Clock::now();
 }
 
 }  // namespace ddpkit
