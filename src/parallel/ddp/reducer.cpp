@@ -66,7 +66,7 @@ Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, 
 
 Reducer::Impl::~Impl() {
   try {
-    if (memory_) memory_->keep_alive_for(seen_);
+    if (storage_) storage_->keep_alive_for(seen_);
   } catch (...) {
     // The device is gone, and its memory with it.
   }
@@ -214,36 +214,32 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
 /// Memory and buckets for the present hook. Collective.
 void Reducer::Impl::lay_out() {
   strides_ = agree_on_strides(dense_, group_);
-  memory_ = std::make_unique<GradientMemory>(dense_, strides_, group_,
-                                             GradientMemory::Options{.as_bucket_view = options_.gradient_as_bucket_view,
-                                                                     .flat = static_cast<bool>(comm_hook_),
-                                                                     .arena = options_.arena,
-                                                                     .arena_bytes = options_.arena_bytes});
+  auto storage = comm_hook_ ? nullptr : make_in_place_storage(dense_, strides_, group_, options_);
+  storage_ = storage ? std::move(storage) : make_flat_storage(dense_, strides_, group_, options_);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
-  make_plan(order);
+  make_plan(order, /*sharded=*/false);
   log_plan("buckets");
 }
 
 /// Lays the gradients out for the present sink, or for none. Collective.
 void Reducer::Impl::follow_sink() {
-  if (memory_->sharded() == (sink_ != nullptr)) return;
-  memory_->set_sharded(sink_ != nullptr);
+  if (storage_->sharded() == (sink_ != nullptr)) return;
   std::vector<std::size_t> order;  // The present one.
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
-  make_plan(order);
+  make_plan(order, sink_ != nullptr);
 }
 
 /// `order`: all dense parameters; the last one's gradient comes first.
-void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
+void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) {
   std::vector<ParameterInfo> infos;
   for (const std::size_t index : order) {
     const at::Tensor& tensor = dense_[index].tensor;
     infos.push_back(
         {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
   }
-  const bool small = memory_->sharded() && !memory_->flat();
+  const bool small = sharded && storage_->in_place();
   const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kSinkBucketBytes) : bytes; };
   plan = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
   bucket_bytes_.assign(plan.size(), 0);
@@ -254,9 +250,9 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order) {
       bucket_of_[index] = b;
     }
   }
-  memory_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
+  storage_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
   seen_.clear();
-  memory_->lay_out(plan);
+  storage_->lay_out(plan, sharded);
   seen_.add_current();
   last_readers_.add_current();  // It has zeroed them.
 }
@@ -287,7 +283,7 @@ void Reducer::Impl::rebuild() {
   ++rebuilds;
   auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
   std::reverse(order.begin(), order.end());
-  make_plan(order);
+  make_plan(order, storage_->sharded());
   log_plan("buckets rebuilt in the order in which gradients came");
 }
 

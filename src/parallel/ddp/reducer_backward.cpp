@@ -91,7 +91,7 @@ Reducer::Impl::Backward Reducer::Impl::leave_backward() noexcept {
 void Reducer::Impl::reset() noexcept {
   leave_backward();
   stats_.discard();
-  memory_->forget();
+  storage_->reset();
   arrival_order_.clear();  // Half an order. The next backward begins again.
 }
 
@@ -150,7 +150,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
     note_writer(bucket);
     backward_.trace.buckets[*b].ready = now;
     if (!used_.is_ready(index)) return;  // Autograd may still add to the gradient.
-    memory_->take(index, added);
+    storage_->add(index, added);
     if (used_.expects(index)) --bucket.pending;
     note_finished();
     start_complete_buckets();
@@ -171,7 +171,7 @@ void Reducer::Impl::note_writer(BucketState& bucket) {
 void Reducer::Impl::start_complete_buckets() {
   while (backward_.started < plan.size() && backward_.buckets[backward_.started].pending == 0)
     start_bucket(backward_.started++);
-  if (memory_->sharded() && used_.must_be_complete()) deliver_early();
+  if (storage_->sharded() && used_.must_be_complete()) deliver_early();
 }
 
 void Reducer::Impl::start_bucket(std::size_t b) {
@@ -183,9 +183,9 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   bucket.stream = bucket.writers.current();
   for (const std::size_t index : plan[b]) {
     if (used_.arrivals(index) == 0) {
-      memory_->take_unused(index);
+      storage_->add_unused(index);
     } else if (used_.learns_graph()) {
-      memory_->take(index, {});
+      storage_->add(index, {});
     }
   }
   BucketTiming& timing = backward_.trace.buckets[b];
@@ -193,13 +193,13 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // None was used.
   announce(kJoinBucket);
   timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
-  memory_->gather(b);
+  storage_->flush_copies_in(b);
   if (sink_ && b == 0) sink_->begin();
   flight::Recorder::of_process().set_bucket(b);
   if (comm_hook_) {
     call_comm_hook(b);
   } else {
-    bucket.work = memory_->start(b);
+    bucket.work = storage_->reduce(b);
   }
 }
 
@@ -207,9 +207,9 @@ void Reducer::Impl::call_comm_hook(std::size_t b) {
   GradBucket shown;
   shown.index = b;
   shown.is_last = b + 1 == plan.size();
-  shown.buffer = memory_->buffer(b);
+  shown.buffer = storage_->flat(b);
   for (const std::size_t index : plan[b]) {
-    shown.gradients.push_back(memory_->home(index));
+    shown.gradients.push_back(storage_->bucket_view(index));
     shown.parameters.push_back(parameters_[index].tensor);
     shown.names.push_back(parameters_[index].name);
   }
@@ -220,7 +220,7 @@ void Reducer::Impl::call_comm_hook(std::size_t b) {
   }
   BucketState& bucket = backward_.buckets[b];
   if (group_.world_size() > 1)
-    backward_.trace.buckets[b].sent_bytes = pending.sent_bytes.value_or(memory_->buffer(b).nbytes());
+    backward_.trace.buckets[b].sent_bytes = pending.sent_bytes.value_or(storage_->flat(b).nbytes());
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
@@ -241,7 +241,7 @@ void Reducer::Impl::note_finished() {
 void Reducer::Impl::deliver_early() {
   note_finished();
   while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
-  if (memory_->flat()) return;
+  if (!storage_->in_place()) return;
   std::size_t under_way = 0;
   for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
   while (under_way > kSinkBytesUnderWay) {
@@ -291,15 +291,15 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
     const Clock::time_point now = backward_.trace.buckets[b].finished = Clock::now();
     stats_.record_wait(b, before, now);
   }
-  if (memory_->sharded()) return deliver_shards(b);
+  if (storage_->sharded()) return deliver_shards(b);
   for (const std::size_t index : plan[b]) {
     if (used_.used_anywhere(index)) {
-      memory_->give(index);
+      storage_->write_back(index);
     } else {
-      memory_->keep(index);
+      storage_->restore(index);
     }
   }
-  memory_->scatter();
+  storage_->flush_copies_out();
 }
 
 /// The current stream may read the bucket's result.
@@ -333,11 +333,11 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
   std::vector<at::Tensor> slices;
   for (const std::size_t index : plan[b]) {
     if (!used_.used_anywhere(index)) {
-      memory_->keep(index);
+      storage_->restore(index);
       continue;
     }
     parameters.push_back(index);
-    slices.push_back(memory_->take_slice(index));
+    slices.push_back(storage_->take_shard(index));
     seen_.keep_alive(slices.back());  // Allocated where the bucket was started, used and freed here.
     if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
   }
@@ -358,7 +358,7 @@ double Reducer::Impl::join_factor() const {
 
 void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
-  if (factor == 1 || memory_->sharded()) return;
+  if (factor == 1 || storage_->sharded()) return;
   const at::NoGradGuard no_grad;
   std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

@@ -11,7 +11,7 @@
 
 #include "parallel/autograd/backward_tracker.h"
 #include "parallel/autograd/gradient_hooks.h"
-#include "parallel/ddp/gradient_memory.h"
+#include "parallel/ddp/bucket_storage.h"
 #include "parallel/ddp/parameter_agreement.h"
 #include "parallel/ddp/step_stats.h"
 #include "parallel/ddp/used_parameters.h"
@@ -44,10 +44,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void shadow_end_of_backward();
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   const StepStats& steps() const noexcept { return stats_; }
-  std::optional<ArenaStats> arena() const { return memory_->arena(); }
+  std::optional<ArenaStats> arena() const { return storage_->arena(); }
 
   std::atomic<bool> synchronize{true};
-  std::vector<std::vector<std::size_t>> plan;  ///< [bucket][position]
+  BucketPlan plan;
   int rebuilds = 0;
 
  private:
@@ -80,7 +80,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void end_abandoned_backward();
   void require_no_backward(const char* what);
   void follow_sink();
-  void make_plan(const std::vector<std::size_t>& order);
+  void make_plan(const std::vector<std::size_t>& order, bool sharded);
   void log_plan(const char* what) const;
   void lay_out();
   void note_arrival(std::size_t index);
@@ -126,7 +126,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Strides strides_;                                    ///< Of gradients in messages. [param][dimension]
   std::vector<std::optional<std::size_t>> bucket_of_;  ///< Empty for a sparse parameter. [param]
   std::vector<std::size_t> bucket_bytes_;              ///< [bucket]
-  std::unique_ptr<GradientMemory> memory_;
+  std::unique_ptr<BucketStorage> storage_;
   std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor, as the next.
   std::optional<BackwardTracker> tracker_;
   GradientSink* sink_ = nullptr;

@@ -1,0 +1,192 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "comm/arena.h"
+#include "comm/backends.h"
+#include "comm/host_memory.h"
+#include "comm/shm/arena.h"
+#include "parallel/ddp/bucket_storage.h"
+#include "parallel/sharding/shard.h"
+#include "tensor/is_alone.h"
+#include "tensor/tensor_memory.h"
+
+namespace ddpkit {
+namespace {
+
+/// On the CPU only.
+class InPlaceStorage final : public BucketStorage {
+ public:
+  InPlaceStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
+                 OwnBackend& backend, const ReducerOptions& options)
+      : group_(std::move(group)), backend_(backend), as_bucket_view_(options.gradient_as_bucket_view) {
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      entries_.push_back({.parameter = parameters[i].tensor, .strides = strides[i]});
+      bytes += parameters[i].tensor.nbytes() + 2 * kAlignment;
+    }
+    if (options.arena) open_arena(bytes, options.arena_bytes);
+  }
+
+  bool in_place() const noexcept override { return true; }
+
+  void lay_out(const BucketPlan& plan, bool sharded) override {
+    const bool first = plan_.empty();
+    sharded_ = sharded;
+    plan_ = plan;
+    if (first && group_.world_size() > 1) allocate_views();  // They stay, whatever bucket they are reduced with.
+  }
+
+  void add(std::size_t param, const at::Tensor& added) override {
+    Entry& entry = entries_[param];
+    const at::Tensor& gradient = entry.parameter.grad();
+    if (!gradient.defined()) return add_unused(param);
+    const bool at_home = entry.view.defined() && gradient.const_data_ptr() == entry.view.const_data_ptr() &&
+                         gradient.strides() == entry.view.strides();
+    if (at_home || reducible(gradient, entry, added)) {
+      entry.operand = gradient;
+    } else {
+      entry.operand = view_for(entry);
+      copy_values(entry.operand, gradient);
+    }
+  }
+
+  void add_unused(std::size_t param) override {
+    Entry& entry = entries_[param];
+    const at::Tensor& gradient = entry.parameter.grad();
+    entry.operand = view_for(entry);
+    if (!gradient.defined()) {
+      const at::NoGradGuard no_grad;
+      entry.operand.zero_();
+    } else if (gradient.const_data_ptr() != entry.operand.const_data_ptr()) {
+      copy_values(entry.operand, gradient);
+    }
+  }
+
+  Work reduce(std::size_t bucket) override {
+    std::vector<at::Tensor> operands, shards;
+    for (const std::size_t param : plan_[bucket]) {
+      Entry& entry = entries_[param];
+      if (sharded_) entry.shard = shard_for(entry.operand);
+      if (entry.operand.numel() == 0) continue;
+      operands.push_back(entry.operand);
+      if (sharded_) shards.push_back(entry.shard);
+    }
+    if (operands.empty() || group_.world_size() == 1) return {};
+    return Work(sharded_ ? backend_.reduce_scatter_in_place(operands, shards, c10d::ReduceOp::AVG)
+                         : backend_.all_reduce_in_place(operands, c10d::ReduceOp::AVG));
+  }
+
+  void write_back(std::size_t param) override {
+    Entry& entry = entries_[param];
+    const at::Tensor operand = std::exchange(entry.operand, {});
+    at::Tensor& gradient = entry.parameter.mutable_grad();
+    if (gradient.defined() && gradient.const_data_ptr() == operand.const_data_ptr()) return;
+    if (as_bucket_view_ || (!gradient.defined() && !entry.view.defined())) {
+      gradient = operand;
+      return;
+    }
+    if (!gradient.defined()) gradient = at::empty_like(operand);
+    copy_values(gradient, operand);
+  }
+
+  at::Tensor take_shard(std::size_t param) override {
+    Entry& entry = entries_[param];
+    entry.parameter.mutable_grad().reset();
+    entry.operand.reset();
+    return std::exchange(entry.shard, {});
+  }
+
+  void restore(std::size_t param) override {
+    entries_[param].operand.reset();
+    entries_[param].shard.reset();
+  }
+
+  std::optional<ArenaStats> arena() const override { return arena_ ? std::optional(arena_->stats()) : std::nullopt; }
+
+ private:
+  struct Entry {
+    at::Tensor parameter;
+    std::vector<std::int64_t> strides;
+    at::Tensor view = {};     ///< This gradient's place in the storage. Undefined if it is made when it is needed.
+    at::Tensor operand = {};  ///< What is being reduced: the parameter's own gradient, or a copy.
+    at::Tensor shard = {};    ///< This rank's shard of the average.
+  };
+
+  /// Room for the gradients, `bytes` in total, and for what the step computes on its way to them.
+  void open_arena(std::size_t bytes, std::optional<std::size_t> requested) {
+    const std::size_t reserve = bytes + bytes / 2;
+    const std::size_t fair = arena_budget(static_cast<std::size_t>(std::max(1, group_.local_world_size())));
+    const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
+    const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
+    // One rank alone shares nothing, but gains as much by memory that is kept from step to step.
+    arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : backend_.open_arena(capacity, reserve);
+  }
+
+  /// With an arena only for the small gradients, which it does not serve.
+  void allocate_views() {
+    std::map<at::ScalarType, std::vector<Entry*>> kinds;
+    for (Entry& entry : entries_) {
+      if (!arena_ || entry.parameter.nbytes() < shm::Arena::kSmallest)
+        kinds[entry.parameter.scalar_type()].push_back(&entry);
+    }
+    for (const auto& [dtype, entries] : kinds) {
+      std::vector<std::int64_t> offsets;
+      std::int64_t numel = 0;
+      for (const Entry* entry : entries) {
+        offsets.push_back(numel);
+        numel += aligned_numel(entry->parameter.numel(), c10::elementSize(dtype));
+      }
+      const at::Tensor all = group_.allocate({numel}, dtype);
+      for (std::size_t i = 0; i < entries.size(); ++i)
+        entries[i]->view = alias(all, offsets[i], entries[i]->parameter.sizes(), entries[i]->strides);
+    }
+  }
+
+  at::Tensor view_for(const Entry& entry) {
+    if (entry.view.defined()) return entry.view;
+    const at::Tensor& parameter = entry.parameter;
+    const at::Tensor flat = !arena_ || group_.world_size() == 1
+                                ? at::empty({parameter.numel()}, parameter.options().requires_grad(false))
+                                : arena_->empty(parameter.numel(), parameter.scalar_type());
+    return alias(flat, 0, parameter.sizes(), entry.strides);
+  }
+
+  bool reducible(const at::Tensor& gradient, const Entry& entry, const at::Tensor& added) const {
+    if (gradient.strides() != at::IntArrayRef(entry.strides) || !gradient.is_non_overlapping_and_dense() ||
+        gradient.is_conj() || gradient.is_neg())
+      return false;
+    if (group_.world_size() == 1) return true;
+    // Of other symmetric memory nobody knows whether all ranks still map it.
+    return arena_ && arena_->contains(gradient.const_data_ptr()) && is_alone(gradient, added);
+  }
+
+  at::Tensor shard_for(const at::Tensor& operand) const {
+    if (group_.world_size() == 1) return operand.detach().as_strided({operand.numel()}, {1});
+    const Shard shard = shard_of(operand.numel(), operand.element_size(), group_.rank(), group_.world_size());
+    return at::empty({shard.count}, operand.options().requires_grad(false));
+  }
+
+  ProcessGroup group_;
+  OwnBackend& backend_;
+  bool as_bucket_view_;
+  std::shared_ptr<ArenaLease> arena_;
+  std::vector<Entry> entries_;  ///< [param]
+  BucketPlan plan_;
+};
+
+}  // namespace
+
+std::unique_ptr<BucketStorage> make_in_place_storage(const std::vector<NamedParameter>& parameters,
+                                                     const Strides& strides, const ProcessGroup& group,
+                                                     const ReducerOptions& options) {
+  auto* backend = dynamic_cast<OwnBackend*>(group.backend().get());
+  if (!backend) return nullptr;
+  return std::make_unique<InPlaceStorage>(parameters, strides, group, *backend, options);
+}
+
+}  // namespace ddpkit

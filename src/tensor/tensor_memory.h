@@ -1,0 +1,27 @@
+// Tier 1: ATen/core/Tensor.h. Tensors that share memory, and copies between tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ddpkit {
+
+/// Tensors in one flat tensor start on separate cache lines.
+constexpr std::size_t kAlignment = 64;
+
+/// Elements of a run of `numel` that ends on a cache line.
+inline std::int64_t aligned_numel(std::int64_t numel, std::size_t element_size) {
+  const std::size_t bytes = static_cast<std::size_t>(numel) * element_size;
+  return static_cast<std::int64_t>((bytes + kAlignment - 1) / kAlignment * kAlignment / element_size);
+}
+
+/// A tensor on part of `flat`'s memory, `offset` elements after its first. Not an autograd view:
+/// Optimizer::zero_grad() detaches gradients in place, which a view refuses.
+at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+/// Copies `from` into `to`. Autograd does not record the copy.
+void copy_values(const at::Tensor& to, const at::Tensor& from);
+
+}  // namespace ddpkit
