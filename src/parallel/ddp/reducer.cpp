@@ -296,14 +296,6 @@ Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, con
 
 Reducer::~Reducer() { impl_->remove_hooks(); }
 
-void Reducer::follow_parameters() { impl_->follow_parameters(); }
-
-void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
-
-bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
-
-void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
-
 std::unique_ptr<Reducer::SinkRegistration> Reducer::set_gradient_sink(GradientSink& sink) {
   impl_->set_gradient_sink(sink);
   return std::make_unique<SinkRegistration>(impl_, sink);
@@ -318,32 +310,24 @@ Reducer::SinkRegistration::State Reducer::SinkRegistration::state() const {
   return reducer ? reducer->state_of(*sink_) : State::kNoReducer;
 }
 
+void Reducer::follow_parameters() { impl_->follow_parameters(); }
+void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
+bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
+void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
 std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
-
 void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
-
 void Reducer::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
   impl_->set_timeline(std::move(timeline), write_after);
 }
-
 void Reducer::note_outputs(const std::vector<at::Tensor>& outputs) { impl_->note_outputs(outputs); }
-
-DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
-
 void Reducer::set_join(JoinSession* session, int index) { impl_->set_join(session, index); }
-
 void Reducer::shadow_bucket() { impl_->shadow_bucket(); }
-
 void Reducer::shadow_end_of_backward() { impl_->shadow_end_of_backward(); }
-
-const std::vector<std::vector<std::size_t>>& Reducer::buckets() const noexcept { return impl_->plan; }
-
+const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
 const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->steps().last(); }
-
 std::uint64_t Reducer::backwards() const noexcept { return impl_->steps().backwards(); }
-
 int Reducer::rebuilds() const noexcept { return impl_->rebuilds; }
-
+DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
 std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
 
 }  // namespace ddpkit

@@ -11,7 +11,6 @@
 
 #include "comm/trace/recorder.h"
 #include "parallel/ddp/debug.h"
-#include "parallel/ddp/hook_call.h"
 #include "parallel/ddp/reducer_impl.h"
 #include "parallel/ddp/sparse_gradient.h"
 #include "parallel/join_session.h"
