@@ -17,12 +17,10 @@
 
 #include "optim/capture.h"
 #include "tensor/float_type.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
-
-/// State of each parameter starts on a cache line of its own.
-constexpr std::int64_t kAlignment = 64;
 
 [[noreturn]] void refuse(const at::Tensor& parameter, std::size_t group, std::size_t index, const std::string& why) {
   throw InvalidArgument(fmt::format("parameter {} of group {}, a {} [{}] on {}, {}", index, group,
@@ -83,7 +81,6 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
     lengths.push_back(0);
     masters.push_back(master);
   }
-  const auto step = kAlignment / static_cast<std::int64_t>(c10::elementSize(parameter.scalar_type()));
   slots[group].push_back({.parameter = parameter,
                           .strides = parameter.strides().vec(),
                           .dtype = parameter.scalar_type(),
@@ -93,7 +90,7 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
                           .dense = parameter.is_non_overlapping_and_dense()});
   flats[flat].parameters.push_back(parameter);
   flats[flat].offsets.push_back(lengths[flat]);
-  lengths[flat] += (parameter.numel() + step - 1) / step * step;
+  lengths[flat] += aligned_numel(parameter.numel(), parameter.element_size());
 }
 
 FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {

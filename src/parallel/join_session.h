@@ -10,6 +10,9 @@
 
 namespace ddpkit {
 
+/// What DistributedDataParallel announces within join().
+enum JoinEvent : int { kJoinBuffers, kJoinBucket, kJoinEndOfBackward };
+
 /// What the ranks of a join() tell each other. Before each of its collectives a rank with inputs announces it; ranks
 /// without inputs take part in the announcements, learn from them what comes, and go along.
 ///

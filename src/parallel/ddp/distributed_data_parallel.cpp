@@ -15,7 +15,6 @@
 #include "comm/timeline_environment.h"
 #include "comm/timeline_recorder.h"
 #include "parallel/ddp/debug.h"
-#include "parallel/ddp/reducer_impl.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"

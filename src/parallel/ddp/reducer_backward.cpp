@@ -41,6 +41,8 @@ void Reducer::Impl::enter_backward() {
 
 void Reducer::Impl::begin(Phase phase) {
   backward_.phase = phase;
+  backward_.buckets.reserve(plan.size());
+  backward_.trace.buckets.reserve(plan.size());
   for (std::size_t b = 0; b < plan.size(); ++b) {
     backward_.buckets.emplace_back(group_.device());
     BucketTiming& timing = backward_.trace.buckets.emplace_back();
@@ -284,7 +286,7 @@ void Reducer::Impl::agree_on_used() {
 }
 
 void Reducer::Impl::finish_bucket(std::size_t b) {
-  const Clock::time_point before = Clock::now();
+  const Clock::time_point before = stats_.has_timeline() ? Clock::now() : Clock::time_point{};
   wait_for_result(backward_.buckets[b]);
   if (b >= backward_.finished) {
     const Clock::time_point now = backward_.trace.buckets[b].finished = Clock::now();

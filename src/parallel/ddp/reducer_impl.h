@@ -19,9 +19,6 @@
 
 namespace ddpkit {
 
-/// What DistributedDataParallel announces within join().
-enum JoinEvent : int { kJoinBuffers, kJoinBucket, kJoinEndOfBackward };
-
 /// Calls a communication hook that somebody else has written. The returned `finish` leaves the reduced gradients in the
 /// bucket's buffer and returns nothing. An exception of hook or finish becomes an Error that names the bucket, and
 /// aborts the group, unless the exception is about other ranks.

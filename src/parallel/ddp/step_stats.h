@@ -27,6 +27,7 @@ class StepStats {
 
   /// See Reducer::set_timeline().
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
+  bool has_timeline() const noexcept { return timeline_.has_value(); }
   void note_output_reached();
   void record_wait(std::size_t bucket, Clock::time_point begin, Clock::time_point end) const;
 

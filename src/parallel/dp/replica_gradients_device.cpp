@@ -12,6 +12,7 @@
 #include "comm/device_reduce.h"
 #include "parallel/dp/replica_gradients.h"
 #include "parallel/dp/replica_streams.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit {
 namespace {
@@ -88,12 +89,11 @@ bool ReplicaGradients::sum_by_nccl(const std::vector<std::size_t>& params) {
     flats.push_back(at::cat(runs));
   }
   if (!reduce_over_devices(flats, sides)) return false;
-  std::int64_t offset = flats[0].storage_offset();
+  std::int64_t offset = 0;
   for (const std::size_t param : params) {
     Slot& slot = slots_[param];
     const at::Tensor& like = slot.gradients[0];
-    // Not a view in autograd's sense, which Optimizer::zero_grad() could not detach.
-    slot.sum = at::empty({0}, like.options()).set_(flats[0].storage(), offset, like.sizes(), like.strides());
+    slot.sum = alias(flats[0], offset, like.sizes(), like.strides());
     offset += like.numel();
   }
   return true;
