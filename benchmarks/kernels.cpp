@@ -7,7 +7,7 @@
 
 namespace {
 
-using ddpkit::shm::DataType;
+using ddpkit::kernels::DataType;
 
 /// The sum of `inputs` buffers, written to each of them, as an in-place all-reduce does with its slice.
 void reduce_in_place(benchmark::State& state, DataType dtype, std::size_t element_bytes, std::size_t inputs) {
@@ -20,17 +20,17 @@ void reduce_in_place(benchmark::State& state, DataType dtype, std::size_t elemen
     to.push_back(buffer.data());
   }
   for (auto _ : state) {
-    ddpkit::shm::reduce({.dtype = dtype,
-                         .op = ddpkit::shm::Reduction::kSum,
-                         .numel = bytes / element_bytes,
-                         .inputs = from.data(),
-                         .input_count = inputs,
-                         .outputs = to.data(),
-                         .output_count = inputs});
+    ddpkit::kernels::reduce({.dtype = dtype,
+                             .op = ddpkit::kernels::Reduction::kSum,
+                             .numel = bytes / element_bytes,
+                             .inputs = from.data(),
+                             .input_count = inputs,
+                             .outputs = to.data(),
+                             .output_count = inputs});
     benchmark::ClobberMemory();
   }
   state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(2 * inputs * bytes));
-  state.SetLabel(ddpkit::shm::kernel_variant());
+  state.SetLabel(ddpkit::kernels::variant_name());
 }
 
 void sizes(benchmark::internal::Benchmark* benchmark) { benchmark->RangeMultiplier(16)->Range(4 << 10, 64 << 20); }

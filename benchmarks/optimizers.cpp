@@ -47,7 +47,7 @@ std::int64_t elements_of(const std::vector<torch::Tensor>& parameters) {
 void report(benchmark::State& state, std::int64_t elements, int bytes_per_element) {
   state.SetBytesProcessed(state.iterations() * elements * bytes_per_element);
   state.counters["parameters"] = static_cast<double>(elements);
-  state.SetLabel(ddpkit::simd::variant_name());
+  state.SetLabel(ddpkit::kernels::variant_name());
 }
 
 constexpr int kAdamBytes = 7 * 4;  // Reads parameter, gradient and two of state; writes all but the gradient.

@@ -1,11 +1,10 @@
-// Tier 0: the standard library only. For kernels_<variant>.cpp alone: everything lies in an unnamed namespace, since a
-// function that the linker shares between translation units could carry one variant's instructions to a processor that
-// lacks them.
+// Tier 0: the standard library only. For GROUP_impl.cpp only. Everything is in an unnamed namespace: the linker keeps
+// one copy of a shared function, and this copy could have instructions that the processor lacks.
 #pragma once
 
 #include <cstdint>
 
-namespace ddpkit::simd {
+namespace ddpkit::kernels {
 namespace {
 
 /// How an element is stored, and as what it is accumulated.
@@ -35,12 +34,11 @@ struct Element<BFloat16> {
   static std::uint16_t store(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    // Whether it is a NaN is asked of the bits, not of the number: a comparison would keep the loop from being
-    // vectorised.
+    // A comparison of numbers would prevent vectorisation.
     const std::uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
     return static_cast<std::uint16_t>(nan ? 0x7fc0u : rounded);
   }
 };
 
 }  // namespace
-}  // namespace ddpkit::simd
+}  // namespace ddpkit::kernels

@@ -1,27 +1,10 @@
 #include "kernels/optimizer.h"
 
-#include "kernels/variant.h"
+namespace ddpkit::kernels {
 
-namespace ddpkit::optim {
+DDPKIT_DEFINE_KERNEL(adam, const AdamArguments)
+DDPKIT_DEFINE_KERNEL(sgd, const SgdArguments)
+DDPKIT_DEFINE_KERNEL(norm, NormArguments)
+DDPKIT_DEFINE_KERNEL(scale, const ScaleArguments)
 
-void adam(const AdamArguments& arguments) {
-  static const auto function = DDPKIT_CHOOSE_VARIANT(adam);
-  function(arguments);
-}
-
-void sgd(const SgdArguments& arguments) {
-  static const auto function = DDPKIT_CHOOSE_VARIANT(sgd);
-  function(arguments);
-}
-
-void norm(NormArguments& arguments) {
-  static const auto function = DDPKIT_CHOOSE_VARIANT(norm);
-  function(arguments);
-}
-
-void scale(const ScaleArguments& arguments) {
-  static const auto function = DDPKIT_CHOOSE_VARIANT(scale);
-  function(arguments);
-}
-
-}  // namespace ddpkit::optim
+}  // namespace ddpkit::kernels

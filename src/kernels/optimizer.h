@@ -4,14 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ddpkit::optim {
+#include "kernels/dtype.h"
+#include "kernels/variant.h"
 
-/// Types that the kernels update. Half types are computed in float32.
-enum class FloatType : std::uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
-
-constexpr std::size_t size_of(FloatType dtype) {
-  return dtype == FloatType::kFloat64 ? 8 : dtype == FloatType::kFloat32 ? 4 : 2;
-}
+namespace ddpkit::kernels {
 
 /// What is the same for all elements of a parameter in one step.
 struct AdamConstants {
@@ -29,7 +25,7 @@ struct AdamConstants {
 /// One step of Adam (Kingma and Ba, arXiv 1412.6980) or AdamW (Loshchilov and Hutter, arXiv 1711.05101) on `numel`
 /// elements. Pointers need no alignment beyond their element's.
 struct AdamArguments {
-  FloatType dtype = FloatType::kFloat32;
+  DataType dtype = DataType::kFloat32;
   std::size_t numel = 0;
   void* parameter = nullptr;
   const void* gradient = nullptr;
@@ -49,7 +45,7 @@ struct SgdConstants {
 
 /// One step of stochastic gradient descent on `numel` elements.
 struct SgdArguments {
-  FloatType dtype = FloatType::kFloat32;
+  DataType dtype = DataType::kFloat32;
   std::size_t numel = 0;
   void* parameter = nullptr;
   const void* gradient = nullptr;
@@ -62,7 +58,7 @@ enum class NormKind : std::uint8_t { kSquares, kAbsolutes, kLargest };
 
 /// The sum of squares, the sum of absolutes, or the largest absolute of some elements, in double; NaN where one is.
 struct NormArguments {
-  FloatType dtype = FloatType::kFloat32;
+  DataType dtype = DataType::kFloat32;
   NormKind kind = NormKind::kSquares;
   std::size_t numel = 0;
   const void* values = nullptr;
@@ -71,27 +67,27 @@ struct NormArguments {
 
 /// values[i] *= factor.
 struct ScaleArguments {
-  FloatType dtype = FloatType::kFloat32;
+  DataType dtype = DataType::kFloat32;
   std::size_t numel = 0;
   void* values = nullptr;
   double factor = 1;
 };
 
-/// Each does the same on any processor, to the bit, by the best instructions that it has.
+/// The kernels of this file are for floating-point types. Half types are computed in float32. All variants give equal
+/// bits. Throw std::logic_error for other types.
 void adam(const AdamArguments& arguments);
 void sgd(const SgdArguments& arguments);
 void norm(NormArguments& arguments);
 void scale(const ScaleArguments& arguments);
 
-#define DDPKIT_DECLARE_OPTIM_KERNELS(variant)          \
-  void adam_##variant(const AdamArguments& arguments); \
-  void sgd_##variant(const SgdArguments& arguments);   \
-  void norm_##variant(NormArguments& arguments);       \
-  void scale_##variant(const ScaleArguments& arguments)
-DDPKIT_DECLARE_OPTIM_KERNELS(baseline);
-#if defined(__x86_64__)
-DDPKIT_DECLARE_OPTIM_KERNELS(avx2);
-DDPKIT_DECLARE_OPTIM_KERNELS(avx512);
-#endif
+/// One variant; the processor must have its instructions. False for other types.
+template <Variant>
+bool adam(const AdamArguments& arguments);
+template <Variant>
+bool sgd(const SgdArguments& arguments);
+template <Variant>
+bool norm(NormArguments& arguments);
+template <Variant>
+bool scale(const ScaleArguments& arguments);
 
-}  // namespace ddpkit::optim
+}  // namespace ddpkit::kernels

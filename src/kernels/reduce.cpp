@@ -1,16 +1,6 @@
 #include "kernels/reduce.h"
 
-#include <stdexcept>
-
-#include "kernels/variant.h"
-
-namespace ddpkit::shm {
-
-bool reduce_baseline(const ReduceArguments& arguments);
-#if defined(__x86_64__)
-bool reduce_avx2(const ReduceArguments& arguments);
-bool reduce_avx512(const ReduceArguments& arguments);
-#endif
+namespace ddpkit::kernels {
 
 bool supports(DataType dtype, Reduction op) {
   const bool bitwise = op == Reduction::kBand || op == Reduction::kBor || op == Reduction::kBxor;
@@ -27,11 +17,6 @@ bool supports(DataType dtype, Reduction op) {
   }
 }
 
-void reduce(const ReduceArguments& arguments) {
-  static const auto function = DDPKIT_CHOOSE_VARIANT(reduce);
-  if (!function(arguments)) throw std::logic_error("a reduction that supports() refuses");
-}
+DDPKIT_DEFINE_KERNEL(reduce, const ReduceArguments)
 
-const char* kernel_variant() { return simd::variant_name(); }
-
-}  // namespace ddpkit::shm
+}  // namespace ddpkit::kernels

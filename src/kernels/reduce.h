@@ -4,9 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/data_type.h"
+#include "kernels/dtype.h"
+#include "kernels/variant.h"
 
-namespace ddpkit::shm {
+namespace ddpkit::kernels {
 
 /// c10d's reductions; the values are those of ddpkit::ReduceOp.
 enum class Reduction : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
@@ -32,9 +33,10 @@ struct ReduceArguments {
   void* copy_to = nullptr;
 };
 
+/// Throws std::logic_error if supports() is false.
 void reduce(const ReduceArguments& arguments);
+/// One variant; the processor must have its instructions. False if supports() is false.
+template <Variant>
+bool reduce(const ReduceArguments& arguments);
 
-/// Which variant reduce() uses here: "avx512", "avx2" or "baseline".
-const char* kernel_variant();
-
-}  // namespace ddpkit::shm
+}  // namespace ddpkit::kernels

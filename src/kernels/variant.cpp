@@ -1,6 +1,6 @@
 #include "kernels/variant.h"
 
-namespace ddpkit::simd {
+namespace ddpkit::kernels {
 
 Variant variant() {
 #if defined(__x86_64__)
@@ -14,4 +14,4 @@ Variant variant() {
 
 const char* variant_name() { return choose("baseline", "avx2", "avx512"); }
 
-}  // namespace ddpkit::simd
+}  // namespace ddpkit::kernels

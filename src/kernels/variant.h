@@ -1,38 +1,39 @@
 // Tier 0: the standard library only.
 //
-// Vector kernels are compiled once for each instruction set, from one source, and chosen at run time. To add a group:
-// write GROUP_impl.h, include it in GROUP_baseline.cpp, GROUP_avx2.cpp and GROUP_avx512.cpp, which define
-// function_baseline, function_avx2 and function_avx512, and name GROUP in src/CMakeLists.txt.
+// GROUP_impl.cpp is compiled once per variant. A new group has GROUP.h, which declares `template <Variant> bool
+// kernel(Arguments&)`; GROUP_impl.cpp, which specialises the template for Variant::DDPKIT_VARIANT; GROUP.cpp, which
+// chooses the variant; and a line in src/CMakeLists.txt. Kernels return false for types that they do not know.
 #pragma once
 
-namespace ddpkit::simd {
+#include <stdexcept>
 
-/// Instruction sets, each with all of those before it.
+namespace ddpkit::kernels {
+
+/// Instruction sets. Each includes those before it.
 enum class Variant { kBaseline, kAvx2, kAvx512 };
 
-/// The best that this processor has.
+/// The best variant for this processor.
 Variant variant();
 /// "baseline", "avx2" or "avx512".
 const char* variant_name();
 
-template <class Function>
-Function choose(Function baseline, Function avx2, Function avx512) {
-  switch (variant()) {
-    case Variant::kAvx512:
-      return avx512;
-    case Variant::kAvx2:
-      return avx2;
-    default:
-      return baseline;
-  }
+template <class T>
+T choose(T baseline, T avx2, T avx512) {
+  const Variant best = variant();
+  return best == Variant::kAvx512 ? avx512 : best == Variant::kAvx2 ? avx2 : baseline;
 }
 
-}  // namespace ddpkit::simd
+}  // namespace ddpkit::kernels
 
-/// The one of function_baseline, function_avx2 and function_avx512 that suits this processor.
 #if defined(__x86_64__)
-#define DDPKIT_CHOOSE_VARIANT(function) \
-  ::ddpkit::simd::choose(&function##_baseline, &function##_avx2, &function##_avx512)
+#define DDPKIT_CHOOSE_VARIANT(kernel) \
+  choose(&kernel<Variant::kBaseline>, &kernel<Variant::kAvx2>, &kernel<Variant::kAvx512>)
 #else
-#define DDPKIT_CHOOSE_VARIANT(function) (&function##_baseline)
+#define DDPKIT_CHOOSE_VARIANT(kernel) (&kernel<Variant::kBaseline>)
 #endif
+/// Defines `kernel(arguments)`, which calls the variant for this processor.
+#define DDPKIT_DEFINE_KERNEL(kernel, Arguments)                                                  \
+  void kernel(Arguments& arguments) {                                                            \
+    static const auto function = DDPKIT_CHOOSE_VARIANT(kernel);                                  \
+    if (!function(arguments)) throw std::logic_error(#kernel ": no kernel for these arguments"); \
+  }

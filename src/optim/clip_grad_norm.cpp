@@ -20,7 +20,7 @@
 #include "kernels/optimizer.h"
 #include "parallel/autograd/gradient_hooks.h"
 #include "tensor/blocks.h"
-#include "tensor/float_type.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -32,14 +32,14 @@ at::Tensor values_of(const at::Tensor& gradient) {
 
 /// Whether the kernels can go over it as one run of numbers.
 bool suits_kernels(const at::Tensor& values) {
-  return values.device().is_cpu() && values.layout() == at::kStrided && float_type(values.scalar_type()) &&
+  return values.device().is_cpu() && values.layout() == at::kStrided && has_update_kernels(values.scalar_type()) &&
          values.is_non_overlapping_and_dense();
 }
 
-std::optional<NormKind> kind_of(double norm_type) {
-  if (norm_type == 2) return NormKind::kSquares;
-  if (norm_type == 1) return NormKind::kAbsolutes;
-  if (norm_type == std::numeric_limits<double>::infinity()) return NormKind::kLargest;
+std::optional<kernels::NormKind> kind_of(double norm_type) {
+  if (norm_type == 2) return kernels::NormKind::kSquares;
+  if (norm_type == 1) return kernels::NormKind::kAbsolutes;
+  if (norm_type == std::numeric_limits<double>::infinity()) return kernels::NormKind::kLargest;
   return std::nullopt;
 }
 
@@ -65,7 +65,7 @@ class NormOfParts {
   double total_ = 0;
 };
 
-std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, NormKind kind) {
+std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, kernels::NormKind kind) {
   std::vector<std::size_t> numels, first_block;
   std::size_t blocks = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -76,12 +76,12 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, NormKind k
   // A number for each block, added in order afterwards, so that the result does not depend on who did which.
   std::vector<double> results(blocks);
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    const FloatType dtype = *float_type(tensors[task].scalar_type());
+    const kernels::DataType dtype = *dtype_of(tensors[task].scalar_type());
     for (std::size_t done = 0; done < count; done += kBlockElements) {
-      NormArguments arguments{.dtype = dtype,
-                              .kind = kind,
-                              .numel = std::min(kBlockElements, count - done),
-                              .values = advance(tensors[task].const_data_ptr(), begin + done, size_of(dtype))};
+      kernels::NormArguments arguments{.dtype = dtype,
+                                       .kind = kind,
+                                       .numel = std::min(kBlockElements, count - done),
+                                       .values = advance(tensors[task].const_data_ptr(), begin + done, size_of(dtype))};
       norm(arguments);
       results[first_block[task] + (begin + done) / kBlockElements] = arguments.result;
     }
@@ -176,11 +176,11 @@ void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor) 
     }
   }
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    const FloatType dtype = *float_type(simple[task].scalar_type());
-    scale({.dtype = dtype,
-           .numel = count,
-           .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
-           .factor = factor});
+    const kernels::DataType dtype = *dtype_of(simple[task].scalar_type());
+    kernels::scale({.dtype = dtype,
+                    .numel = count,
+                    .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
+                    .factor = factor});
   });
   for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // As an operator does.
 }

@@ -18,7 +18,7 @@
 #include "kernels/optimizer.h"
 #include "optim/optimizer_archive.h"
 #include "tensor/blocks.h"
-#include "tensor/float_type.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -51,7 +51,7 @@ const Options& checked_groups(const std::vector<torch::optim::OptimizerParamGrou
 }
 
 template <class Options>
-AdamConstants constants_of(const Options& options, bool decoupled, std::int64_t step, double gradient_factor) {
+kernels::AdamConstants constants_of(const Options& options, bool decoupled, std::int64_t step, double gradient_factor) {
   const auto [beta1, beta2] = options.betas();
   const auto count = static_cast<double>(step);
   return {.beta1 = beta1,
@@ -66,17 +66,17 @@ AdamConstants constants_of(const Options& options, bool decoupled, std::int64_t 
 
 template <class Options, class State, class Update>
 void update_on_cpu(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
-  std::vector<AdamArguments> tasks;
+  std::vector<kernels::AdamArguments> tasks;
   std::vector<std::size_t> numels;
   tasks.reserve(updates.size());
   numels.reserve(updates.size());
   std::int64_t last_step = 0;
-  AdamConstants constants;
+  kernels::AdamConstants constants;
   for (const Update& update : updates) {
     const std::int64_t step = static_cast<const State&>(*update.state).step();
     if (step != last_step) constants = constants_of(options, decoupled, last_step = step, factor);
     numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
-    tasks.push_back({.dtype = *float_type(update.parameter.scalar_type()),
+    tasks.push_back({.dtype = *dtype_of(update.parameter.scalar_type()),
                      .parameter = update.parameter.data_ptr(),
                      .gradient = update.gradient.const_data_ptr(),
                      .exp_avg = update.tensors[0].data_ptr(),
@@ -86,7 +86,7 @@ void update_on_cpu(const Options& options, bool decoupled, const std::vector<Upd
                      .constants = constants});
   }
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    AdamArguments part = tasks[task];
+    kernels::AdamArguments part = tasks[task];
     const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
     part.numel = count;
     part.parameter = advance(part.parameter, begin, bytes);

@@ -16,7 +16,6 @@
 #include <ddpkit/optim/distinct_parameters.h>
 
 #include "optim/capture.h"
-#include "tensor/float_type.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
@@ -65,7 +64,7 @@ struct FusedOptimizer::Layout {
 };
 
 void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master) {
-  if (!float_type(parameter.scalar_type()))
+  if (!has_update_kernels(parameter.scalar_type()))
     refuse(parameter, group, index,
            "has a type that the fused optimizers do not update (they take float32, float64, bfloat16 and float16): "
            "give it to an optimizer of torch::optim");

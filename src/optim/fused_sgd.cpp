@@ -15,7 +15,7 @@
 #include "kernels/optimizer.h"
 #include "optim/optimizer_archive.h"
 #include "tensor/blocks.h"
-#include "tensor/float_type.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -47,13 +47,13 @@ const Options& checked_groups(const std::vector<torch::optim::OptimizerParamGrou
 
 template <class Update>
 void update_on_cpu(const Options& options, const std::vector<Update>& updates, double factor) {
-  std::vector<SgdArguments> tasks;
+  std::vector<kernels::SgdArguments> tasks;
   std::vector<std::size_t> numels;
   tasks.reserve(updates.size());
   numels.reserve(updates.size());
   for (const Update& update : updates) {
     numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
-    tasks.push_back({.dtype = *float_type(update.parameter.scalar_type()),
+    tasks.push_back({.dtype = *dtype_of(update.parameter.scalar_type()),
                      .parameter = update.parameter.data_ptr(),
                      .gradient = update.gradient.const_data_ptr(),
                      .momentum_buffer = options.momentum() != 0 ? update.tensors[0].data_ptr() : nullptr,
@@ -67,7 +67,7 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
                                    .gradient_factor = factor}});
   }
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    SgdArguments part = tasks[task];
+    kernels::SgdArguments part = tasks[task];
     const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
     part.numel = count;
     part.parameter = advance(part.parameter, begin, bytes);

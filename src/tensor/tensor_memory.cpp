@@ -7,6 +7,39 @@
 
 namespace ddpkit {
 
+using kernels::DataType;
+
+std::optional<DataType> dtype_of(c10::ScalarType type) noexcept {
+  switch (type) {
+    case c10::ScalarType::Byte:
+      return DataType::kUInt8;
+    case c10::ScalarType::Char:
+      return DataType::kInt8;
+    case c10::ScalarType::Short:
+      return DataType::kInt16;
+    case c10::ScalarType::Int:
+      return DataType::kInt32;
+    case c10::ScalarType::Long:
+      return DataType::kInt64;
+    case c10::ScalarType::Half:
+      return DataType::kFloat16;
+    case c10::ScalarType::BFloat16:
+      return DataType::kBFloat16;
+    case c10::ScalarType::Float:
+    case c10::ScalarType::ComplexFloat:
+      return DataType::kFloat32;
+    case c10::ScalarType::Double:
+    case c10::ScalarType::ComplexDouble:
+      return DataType::kFloat64;
+    case c10::ScalarType::Bool:
+      return DataType::kBool;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool has_update_kernels(c10::ScalarType type) noexcept { return c10::isFloatingType(type) && dtype_of(type); }
+
 at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
   const at::NoGradGuard no_grad;
   return at::empty({0}, flat.options()).set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);

@@ -1,12 +1,20 @@
-// Tier 1: ATen/core/Tensor.h. Tensors that share memory, and copies between tensors.
+// Tier 1: ATen/core/Tensor.h. Types of tensors, tensors that share memory, and copies between tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+
+#include "kernels/dtype.h"
 
 namespace ddpkit {
+
+/// Empty for types that no kernel knows. A complex type has the dtype of its real type.
+std::optional<kernels::DataType> dtype_of(c10::ScalarType type) noexcept;
+/// Whether the kernels of kernels/optimizer.h know the type.
+bool has_update_kernels(c10::ScalarType type) noexcept;
 
 /// Tensors in one flat tensor start on separate cache lines.
 constexpr std::size_t kAlignment = 64;

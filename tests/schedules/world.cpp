@@ -78,7 +78,13 @@ bool ProcessWatch::alive() const noexcept {
   return !schedules::is_dead(pid_);
 }
 
-/// A sum of int64 is all that the scenarios need.
+}  // namespace ddpkit::shm
+
+namespace ddpkit::kernels {
+
+using schedules::Simulation;
+
+/// The scenarios need no more than a sum of int64.
 void reduce(const ReduceArguments& arguments) {
   Simulation& simulation = *Simulation::current();
   if (arguments.dtype != DataType::kInt64 || arguments.op != Reduction::kSum) simulation.fail("not a sum of int64");
@@ -100,4 +106,4 @@ void reduce(const ReduceArguments& arguments) {
   if (arguments.copy_to) write(arguments.copy_to, read(arguments.copy_from));
 }
 
-}  // namespace ddpkit::shm
+}  // namespace ddpkit::kernels

@@ -12,35 +12,25 @@
 #include "support/drawn.h"
 #include "support/seed.h"
 
-using namespace ddpkit::shm;
+using namespace ddpkit::kernels;
 using ddpkit::testing::drawn;
 using ddpkit::testing::same;
 
-namespace ddpkit::shm {
-// Of kernels_<variant>.cpp. Programs call only the one that reduce() chooses for the processor.
-bool reduce_baseline(const ReduceArguments& arguments);
-#if defined(__x86_64__)
-bool reduce_avx2(const ReduceArguments& arguments);
-bool reduce_avx512(const ReduceArguments& arguments);
-#endif
-}  // namespace ddpkit::shm
-
 namespace {
 
-struct Variant {
+struct Kernel {
   const char* name;
   bool (*reduce)(const ReduceArguments&);
 };
 
 /// All variants that this processor can run; the baseline first.
-std::vector<Variant> variants() {
-  std::vector<Variant> variants{{"baseline", &reduce_baseline}};
+std::vector<Kernel> variants() {
+  std::vector<Kernel> kernels{{"baseline", &reduce<Variant::kBaseline>}};
 #if defined(__x86_64__)
-  using ddpkit::simd::variant;
-  if (variant() != ddpkit::simd::Variant::kBaseline) variants.push_back({"avx2", &reduce_avx2});
-  if (variant() == ddpkit::simd::Variant::kAvx512) variants.push_back({"avx512", &reduce_avx512});
+  if (variant() >= Variant::kAvx2) kernels.push_back({"avx2", &reduce<Variant::kAvx2>});
+  if (variant() >= Variant::kAvx512) kernels.push_back({"avx512", &reduce<Variant::kAvx512>});
 #endif
-  return variants;
+  return kernels;
 }
 
 at::Tensor numbers(at::ScalarType dtype, std::int64_t numel, std::int64_t seed) {
@@ -50,20 +40,20 @@ at::Tensor numbers(at::ScalarType dtype, std::int64_t numel, std::int64_t seed) 
   return torch::randint(0, 7, {numel}, at::kLong).to(dtype);
 }
 
-at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs, const Variant& variant) {
+at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs, const Kernel& kernel) {
   std::vector<const void*> pointers;
   for (const auto& input : inputs) pointers.push_back(input.const_data_ptr());
   // One element more at both ends, which the kernel must leave alone.
   const at::Tensor around = at::ones({inputs[0].numel() + 2}, inputs[0].options());
   at::Tensor output = around.narrow(0, 1, inputs[0].numel());
   void* outputs[] = {output.data_ptr()};
-  REQUIRE(variant.reduce({.dtype = dtype,
-                          .op = op,
-                          .numel = static_cast<std::size_t>(output.numel()),
-                          .inputs = pointers.data(),
-                          .input_count = pointers.size(),
-                          .outputs = outputs,
-                          .output_count = 1}));
+  REQUIRE(kernel.reduce({.dtype = dtype,
+                         .op = op,
+                         .numel = static_cast<std::size_t>(output.numel()),
+                         .inputs = pointers.data(),
+                         .input_count = pointers.size(),
+                         .outputs = outputs,
+                         .output_count = 1}));
   CHECK(around[0].item<double>() == 1);
   CHECK(around[around.numel() - 1].item<double>() == 1);
   return output;
@@ -103,10 +93,10 @@ TEST_CASE("kernels agree with LibTorch for every type and reduction", "[kernels]
     for (std::size_t r = 0; r < count; ++r) inputs.push_back(drawn(scalar, numel, random));
     const at::Tensor expected = expected_of(op, inputs);
     const at::Tensor baseline = run(dtype, op, inputs, variants()[0]);
-    for (const Variant& variant : variants()) {
+    for (const Kernel& kernel : variants()) {
       INFO(kReductionNames[static_cast<int>(op)] << " of " << numel << " " << name_of(dtype) << " x" << count << ", "
-                                                 << variant.name);
-      const at::Tensor result = run(dtype, op, inputs, variant);
+                                                 << kernel.name);
+      const at::Tensor result = run(dtype, op, inputs, kernel);
       CHECK(same(result, expected));
       CHECK(same_bits(result, baseline));
     }
@@ -141,16 +131,16 @@ TEST_CASE("reductions that a type does not have", "[kernels]") {
 
 TEST_CASE("a NaN on one rank reaches the result", "[kernels]") {
   const at::Tensor a = torch::tensor({1.0f, NAN}), b = torch::tensor({NAN, 1.0f});
-  for (const Variant& variant : variants()) {
+  for (const Kernel& kernel : variants()) {
     for (const auto op : {Reduction::kSum, Reduction::kMin, Reduction::kMax, Reduction::kProduct})
-      CHECK(run(DataType::kFloat32, op, {a, b}, variant).isnan().all().item<bool>());
+      CHECK(run(DataType::kFloat32, op, {a, b}, kernel).isnan().all().item<bool>());
   }
 }
 
 TEST_CASE("a reduction in place writes all outputs", "[kernels]") {
-  for (const Variant& variant : variants()) {
+  for (const Kernel& kernel : variants()) {
     for (const std::size_t count : {2u, 4u}) {
-      INFO(variant.name << " x" << count);
+      INFO(kernel.name << " x" << count);
       std::vector<at::Tensor> tensors;
       std::vector<void*> pointers;
       at::Tensor sum = torch::zeros({3000});
@@ -159,13 +149,13 @@ TEST_CASE("a reduction in place writes all outputs", "[kernels]") {
         pointers.push_back(tensors.back().data_ptr());
         sum += tensors.back();
       }
-      REQUIRE(variant.reduce({.dtype = DataType::kFloat32,
-                              .op = Reduction::kSum,
-                              .numel = 3000,
-                              .inputs = pointers.data(),
-                              .input_count = count,
-                              .outputs = pointers.data(),
-                              .output_count = count}));
+      REQUIRE(kernel.reduce({.dtype = DataType::kFloat32,
+                             .op = Reduction::kSum,
+                             .numel = 3000,
+                             .inputs = pointers.data(),
+                             .input_count = count,
+                             .outputs = pointers.data(),
+                             .output_count = count}));
       for (const auto& tensor : tensors) CHECK(at::equal(tensor, sum));
     }
   }
@@ -178,19 +168,19 @@ TEST_CASE("a reduction copies something else on the way, and nothing beyond its 
       const at::Tensor sum = at::zeros({numel + 1}, scalar), copy = at::zeros({numel + 1}, scalar);
       const void* inputs[] = {a.const_data_ptr(), b.const_data_ptr()};
       void* outputs[] = {sum.data_ptr()};
-      for (const Variant& variant : variants()) {
-        INFO(name_of(dtype) << " numel " << numel << ", " << variant.name);
+      for (const Kernel& kernel : variants()) {
+        INFO(name_of(dtype) << " numel " << numel << ", " << kernel.name);
         sum.zero_();
         copy.zero_();
-        REQUIRE(variant.reduce({.dtype = dtype,
-                                .op = Reduction::kSum,
-                                .numel = static_cast<std::size_t>(numel),
-                                .inputs = inputs,
-                                .input_count = 2,
-                                .outputs = outputs,
-                                .output_count = 1,
-                                .copy_from = other.const_data_ptr(),
-                                .copy_to = copy.data_ptr()}));
+        REQUIRE(kernel.reduce({.dtype = dtype,
+                               .op = Reduction::kSum,
+                               .numel = static_cast<std::size_t>(numel),
+                               .inputs = inputs,
+                               .input_count = 2,
+                               .outputs = outputs,
+                               .output_count = 1,
+                               .copy_from = other.const_data_ptr(),
+                               .copy_to = copy.data_ptr()}));
         CHECK(at::equal(sum.narrow(0, 0, numel), run(dtype, Reduction::kSum, {a, b})));
         CHECK(at::equal(copy.narrow(0, 0, numel), other));
         CHECK(sum[numel].item<double>() == 0);

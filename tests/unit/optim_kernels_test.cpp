@@ -3,40 +3,41 @@
 #include <torch/torch.h>
 
 #include "kernels/optimizer.h"
-#include "kernels/variant.h"
 #include "support/catch.h"
 #include "tensor/parallel_for.h"
 
-using namespace ddpkit::optim;
+using namespace ddpkit::kernels;
 
 namespace {
 
-struct Variant {
+struct Kernels {
   const char* name;
-  decltype(&adam_baseline) adam;
-  decltype(&sgd_baseline) sgd;
-  decltype(&norm_baseline) norm;
-  decltype(&scale_baseline) scale;
+  bool (*adam)(const AdamArguments&);
+  bool (*sgd)(const SgdArguments&);
+  bool (*norm)(NormArguments&);
+  bool (*scale)(const ScaleArguments&);
 };
 
-/// Those that this processor can run beside the baseline.
-std::vector<Variant> others() {
-  std::vector<Variant> variants;
-#if defined(__x86_64__)
-  using ddpkit::simd::variant;
-  if (variant() >= ddpkit::simd::Variant::kAvx2)
-    variants.push_back({"avx2", adam_avx2, sgd_avx2, norm_avx2, scale_avx2});
-  if (variant() >= ddpkit::simd::Variant::kAvx512)
-    variants.push_back({"avx512", adam_avx512, sgd_avx512, norm_avx512, scale_avx512});
-#endif
-  return variants;
+template <Variant kVariant>
+constexpr Kernels kernels_of(const char* name) {
+  return {name, adam<kVariant>, sgd<kVariant>, norm<kVariant>, scale<kVariant>};
 }
 
-constexpr Variant kBaseline{"baseline", adam_baseline, sgd_baseline, norm_baseline, scale_baseline};
+/// Those that this processor can run beside the baseline.
+std::vector<Kernels> others() {
+  std::vector<Kernels> others;
+#if defined(__x86_64__)
+  if (variant() >= Variant::kAvx2) others.push_back(kernels_of<Variant::kAvx2>("avx2"));
+  if (variant() >= Variant::kAvx512) others.push_back(kernels_of<Variant::kAvx512>("avx512"));
+#endif
+  return others;
+}
+
+constexpr Kernels kBaseline = kernels_of<Variant::kBaseline>("baseline");
 constexpr std::int64_t kNumel = 1003;
 
 /// Everything that the kernels write, one after the other.
-torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarType dtype) {
+torch::Tensor results_of(const Kernels& kernels, DataType type, torch::ScalarType dtype) {
   torch::manual_seed(1);
   const auto numbers = [&] { return torch::randn({kNumel}).to(dtype); };
   const auto gradient = numbers();
@@ -46,7 +47,7 @@ torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarTy
   const auto keep = [&](const torch::Tensor& tensor) { results.push_back(tensor.to(torch::kDouble)); };
   for (const double weight_decay : {0.0, 0.1}) {
     for (const bool amsgrad : {false, true}) {
-      variant.adam({.dtype = type,
+      kernels.adam({.dtype = type,
                     .numel = kNumel,
                     .parameter = parameter.data_ptr(),
                     .gradient = gradient.data_ptr(),
@@ -66,7 +67,7 @@ torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarTy
   }
   for (const bool nesterov : {false, true}) {
     for (const bool first : {false, true}) {
-      variant.sgd({.dtype = type,
+      kernels.sgd({.dtype = type,
                    .numel = kNumel,
                    .parameter = parameter.data_ptr(),
                    .gradient = gradient.data_ptr(),
@@ -81,18 +82,18 @@ torch::Tensor results_of(const Variant& variant, FloatType type, torch::ScalarTy
       for (const auto& tensor : {parameter, buffer}) keep(tensor);
     }
   }
-  variant.scale({.dtype = type, .numel = kNumel, .values = parameter.data_ptr(), .factor = 0.3});
+  kernels.scale({.dtype = type, .numel = kNumel, .values = parameter.data_ptr(), .factor = 0.3});
   keep(parameter);
   for (const NormKind kind : {NormKind::kSquares, NormKind::kAbsolutes, NormKind::kLargest}) {
     NormArguments arguments{.dtype = type, .kind = kind, .numel = kNumel, .values = gradient.data_ptr()};
-    variant.norm(arguments);
+    kernels.norm(arguments);
     results.push_back(torch::full({1}, arguments.result, torch::kDouble));
   }
   return torch::cat(results);
 }
 
 /// The same of updates with master weights, some of which the parameter no longer is what they round to.
-torch::Tensor master_results_of(const Variant& variant, FloatType type, torch::ScalarType dtype) {
+torch::Tensor master_results_of(const Kernels& kernels, DataType type, torch::ScalarType dtype) {
   torch::manual_seed(2);
   auto master = torch::randn({kNumel}), exp_avg = torch::randn({kNumel}), exp_avg_sq = torch::rand({kNumel});
   auto max_exp_avg_sq = torch::rand({kNumel}), buffer = torch::randn({kNumel});
@@ -102,7 +103,7 @@ torch::Tensor master_results_of(const Variant& variant, FloatType type, torch::S
   std::vector<torch::Tensor> results;
   const auto keep = [&](const torch::Tensor& tensor) { results.push_back(tensor.to(torch::kDouble)); };
   for (const bool amsgrad : {false, true}) {
-    variant.adam(
+    kernels.adam(
         {.dtype = type,
          .numel = kNumel,
          .parameter = parameter.data_ptr(),
@@ -116,7 +117,7 @@ torch::Tensor master_results_of(const Variant& variant, FloatType type, torch::S
     for (const auto& tensor : {parameter, master, exp_avg, exp_avg_sq, max_exp_avg_sq}) keep(tensor);
   }
   for (void* momentum_buffer : {static_cast<void*>(nullptr), buffer.data_ptr()}) {
-    variant.sgd({.dtype = type,
+    kernels.sgd({.dtype = type,
                  .numel = kNumel,
                  .parameter = parameter.data_ptr(),
                  .gradient = gradient.data_ptr(),
@@ -132,19 +133,19 @@ torch::Tensor master_results_of(const Variant& variant, FloatType type, torch::S
 
 TEST_CASE("update kernels give the same bits with every instruction set", "[kernels][optim]") {
   for (const auto& [type, dtype] :
-       {std::pair{FloatType::kFloat32, torch::kFloat}, std::pair{FloatType::kFloat64, torch::kDouble},
-        std::pair{FloatType::kBFloat16, torch::kBFloat16}, std::pair{FloatType::kFloat16, torch::kHalf}}) {
+       {std::pair{DataType::kFloat32, torch::kFloat}, std::pair{DataType::kFloat64, torch::kDouble},
+        std::pair{DataType::kBFloat16, torch::kBFloat16}, std::pair{DataType::kFloat16, torch::kHalf}}) {
     const auto expected = results_of(kBaseline, type, dtype);
     CHECK(expected.isfinite().all().item<bool>());
-    for (const Variant& variant : others()) {
-      INFO(variant.name << " " << c10::toString(dtype));
-      CHECK(torch::equal(results_of(variant, type, dtype), expected));
+    for (const Kernels& kernels : others()) {
+      INFO(kernels.name << " " << c10::toString(dtype));
+      CHECK(torch::equal(results_of(kernels, type, dtype), expected));
     }
     if (size_of(type) != 2) continue;
     const auto with_master = master_results_of(kBaseline, type, dtype);
-    for (const Variant& variant : others()) {
-      INFO(variant.name << " " << c10::toString(dtype) << ", master weights");
-      CHECK(torch::equal(master_results_of(variant, type, dtype), with_master));
+    for (const Kernels& kernels : others()) {
+      INFO(kernels.name << " " << c10::toString(dtype) << ", master weights");
+      CHECK(torch::equal(master_results_of(kernels, type, dtype), with_master));
     }
   }
 }

@@ -7,38 +7,14 @@
 
 #include <ddpkit/error.h>
 
+#include "tensor/tensor_memory.h"
+
 namespace ddpkit {
 
-using shm::DataType;
-
-DataType data_type(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kByte:
-      return DataType::kUInt8;
-    case at::kChar:
-      return DataType::kInt8;
-    case at::kShort:
-      return DataType::kInt16;
-    case at::kInt:
-      return DataType::kInt32;
-    case at::kLong:
-      return DataType::kInt64;
-    case at::kHalf:
-      return DataType::kFloat16;
-    case at::kBFloat16:
-      return DataType::kBFloat16;
-    case at::kFloat:
-    case at::kComplexFloat:
-      return DataType::kFloat32;
-    case at::kDouble:
-    case at::kComplexDouble:
-      return DataType::kFloat64;
-    case at::kBool:
-      return DataType::kBool;
-    default:
-      throw InvalidArgument(fmt::format("the shm backend has no collectives for tensors of type {}",
-                                        c10::toString(tensor.scalar_type())));
-  }
+shm::DataType data_type(const at::Tensor& tensor) {
+  if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
+  throw InvalidArgument(
+      fmt::format("the shm backend has no collectives for tensors of type {}", c10::toString(tensor.scalar_type())));
 }
 
 std::size_t element_count(const at::Tensor& tensor) {
@@ -93,7 +69,7 @@ shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, con
   const bool premultiplied = op.op_ == c10d::ReduceOp::PREMUL_SUM;
   const auto wanted = premultiplied ? shm::Reduction::kSum : static_cast<shm::Reduction>(op.op_);
   const bool linear = wanted == shm::Reduction::kSum || wanted == shm::Reduction::kAvg;
-  if ((tensor.is_complex() && !linear) || !shm::supports(data_type(tensor), wanted))
+  if ((tensor.is_complex() && !linear) || !kernels::supports(data_type(tensor), wanted))
     throw InvalidArgument(
         fmt::format("{}: this reduction is not defined for {}", call, c10::toString(tensor.scalar_type())));
   return wanted;

@@ -20,10 +20,11 @@
 #include "comm/shm/messages.h"
 #include "comm/shm/process_watch.h"
 #include "comm/trace/recorder.h"
-#include "kernels/data_type.h"
 #include "kernels/reduce.h"
 
 namespace ddpkit::shm {
+
+using kernels::Reduction;
 
 /// Memory that all ranks map, at the same offsets of the same segment number, at addresses of their own.
 struct SymmetricSegment {

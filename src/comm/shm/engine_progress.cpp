@@ -237,13 +237,13 @@ void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
   const std::size_t begin = (chunk.begin + slice.begin) * size;
   void* outputs[] = {parts_[self], request.output ? static_cast<std::byte*>(request.output) + begin : nullptr};
   parts_[self] = const_cast<std::byte*>(static_cast<const std::byte*>(request.input)) + begin;
-  reduce({.dtype = request.dtype,
-          .op = request.op,
-          .numel = slice.count,
-          .inputs = parts_.data(),
-          .input_count = parts_.size(),
-          .outputs = outputs,
-          .output_count = wants_result(request) ? 2u : 1u});
+  kernels::reduce({.dtype = request.dtype,
+                   .op = request.op,
+                   .numel = slice.count,
+                   .inputs = parts_.data(),
+                   .input_count = parts_.size(),
+                   .outputs = outputs,
+                   .output_count = wants_result(request) ? 2u : 1u});
 }
 
 void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along) {
@@ -270,17 +270,17 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::opt
     for (int r = 0; r < world_size_; ++r)
       parts_[static_cast<std::size_t>(r)] = const_cast<std::byte*>(given(r, piece, input));
     void* output = static_cast<std::byte*>(request.output) + span.begin * size;
-    reduce({.dtype = request.dtype,
-            .op = request.op,
-            .numel = span.count,
-            .inputs = parts_.data(),
-            .input_count = parts_.size(),
-            .outputs = &output,
-            .output_count = 1,
-            .copy_from =
-                along ? static_cast<const std::byte*>(request.input) + (*along - operation.first_ticket) * step * size
-                      : nullptr,
-            .copy_to = along ? slot(rank_, *along) : nullptr});
+    kernels::reduce({.dtype = request.dtype,
+                     .op = request.op,
+                     .numel = span.count,
+                     .inputs = parts_.data(),
+                     .input_count = parts_.size(),
+                     .outputs = &output,
+                     .output_count = 1,
+                     .copy_from = along ? static_cast<const std::byte*>(request.input) +
+                                              (*along - operation.first_ticket) * step * size
+                                        : nullptr,
+                     .copy_to = along ? slot(rank_, *along) : nullptr});
   };
   switch (request.kind) {
     case CollectiveKind::kBarrier:

@@ -46,13 +46,13 @@ Extent given_to_others(const Operation& operation) {
 
 /// Reduces every rank's part, of `numel` elements, into `output`.
 void reduce_parts(const Request& request, const std::vector<void*>& parts, std::size_t numel, void* output) {
-  reduce({.dtype = request.dtype,
-          .op = request.op,
-          .numel = numel,
-          .inputs = parts.data(),
-          .input_count = parts.size(),
-          .outputs = &output,
-          .output_count = 1});
+  kernels::reduce({.dtype = request.dtype,
+                   .op = request.op,
+                   .numel = numel,
+                   .inputs = parts.data(),
+                   .input_count = parts.size(),
+                   .outputs = &output,
+                   .output_count = 1});
 }
 
 }  // namespace
@@ -220,13 +220,13 @@ void Engine::reduce_in_place(const Operation& operation) {
     // In rank order: the order of the sum, and so its bits, do not depend on who adds.
     for (std::size_t r = 0; r < ranks; ++r)
       parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + from * size;
-    reduce({.dtype = request.dtype,
-            .op = request.op,
-            .numel = to - from,
-            .inputs = parts_.data(),
-            .input_count = parts_.size(),
-            .outputs = parts_.data(),
-            .output_count = parts_.size()});
+    kernels::reduce({.dtype = request.dtype,
+                     .op = request.op,
+                     .numel = to - from,
+                     .inputs = parts_.data(),
+                     .input_count = parts_.size(),
+                     .outputs = parts_.data(),
+                     .output_count = parts_.size()});
   }
 }
 

@@ -11,9 +11,11 @@
 #include <vector>
 
 #include "comm/shm/control.h"
-#include "kernels/data_type.h"
+#include "kernels/dtype.h"
 
 namespace ddpkit::shm {
+
+using kernels::DataType;
 
 /// What stands before a message's bytes in a channel.
 struct MessageHeader {

@@ -184,13 +184,13 @@ void ReplicaGradients::sum_piece(const Piece& piece) {
   for (const at::Tensor& gradient : slot.gradients)
     inputs.push_back(static_cast<const char*>(gradient.const_data_ptr()) + offset);
   void* const output = static_cast<char*>(slot.sum.data_ptr()) + offset;
-  shm::reduce({.dtype = data_type(slot.sum),
-               .op = shm::Reduction::kSum,
-               .numel = static_cast<std::size_t>(piece.count),
-               .inputs = inputs.data(),
-               .input_count = inputs.size(),
-               .outputs = &output,
-               .output_count = 1});
+  kernels::reduce({.dtype = data_type(slot.sum),
+                   .op = kernels::Reduction::kSum,
+                   .numel = static_cast<std::size_t>(piece.count),
+                   .inputs = inputs.data(),
+                   .input_count = inputs.size(),
+                   .outputs = &output,
+                   .output_count = 1});
 }
 
 void ReplicaGradients::finish(bool failed) {

@@ -1,5 +1,5 @@
-// Included once by each kernels_<variant>.cpp, which its own compiler flags vectorise. Everything lies in an unnamed
-// namespace and calls no inline function of other headers (see kernels/element.h).
+// Compiled once per variant, which the compiler vectorises. Everything but the kernels is in an unnamed namespace, and
+// nothing calls inline functions of other headers (see kernels/element.h).
 //
 // Each element depends on the elements of the same number alone, in one pass over memory; the order of the operations
 // is torch::optim's.
@@ -8,11 +8,8 @@
 #include "kernels/element.h"
 #include "kernels/optimizer.h"
 
-namespace ddpkit::optim {
+namespace ddpkit::kernels {
 namespace {
-
-using simd::BFloat16;
-using simd::Element;
 
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline double square_root(double value) { return __builtin_sqrt(value); }
@@ -202,28 +199,27 @@ void scale_of(const ScaleArguments& a) {
   for (std::size_t i = 0; i < a.numel; ++i) values[i] = Element<T>::store(Element<T>::load(values[i]) * factor);
 }
 
-#define DDPKIT_FOR_TYPE(function)                             \
-  void function##_any(function##_arguments_type& arguments) { \
-    switch (arguments.dtype) {                                \
-      case FloatType::kFloat32:                               \
-        return function##_of<float>(arguments);               \
-      case FloatType::kFloat64:                               \
-        return function##_of<double>(arguments);              \
-      case FloatType::kBFloat16:                              \
-        return function##_of<BFloat16>(arguments);            \
-      case FloatType::kFloat16:                               \
-        return function##_of<_Float16>(arguments);            \
-    }                                                         \
-  }
-using adam_arguments_type = const AdamArguments;
-using sgd_arguments_type = const SgdArguments;
-using norm_arguments_type = NormArguments;
-using scale_arguments_type = const ScaleArguments;
-DDPKIT_FOR_TYPE(adam)
-DDPKIT_FOR_TYPE(sgd)
-DDPKIT_FOR_TYPE(norm)
-DDPKIT_FOR_TYPE(scale)
-#undef DDPKIT_FOR_TYPE
-
 }  // namespace
-}  // namespace ddpkit::optim
+
+#define DDPKIT_DEFINE_VARIANT(kernel, Arguments)                \
+  template <>                                                   \
+  bool kernel<Variant::DDPKIT_VARIANT>(Arguments & arguments) { \
+    switch (arguments.dtype) {                                  \
+      case DataType::kFloat32:                                  \
+        return kernel##_of<float>(arguments), true;             \
+      case DataType::kFloat64:                                  \
+        return kernel##_of<double>(arguments), true;            \
+      case DataType::kBFloat16:                                 \
+        return kernel##_of<BFloat16>(arguments), true;          \
+      case DataType::kFloat16:                                  \
+        return kernel##_of<_Float16>(arguments), true;          \
+      default:                                                  \
+        return false;                                           \
+    }                                                           \
+  }
+DDPKIT_DEFINE_VARIANT(adam, const AdamArguments)
+DDPKIT_DEFINE_VARIANT(sgd, const SgdArguments)
+DDPKIT_DEFINE_VARIANT(norm, NormArguments)
+DDPKIT_DEFINE_VARIANT(scale, const ScaleArguments)
+
+}  // namespace ddpkit::kernels

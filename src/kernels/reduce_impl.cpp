@@ -1,6 +1,5 @@
-// Included once by each kernels_<variant>.cpp, which its own compiler flags vectorise. Everything lies in an unnamed
-// namespace and calls no inline function of other headers: a function that the linker shares between translation units
-// could carry one variant's instructions to a processor that lacks them.
+// Compiled once per variant, which the compiler vectorises. Everything but the kernel is in an unnamed namespace, and
+// nothing calls inline functions of other headers (see kernels/element.h).
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -8,11 +7,8 @@
 #include "kernels/element.h"
 #include "kernels/reduce.h"
 
-namespace ddpkit::shm {
+namespace ddpkit::kernels {
 namespace {
-
-using simd::BFloat16;
-using simd::Element;
 
 struct Sum {
   template <class A>
@@ -177,7 +173,10 @@ Reduction for_bool(Reduction op) {
   }
 }
 
-bool reduce_any(const ReduceArguments& a) {
+}  // namespace
+
+template <>
+bool reduce<Variant::DDPKIT_VARIANT>(const ReduceArguments& a) {
   const Reduction op = a.op;
   switch (a.dtype) {
     case DataType::kUInt8:
@@ -204,5 +203,4 @@ bool reduce_any(const ReduceArguments& a) {
   return false;
 }
 
-}  // namespace
-}  // namespace ddpkit::shm
+}  // namespace ddpkit::kernels

@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ddpkit::shm {
+namespace ddpkit::kernels {
 
-/// Element types the engine can reduce. Complex tensors are reduced as pairs of their real type.
+/// Element types of the kernels. A complex number counts as two elements of its real type.
 enum class DataType : std::uint8_t {
   kUInt8,
   kInt8,
@@ -66,4 +66,4 @@ constexpr const char* name_of(DataType dtype) {
   return "?";
 }
 
-}  // namespace ddpkit::shm
+}  // namespace ddpkit::kernels

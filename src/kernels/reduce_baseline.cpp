@@ -1,7 +1,0 @@
-#include "kernels/reduce_impl.h"
-
-namespace ddpkit::shm {
-
-bool reduce_baseline(const ReduceArguments& arguments) { return reduce_any(arguments); }
-
-}  // namespace ddpkit::shm
