@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/launch/launcher.h>
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/train/main.h>
 
 #include "bench/ratios.h"

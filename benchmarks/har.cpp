@@ -11,7 +11,7 @@
 
 #include <fmt/format.h>
 
-#include <ddpkit/launch/launcher.h>
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/train/main.h>
 
 #include "bench/bars.h"

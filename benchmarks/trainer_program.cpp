@@ -6,6 +6,7 @@
 #include <sstream>
 #include <system_error>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
 

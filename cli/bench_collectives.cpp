@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
 

@@ -5,8 +5,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 
 #include "bench/device.h"
 #include "bench/python.h"

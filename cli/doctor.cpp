@@ -11,9 +11,9 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/options.h>
 
 #include "commands.h"

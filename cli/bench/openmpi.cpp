@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <sstream>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
 

@@ -13,7 +13,7 @@
 
 #include <ddpkit/parse_number.h>
 
-#include "comm/host_memory.h"
+#include "comm/host.h"
 
 namespace ddpkit::cli {
 namespace {

@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <ddpkit/launch/launcher.h>
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/train/main.h>

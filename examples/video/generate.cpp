@@ -7,9 +7,9 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/random.h>
 #include <ddpkit/train/seed.h>

@@ -84,9 +84,4 @@ const BackendKind* find_backend(std::string_view name);
 /// `source` is where the name comes from, for the message of the InvalidArgument.
 const BackendKind& backend_named(std::string_view name, const char* source);
 
-/// GPUs this process can use: 0 in a build without CUDA.
-int cuda_device_count();
-/// Makes `device` the current one of this thread.
-void set_cuda_device(c10::Device device);
-
 }  // namespace ddpkit

@@ -18,6 +18,7 @@
 #include "comm/backends.h"
 #include "comm/backends/hierarchical_backend.h"
 #include "comm/backends/staged_backend.h"
+#include "comm/cuda.h"
 #include "comm/roll_call.h"
 #include "comm/timeout.h"
 #include "comm/trace/recorder.h"
@@ -70,7 +71,7 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
   const bool named_here = !backend.empty();
   if (!named_here && from_environment) backend = from_environment;
   if (backend.empty()) {
-    const bool gpu = options.device ? options.device->is_cuda() : cuda_device_count() > 0;
+    const bool gpu = options.device ? options.device->is_cuda() : cuda::device_count() > 0;
     const bool one_host = environment.local_world_size == environment.world_size;
     backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
   }
@@ -80,7 +81,7 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
 at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
   if (options.device && (options.device->has_index() || !options.device->is_cuda())) return *options.device;
   if (!options.device && backend != "nccl") return at::kCPU;
-  const int devices = cuda_device_count();
+  const int devices = cuda::device_count();
   if (devices > 0 && environment.local_rank >= devices)
     throw InvalidArgument(fmt::format(
         "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
@@ -99,7 +100,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   if (options.timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
   const std::chrono::milliseconds timeout = bounded(options.timeout);
-  if (device.is_cuda() && cuda_device_count() > 0) set_cuda_device(device);
+  if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
   flight::Recorder& recorder = flight::Recorder::of_process();
   recorder.meet(environment.world_size);
   const auto start = std::chrono::steady_clock::now();

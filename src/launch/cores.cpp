@@ -88,21 +88,4 @@ std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& 
   return result;
 }
 
-std::vector<int> allowed_cores() {
-  std::vector<int> cores;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) return {0};
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &set)) cores.push_back(core);
-  }
-  return cores;
-}
-
 }  // namespace ddpkit::launch
-
-namespace ddpkit {
-
-int available_cores() { return static_cast<int>(launch::allowed_cores().size()); }
-
-}  // namespace ddpkit

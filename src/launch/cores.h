@@ -19,7 +19,4 @@ std::vector<std::vector<int>> numa_nodes(const std::vector<int>& allowed, const 
 /// Where there are fewer cores than ranks, kExclusive is as kNode. [rank]
 std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& nodes, int ranks, NumaBinding binding);
 
-/// Cores this process may run on.
-std::vector<int> allowed_cores();
-
 }  // namespace ddpkit::launch

@@ -16,6 +16,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/host.h"
 #include "comm/trace/view.h"
 #include "launch/blame.h"
 #include "launch/cores.h"
@@ -52,7 +53,7 @@ class Launch {
 
   LocalLaunchResult run() {
     if (options_.master_port == 0) port_.emplace();
-    cores_ = launch::divide_cores(launch::numa_nodes(launch::allowed_cores()), options_.ranks, options_.numa_binding);
+    cores_ = launch::divide_cores(launch::numa_nodes(allowed_cores()), options_.ranks, options_.numa_binding);
     for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     while (running() > 0 || waits_for_others() || !output_.empty()) {
       wait();

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
+
 #include "comm/trace/page.h"
 
 extern char** environ;

@@ -1,8 +1,6 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,15 +11,21 @@
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/graphed_step.h>
 
+#include "comm/cuda.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit::optim {
+namespace {
+
+c10::impl::VirtualGuardImpl cuda_guard() { return c10::impl::VirtualGuardImpl(c10::kCUDA); }
+
+}  // namespace
 
 class GraphedStep::Impl {
  public:
   Impl(c10::Device device, std::vector<FusedOptimizer*> optimizers, Step step, int warmup_iterations)
       : device_(device),
-        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
+        stream_(cuda_guard().getStreamFromGlobalPool(device)),
         optimizers_(std::move(optimizers)),
         step_(std::move(step)),
         eager_calls_(warmup_iterations) {}
@@ -29,7 +33,7 @@ class GraphedStep::Impl {
   bool captured() const noexcept { return graph_ != nullptr; }
 
   Tensors call(const Tensors& inputs) {
-    const c10::Stream caller = c10::cuda::getCurrentCUDAStream(device_.index());
+    const c10::Stream caller = cuda_guard().getStream(device_);
     Tensors outputs;
     {
       const c10::StreamGuard on_stream(stream_);
@@ -65,16 +69,15 @@ class GraphedStep::Impl {
       inputs_.push_back(input.detach().clone());
     }
     // Nothing that is still under way may be waited for within the graph.
-    c10::cuda::device_synchronize();
-    auto graph = std::make_unique<at::cuda::CUDAGraph>();
+    cuda_guard().synchronizeDevice(device_.index());
+    auto graph = cuda::create_graph();
     for (FusedOptimizer* optimizer : optimizers_) optimizer->begin_capture();
-    // Autograd's threads and NCCL's watchdog go about their business: only this thread must do nothing unsafe.
-    graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    graph->begin_capture();
     try {
       outputs_ = step_(inputs_);
     } catch (const std::exception& error) {
       try {
-        graph->capture_end();
+        graph->end_capture();
       } catch (const std::exception&) {
         // The first error says more.
       }
@@ -82,7 +85,7 @@ class GraphedStep::Impl {
       inputs_.clear();
       throw Error(fmt::format("GraphedStep could not capture the step: {}", error.what()), {.call = "GraphedStep"});
     }
-    graph->capture_end();
+    graph->end_capture();
     graph_ = std::move(graph);
     for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
   }
@@ -109,14 +112,16 @@ class GraphedStep::Impl {
   Step step_;
   int eager_calls_;
   Tensors inputs_, outputs_;
-  std::unique_ptr<at::cuda::CUDAGraph> graph_;
+  std::unique_ptr<cuda::Graph> graph_;
 };
 
 GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimizers, Step step,
                          const GraphedStepOptions& options) {
-  if (!device.is_cuda())
-    throw InvalidArgument(fmt::format(
-        "GraphedStep captures CUDA graphs, which there are not on {}: call the step as it is", device.str()));
+  if (!device.is_cuda() || cuda::device_count() == 0)
+    throw InvalidArgument(
+        fmt::format("GraphedStep captures CUDA graphs, but this build and host have none on {}: call the step without "
+                    "GraphedStep",
+                    device.str()));
   if (options.warmup_iterations < 3)
     throw InvalidArgument(
         fmt::format("GraphedStep: warmup_iterations is {}, but must be at least 3", options.warmup_iterations));
@@ -124,7 +129,7 @@ GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimi
     if (!optimizer->capturable())
       throw InvalidArgument("GraphedStep: an optimizer must be made with FusedOptions{.capturable = true}");
   }
-  if (!device.has_index()) device.set_index(c10::cuda::current_device());
+  if (!device.has_index()) device = cuda_guard().getDevice();
   impl_ = std::make_unique<Impl>(device, std::move(optimizers), std::move(step), options.warmup_iterations);
 }
 

@@ -6,8 +6,8 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/train/options.h>
 

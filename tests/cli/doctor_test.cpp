@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 
 #include "cli/run_ddpkit.h"
-#include "comm/host_memory.h"
+#include "comm/host.h"
 #include "doctor/gpus.h"
 #include "doctor/host.h"
 #include "doctor/model.h"

@@ -17,7 +17,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/host_memory.h"
+#include "comm/host.h"
 #include "support/catch.h"
 
 using ddpkit::shm::Mapping;

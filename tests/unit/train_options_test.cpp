@@ -1,7 +1,7 @@
 #include <CLI/CLI.hpp>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/options.h>
 

@@ -34,6 +34,9 @@ LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup);
 /// The same from this process's environment.
 LaunchEnvironment read_launch_environment();
 
+/// Cores that this process may use, from its affinity mask.
+int available_cores();
+
 /// First host of a Slurm node list: "gpu[003-008,12],login1" gives "gpu003".
 std::string first_slurm_host(const std::string& node_list);
 

@@ -109,7 +109,4 @@ struct LocalLaunchResult {
 /// Throws InvalidArgument when the program cannot be started, and for hosts that do not fit together.
 LocalLaunchResult local_launch(const LocalLaunchOptions& options);
 
-/// Cores this process may use, from its affinity mask.
-int available_cores();
-
 }  // namespace ddpkit

@@ -1,3 +1,10 @@
+#include <fmt/format.h>
+
+#include <ddpkit/error.h>
+
+#include "comm/backends/staging.h"
+
+#ifdef DDPKIT_CUDA
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -7,13 +14,9 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-#include <fmt/format.h>
 
 #include <utility>
 
-#include <ddpkit/error.h>
-
-#include "comm/backends/staging.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
@@ -99,3 +102,17 @@ std::unique_ptr<StagingQueue> create_device_queue(at::Device device) {
 }
 
 }  // namespace ddpkit
+
+#else
+
+namespace ddpkit {
+
+std::unique_ptr<StagingQueue> create_device_queue(at::Device device) {
+  throw InvalidArgument(
+      fmt::format("this build of ddpkit has no collectives for tensors on {}: build the CUDA configuration (cmake "
+                  "--preset cuda, or -DDDPKIT_CUDA=ON)",
+                  device.str()));
+}
+
+}  // namespace ddpkit
+#endif

@@ -1,3 +1,8 @@
+#include <ddpkit/error.h>
+
+#include "comm/backends.h"
+
+#ifdef DDPKIT_GLOO
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,13 +16,8 @@
 
 #define USE_C10D_GLOO  // The header is empty without it.
 #include <ATen/ops/div.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include <fmt/format.h>
-
-#include <ddpkit/error.h>
-
-#include "comm/backends.h"
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace ddpkit {
 namespace {
@@ -129,3 +129,17 @@ c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c
 }
 
 }  // namespace ddpkit
+
+#else
+
+namespace ddpkit {
+
+c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
+                                                      std::chrono::milliseconds) {
+  throw InvalidArgument(
+      "this build of ddpkit has no gloo backend: install gloo's headers (Debian and Ubuntu: libgloo-dev) and configure "
+      "with -DDDPKIT_GLOO=ON");
+}
+
+}  // namespace ddpkit
+#endif

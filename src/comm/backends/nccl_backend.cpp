@@ -1,19 +1,20 @@
-#include <c10/cuda/CUDAFunctions.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-
-#include <fmt/format.h>
-
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
+#include "comm/cuda.h"
+
+#ifdef DDPKIT_CUDA
+#define USE_C10D_NCCL  // The header is empty without it.
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 namespace ddpkit {
 
 c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment, c10::Device device,
                                                       std::chrono::milliseconds timeout) {
-  if (cuda_device_count() == 0) throw InvalidArgument("the nccl backend needs a GPU, but this host shows none");
+  if (cuda::device_count() == 0) throw InvalidArgument("the nccl backend needs a GPU, but this host has none");
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
   auto options = c10d::ProcessGroupNCCL::Options::create();
@@ -26,8 +27,20 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
 
 bool is_nccl_available() noexcept { return true; }
 
-int cuda_device_count() { return c10::cuda::device_count(); }
+}  // namespace ddpkit
 
-void set_cuda_device(c10::Device device) { c10::cuda::set_device(device.index()); }
+#else
+
+namespace ddpkit {
+
+c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
+                                                      c10::Device, std::chrono::milliseconds) {
+  throw InvalidArgument(
+      "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or "
+      "-DDDPKIT_CUDA=ON)");
+}
+
+bool is_nccl_available() noexcept { return false; }
 
 }  // namespace ddpkit
+#endif

@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <new>
 
-#include "comm/host_memory.h"
+#include "comm/host.h"
 
 namespace ddpkit::shm {
 namespace {

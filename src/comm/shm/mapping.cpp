@@ -18,7 +18,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/host_memory.h"
+#include "comm/host.h"
 #include "comm/shm/process_watch.h"
 
 namespace ddpkit::shm {

@@ -8,7 +8,7 @@
 
 #include "comm/arena.h"
 #include "comm/backends.h"
-#include "comm/host_memory.h"
+#include "comm/host.h"
 #include "comm/shm/arena.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/sharding/shard.h"

@@ -10,11 +10,11 @@
 #include <string>
 #include <utility>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
-#include <ddpkit/launch/launcher.h>
 
-#include "comm/backends.h"
-#include "comm/host_memory.h"
+#include "comm/cuda.h"
+#include "comm/host.h"
 #include "parallel/dp/data_parallel_impl.h"
 #include "parallel/dp/replica_random.h"
 #include "parallel/dp/scatter_gather.h"
@@ -28,7 +28,7 @@ using Tensors = std::vector<at::Tensor>;
 /// Where the module lies first, then all other GPUs.
 std::vector<c10::Device> all_gpus(c10::Device first) {
   std::vector<c10::Device> devices = {first};
-  for (int index = 0; index < cuda_device_count(); ++index) {
+  for (int index = 0; index < cuda::device_count(); ++index) {
     if (index != first.index()) devices.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
   }
   return devices;
@@ -42,9 +42,9 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
                                         devices[0].str(), device.str()));
     if (device.is_cpu()) continue;
     if (!device.has_index()) device.set_index(0);
-    if (device.index() >= cuda_device_count())
+    if (device.index() >= cuda::device_count())
       throw InvalidArgument(fmt::format("DataParallel: a replica is to be on {}, but this build and host have {} GPUs",
-                                        device.str(), cuda_device_count()));
+                                        device.str(), cuda::device_count()));
   }
   if (!devices.empty()) {
     if (options.replicas && *options.replicas != static_cast<int>(options.devices.size()))

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <set>
 
-#include "comm/device_reduce.h"
+#include "comm/cuda.h"
 #include "parallel/dp/replica_gradients.h"
 #include "parallel/dp/replica_streams.h"
 #include "tensor/tensor_memory.h"
@@ -88,7 +88,7 @@ bool ReplicaGradients::sum_by_nccl(const std::vector<std::size_t>& params) {
     }
     flats.push_back(at::cat(runs));
   }
-  if (!reduce_over_devices(flats, sides)) return false;
+  if (!cuda::reduce(flats, sides)) return false;
   std::int64_t offset = 0;
   for (const std::size_t param : params) {
     Slot& slot = slots_[param];
