@@ -119,8 +119,7 @@ GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimi
                          const GraphedStepOptions& options) {
   if (!device.is_cuda() || cuda::device_count() == 0)
     throw InvalidArgument(
-        fmt::format("GraphedStep captures CUDA graphs, but this build and host have none on {}: call the step without "
-                    "GraphedStep",
+        fmt::format("GraphedStep captures CUDA graphs, but this build and host have none on {}: call the step as it is",
                     device.str()));
   if (options.warmup_iterations < 3)
     throw InvalidArgument(
