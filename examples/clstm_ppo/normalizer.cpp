@@ -8,6 +8,12 @@ namespace {
 
 constexpr double kFarthest = 10;
 
+at::Tensor sum_over_ranks(const at::Tensor& values, const ddpkit::ProcessGroup& group) {
+  const at::Tensor sums = values.to(group.device());
+  group.all_reduce(sums);
+  return sums.cpu();
+}
+
 }  // namespace
 
 RunningNormalizer::RunningNormalizer(std::int64_t size)
@@ -16,12 +22,11 @@ RunningNormalizer::RunningNormalizer(std::int64_t size)
 void RunningNormalizer::update(const at::Tensor& states, const ddpkit::ProcessGroup& group) {
   const at::Tensor rows = states.detach().to(torch::kCPU, torch::kDouble).reshape({-1, mean_.size(0)});
   // Two passes, so that what is summed is around 0: first the mean of all ranks, then the squares around it.
-  at::Tensor sums = torch::cat({rows.sum(0), torch::full({1}, static_cast<double>(rows.size(0)), torch::kDouble)});
-  group.all_reduce(sums);
+  const at::Tensor rows_of_rank = torch::full({1}, static_cast<double>(rows.size(0)), torch::kDouble);
+  const at::Tensor sums = sum_over_ranks(torch::cat({rows.sum(0), rows_of_rank}), group);
   const double count = sums[-1].item<double>();
   const at::Tensor mean = sums.slice(0, 0, -1) / count;
-  const at::Tensor squares = (rows - mean).square().sum(0);
-  group.all_reduce(squares);
+  const at::Tensor squares = sum_over_ranks((rows - mean).square().sum(0), group);
   const double all = count_ + count;
   const at::Tensor difference = mean - mean_;
   variance_ = (count_ * variance_ + squares + difference.square() * (count_ * count / all)) / all;

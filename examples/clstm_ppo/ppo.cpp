@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numbers>
 
+#include <ddpkit/train/metrics.h>
+
 namespace clstm_ppo {
 
 at::Tensor advantages_of(const at::Tensor& rewards, const at::Tensor& values, double gamma, double lambda) {
@@ -21,12 +23,11 @@ at::Tensor advantages_of(const at::Tensor& rewards, const at::Tensor& values, do
 
 at::Tensor normalised_over_ranks(const at::Tensor& advantages, const ddpkit::ProcessGroup& group) {
   const at::Tensor all = advantages.to(torch::kCPU, torch::kDouble);
-  at::Tensor sums = torch::stack({torch::full({}, static_cast<double>(all.numel()), torch::kDouble), all.sum()});
-  group.all_reduce(sums);
-  const double count = sums[0].item<double>(), mean = sums[1].item<double>() / count;
-  const at::Tensor squares = (all - mean).square().sum().reshape({1});
-  group.all_reduce(squares);
-  const double deviation = std::sqrt(squares.item<double>() / count);
+  const auto sums =
+      ddpkit::train::sum_over_ranks({static_cast<double>(all.numel()), all.sum().item<double>()}, group);
+  const double count = sums[0], mean = sums[1] / count;
+  const double squares = ddpkit::train::sum_over_ranks({(all - mean).square().sum().item<double>()}, group)[0];
+  const double deviation = std::sqrt(squares / count);
   return (advantages - mean) / (deviation + 1e-8);
 }
 

@@ -16,7 +16,6 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
-#include "comm/backends/registered_memory.h"
 #include "comm/host.h"
 #include "comm/trace/recorder.h"
 
@@ -74,14 +73,25 @@ struct ProcessGroup::State {
   std::atomic<int> splits = 0;
   OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's, as the next.
   AbortableBackend* abortable = nullptr;
+  bool one_device = false;         ///< The backend takes only tensors of `device`.
   bool records = false;            ///< The backend does not tell the flight recorder by itself.
   std::uint32_t group_number = 0;  ///< For the recorder, where `records`, as the next.
   std::atomic<std::uint64_t> sequence = 0;
   pid_t process = ::getpid();
 
+  /// c10d's backends fail without naming the device.
+  void require_device(flight::Call call, const at::Tensor& tensor) const {
+    if (!one_device || !tensor.defined()) return;
+    const at::Device its = tensor.device();
+    if (its.type() == device.type() && (its.is_cpu() || its.index() == device.index() || !device.has_index())) return;
+    throw InvalidArgument(fmt::format("{}: the tensor is on {}, but this group's {} works on {}: move the tensor there",
+                                      flight::name_of(call), its.str(), backend_name, device.str()));
+  }
+
   /// What `start` starts, on so many bytes.
   template <class Start>
   Work recorded(flight::Call call, const at::Tensor& tensor, const Start& start) {
+    require_device(call, tensor);
     if (!records) return Work(start());
     const std::uint64_t record =
         flight::Recorder::of_process().start(call, sequence++, tensor.defined() ? tensor.nbytes() : 0, group_number);
@@ -108,6 +118,7 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
   state_->abortable = dynamic_cast<AbortableBackend*>(state_->backend.get());
   if (find_backend(state_->backend_name)) state_->timeout = state_->backend->getBackendOptions()->timeout;
+  state_->one_device = state_->backend_name == "nccl" || state_->backend_name == "gloo";
   state_->records = !state_->abortable && state_->backend->getSize() > 1;
   if (state_->records) state_->group_number = flight::Recorder::of_process().new_group();
   state_->environment.rank = state_->backend->getRank();
@@ -160,6 +171,7 @@ at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 }  // namespace
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
+  state_->require_device(flight::Call::kAllGather, output);
   at::Tensor flat_output = flat(output);
   at::Tensor flat_input = flat(tensor.contiguous());
   return state_->recorded(flight::Call::kAllGather, tensor, [&] {
@@ -187,6 +199,7 @@ void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const
 }
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
+  state_->require_device(flight::Call::kReduceScatter, output);
   at::Tensor flat_output = flat(output);
   at::Tensor flat_input = flat(input);
   c10d::ReduceScatterOptions options;
@@ -227,6 +240,7 @@ void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, in
 
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               std::vector<std::int64_t> output_splits, std::vector<std::int64_t> input_splits) const {
+  state_->require_device(flight::Call::kAllToAll, output);
   at::Tensor target = output.detach();
   at::Tensor source = input.detach().contiguous();
   state_
@@ -256,6 +270,7 @@ void ProcessGroup::send(const at::Tensor& tensor, int destination, int tag) cons
 void ProcessGroup::recv(const at::Tensor& tensor, int source, int tag) const { recv_async(tensor, source, tag).wait(); }
 
 int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
+  state_->require_device(flight::Call::kReceive, tensor);
   std::vector<at::Tensor> tensors{tensor};
   const auto work = state_->backend->recvAnysource(tensors, tag);
   work->wait();
@@ -346,10 +361,9 @@ void ProcessGroup::barrier() const {
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   if (state_->own) return state_->own->allocate(sizes, dtype);
   const auto options = at::TensorOptions(dtype).device(device());
-  if (device().is_cuda() && c10::multiply_integers(sizes) != 0) {
-    if (const at::Tensor registered = allocate_registered(*state_->backend, sizes, options); registered.defined())
-      return registered;
-  }
+  const std::int64_t numel = c10::multiply_integers(sizes);
+  if (device().is_cuda() && numel != 0 && state_->backend->supportsTensorAlloc(device().index()))
+    return state_->backend->allocateTensor(numel, options).view(sizes);
   return at::empty(sizes, options);
 }
 
