@@ -3,6 +3,7 @@
 #include <ddpkit/ddpkit.h>
 
 #include "gpu/gpu.h"
+#include "support/captured_stderr.h"
 #include "support/ranks.h"
 
 namespace {
@@ -40,6 +41,30 @@ TEST_CASE("nccl collectives at world size 1", "[gpu]") {
   CHECK(torch::equal(group.all_gather(tensor)[0], before));
   CHECK(group.all_gather_bytes("gpu") == std::vector<std::string>{"gpu"});
   group.barrier();
+}
+
+TEST_CASE("an nccl group ends without a word from c10d", "[gpu]") {
+  NEEDS_GPU();
+  const std::string errors = ddpkit::testing::stderr_of([] {
+    const auto group = world_of_one();
+    const auto memory = group.allocate({1 << 20}, torch::kFloat).fill_(1);
+    // More than the group remembers at once. The last ones are still under way when the group ends.
+    for (int i = 0; i < 200; ++i) group.all_reduce(memory);
+  });
+  CHECK(errors == "");
+}
+
+TEST_CASE("a tensor of another device is refused by name", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = world_of_one();
+  const auto on_host = torch::ones({3}), on_gpu = on_host.to(group.device());
+  const auto refuses = ContainsSubstring("the tensor is on cpu, but this group's nccl works on cuda:0");
+  CHECK_THROWS_WITH(group.all_reduce(on_host), refuses);
+  CHECK_THROWS_WITH(group.broadcast(on_host), refuses);
+  CHECK_THROWS_WITH(group.all_gather_into(on_host, on_gpu), refuses);
+  CHECK_THROWS_WITH(group.reduce_scatter(on_host, on_gpu), refuses);
+  CHECK_THROWS_WITH(group.all_to_all(on_host, on_gpu), refuses);
+  group.all_reduce(on_gpu);
 }
 
 TEST_CASE("DistributedDataParallel on one GPU gives the weights of plain training", "[gpu]") {
