@@ -128,7 +128,7 @@ measure_micro() { section "Kernels and optimizers alone" micro; }
 measure_headers() { section "The headers" headers; }
 
 measure_gpu_sgd() {
-  section "A step with SGD on GPUs" --gpu step --peers --model mlp-106k,mlp-7.6m,cnn,transformer \
+  section "A step with SGD on GPUs" --gpu step --peers --model mlp-7.6m,transformer \
     --csv "$made/sgd.csv"
   note_steps "$made/sgd.csv"
 }
@@ -142,7 +142,7 @@ measure_gpu_collectives() {
   [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ] || { say "Collectives on GPUs: one GPU exchanges nothing; left out"; return; }
   section "Collectives on GPUs" --gpu collectives --collective all_reduce,all_gather,reduce_scatter,broadcast
 }
-measure_gpu_har() { section "har on GPUs" --gpu har --peers; }
+measure_gpu_har() { section "har on GPUs" --gpu har --peers --rounds 2; }
 
 # measure PART...: runs them. $made/sections becomes their text, $made/measured.tsv their ratios: name, value, part.
 measure() {
