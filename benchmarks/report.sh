@@ -326,6 +326,7 @@ bench_report() {
   [ "$what" = gpus ] || "$root/script/bootstrap" --peers
   case $what in
     gpus)
+      heading="###"
       measure "${gpu_parts[@]}"
       write_report_of_gpus
       ;;

@@ -57,6 +57,7 @@ check_options() {
     return  # Left out of this build, for want of a library.
   fi
   [ -x "${command[0]}" ] || { wrong "$where: there is no program $name"; return; }
+  if [[ $name == script/bench && ${1:-} == --gpu ]]; then shift; fi  # Precedes the name of a benchmark.
   # Subcommands, as far as the help names them.
   while [[ ${1:-} =~ ^[a-z_]+$ ]]; do
     help_of "${command[@]}" || { wrong "$where: $name --help failed"; return; }
