@@ -116,8 +116,7 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
         ranks / cores);
   const int fair = std::max(1, static_cast<int>(cores) / ranks);
   if (!omp_threads || omp_threads->empty()) {
-    add(Severity::kFine,
-        fmt::format("OMP_NUM_THREADS is not set: ddpkit run sets {} for each rank", fair));
+    add(Severity::kFine, fmt::format("OMP_NUM_THREADS is not set: ddpkit run sets {} for each rank", fair));
   } else if (const auto threads = number_in(*omp_threads); !threads || *threads == 0) {
     add(Severity::kProblem, fmt::format("OMP_NUM_THREADS is \"{}\", which is no number of threads", *omp_threads),
         fmt::format("Set OMP_NUM_THREADS={}, or unset it.", fair));

@@ -67,9 +67,9 @@ Findings live_all_reduce(const std::string& backend, int ranks) {
   const std::size_t at = output.find(kAnswer);
   if (result.exit_code() == 0 && at != std::string::npos &&
       std::sscanf(output.c_str() + at + std::char_traits<char>::length(kAnswer), "%lf %lf", &small, &large) == 2) {
-    const std::string speed = ranks == 1 ? "it works; a rank alone exchanges nothing"
-                                         : fmt::format("4 KiB in {:.1f} us, 16 MiB at {:.1f} GB/s", small,
-                                                       kLargeBytes / large / 1e3);
+    const std::string speed =
+        ranks == 1 ? "it works; a rank alone exchanges nothing"
+                   : fmt::format("4 KiB in {:.1f} us, 16 MiB at {:.1f} GB/s", small, kLargeBytes / large / 1e3);
     return {{"all-reduce", Severity::kFine, fmt::format("{}: {}", title, speed)}};
   }
   std::string reason = result.timed_out       ? "it did not end within 60 s"

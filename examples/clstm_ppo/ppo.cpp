@@ -23,8 +23,7 @@ at::Tensor advantages_of(const at::Tensor& rewards, const at::Tensor& values, do
 
 at::Tensor normalised_over_ranks(const at::Tensor& advantages, const ddpkit::ProcessGroup& group) {
   const at::Tensor all = advantages.to(torch::kCPU, torch::kDouble);
-  const auto sums =
-      ddpkit::train::sum_over_ranks({static_cast<double>(all.numel()), all.sum().item<double>()}, group);
+  const auto sums = ddpkit::train::sum_over_ranks({static_cast<double>(all.numel()), all.sum().item<double>()}, group);
   const double count = sums[0], mean = sums[1] / count;
   const double squares = ddpkit::train::sum_over_ranks({(all - mean).square().sum().item<double>()}, group)[0];
   const double deviation = std::sqrt(squares / count);

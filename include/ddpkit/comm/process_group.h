@@ -149,8 +149,8 @@ class ProcessGroup {
   void barrier() const;
 
   /// Memory for collectives: with `shm`, pages that every rank of the host maps, so that a collective on it copies
-  /// nothing; with `nccl`, memory that is registered with NCCL, or plain memory where NCCL or the GPU has no support for
-  /// it; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
+  /// nothing; with `nccl`, memory that is registered with NCCL, or plain memory where NCCL or the GPU has no support
+  /// for it; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
   /// Contents undefined. The tensor outlives the group.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 

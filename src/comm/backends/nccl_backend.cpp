@@ -30,8 +30,8 @@ struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(WorkNCCL& work) { return work.*(&EndOf::ncclEndEvent_); }
 };
 
-/// Connects when it is made, and ends in order. The destructor of ProcessGroupNCCL only aborts: it prints a warning, and
-/// another rank that is still in the last collective hangs.
+/// Connects when it is made, and ends in order. The destructor of ProcessGroupNCCL only aborts: it prints a warning,
+/// and another rank that is still in the last collective hangs.
 class NcclBackend final : public c10d::ProcessGroupNCCL {
  public:
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment, c10::Device device,
@@ -57,9 +57,9 @@ class NcclBackend final : public c10d::ProcessGroupNCCL {
   }
 
  protected:
-  c10::intrusive_ptr<WorkNCCL> initWork(at::Device& device, int rank, c10d::OpType type, bool is_p2p,
-                                        const char* title, const std::vector<at::Tensor>& inputs,
-                                        const std::vector<at::Tensor>& outputs, bool record) override {
+  c10::intrusive_ptr<WorkNCCL> initWork(at::Device& device, int rank, c10d::OpType type, bool is_p2p, const char* title,
+                                        const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+                                        bool record) override {
     auto work = ProcessGroupNCCL::initWork(device, rank, type, is_p2p, title, inputs, outputs, record);
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
       const std::lock_guard lock(mutex_);
