@@ -111,7 +111,7 @@ class Reader {
     const auto found = std::find(header.begin(), header.end(), name);
     if (found == header.end()) return kNone;
     if (std::find(found + 1, header.end(), name) != header.end())
-      fail(file_, records_.front().line, fmt::format("the column {} is there twice", name));
+      fail(file_, records_.front().line, fmt::format("the column {} occurs twice", name));
     return static_cast<std::size_t>(found - header.begin());
   }
 
@@ -150,7 +150,7 @@ class Reader {
     if (series_.size() > 0 && *time <= series_.times.back())
       fail(file_, row.line,
            *time == series_.times.back()
-               ? fmt::format("the date {} is there twice", date)
+               ? fmt::format("the date {} occurs twice", date)
                : fmt::format("{} comes after {}: dates must ascend", date, series_.dates.back()));
     series_.times.push_back(*time);
     series_.dates.push_back(date);

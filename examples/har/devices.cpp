@@ -88,7 +88,7 @@ void check_gpu_ids(const std::vector<int>& ids, int there) {
                                    there == 0   ? "none"
                                    : there == 1 ? "one, number 0"
                                                 : fmt::format("{}, numbers 0 to {}", there, there - 1)));
-    if (!seen.insert(id).second) throw UsageError(fmt::format("{}: GPU {} is there twice", given, id));
+    if (!seen.insert(id).second) throw UsageError(fmt::format("{}: GPU {} occurs twice", given, id));
   }
 }
 

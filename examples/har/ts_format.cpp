@@ -75,7 +75,7 @@ Header read_header(TextFile& file) {
     const std::string tag = lower(written);
     if (std::find(kTags.begin(), kTags.end(), tag) == kTags.end())
       file.fail(fmt::format("unknown tag {}: known are {}", in_quotes(written), fmt::join(kTags, ", ")));
-    if (!seen.insert(tag).second) file.fail(fmt::format("{} is there twice", written));
+    if (!seen.insert(tag).second) file.fail(fmt::format("{} occurs twice", written));
     if (tag == "@problemname") continue;
     const std::string_view value = next_word(rest);
     if (const std::string_view more = trimmed(rest); !more.empty() && tag != "@classlabel")

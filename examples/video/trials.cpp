@@ -60,7 +60,7 @@ std::vector<std::string> read_classes(const std::filesystem::path& path) {
     if (name.empty()) continue;
     if (std::find(names.begin(), names.end(), name) != names.end())
       throw ddpkit::InvalidArgument(
-          fmt::format("{}:{}: the class {} is there twice", path.string(), number, in_quotes(name)));
+          fmt::format("{}:{}: the class {} occurs twice", path.string(), number, in_quotes(name)));
     names.push_back(name);
   }
   if (names.empty()) throw ddpkit::InvalidArgument(fmt::format("{} names no class", path.string()));

@@ -41,7 +41,7 @@ void ShardedOptimizerBase::announce(int event) {
   if (join_) return join_->announce(join_index_, event);
   if (JoinSession::running(shards_->group))
     throw InvalidArgument(
-        "a ShardedOptimizer has collectives of its own: pass it to join() with the DistributedDataParallel, "
+        "a ShardedOptimizer calls collectives: pass it to join() with the DistributedDataParallel, "
         "join({ddp, optimizer}, loop)");
 }
 

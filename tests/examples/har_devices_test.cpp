@@ -105,6 +105,6 @@ TEST_CASE("devices that do not fit are refused", "[har]") {
     refused({"--gpu-ids", "0,9"}, "--gpu-ids 0,9: there is no GPU 0: this host shows none");
   if (torch::cuda::device_count() == 1) {
     refused({"--gpu-ids", "0,9"}, "--gpu-ids 0,9: there is no GPU 9: this host shows one, number 0");
-    refused({"--gpu-ids", "0,0"}, "GPU 0 is there twice");
+    refused({"--gpu-ids", "0,0"}, "GPU 0 occurs twice");
   }
 }

@@ -22,7 +22,7 @@ constexpr double kOfDisturbance = 16;
 double tolerance(const Case& drawn) {
   const bool power_sgd = drawn.wrapper.hook == "power_sgd";
   const double rounding = rounding_of(drawn).gradients;
-  // The disturbed reference leaves out the roundings within a layer: float32 norms in a row need more.
+  // The disturbed reference omits the rounding errors inside a layer. Several norms in float32 need a larger tolerance.
   return rounding > 0 ? std::max(2e-3, kRoundings * rounding) : power_sgd ? 1e-5 : 1e-9;
 }
 

@@ -179,7 +179,7 @@ TEST_CASE("a wrong .ts file is one sentence with file and line", "[har]") {
   check_ts_error("@classLabel true up down\n", "", "no @classLabel before @data");
   check_ts_error("@data\n", "", "a line of data before @data");
   check_ts_error("@univariate false", "@univariate true", "@univariate is true, but @dimensions is 2");
-  check_ts_error("@dimensions 2", "@dimensions 2\n@Dimensions 3", "Toy_TRAIN.ts:7: @Dimensions is there twice");
+  check_ts_error("@dimensions 2", "@dimensions 2\n@Dimensions 3", "Toy_TRAIN.ts:7: @Dimensions occurs twice");
   check_ts_error("@dimensions 2", "@dimensions 2 3", "Toy_TRAIN.ts:6: '3' behind the value of @dimensions");
   check_ts_error("@data\n", "@seriesWidth 3\n@data\n", "Toy_TRAIN.ts:10: unknown tag '@seriesWidth'");
   CHECK_THROWS_WITH(TsFolder("@classLabel true a\n", kTs).read(), ContainsSubstring("Toy_TRAIN.ts has no @data line"));

@@ -82,11 +82,11 @@ class LengthBucketedSampler {
   /// The model has trained on the first `position` of batches(). Throws InvalidArgument beyond the end.
   void set_position(std::size_t position);
 
-  /// Epoch and position: a loaded sampler goes on with the very next batch, also on another number of ranks. Throws
-  /// InvalidArgument where the position is unknown: batches() was called and set_position() was not, or next() was
+  /// Saves the epoch and the position. A loaded sampler resumes with the next batch, also on another number of ranks.
+  /// Throws InvalidArgument if the position is unknown: batches() was called and set_position() was not, or next() was
   /// called on another thread.
   void save(torch::serialize::OutputArchive& archive) const;
-  /// Throws InvalidArgument, and changes nothing, where the epoch has fewer batches here.
+  /// Throws InvalidArgument, and changes nothing, if the epoch of this sampler has fewer batches.
   void load(torch::serialize::InputArchive& archive);
 
  private:

@@ -60,8 +60,8 @@ void write_checkpoint(const std::filesystem::path& path, const torch::nn::Module
                       const std::vector<CheckpointPart>& parts = {});
 
 /// The same in a job, with the random generators' states of all ranks, and their modules' buffers where they differ.
-/// Collective: rank 0 writes, and all ranks return once the file is there or throw the same Error. Throws ModelMismatch
-/// for parameters that differ between ranks.
+/// Collective: rank 0 writes, and all ranks return after the file has been written, or throw its Error. Throws
+/// ModelMismatch for parameters that differ between ranks.
 void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& module,
                      const torch::optim::Optimizer& optimizer, const CheckpointInfo& info, const ProcessGroup& group,
                      const std::vector<CheckpointPart>& parts = {});

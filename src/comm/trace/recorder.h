@@ -56,7 +56,7 @@ class Recorder {
   /// The next collective is that of this bucket.
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
-  /// This rank waits for the others of a world of so many, and the next group is theirs.
+  /// This rank waits in the rendezvous for a world of `world` ranks. The next group is the group of that world.
   void meet(int world) noexcept {
     world_group_.store(groups_.load());
     page_->outcome.store(Outcome{});
