@@ -19,6 +19,7 @@
 #include "comm/backends/hierarchical_backend.h"
 #include "comm/backends/staged_backend.h"
 #include "comm/cuda.h"
+#include "comm/device_index.h"
 #include "comm/roll_call.h"
 #include "comm/timeout.h"
 #include "comm/trace/recorder.h"
@@ -78,25 +79,25 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
   return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
 }
 
-at::Device choose_device(const InitOptions& options, std::string_view backend, const LaunchEnvironment& environment) {
-  if (options.device && (options.device->has_index() || !options.device->is_cuda())) return *options.device;
-  if (!options.device && backend != "nccl") return at::kCPU;
-  const int devices = cuda::device_count();
-  if (devices > 0 && environment.local_rank >= devices)
+}  // namespace
+
+c10::Device device_of_rank(std::optional<c10::Device> wanted, std::string_view backend,
+                           const LaunchEnvironment& environment, int gpus) {
+  const c10::Device device = wanted.value_or(c10::Device(backend == "nccl" ? c10::kCUDA : c10::kCPU));
+  if (!device.is_cuda() || device.has_index()) return device;
+  if (gpus > 0 && environment.local_rank >= gpus)
     throw InvalidArgument(fmt::format(
         "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
         "CPU with the shm backend",
-        environment.rank, environment.local_rank, devices, devices == 1 ? "" : "s"));
-  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(environment.local_rank));
+        environment.rank, environment.local_rank, gpus, gpus == 1 ? "" : "s"));
+  return with_index(device, environment.local_rank);
 }
-
-}  // namespace
 
 ProcessGroup init_process_group(const InitOptions& options) {
   LaunchEnvironment environment = options.environment ? *options.environment : read_launch_environment();
   environment.master_addr = usable_loopback(environment.master_addr);
   const BackendKind& backend_kind = choose_backend(options, environment);
-  const at::Device device = choose_device(options, backend_kind.name, environment);
+  const at::Device device = device_of_rank(options.device, backend_kind.name, environment, cuda::device_count());
   if (options.timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
   const std::chrono::milliseconds timeout = bounded(options.timeout);

@@ -16,6 +16,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
+#include "comm/device_index.h"
 #include "comm/host.h"
 #include "comm/trace/recorder.h"
 
@@ -109,7 +110,7 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
                            at::Device device, const LaunchEnvironment& environment)
     : state_(new State{.backend = std::move(backend),
                        .store = std::move(store),
-                       .device = device,
+                       .device = with_index(device, environment.local_rank),
                        .environment = environment,
                        .backend_name = {}},
              State::Deleter()) {

@@ -12,6 +12,7 @@
 #include <ddpkit/optim/graphed_step.h>
 
 #include "comm/cuda.h"
+#include "comm/device_index.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit::optim {
@@ -128,8 +129,8 @@ GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimi
     if (!optimizer->capturable())
       throw InvalidArgument("GraphedStep: an optimizer must be made with FusedOptions{.capturable = true}");
   }
-  if (!device.has_index()) device = cuda_guard().getDevice();
-  impl_ = std::make_unique<Impl>(device, std::move(optimizers), std::move(step), options.warmup_iterations);
+  impl_ = std::make_unique<Impl>(with_index(device, cuda_guard().getDevice().index()), std::move(optimizers),
+                                 std::move(step), options.warmup_iterations);
 }
 
 GraphedStep::~GraphedStep() = default;

@@ -84,6 +84,9 @@ TEST_CASE("DataParallel refuses what it cannot do", "[dp]") {
   CHECK_THROWS_WITH(DataParallel<Plain>(std::make_shared<Plain>()), ContainsSubstring("torch::nn::Cloneable"));
   auto net = make_net();
   CHECK_THROWS_AS(DataParallel(net, {.devices = {torch::Device("cuda:0")}}), InvalidArgument);
+  if (!torch::cuda::is_available())
+    CHECK_THROWS_WITH(DataParallel(net, {.devices = {torch::kCUDA}}),
+                      ContainsSubstring("a replica is to be on cuda:0"));
   CHECK_THROWS_AS(DataParallel(net, {.replicas = 0}), InvalidArgument);
   CHECK_THROWS_AS(DataParallel(net, {.threads_per_replica = 0}), InvalidArgument);
   CHECK_THROWS_AS(DataParallel(net, {.bucket_cap_mb = 0}), InvalidArgument);

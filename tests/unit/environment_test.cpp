@@ -2,8 +2,14 @@
 
 #include <map>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
+#include "comm/device_index.h"
 #include "support/catch.h"
 
 using ddpkit::LaunchEnvironment;
@@ -180,4 +186,33 @@ TEST_CASE("wrong variables are named with their values", "[environment]") {
   check_refused({{"WORLD_SIZE", "2"}}, "RANK is not set");
   check_refused({{"RANK", "0"}}, "WORLD_SIZE is not set");
   check_refused({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", "70000"}}, "MASTER_PORT is 70000");
+}
+
+TEST_CASE("a CUDA device without an index is that of the local rank", "[environment]") {
+  const c10::Device cuda(c10::kCUDA);
+  CHECK(ddpkit::with_index(cuda, 2) == c10::Device(c10::kCUDA, 2));
+  CHECK(ddpkit::with_index(c10::Device(c10::kCUDA, 1), 2) == c10::Device(c10::kCUDA, 1));
+  CHECK(ddpkit::with_index(c10::kCPU, 2) == c10::Device(c10::kCPU));
+
+  LaunchEnvironment environment;
+  environment.rank = 7;
+  environment.world_size = 8;
+  environment.local_rank = 3;
+  environment.local_world_size = 4;
+  const auto device = [&](std::optional<c10::Device> wanted, const char* backend, int gpus) {
+    return ddpkit::device_of_rank(wanted, backend, environment, gpus);
+  };
+  CHECK(device({}, "nccl", 4) == c10::Device(c10::kCUDA, 3));
+  CHECK(device({}, "shm", 4) == c10::kCPU);
+  for (const char* backend : {"nccl", "shm"}) {
+    CHECK(device(cuda, backend, 4) == c10::Device(c10::kCUDA, 3));
+    CHECK(device(c10::Device(c10::kCUDA, 0), backend, 4) == c10::Device(c10::kCUDA, 0));
+    CHECK_THROWS_WITH(device(cuda, backend, 3), ContainsSubstring("rank 7 is number 3 on this host, which has 3 GPUs"));
+  }
+  CHECK(device(c10::kCPU, "shm", 0) == c10::kCPU);
+
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const ddpkit::ProcessGroup group(ddpkit::create_shm_backend(store, 0, 1, std::chrono::seconds(60)), store, cuda,
+                                   environment);
+  CHECK(group.device() == c10::Device(c10::kCUDA, 3));
 }

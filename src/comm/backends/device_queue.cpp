@@ -17,6 +17,7 @@
 
 #include <utility>
 
+#include "comm/device_index.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
@@ -97,8 +98,7 @@ std::unique_ptr<StagingQueue> create_device_queue(at::Device device) {
         fmt::format("the shm backend is for tensors of the CPU and of CUDA devices, not on {}", device.str()));
   if (const int devices = c10::cuda::device_count(); device.index() >= devices || devices == 0)
     throw InvalidArgument(fmt::format("tensors are to be on {}, but this host shows {} GPUs", device.str(), devices));
-  if (!device.has_index()) device.set_index(c10::cuda::current_device());
-  return std::make_unique<DeviceQueue>(device);
+  return std::make_unique<DeviceQueue>(with_index(device, c10::cuda::current_device()));
 }
 
 }  // namespace ddpkit

@@ -14,6 +14,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/cuda.h"
+#include "comm/device_index.h"
 #include "comm/host.h"
 #include "parallel/dp/data_parallel_impl.h"
 #include "parallel/dp/replica_random.h"
@@ -41,7 +42,7 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
       throw InvalidArgument(fmt::format("DataParallel's replicas are on CPUs or on CUDA devices, but not on {} and {}",
                                         devices[0].str(), device.str()));
     if (device.is_cpu()) continue;
-    if (!device.has_index()) device.set_index(0);
+    device = with_index(device, 0);
     if (device.index() >= cuda::device_count())
       throw InvalidArgument(fmt::format("DataParallel: a replica is to be on {}, but this build and host have {} GPUs",
                                         device.str(), cuda::device_count()));
