@@ -142,10 +142,12 @@ int JoinSession::shadow_the_others() {
       group_.all_reduce(zeros);
     }
   }
-  const at::Tensor most = at::full({1}, last ? forwards_ : -1, at::kLong).to(group_.device());
-  const at::Tensor own = most.clone();
+  // The largest number of forward passes, then the lowest rank.
+  const std::int64_t ranks = group_.world_size();
+  const std::int64_t own = last ? (forwards_ + 1) * ranks - 1 - group_.rank() : -1;
+  const at::Tensor most = at::full({1}, own, at::kLong).to(group_.device());
   group_.all_reduce(most, ReduceOp::kMax);
-  return first_active(at::equal(own, most));
+  return static_cast<int>(ranks - 1 - most.item<std::int64_t>() % ranks);
 }
 
 void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,
