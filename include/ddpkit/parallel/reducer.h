@@ -112,7 +112,8 @@ class Reducer {
 
   /// Before a forward pass: hooks parameters again if their autograd objects have been replaced, as by torch::load().
   /// Throws ModelMismatch for a parameter that has been cast, moved, resized or unfrozen since the construction.
-  void follow_parameters();
+  /// `expects_backward`: a backward will follow, so that all ranks run this forward pass.
+  void follow_parameters(bool expects_backward);
 
   /// False: backward leaves gradients local, to accumulate until the next synchronised backward.
   void set_synchronize(bool synchronize) noexcept;

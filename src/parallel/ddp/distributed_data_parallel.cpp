@@ -191,11 +191,8 @@ void DistributedDataParallelBase::before_forward() {
     check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_,
                       group_);
   }
-  {
-    // Some ranks alone may run an evaluation, which has no backward.
-    const at::AutoGradMode expects_backward(at::GradMode::is_enabled() && module_->is_training());
-    reducer_->follow_parameters();
-  }
+  // Some ranks alone may run an evaluation, which has no backward.
+  reducer_->follow_parameters(at::GradMode::is_enabled() && module_->is_training());
   if (join_) join_->count_forward();
   const auto now = [this] {
     return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();

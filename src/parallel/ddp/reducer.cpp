@@ -1,7 +1,5 @@
 #include <ddpkit/parallel/reducer.h>
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -92,7 +90,7 @@ void Reducer::Impl::remove_hooks() noexcept {
 
 // ---- forward
 
-void Reducer::Impl::follow_parameters() {
+void Reducer::Impl::follow_parameters(bool expects_backward) {
   if (hooks_->replaced())
     throw InvalidArgument(
         "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
@@ -104,7 +102,7 @@ void Reducer::Impl::follow_parameters() {
     end_abandoned_backward();
     in_backward = backward_.phase != Phase::kIdle;
     if (!in_backward) follow_sink();
-    if (!in_backward && synchronize && at::GradMode::is_enabled()) used_.count_forward();
+    if (!in_backward && synchronize && expects_backward) used_.count_forward();
   }
   if (sink_ && !in_backward) sink_->follow_parameters();
   const std::lock_guard lock(mutex_);
@@ -310,7 +308,7 @@ Reducer::SinkRegistration::State Reducer::SinkRegistration::state() const {
   return reducer ? reducer->state_of(*sink_) : State::kNoReducer;
 }
 
-void Reducer::follow_parameters() { impl_->follow_parameters(); }
+void Reducer::follow_parameters(bool expects_backward) { impl_->follow_parameters(expects_backward); }
 void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
 void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }

@@ -32,7 +32,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   void install_hooks();
   void remove_hooks() noexcept;
-  void follow_parameters();
+  void follow_parameters(bool expects_backward);
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
   void set_comm_hook(CommHook hook);
   void set_gradient_sink(GradientSink& sink);
