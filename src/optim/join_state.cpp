@@ -79,7 +79,6 @@ void JoinState::join_end(int source) {
   std::string bytes;
   run_on_all_ranks(group_, kCall, [&] {
     if (own) bytes = save();
-    return std::string();
   });
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(group_.device());
   group_.broadcast(size, source);
@@ -88,7 +87,7 @@ void JoinState::join_end(int source) {
   const at::Tensor data = on_host.to(group_.device());
   group_.broadcast(data, source);
   run_on_all_ranks(group_, kCall, [&] {
-    if (own) return std::string();
+    if (own) return;
     on_host.copy_(data);
     torch::serialize::InputArchive archive;
     archive.load_from(bytes.data(), bytes.size());
@@ -97,7 +96,6 @@ void JoinState::join_end(int source) {
       archive.read(fmt::format("part_{}", i), nested);
       parts_[i].load(nested);
     }
-    return std::string();
   });
 }
 

@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <string_view>
+#include <typeinfo>
 #include <unordered_map>
 
 #include <fmt/format.h>
@@ -31,6 +32,16 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
+/// The current exception `error`. If its type is E itself and it names no rank, an E that names `rank` and `call`.
+template <class E>
+std::exception_ptr with_rank(const E& error, int rank, const char* call) {
+  if (typeid(error) != typeid(E) || error.context().rank) return std::current_exception();
+  Error::Context context = error.context();
+  context.rank = rank;
+  if (context.call.empty()) context.call = call;
+  return std::make_exception_ptr(E(error.what(), context));
+}
+
 }  // namespace
 
 std::optional<RankDifference> first_difference(const std::vector<std::string>& texts) {
@@ -47,14 +58,21 @@ std::optional<RankDifference> first_difference(const std::vector<std::string>& t
   return std::nullopt;
 }
 
-std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char* call,
-                                          const std::function<std::string()>& body) {
+void run_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<void()>& body) {
+  texts_of_all_ranks(group, call, [&] {
+    body();
+    return std::string();
+  });
+}
+
+std::vector<std::string> texts_of_all_ranks(const ProcessGroup& group, const char* call,
+                                            const std::function<std::string()>& body) {
   // First byte: '.' for no error, 'i' for an InvalidArgument, 'e' for any other error.
   std::string text;
   std::exception_ptr own;
-  const auto fail = [&](char kind, const char* what) {
+  const auto fail = [&](char kind, const char* what, std::exception_ptr error = std::current_exception()) {
     text = kind + std::string(what);
-    own = std::current_exception();
+    own = std::move(error);
   };
   try {
     text = '.' + body();
@@ -62,19 +80,23 @@ std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char*
     group.abort(error.what());  // The lost rank may have taken part in the exchange that follows before it ended.
     throw;
   } catch (const InvalidArgument& error) {
-    fail('i', error.what());
+    fail('i', error.what(), with_rank(error, group.rank(), call));
+  } catch (const Error& error) {
+    fail('e', error.what(), with_rank(error, group.rank(), call));
   } catch (const c10::Error& error) {
     fail('e', error.what_without_backtrace());
   } catch (const std::exception& error) {
     fail('e', error.what());
+  } catch (...) {
+    fail('e', "an exception that is no std::exception");
   }
   std::vector<std::string> texts{text};
   if (group.world_size() > 1) texts = group.all_gather_bytes(text);
-  if (own) std::rethrow_exception(own);
   for (std::size_t r = 0; r < texts.size(); ++r) {
     const char kind = texts[r].front();
     texts[r].erase(0, 1);
     if (kind == '.') continue;
+    if (own && static_cast<int>(r) == group.rank()) std::rethrow_exception(own);
     const std::string message = fmt::format("rank {}: {}", r, texts[r]);
     const Error::Context context{.rank = static_cast<int>(r), .call = call};
     if (kind == 'i') throw InvalidArgument(message, context);
@@ -84,7 +106,7 @@ std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char*
 }
 
 void check_same_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<std::string()>& body) {
-  if (const auto found = first_difference(run_on_all_ranks(group, call, body)))
+  if (const auto found = first_difference(texts_of_all_ranks(group, call, body)))
     throw InvalidArgument(fmt::format("{} differs between rank 0 and rank {}: \"{}\" and \"{}\"", call, found->rank,
                                       found->reference, found->other));
 }
@@ -117,26 +139,33 @@ std::vector<std::string> describe_model(const torch::nn::Module& module, const N
   return lines;
 }
 
-void check_same_model(const ProcessGroup& group, const std::function<std::vector<std::string>()>& lines) {
-  const auto found = first_difference(run_on_all_ranks(group, "DistributedDataParallel",
-                                                       [&] { return fmt::format("{}\n", fmt::join(lines(), "\n")); }));
+std::vector<std::string> describe_values(const char* kind, const NamedTensors& tensors) {
+  std::vector<std::string> lines;
+  for (const auto& [name, tensor] : tensors) {
+    const at::Tensor values = tensor.detach().cpu().contiguous();
+    const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    lines.push_back(fmt::format("{} with values of hash {:016x}", describe(kind, name, values),
+                                std::hash<std::string_view>()(bytes)));
+  }
+  return lines;
+}
+
+void check_same_model(const ProcessGroup& group, const char* call, const char* what,
+                      const std::function<std::vector<std::string>()>& lines) {
+  const auto found =
+      first_difference(texts_of_all_ranks(group, call, [&] { return fmt::format("{}\n", fmt::join(lines(), "\n")); }));
   if (!found) return;
-  throw ModelMismatch(fmt::format("the model differs between ranks: rank 0 has {}, rank {} has {}", found->reference,
-                                  found->rank, found->other),
-                      {.rank = found->rank, .call = "DistributedDataParallel"});
+  throw ModelMismatch(
+      fmt::format("{}: rank 0 has {}, rank {} has {}", what, found->reference, found->rank, found->other),
+      {.rank = found->rank, .call = call});
 }
 
 void check_same_parameters(const DistributedDataParallelBase& ddp) {
   if (ddp.group().world_size() == 1) return;
-  check_same_model(ddp.group(), [&] {
-    std::vector<std::string> lines;
-    for (const NamedParameter& parameter : ddp.reducer().parameters()) {
-      const at::Tensor values = parameter.tensor.detach().cpu().contiguous();
-      const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-      lines.push_back(fmt::format("{} with values of hash {:016x}", describe("parameter", parameter.name, values),
-                                  std::hash<std::string_view>()(bytes)));
-    }
-    return lines;
+  check_same_model(ddp.group(), "check_same_parameters", "the parameters differ between ranks", [&] {
+    NamedTensors parameters;
+    for (const auto& [name, tensor, sparse] : ddp.reducer().parameters()) parameters.emplace_back(name, tensor);
+    return describe_values("parameter", parameters);
   });
 }
 

@@ -25,10 +25,13 @@ struct RankDifference {
 /// `texts`: of all ranks, in lines. [rank]
 std::optional<RankDifference> first_difference(const std::vector<std::string>& texts);
 
-/// Collective. Calls `body` on all ranks. If `body` throws on a rank, all ranks throw: that rank the same exception,
-/// the others an InvalidArgument or Error with its text, the rank and `call`. Returns the texts of all ranks. [rank]
-std::vector<std::string> run_on_all_ranks(const ProcessGroup& group, const char* call,
-                                          const std::function<std::string()>& body);
+/// Collective. Calls `body` on all ranks. If `body` throws, all ranks throw the error of the lowest rank that failed:
+/// that rank the same exception, the others an InvalidArgument or Error with its text. The Errors and InvalidArguments
+/// name the rank and `call`.
+void run_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<void()>& body);
+/// The same. Returns the texts of all ranks. [rank]
+std::vector<std::string> texts_of_all_ranks(const ProcessGroup& group, const char* call,
+                                            const std::function<std::string()>& body);
 /// The same. Also throws InvalidArgument, with the first line that differs, if the texts of the ranks differ.
 void check_same_on_all_ranks(const ProcessGroup& group, const char* call, const std::function<std::string()>& body);
 
@@ -39,8 +42,13 @@ std::unordered_set<const void*> sparse_weights(const torch::nn::Module& module);
 std::vector<std::string> describe_model(const torch::nn::Module& module, const NamedTensors& parameters,
                                         const NamedTensors& buffers);
 
-/// Collective: run_on_all_ranks(). Also throws ModelMismatch with the first line that differs between ranks.
-void check_same_model(const ProcessGroup& group, const std::function<std::vector<std::string>()>& lines);
+/// One line per tensor, with a checksum of its values. `kind`: "parameter" or "buffer".
+std::vector<std::string> describe_values(const char* kind, const NamedTensors& tensors);
+
+/// Collective: run_on_all_ranks(). Also throws ModelMismatch with the first line that differs between ranks. `what`:
+/// the sentence before the difference.
+void check_same_model(const ProcessGroup& group, const char* call, const char* what,
+                      const std::function<std::vector<std::string>()>& lines);
 
 /// Throws ModelMismatch for a parameter with requires_grad that is none of `wrapped`, and tells the other ranks.
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,

@@ -6,19 +6,18 @@
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
-#include <ddpkit/train/together.h>
 
+#include "parallel/model_agreement.h"
 #include "train/generator_seed.h"
-#include "train/state/crc32.h"
 
 namespace ddpkit::train {
 namespace {
@@ -45,37 +44,6 @@ std::string to_bytes(OutputArchive& archive) {
     return size;
   });
   return bytes;
-}
-
-constexpr std::size_t kChecksumBytes = 8;
-
-std::string checksum_of(const std::vector<at::Tensor>& tensors) {
-  std::uint32_t checksum = 0;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor host = tensor.detach().cpu().contiguous();
-    checksum = crc32c(host.const_data_ptr(), host.nbytes(), checksum);
-  }
-  return fmt::format("{:08x}", checksum);
-}
-
-/// `checksums`: of the buffers of each rank, then of each parameter. [rank]
-void check_same_parameters(const std::vector<std::string>& checksums, const std::vector<std::string>& names) {
-  for (std::size_t r = 1; r < checksums.size(); ++r) {
-    const auto fail = [&](const std::string& what) {
-      throw ModelMismatch(
-          fmt::format("the checkpoint is not written: {} between rank 0 and rank {}. A rank has taken a step alone, or "
-                      "has written to the parameter outside the optimizer. If ranks keep different values on purpose, "
-                      "set check_parameters of CheckpointOptions to false",
-                      what, r),
-          {.rank = static_cast<int>(r), .call = "Checkpoint"});
-    };
-    if (checksums[r].size() != checksums[0].size()) fail("the number of parameters differs");
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      const std::size_t at = (i + 1) * kChecksumBytes;
-      if (checksums[r].compare(at, kChecksumBytes, checksums[0], at, kChecksumBytes) != 0)
-        fail(fmt::format("the values of parameter {} differ", names[i]));
-    }
-  }
 }
 
 }  // namespace
@@ -105,22 +73,19 @@ std::string rank_state(const torch::nn::Module& module, const std::vector<Checkp
 
 std::vector<std::string> gather_rank_states(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts,
                                             const ProcessGroup& group, bool check_parameters) {
-  std::string own = checksum_of(module.buffers());
-  std::vector<std::string> names;
+  constexpr const char* kCall = "Checkpoint";
   if (check_parameters && group.world_size() > 1) {
-    for (const auto& parameter : module.named_parameters()) {
-      names.push_back(parameter.key());
-      own += checksum_of({parameter.value()});
-    }
+    check_same_model(group, kCall,
+                     "the checkpoint is not written, because the parameters differ between ranks (a rank took a step "
+                     "alone, or wrote to a parameter outside the optimizer; if the values should differ, set "
+                     "check_parameters of CheckpointOptions to false)",
+                     [&] { return describe_values("parameter", module.named_parameters().pairs()); });
   }
-  const auto checksums = group.all_gather_bytes(own);
-  check_same_parameters(checksums, names);
-  const bool buffers_differ = std::any_of(checksums.begin(), checksums.end(), [&](const std::string& other) {
-    return other.compare(0, kChecksumBytes, checksums[0], 0, kChecksumBytes) != 0;
-  });
-  std::string state;
-  run_together(group, [&] { state = rank_state(module, parts, buffers_differ); });
-  return group.all_gather_bytes(state);
+  const bool buffers_differ =
+      first_difference(texts_of_all_ranks(group, kCall, [&] {
+        return fmt::format("{}", fmt::join(describe_values("buffer", module.named_buffers().pairs()), "\n"));
+      })).has_value();
+  return texts_of_all_ranks(group, kCall, [&] { return rank_state(module, parts, buffers_differ); });
 }
 
 RankState::RankState(const std::string& path, const std::string& bytes, torch::nn::Module& module,

@@ -5,36 +5,14 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/tensor.h>
 
-#include <exception>
-#include <vector>
-
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/error.h>
-#include <ddpkit/train/main.h>
+
+#include "parallel/model_agreement.h"
 
 namespace ddpkit::train {
 
 void run_together(const ProcessGroup& group, const std::function<void()>& body) {
-  std::string message;
-  bool invalid_argument = false;
-  try {
-    body();
-  } catch (const InvalidArgument& error) {
-    message = error.what();
-    invalid_argument = true;
-  } catch (...) {
-    message = one_sentence(std::current_exception());
-  }
-  // First byte: '.' went well, 'i' an InvalidArgument, 'e' any other error; behind it the message.
-  const char status = message.empty() ? '.' : invalid_argument ? 'i' : 'e';
-  const std::vector<std::string> outcomes = group.all_gather_bytes(status + message);
-  for (int rank = 0; rank < static_cast<int>(outcomes.size()); ++rank) {
-    const std::string& outcome = outcomes[rank];
-    if (outcome.empty() || outcome.front() == '.') continue;
-    const Error::Context context{.rank = rank};
-    if (outcome.front() == 'i') throw InvalidArgument(outcome.substr(1), context);
-    throw Error(outcome.substr(1), context);
-  }
+  run_on_all_ranks(group, "run_together", body);
 }
 
 std::string broadcast_bytes(const ProcessGroup& group, std::string bytes, int root) {

@@ -4,10 +4,15 @@
 
 #include <functional>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
+
+#include <fmt/format.h>
 
 #include <ddpkit/error.h>
 
+#include "parallel/model_agreement.h"
 #include "ranks/thread_ranks.h"
 #include "support/catch.h"
 #include "support/ranks.h"
@@ -217,4 +222,49 @@ RANK_TEST("a rank that gives up tells the others why", "[shm][errors]", 3) {
     CHECK(error.context().rank == 2);  // Also where another rank has passed it on.
   }
   group.barrier();
+}
+
+RANK_TEST("an error of one rank is an error on all ranks, and keeps its type on that rank", "[errors]", 1, 2, 3) {
+  struct Special : ddpkit::InvalidArgument {
+    using InvalidArgument::InvalidArgument;
+  };
+  const auto outcome = [&](const auto& thrown, int lowest_failing) -> std::string {
+    const auto describe = [](const char* type, const ddpkit::Error& error) {
+      return fmt::format("{} of rank {} in {}: {}", type, error.context().rank.value_or(-1), error.context().call,
+                         error.what());
+    };
+    try {
+      ddpkit::run_on_all_ranks(group, "the call", [&] {
+        if (group.rank() >= lowest_failing) throw thrown;
+      });
+    } catch (const std::out_of_range& error) {
+      return std::string("own: ") + error.what();
+    } catch (const int number) {
+      return "own: " + std::to_string(number);
+    } catch (const Special& error) {
+      return std::string("own: ") + error.what();
+    } catch (const ddpkit::InvalidArgument& error) {
+      return describe("InvalidArgument", error);
+    } catch (const ddpkit::Error& error) {
+      return describe("Error", error);
+    }
+    return "threw nothing";
+  };
+  const int last = group.world_size() - 1;
+  for (const int lowest : {last, 0}) {
+    CAPTURE(lowest);
+    const bool is_own = group.rank() == lowest;
+    const auto expected = [&](const char* type, const char* text) {
+      return fmt::format("{} of rank {} in the call: {}{}", type, lowest,
+                         is_own ? std::string() : fmt::format("rank {}: ", lowest), text);
+    };
+    CHECK(outcome(ddpkit::Error("no disk"), lowest) == expected("Error", "no disk"));
+    CHECK(outcome(ddpkit::InvalidArgument("no file"), lowest) == expected("InvalidArgument", "no file"));
+    CHECK(outcome(Special("no use"), lowest) == (is_own ? "own: no use" : expected("InvalidArgument", "no use")));
+    CHECK(outcome(std::out_of_range("no room"), lowest) == (is_own ? "own: no room" : expected("Error", "no room")));
+    CHECK(outcome(42, lowest) == (is_own ? "own: 42" : expected("Error", "an exception that is no std::exception")));
+  }
+  const auto texts = ddpkit::texts_of_all_ranks(group, "the call", [&] { return std::to_string(group.rank()); });
+  REQUIRE(texts.size() == static_cast<std::size_t>(group.world_size()));
+  for (int rank = 0; rank <= last; ++rank) CHECK(texts[static_cast<std::size_t>(rank)] == std::to_string(rank));
 }

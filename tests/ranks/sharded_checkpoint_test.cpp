@@ -87,7 +87,7 @@ RANK_TEST("a checkpoint of parameters that differ between ranks is refused", "[t
     model->bias[3] += 1e-12;
   }
   CHECK_THROWS_WITH(checkpoint.save(*model, optimizer, {.step = 3}),
-                    ContainsSubstring("parameter bias") && ContainsSubstring("between rank 0 and rank 1"));
+                    ContainsSubstring("rank 0 has parameter bias") && ContainsSubstring("rank 1 has parameter bias"));
   CHECK_THROWS_WITH(ddpkit::train::save_checkpoint(path, *model, optimizer, {.step = 3}, group),
                     ContainsSubstring("parameter bias"));
   CHECK(ddpkit::train::read_checkpoint_info(path).step == 2);

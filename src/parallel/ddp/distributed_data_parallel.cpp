@@ -156,7 +156,7 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
   NamedTensors parameters, buffers;
   std::vector<NamedParameter> distinct;
   ReducerOptions reducer_options;
-  check_same_model(group_, [&] {
+  check_same_model(group_, "DistributedDataParallel", "the model differs between ranks", [&] {
     std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
     parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
     buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);

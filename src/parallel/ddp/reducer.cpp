@@ -132,7 +132,6 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
     if (hook && sink_)
       throw InvalidArgument(
           "gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
-    return std::string();
   });
   const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
   comm_hook_ = std::move(hook);
@@ -155,7 +154,6 @@ void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
         throw InvalidArgument(fmt::format(
             "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", parameter.name));
     }
-    return std::string();
   });
   // A sink's slices are cut in the order of the parameters' memory, which is the same on all ranks.
   for (std::size_t i = 0; i < dense_.size(); ++i) {

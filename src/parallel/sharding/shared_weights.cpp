@@ -58,12 +58,7 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
       group_(std::move(group)),
       pages_(std::make_shared<Pages>()),
       flag_(at::zeros({1}, at::kByte)) {
-  const auto attempt = [&](const auto& action) {
-    run_on_all_ranks(group_, "ShardedOptimizer", [&] {
-      action();
-      return std::string();
-    });
-  };
+  const auto attempt = [&](const auto& action) { run_on_all_ranks(group_, "ShardedOptimizer", action); };
   attempt([&] { lay_out(); });
   check_same_offsets();
   attempt([&] {
