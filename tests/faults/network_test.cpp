@@ -76,6 +76,20 @@ TEST_CASE("ranks of a host whose loopback has only IPv6 train", "[faults]") {
   }
 }
 
+TEST_CASE("a loopback interface that is down is named", "[faults]") {
+  const std::string name = fmt::format("ddpkit-{}-down", ::getpid());
+  const auto remove = [&](const char*) { sh("ip netns delete " + name); };
+  const std::unique_ptr<const char, decltype(remove)> removed("", remove);
+  if (!sh("ip netns add " + name)) DDPKIT_SKIP("network namespaces need root and iproute2");
+  const FaultFolder folder;
+  FaultRun run(worker_command(folder, {"-n", "2"}, {"--steps", "3", "--timeout", "5"}), {"ip", "netns", "exec", name});
+  CHECK(run.wait() == 1);
+  CAPTURE(run.err());
+  CHECK_THAT(run.err(), ContainsSubstring("the loopback interface is down") &&
+                            ContainsSubstring("run: ip link set lo up") && !ContainsSubstring("timed out"));
+  CHECK(run.orphans() == std::vector<int>());
+}
+
 TEST_CASE("two nodes whose link is slow are only slower", "[faults]") {
   const TwoNodes nodes;
   if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");

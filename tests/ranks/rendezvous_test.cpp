@@ -132,25 +132,30 @@ RANK_TEST("the ranks meet again and again in one process", "[rendezvous][gloo]",
   }
 }
 
-RANK_TEST("a child made by fork() may end without its parent's group", "[rendezvous][shm]", 2) {
-  std::optional<ddpkit::ProcessGroup> own = ddpkit::testing::another_group(group, "forked");
-  // Has a thread of its own by this.
-  std::vector<torch::Tensor> tensors{torch::ones({10})};
-  own->backend()->allreduce(tensors)->getFuture()->wait();
-  const pid_t child = ::fork();
-  if (child == 0) {
-    ::alarm(20);
-    own.reset();
-    std::exit(0);  // Statics and all.
+RANK_TEST("a child made by fork() may end without its parent's group", "[rendezvous][shm][gloo]", 2) {
+  for (const bool shm : {true, false}) {
+    CAPTURE(shm);
+    std::optional<ddpkit::ProcessGroup> own =
+        shm ? ddpkit::testing::another_group(group, "forked")
+            : init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(60)});
+    // The group has its own threads after this.
+    std::vector<torch::Tensor> tensors{torch::ones({10})};
+    own->backend()->allreduce(tensors)->getFuture()->wait();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      own.reset();
+      std::exit(0);  // Statics and all.
+    }
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
+    torch::Tensor sum = torch::ones({10});
+    own->all_reduce(sum);
+    CHECK(sum[9].item<float>() == 2);
+    group.barrier();
   }
-  int status = 0;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
-  torch::Tensor sum = torch::ones({10});
-  own->all_reduce(sum);
-  CHECK(sum[9].item<float>() == 2);
-  group.barrier();
 }
 
 RANK_TEST("a timeout without end is one", "[rendezvous][shm]", 2) {
