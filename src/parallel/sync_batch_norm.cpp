@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include <cmath>
+#include <exception>
 #include <utility>
 
 #include <fmt/format.h>
@@ -39,29 +41,54 @@ struct JoinedStatistics {
   double count = 0;  ///< Values a channel.
 };
 
+void check_shape(const at::Tensor& input, std::int64_t channels) {
+  if (input.dim() < 2 || input.size(1) != channels || channels == 0)
+    throw InvalidArgument(fmt::format("SyncBatchNorm expects an input of shape [N, {}, ...], but got [{}]", channels,
+                                      fmt::join(input.sizes(), ", ")));
+}
+
+/// Mean, biased variance and number of values of this rank. double [2 * channel + 1]
+at::Tensor own_statistics(const at::Tensor& input, std::int64_t channels) {
+  check_shape(input, channels);
+  const auto options = input.options().requires_grad(false).dtype(at::kDouble);
+  if (input.numel() == 0) return at::zeros({2 * channels + 1}, options);
+  // Handed over so that half types get statistics in float32; with momentum 0 they stay as they are.
+  const at::Tensor unused = at::zeros({channels}, options.dtype(statistics_type(input.scalar_type())));
+  const auto [mean, variance] = at::batch_norm_update_stats(input, unused, unused.clone(), 0.0);
+  const auto count = static_cast<double>(input.numel() / channels);
+  return at::cat({mean.to(at::kDouble), variance.to(at::kDouble), at::full({1}, count, options)});
+}
+
+[[noreturn]] void throw_refused_elsewhere(const at::Tensor& counts) {
+  const int rank = static_cast<int>(counts.isnan().flatten().nonzero()[0].item<std::int64_t>());
+  throw InvalidArgument(fmt::format("rank {0} cannot use its input of SyncBatchNorm: see the error of rank {0}", rank),
+                        {.rank = rank, .call = "SyncBatchNorm"});
+}
+
 /// Collective. Each rank sends its mean, variance and count, and all combine them in rank order (Chan, Golub and
 /// LeVeque, 1983), since differences of sums of squares would cancel. In double, whatever the input's type.
-JoinedStatistics join_statistics(const at::Tensor& input, const ProcessGroup& group) {
-  const std::int64_t channels = input.size(1);
-  const at::ScalarType dtype = statistics_type(input.scalar_type());
-  const auto options = input.options().requires_grad(false).dtype(at::kDouble);
-  at::Tensor own = at::zeros({2 * channels + 1}, options);
-  if (input.numel() > 0) {
-    // Handed over so that half types get statistics in float32; with momentum 0 they stay as they are.
-    const at::Tensor unused = at::zeros({channels}, options.dtype(dtype));
-    const auto [mean, variance] = at::batch_norm_update_stats(input, unused, unused.clone(), 0.0);
-    const auto count = static_cast<double>(input.numel() / channels);
-    own = at::cat({mean.to(at::kDouble), variance.to(at::kDouble), at::full({1}, count, options)});
+/// A rank that cannot use its input sends NaN as its count, so that all ranks throw.
+JoinedStatistics join_statistics(const at::Tensor& input, std::int64_t channels, const ProcessGroup& group) {
+  at::Tensor own;
+  std::exception_ptr refusal;
+  try {
+    own = own_statistics(input.detach(), channels);
+  } catch (const std::exception&) {
+    refusal = std::current_exception();
+    own = at::full({2 * channels + 1}, std::nan(""), at::TensorOptions(at::kDouble).device(group.device()));
   }
   JoinSession::announce_if_running(group, JoinSession::Plain::kAllGather, own);
   const at::Tensor all = group.all_gather(own);                        // [rank][2 * channel + 1]
   const at::Tensor counts = all.select(1, 2 * channels).unsqueeze(1);  // [rank][1]
   const at::Tensor means = all.narrow(1, 0, channels);
   const double count = counts.sum().item<double>();
+  if (refusal) std::rethrow_exception(refusal);
+  if (std::isnan(count)) throw_refused_elsewhere(counts);
   // All empty: there is nothing to divide by, nor to normalise.
   const double divisor = count > 0 ? count : 1;
   const at::Tensor mean = (means * counts).sum(0) / divisor;
   const at::Tensor variance = ((all.narrow(1, channels, channels) + (means - mean).square()) * counts).sum(0) / divisor;
+  const at::ScalarType dtype = statistics_type(input.scalar_type());
   return {mean.to(dtype), variance.to(dtype), count};
 }
 
@@ -179,29 +206,29 @@ void SyncBatchNormImpl::register_tensors(const BatchNormTensors& tensors) {
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
-  if (input.dim() < 2 || input.size(1) != options.num_features() || input.size(1) == 0)
-    throw InvalidArgument(fmt::format("SyncBatchNorm expects an input of shape [N, {}, ...], but got [{}]",
-                                      options.num_features(), fmt::join(input.sizes(), ", ")));
-  const bool updates = is_training() && num_batches_tracked.defined();
-  if (updates) num_batches_tracked += 1;
-  double momentum = options.momentum().value_or(0.0);
-  // Without a momentum: the average over all batches so far.
-  if (updates && !options.momentum()) momentum = 1.0 / num_batches_tracked.item<double>();
-  if (is_training() && group_ && group_->world_size() > 1) return forward_together(input, momentum);
-
-  if (is_training() && input.numel() == input.size(1))
+  const bool together = is_training() && group_ && group_->world_size() > 1;
+  if (!together) check_shape(input, options.num_features());
+  if (is_training() && !together && input.numel() == input.size(1))
     throw InvalidArgument(
         fmt::format("batch norm needs more than one value a channel to train, but got an input of [{}]",
                     fmt::join(input.sizes(), ", ")));
-  return at::batch_norm(input, weight, bias, running_mean, running_var, is_training() || !running_mean.defined(),
-                        momentum, options.eps(), /*cudnn_enabled=*/true);
+  const bool updates = is_training() && num_batches_tracked.defined();
+  double momentum = options.momentum().value_or(0.0);
+  // Without a momentum: the average over all batches so far.
+  if (updates && !options.momentum()) momentum = 1.0 / (num_batches_tracked.item<double>() + 1);
+  at::Tensor output = together ? forward_together(input, momentum)
+                               : at::batch_norm(input, weight, bias, running_mean, running_var,
+                                                is_training() || !running_mean.defined(), momentum, options.eps(),
+                                                /*cudnn_enabled=*/true);
+  if (updates) num_batches_tracked += 1;  // Last: an error changes nothing.
+  return output;
 }
 
 at::Tensor SyncBatchNormImpl::forward_together(const at::Tensor& input, double momentum) {
   JoinedStatistics statistics;
   {
     const at::NoGradGuard no_grad;
-    statistics = join_statistics(input.detach(), *group_);
+    statistics = join_statistics(input, options.num_features(), *group_);
     if (statistics.count == 1)
       throw InvalidArgument(fmt::format(
           "batch norm needs more than one value a channel to train, but the batches of all {} ranks together have one",

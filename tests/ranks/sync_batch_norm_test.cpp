@@ -235,6 +235,22 @@ RANK_TEST("a joined batch of one value a channel is refused on every rank", "[sy
   CHECK(torch::equal(sync->running_var, torch::ones({kChannels})));
 }
 
+RANK_TEST("an input that SyncBatchNorm refuses on one rank is an error on all ranks", "[sync_batch_norm]", 2, 3) {
+  SyncBatchNorm sync(BatchNormOptions(kChannels).momentum(std::nullopt), group);
+  const auto refuse = [&](const torch::Tensor& wrong, const char* reason) {
+    const bool is_wrong = group.rank() == 1;
+    CHECK_THROWS_WITH(sync(is_wrong ? wrong : torch::randn({4, kChannels})),
+                      ContainsSubstring(is_wrong ? reason : "rank 1 cannot use its input of SyncBatchNorm"));
+  };
+  refuse(torch::randn({4, kChannels + 1}), "expects an input of shape [N, 5, ...], but got [4, 6]");
+  refuse(torch::randn({kChannels}), "but got [5]");
+  refuse(torch::ones({4, kChannels}, torch::kLong), "Long");
+  CHECK(sync->num_batches_tracked.item<std::int64_t>() == 0);
+  CHECK(torch::equal(sync->running_mean, torch::zeros({kChannels})));
+  sync(torch::randn({4, kChannels}));
+  CHECK(sync->num_batches_tracked.item<std::int64_t>() == 1);
+}
+
 RANK_TEST("SyncBatchNorm says that it has no second derivative", "[sync_batch_norm]", 2) {
   SyncBatchNorm sync(kChannels, group);
   const auto input = torch::randn({4, kChannels}).requires_grad_(true);
