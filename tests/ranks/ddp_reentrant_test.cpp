@@ -243,7 +243,7 @@ RANK_TEST("static_graph: more or fewer gradients than in the first backward are 
   for (const auto& [first, second, message] : std::vector<std::tuple<std::string, std::string, std::string>>{
            {"c", "cc", "marked ready twice"}, {"cc", "ccc", "marked ready twice"}, {"cc", "c", "gave no gradient"}}) {
     CAPTURE(first, second);
-    const ddpkit::ProcessGroup own = another_group(group, first + second);
+    const ddpkit::ProcessGroup own = another_group(group, first + " then " + second);
     Shared model;
     DistributedDataParallel ddp(model, own, {.static_graph = true});
     loss_of(model, &ddp, first, 0, own.rank()).backward();
