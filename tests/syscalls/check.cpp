@@ -145,6 +145,7 @@ class Trainings {
     std::vector<std::string> names = {std::string(one.callee().name), ::strerrorname_np(one.error()),
                                       std::strerror(one.error())};
     if (one.error() == EADDRINUSE) names.push_back("is already taken");
+    if (one.error() == EAGAIN) names.push_back("is being written by another process");  // Of flock().
     const bool named = std::any_of(names.begin(), names.end(),
                                    [&](const std::string& name) { return said.find(name) != std::string::npos; });
     if (!named) return end + ", not named:\n" + said;
