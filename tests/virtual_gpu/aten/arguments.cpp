@@ -1,0 +1,51 @@
+#include "virtual_gpu/aten/aten.h"
+
+namespace vgpu::aten {
+
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda() || tensor.is_sparse()) return tensor;
+  const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
+  at::Tensor alias = tensor.numel() == 0 ? at::empty_strided(tensor.sizes(), tensor.strides(), options)
+                                         : at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return alias;
+}
+
+void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+void publish(const at::Tensor& to, at::Tensor from) {
+  if (to.numel() == 0) return;
+  enqueue(current_stream(), [alias = on_cpu(to), from = std::move(from)] {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    alias.copy_(from);
+  });
+}
+
+at::Tensor to_device(const at::Tensor& cpu, c10::Device device) {
+  if (!cpu.defined()) return cpu;
+  const c10::DeviceGuard guard(device);
+  at::Tensor result = at::empty_strided(cpu.sizes(), cpu.strides(), cpu.options().device(device).pinned_memory(false));
+  if (!is_capturing(current_stream())) {
+    publish(result, cpu);
+  } else if (result.numel() > 0) {
+    // A capture runs no task. The values are written now, for operators that look at them during the capture.
+    on_cpu(result).copy_(cpu);
+  }
+  return result;
+}
+
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+      if (tensor) visit(*tensor);
+  }
+}
+
+}  // namespace vgpu::aten

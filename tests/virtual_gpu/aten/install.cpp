@@ -1,0 +1,88 @@
+// Registers the kernels when the library is loaded.
+#include <string>
+#include <unordered_set>
+
+#include <torch/library.h>
+
+#include "virtual_gpu/aten/aten.h"
+
+namespace vgpu::aten {
+namespace {
+
+/// Operators that only allocate or look, whose CUDA kernels run as they are, and operators of kernels.cpp.
+const std::unordered_set<std::string> kKept = {"aten::empty",
+                                               "aten::empty_strided",
+                                               "aten::record_stream",
+                                               "aten::set_",
+                                               "aten::resize_",
+                                               "aten::resize",
+                                               "aten::resize_as_",
+                                               "aten::_resize_output_",
+                                               "aten::_pin_memory",
+                                               "aten::is_pinned",
+                                               "aten::is_set_to",
+                                               "aten::_local_scalar_dense",
+                                               "aten::copy_",
+                                               "aten::_fused_sdp_choice",
+                                               "aten::_thnn_fused_lstm_cell",
+                                               "aten::_thnn_fused_lstm_cell_backward_impl"};
+
+/// Operators without a CUDA kernel of the dispatcher, which would call cuDNN.
+const std::unordered_set<std::string> kForced = {"aten::convolution_overrideable", "aten::convolution",
+                                                 "aten::convolution_backward"};
+
+std::vector<c10::RegistrationHandleRAII>& registrations() {
+  static auto* all = new std::vector<c10::RegistrationHandleRAII>;
+  return *all;
+}
+
+void install(const c10::OperatorName& name, c10::KernelFunction kernel) {
+  registrations().push_back(c10::Dispatcher::singleton().registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel),
+                                                                      std::nullopt, nullptr, "virtual GPU"));
+}
+
+template <class Function>
+void install(const char* name, Function* function) {
+  install({name, ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(function));
+}
+
+/// Views share memory: the CUDA kernel makes the right one.
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const c10::Argument& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
+bool is_replaced(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  if (!op.hasSchema() || !name.name.starts_with("aten::") || kKept.contains(name.name) || is_view(op.schema()))
+    return false;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) ||
+         (kForced.contains(name.name) && name.overload_name.empty());
+}
+
+/// The dispatcher warns when a kernel takes another one's place, which is intended here.
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+struct Install {
+  Install() {
+    NoWarnings none;
+    const c10::WarningUtils::WarningHandlerGuard quiet(&none);
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findOp(name);
+      if (op && is_replaced(*op)) install(name, c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>());
+    }
+    install("aten::copy_", copy_);
+    install("aten::_fused_sdp_choice", sdp_choice);
+    install("aten::_thnn_fused_lstm_cell", lstm_cell);
+    install("aten::_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+    at::globalContext().setUserEnabledCuDNN(false);
+  }
+};
+const Install installed;
+
+}  // namespace
+}  // namespace vgpu::aten

@@ -1,0 +1,45 @@
+// VGPU_FAULT="rank=1 call=AllReduce n=37 do=hang": what goes wrong in the 37th all-reduce of rank 1.
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "virtual_gpu/nccl/communicator.h"
+
+namespace vgpu::nccl {
+namespace {
+
+struct Fault {
+  int rank = -1;
+  char call[32] = "";
+  int number = 0;
+  char action[32] = "";
+};
+
+Fault fault_of_environment() {
+  Fault fault;
+  const char* text = std::getenv("VGPU_FAULT");
+  if (!text) return fault;
+  if (std::sscanf(text, "rank=%d call=%31s n=%d do=%31s", &fault.rank, fault.call, &fault.number, fault.action) == 4)
+    return fault;
+  std::fprintf(stderr, "virtual NCCL: VGPU_FAULT is '%s'; write it as 'rank=1 call=AllReduce n=37 do=hang'\n", text);
+  std::abort();
+}
+
+}  // namespace
+
+void Communicator::run_fault(const char* call) {
+  static const Fault fault = fault_of_environment();
+  if (fault.rank != rank_ || std::string(fault.call) != call || ++calls_of_fault_ != fault.number) return;
+  const std::string action = fault.action;
+  if (action == "die") ::raise(SIGKILL);
+  if (action.starts_with("delay:"))
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::atol(action.c_str() + 6)));
+  if (action == "error") error_ = ncclRemoteError;
+  Backoff backoff;
+  while ((action == "hang" || action == "error") && !aborted_) backoff.pause();
+}
+
+}  // namespace vgpu::nccl
