@@ -99,7 +99,7 @@ TEST_CASE("more ranks than GPUs are refused with both numbers", "[gpu]") {
                     ContainsSubstring("rank 63"));
 }
 
-TEST_CASE("nccl without a GPU is refused with a sentence", "[gpu]") {
+TEST_CASE("nccl without a GPU is refused with a sentence", "[gpu][no_gpu]") {
   if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
   CHECK_THROWS_AS(world_of_one(), ddpkit::InvalidArgument);
 }

@@ -110,7 +110,7 @@ TEST_CASE("ranks on one GPU may use different parameters", "[gpu][ranks]") {
   on_ranks("ranks on one GPU may use different parameters", 2, check_unused, kOnTheGpu);
 }
 
-TEST_CASE("shm for a device's tensors is refused where there is no such device", "[gpu]") {
+TEST_CASE("shm for a device's tensors is refused where there is no such device", "[gpu][no_gpu]") {
   if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
   CHECK_THROWS(ddpkit::init_process_group(
       {.backend = "shm", .device = at::Device(at::kCUDA, 0), .environment = ddpkit::LaunchEnvironment{}}));

@@ -1,0 +1,151 @@
+// The programs as users start them, on several GPUs.
+#include <torch/torch.h>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/run_ddpkit.h"
+#include "clstm_ppo/generate.h"
+#include "examples/har_program.h"
+#include "gpu/gpu.h"
+
+namespace {
+
+using ddpkit::testing::Arguments, ddpkit::testing::Folder, ddpkit::testing::joined, ddpkit::testing::run_ddpkit;
+
+/// c10d's and NCCL's lines, the linker's warnings and the virtual GPU's begin so.
+void check_quiet(const std::string& errors) {
+  INFO(errors);
+  for (const char* word : {"ProcessGroup", "NCCL", "c10d", "[W", "[E", "arning", "virtual GPU"})
+    CHECK(errors.find(word) == std::string::npos);
+}
+
+ddpkit::testing::Run run_ranks(const Folder& folder, int ranks, const std::string& program,
+                               const Arguments& arguments) {
+  auto run = run_ddpkit(folder, joined({"run", "-n", std::to_string(ranks), program}, arguments));
+  INFO(run.errors);
+  CHECK(run.exit_code == 0);
+  check_quiet(run.errors);
+  return run;
+}
+
+/// No batch norm and no dropout: the weights do not depend on how a batch is divided.
+Arguments plain_har(const Folder& folder, int batch_size) {
+  return {"--data",
+          har::testing::generated(),
+          "--mode",
+          "flatten",
+          "--dropout",
+          "0",
+          "--epochs",
+          "2",
+          "--no-amp",
+          "--save-dir",
+          folder.path(),
+          "--batch-size",
+          std::to_string(batch_size)};
+}
+
+std::vector<at::Tensor> har_weights(const Folder& folder) {
+  return har::testing::weights_of(folder, {.mode = har::Mode::kFlatten, .channels = 9, .steps = 64, .classes = 6});
+}
+
+void check_close(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& expected) {
+  REQUIRE(found.size() == expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) CHECK(at::allclose(found[i].cpu(), expected[i].cpu(), 1e-4, 2e-5));
+}
+
+std::vector<at::Tensor> cpu_weights() {
+  const Folder folder;
+  ::setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  const auto run = har::testing::run_har(0, plain_har(folder, 24));
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  return har_weights(folder);
+}
+
+}  // namespace
+
+TEST_CASE("har --multi-gpu ddp on 3 GPUs gives the weights of the CPU", "[gpu]") {
+  NEEDS_GPUS(3);
+  const Folder folder, work;
+  run_ranks(work, 3, DDPKIT_TEST_HAR, joined(plain_har(folder, 8), {"--multi-gpu", "ddp"}));
+  check_close(har_weights(folder), cpu_weights());
+}
+
+TEST_CASE("har --multi-gpu dp on 2 GPUs gives the weights of the CPU", "[gpu]") {
+  NEEDS_GPUS(2);
+  const Folder folder;
+  const auto run = har::testing::run_har(0, joined(plain_har(folder, 12), {"--multi-gpu", "dp", "--gpu-ids", "0,1"}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  check_quiet(run.errors);
+  check_close(har_weights(folder), cpu_weights());
+}
+
+TEST_CASE("a rank that comes late to a collective changes no weight", "[gpu]") {
+  NEEDS_GPUS(3);
+  NEEDS_VIRTUAL_GPUS();
+  const Folder folder, work;
+  ::setenv("VGPU_FAULT", "rank=1 call=AllReduce n=5 do=delay:300", 1);
+  run_ranks(work, 3, DDPKIT_TEST_HAR, joined(plain_har(folder, 8), {"--multi-gpu", "ddp"}));
+  ::unsetenv("VGPU_FAULT");
+  check_close(har_weights(folder), cpu_weights());
+}
+
+TEST_CASE("har learns with its defaults on 2 GPUs", "[gpu]") {
+  NEEDS_GPUS(2);
+  const Folder work;
+  const auto run =
+      run_ranks(work, 2, DDPKIT_TEST_HAR, {"--data", har::testing::generated(), "--epochs", "8", "--json"});
+  REQUIRE_FALSE(run.lines.empty());
+  CHECK(nlohmann::json::parse(run.lines.front())["devices"] == 2);
+}
+
+TEST_CASE("har stopped and resumed on 2 GPUs ends with the weights of a whole run", "[gpu]") {
+  NEEDS_GPUS(2);
+  const Folder whole, parts, work;
+  run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(whole, 12));
+  run_ranks(work, 2, DDPKIT_TEST_HAR, joined(plain_har(parts, 12), {"--max-steps", "7"}));
+  // Stopped in the second epoch: the checkpoint is of the end of the first one.
+  CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 1);
+  run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(parts, 12));
+  check_close(har_weights(parts), har_weights(whole));
+}
+
+TEST_CASE("clstm_ppo trains on 2 GPUs", "[gpu]") {
+  NEEDS_GPUS(2);
+  const Folder data, saved, work;
+  clstm_ppo::generate(data / "set", {.assets = 2, .days = 500});
+  const auto run = run_ranks(work, 2, DDPKIT_TEST_CLSTM_PPO, {"--data",          (data / "set").string(),
+                                                              "--batch_size",    "16",
+                                                              "--envs",          "8",
+                                                              "--window",        "6",
+                                                              "--episode-steps", "16",
+                                                              "--sequence",      "8",
+                                                              "--ppo-epochs",    "2",
+                                                              "--hidden",        "8",
+                                                              "--num-episodes",  "48",
+                                                              "--json",          "--save-dir",
+                                                              saved.path()});
+  CHECK_FALSE(run.lines.empty());
+  CHECK(std::filesystem::exists(saved / "checkpoint.pt"));
+}
+
+TEST_CASE("ddpkit doctor finds every GPU", "[gpu]") {
+  NEEDS_GPUS(1);
+  const Folder work;
+  const auto run = run_ddpkit(work, {"doctor", "--json"});
+  INFO(run.errors);
+  REQUIRE(run.lines.size() == 1);
+  const auto findings = nlohmann::json::parse(run.lines[0])["findings"];
+  const auto has = [&](const std::string& words) {
+    return std::ranges::any_of(
+        findings, [&](const auto& each) { return each["what"].template get<std::string>().starts_with(words); });
+  };
+  INFO(findings.dump(2));
+  const int gpus = gpu_count();
+  for (int gpu = 0; gpu < gpus; ++gpu) CHECK(has("GPU " + std::to_string(gpu) + ": "));
+  CHECK(has("NCCL 2."));
+  CHECK(has(std::to_string(gpus) + " ranks, nccl: ") == (gpus > 1));
+}

@@ -1,0 +1,197 @@
+// NCCL and DistributedDataParallel between several GPUs.
+#include <torch/torch.h>
+
+#include <ddpkit/ddpkit.h>
+
+#include "gpu/gpu.h"
+#include "gpu/models.h"
+#include "support/ranks.h"
+
+namespace {
+
+using ddpkit::ProcessGroup, ddpkit::ReduceOp;
+
+void on_gpus(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body) {
+  ddpkit::testing::on_ranks(name, ranks, body, {.backend = "nccl", .device = torch::kCUDA});
+}
+
+/// What a rank sends: whole numbers, which sums of several ranks represent exactly.
+torch::Tensor part(const ProcessGroup& group, int rank, at::IntArrayRef sizes) {
+  const std::int64_t count = c10::multiply_integers(sizes);
+  return (torch::arange(count, torch::kFloat) * (rank + 1) + rank).remainder(1000).view(sizes).to(group.device());
+}
+
+torch::Tensor stacked(const ProcessGroup& group, at::IntArrayRef sizes) {
+  std::vector<torch::Tensor> parts;
+  for (int rank = 0; rank < group.world_size(); ++rank) parts.push_back(part(group, rank, sizes));
+  return torch::stack(parts);
+}
+
+const std::vector<std::int64_t> kSizes = {1, 1000, 300001};
+
+void check_equal(const torch::Tensor& found, const torch::Tensor& expected) {
+  CHECK(torch::equal(found.cpu(), expected.cpu()));
+}
+
+/// Trains on samples `begin` to `end` of each joint batch.
+template <class Forward>
+void train(torch::nn::Sequential& net, std::int64_t begin, std::int64_t end, std::int64_t total, Forward&& forward) {
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 8; ++step) {
+    torch::manual_seed(100 + step);
+    const auto x = torch::randn({total, 12}, torch::kDouble).narrow(0, begin, end - begin);
+    optimizer.zero_grad(step % 2 == 0);
+    gpu::loss_of(forward(x.to(net->parameters()[0].device()))).backward();
+    optimizer.step();
+  }
+}
+
+void check_training(ProcessGroup& group, const ddpkit::DistributedDataParallelOptions& options) {
+  auto joint = gpu::net(), net = gpu::net();
+  joint->to(group.device());
+  net->to(group.device());
+  const std::int64_t samples = 8, total = samples * group.world_size();
+  train(joint, 0, total, total, [&](const torch::Tensor& x) { return joint->forward(x); });
+  ddpkit::DistributedDataParallel ddp(net, group, options);
+  REQUIRE(ddp.reducer().buckets().size() > 2);
+  train(net, samples * group.rank(), samples * (group.rank() + 1), total,
+        [&](const torch::Tensor& x) { return ddp(x); });
+  gpu::check_same(net->parameters(), joint->parameters());
+}
+
+}  // namespace
+
+TEST_CASE("all_reduce and broadcast between 3 GPUs", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("all_reduce and broadcast between 3 GPUs", 3, [](ProcessGroup& group) {
+    CHECK(group.device() == torch::Device(torch::kCUDA, static_cast<c10::DeviceIndex>(group.rank())));
+    for (const std::int64_t size : kSizes) {
+      const auto parts = stacked(group, {size});
+      const auto reduced = [&](ReduceOp op) {
+        auto tensor = part(group, group.rank(), {size});
+        group.all_reduce(tensor, op);
+        return tensor;
+      };
+      check_equal(reduced(ReduceOp::kSum), parts.sum(0));
+      check_equal(reduced(ReduceOp::kMax), std::get<0>(parts.max(0)));
+      check_equal(reduced(ReduceOp::kMin), std::get<0>(parts.min(0)));
+      CHECK(torch::allclose(reduced(ReduceOp::kAvg), parts.mean(0)));
+      for (int root = 0; root < group.world_size(); ++root) {
+        auto tensor = part(group, group.rank(), {size});
+        group.broadcast(tensor, root);
+        check_equal(tensor, parts[root]);
+      }
+    }
+    for (const auto type : {torch::kHalf, torch::kBFloat16, torch::kDouble, torch::kInt, torch::kLong, torch::kByte}) {
+      auto tensor = torch::full({100}, group.rank() + 1, torch::TensorOptions(group.device()).dtype(type));
+      group.all_reduce(tensor);
+      check_equal(tensor, torch::full({100}, 6, type));
+    }
+  });
+}
+
+TEST_CASE("gathers, scatters and reductions to one of 3 GPUs", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("gathers, scatters and reductions to one of 3 GPUs", 3, [](ProcessGroup& group) {
+    const int ranks = group.world_size(), rank = group.rank();
+    for (const std::int64_t size : kSizes) {
+      const auto parts = stacked(group, {size});
+      check_equal(group.all_gather(part(group, rank, {size})), parts);
+      auto scattered = torch::empty({size}, group.device());
+      group.reduce_scatter(scattered, part(group, rank, {ranks, size}));
+      check_equal(scattered, stacked(group, {ranks, size}).sum(0)[rank]);
+      for (int root = 0; root < ranks; ++root) {
+        auto reduced = part(group, rank, {size});
+        group.reduce(reduced, root);
+        if (rank == root) check_equal(reduced, parts.sum(0));
+        const auto gathered = group.gather(part(group, rank, {size}), root);
+        if (rank == root) check_equal(gathered, parts);
+        group.scatter(scattered, rank == root ? parts : torch::Tensor(), root);
+        check_equal(scattered, parts[rank]);
+      }
+    }
+  });
+}
+
+TEST_CASE("all_to_all, send and recv between 3 GPUs", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("all_to_all, send and recv between 3 GPUs", 3, [](ProcessGroup& group) {
+    const int ranks = group.world_size(), rank = group.rank();
+    for (const std::int64_t size : kSizes) {
+      auto output = torch::empty({ranks, size}, group.device());
+      group.all_to_all(output, part(group, rank, {ranks, size}));
+      check_equal(output, stacked(group, {ranks, size}).select(1, rank));
+      auto received = torch::empty({size}, group.device());
+      if (rank == 0) group.send(part(group, 0, {size}), 1);
+      if (rank == 1) group.recv(received, 0);
+      if (rank == 1) check_equal(received, part(group, 0, {size}));
+    }
+    // Rank a sends rank b (a + 1) * (b + 1) rows.
+    std::vector<std::int64_t> sent, received;
+    for (int other = 0; other < ranks; ++other) {
+      sent.push_back((rank + 1) * (other + 1));
+      received.push_back((other + 1) * (rank + 1));
+    }
+    auto output = torch::empty({6 * (rank + 1), 5}, group.device());
+    group.all_to_all(output, torch::full({6 * (rank + 1), 5}, static_cast<float>(rank), group.device()), received,
+                     sent);
+    for (int other = 0, row = 0; other < ranks; ++other) {
+      const auto rows = received[static_cast<std::size_t>(other)];
+      CHECK((output.narrow(0, row, rows) == other).all().item<bool>());
+      row += static_cast<int>(rows);
+    }
+    group.barrier();
+    CHECK(group.all_gather_bytes(std::string(static_cast<std::size_t>(rank), 'x')) ==
+          std::vector<std::string>{"", "x", "xx"});
+  });
+}
+
+TEST_CASE("a part of 3 GPUs forms a group", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("a part of 3 GPUs forms a group", 3, [](ProcessGroup& group) {
+    const auto outer = group.split({0, 2});
+    CHECK(outer.has_value() == (group.rank() != 1));
+    auto tensor = torch::full({1000}, group.rank() + 1.0f, group.device());
+    if (outer) outer->all_reduce(tensor);
+    CHECK((tensor == (outer ? 4 : 2)).all().item<bool>());
+    group.all_reduce(tensor);
+    CHECK((tensor == 10).all().item<bool>());
+  });
+}
+
+TEST_CASE("DistributedDataParallel on 2 GPUs equals one process on the joined batch", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("DistributedDataParallel on 2 GPUs equals one process on the joined batch", 2,
+          [](ProcessGroup& group) { check_training(group, gpu::small_buckets()); });
+}
+
+TEST_CASE("DistributedDataParallel on 3 GPUs equals one process on the joined batch", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("DistributedDataParallel on 3 GPUs equals one process on the joined batch", 3, [](ProcessGroup& group) {
+    for (const bool views : {false, true}) {
+      auto options = gpu::small_buckets();
+      options.gradient_as_bucket_view = views;
+      check_training(group, options);
+    }
+  });
+}
+
+TEST_CASE("SyncBatchNorm on 2 GPUs sees the joined batch", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("SyncBatchNorm on 2 GPUs sees the joined batch", 2, [](ProcessGroup& group) {
+    torch::nn::BatchNorm1d plain(4);
+    plain->to(group.device(), torch::kDouble);
+    ddpkit::SyncBatchNorm synced(torch::nn::BatchNormOptions(4), group);
+    synced->to(group.device(), torch::kDouble);
+    torch::manual_seed(1);
+    const auto batch = torch::randn({10, 4}, torch::kDouble).to(group.device());
+    const auto joint = batch.clone().requires_grad_(),
+               own = batch.narrow(0, 5 * group.rank(), 5).clone().requires_grad_();
+    const auto expected = plain->forward(joint), found = synced->forward(own);
+    CHECK(torch::allclose(found, expected.narrow(0, 5 * group.rank(), 5), 0, 1e-12));
+    expected.pow(3).sum().backward();
+    found.pow(3).sum().backward();
+    CHECK(torch::allclose(own.grad(), joint.grad().narrow(0, 5 * group.rank(), 5), 0, 1e-10));
+    CHECK(torch::allclose(synced->running_var, plain->running_var, 0, 1e-12));
+  });
+}
