@@ -93,6 +93,20 @@ TEST_CASE("a rank that comes late to a collective changes no weight", "[gpu]") {
   check_close(har_weights(folder), cpu_weights());
 }
 
+TEST_CASE("har on 4 GPUs, as ranks and as replicas, gives the weights of the CPU", "[gpu]") {
+  NEEDS_GPUS(4);
+  const Folder ranks, replicas, work;
+  run_ranks(work, 4, DDPKIT_TEST_HAR, joined(plain_har(ranks, 6), {"--multi-gpu", "ddp"}));
+  const auto run =
+      har::testing::run_har(0, joined(plain_har(replicas, 6), {"--multi-gpu", "dp", "--gpu-ids", "0,1,2,3"}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  check_quiet(run.errors);
+  const auto expected = cpu_weights();
+  check_close(har_weights(ranks), expected);
+  check_close(har_weights(replicas), expected);
+}
+
 TEST_CASE("har learns with its defaults on 2 GPUs", "[gpu]") {
   NEEDS_GPUS(2);
   const Folder work;

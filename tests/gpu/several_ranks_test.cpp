@@ -195,3 +195,38 @@ TEST_CASE("SyncBatchNorm on 2 GPUs sees the joined batch", "[gpu]") {
     CHECK(torch::allclose(synced->running_var, plain->running_var, 0, 1e-12));
   });
 }
+
+TEST_CASE("DistributedDataParallel on 4 GPUs equals one process on the joined batch", "[gpu]") {
+  NEEDS_GPUS(4);
+  on_gpus("DistributedDataParallel on 4 GPUs equals one process on the joined batch", 4,
+          [](ProcessGroup& group) { check_training(group, gpu::small_buckets()); });
+}
+
+TEST_CASE("2 ranks on one GPU train over shared memory as over NCCL", "[gpu]") {
+  NEEDS_GPU();
+  ddpkit::testing::on_ranks("2 ranks on one GPU train over shared memory as over NCCL", 2,
+                            [](ProcessGroup& group) { check_training(group, gpu::small_buckets()); },
+                            {.backend = "shm", .device = torch::Device(torch::kCUDA, 0)});
+}
+
+TEST_CASE("an overflow on one of 2 GPUs skips the step on both", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("an overflow on one of 2 GPUs skips the step on both", 2, [](ProcessGroup& group) {
+    auto weight = torch::zeros({70000}, group.device()).requires_grad_(true);
+    ddpkit::optim::FusedSGD optimizer({weight}, torch::optim::SGDOptions(1.0));
+    ddpkit::optim::GradScaler scaler(group, {.init_scale = 8});
+    const auto step = [&](bool overflows) {
+      auto gradient = torch::full({70000}, 4.0f, group.device());
+      if (overflows && group.rank() == 1) gradient[69999] = std::numeric_limits<float>::infinity();
+      weight.mutable_grad() = gradient;
+      const bool stepped = scaler.step(optimizer);
+      scaler.update();
+      return stepped;
+    };
+    CHECK_FALSE(step(true));
+    CHECK(weight.detach().eq(0).all().item<bool>());
+    CHECK(scaler.get_scale() == 4);
+    CHECK(step(false));
+    CHECK(weight.detach().eq(-1).all().item<bool>());
+  });
+}
