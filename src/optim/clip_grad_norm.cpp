@@ -89,6 +89,12 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, kernels::N
   return results;
 }
 
+/// LibTorch splits a long tensor between a rank's threads, of which each rank may have another number.
+void append_parts(const at::Tensor& gradient, std::vector<at::Tensor>& parts) {
+  if (!gradient.device().is_cpu() || gradient.layout() != at::kStrided) return parts.push_back(gradient);
+  for (at::Tensor& part : gradient.view(-1).split(kBlockElements)) parts.push_back(std::move(part));
+}
+
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : distinct_parameters(parameters)) {
@@ -100,7 +106,10 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     // A sparse gradient may hold an element several times.
-    gradients.push_back(values_of(gradient.layout() == at::kSparse ? gradient.coalesce() : gradient).detach());
+    const at::Tensor values = values_of(gradient.layout() == at::kSparse ? gradient.coalesce() : gradient).detach();
+    if (values.numel() == 0) continue;
+    // A rank's gradients may have other strides. Sums in the order of memory would round differently there.
+    gradients.push_back(values.layout() == at::kStrided ? values.contiguous() : values);
   }
   return gradients;
 }
@@ -124,11 +133,10 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   std::vector<at::Tensor> simple;
   std::map<std::string, std::vector<at::Tensor>> others;  // by device and type
   for (const at::Tensor& gradient : gradients_of(parameters)) {
-    if (gradient.numel() == 0) continue;
     if (kind && suits_kernels(gradient))
       simple.push_back(gradient);
     else
-      others[gradient.device().str() + c10::toString(gradient.scalar_type())].push_back(gradient);
+      append_parts(gradient, others[gradient.device().str() + c10::toString(gradient.scalar_type())]);
   }
   NormOfParts parts(norm_type);
   if (kind) {

@@ -124,6 +124,30 @@ TEST_CASE("the norm counts a weight under two names once", "[optim]") {
   CHECK(largest(parameter.grad()) == Approx(2));
 }
 
+// Ranks whose parameters differ in strides must agree on every bit, or their weights drift apart.
+TEST_CASE("the norm does not depend on the gradients' strides", "[optim]") {
+  torch::manual_seed(3);
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kComplexFloat}) {
+    const auto gradient = torch::randn({16, 8, 30, 30}, dtype == torch::kHalf ? torch::kFloat : dtype).to(dtype);
+    auto parameter = torch::zeros_like(gradient).requires_grad_(true);
+    const auto norm_of = [&](const torch::Tensor& values, double order) {
+      parameter.mutable_grad() = values;
+      return ddpkit::optim::grad_norm({parameter}, order);
+    };
+    for (const double order : {1.0, 2.0, 3.0, kInfinity}) {
+      INFO(dtype << ", order " << order);
+      const double expected = norm_of(gradient, order);
+      CHECK(norm_of(gradient.contiguous(torch::MemoryFormat::ChannelsLast), order) == expected);
+      CHECK(norm_of(gradient.permute({3, 2, 1, 0}).contiguous().permute({3, 2, 1, 0}), order) == expected);
+      CHECK(norm_of(torch::stack({gradient, gradient}, -1).select(-1, 0), order) == expected);
+      const int threads = at::get_num_threads();
+      at::set_num_threads(threads == 1 ? 2 : 1);
+      CHECK(norm_of(gradient, order) == expected);
+      at::set_num_threads(threads);
+    }
+  }
+}
+
 TEST_CASE("norms that are not finite", "[optim]") {
   for (const float bad : {std::numeric_limits<float>::infinity(), NAN}) {
     for (const double order : {2.0, 1.0, kInfinity}) {
