@@ -48,7 +48,8 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   void reset() override;
 
   /// `input` is [N, C, ...] with C = num_features; returns the same shape and type.
-  /// Throws InvalidArgument if a rank has another shape, or if the joined batch has one value per channel; on all ranks.
+  /// Throws InvalidArgument if a rank has another shape, or if the joined batch has one value per channel; on all
+  /// ranks.
   at::Tensor forward(const at::Tensor& input);
 
   /// Ranks to normalise over from now on; empty: this rank alone.
