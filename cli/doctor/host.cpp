@@ -111,8 +111,10 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
           limits.cpu_quota ? fmt::format(", of which the container's quota leaves {:.1f}", *limits.cpu_quota) : ""));
   if (ranks > cores)
     add(Severity::kAdvice, fmt::format("{} ranks share {:.3g} cores", ranks, cores),
-        fmt::format("Start at most {} CPU ranks here: more wait for each other's cores.",
-                    std::max(1, static_cast<int>(cores))),
+        has_gpu
+            ? fmt::format("Give this host or container {} cores: each GPU needs one for the rank that feeds it.", ranks)
+            : fmt::format("Start at most {} CPU ranks here: more wait for each other's cores.",
+                          std::max(1, static_cast<int>(cores))),
         ranks / cores);
   const int fair = std::max(1, static_cast<int>(cores) / ranks);
   if (!omp_threads || omp_threads->empty()) {

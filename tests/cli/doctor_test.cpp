@@ -70,6 +70,9 @@ TEST_CASE("what limits a host is named", "[doctor]") {
   CHECK(about(examine_host(host, 4, "2", false), "fits the cores").severity == Severity::kFine);
   CHECK(about(examine_host(host, 4, "many", false), "\"many\"").severity == Severity::kProblem);
   CHECK(about(examine_host(host, 16, std::nullopt, false), "16 ranks share 8 cores").severity == Severity::kAdvice);
+  CHECK(about(examine_host(host, 16, std::nullopt, false), "16 ranks share").advice.starts_with("Start at most 8 CPU"));
+  CHECK(about(examine_host(host, 16, std::nullopt, true), "16 ranks share").advice.find("each GPU") !=
+        std::string::npos);
   host.cpu_quota = 2.5;
   CHECK(about(examine_host(host, 4, std::nullopt, false), "4 ranks share 2.5 cores").severity == Severity::kAdvice);
   host.memory_limit = kGiB;

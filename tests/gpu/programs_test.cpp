@@ -161,5 +161,8 @@ TEST_CASE("ddpkit doctor finds every GPU", "[gpu]") {
   const int gpus = gpu_count();
   for (int gpu = 0; gpu < gpus; ++gpu) CHECK(has("GPU " + std::to_string(gpu) + ": "));
   CHECK(has("NCCL 2."));
+  for (const auto& each : findings) {
+    if (each.contains("advice")) CHECK_THAT(each["advice"].get<std::string>(), !ContainsSubstring("CPU ranks"));
+  }
   CHECK(has(std::to_string(gpus) + " ranks, nccl: ") == (gpus > 1));
 }
