@@ -89,6 +89,14 @@ struct ProcessGroup::State {
                                       flight::name_of(call), its.str(), backend_name, device.str()));
   }
 
+  /// NCCL and gloo would copy the bytes of one type into the memory of another one.
+  static void require_one_type(flight::Call call, const at::Tensor& output, const at::Tensor& input) {
+    if (!output.defined() || !input.defined() || output.scalar_type() == input.scalar_type()) return;
+    throw InvalidArgument(fmt::format("{}: the input is of type {}, but the output of type {}; convert one of them",
+                                      flight::name_of(call), c10::toString(input.scalar_type()),
+                                      c10::toString(output.scalar_type())));
+  }
+
   /// What `start` starts, on so many bytes.
   template <class Start>
   Work recorded(flight::Call call, const at::Tensor& tensor, const Start& start) {
@@ -173,6 +181,7 @@ at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
   state_->require_device(flight::Call::kAllGather, output);
+  State::require_one_type(flight::Call::kAllGather, output, tensor);
   at::Tensor flat_output = flat(output);
   at::Tensor flat_input = flat(tensor.contiguous());
   return state_->recorded(flight::Call::kAllGather, tensor, [&] {
@@ -181,6 +190,7 @@ Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Ten
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
+  State::require_one_type(flight::Call::kAllGather, output, tensor);
   if (state_->own) return state_->own->all_gather_now(output, tensor);
   all_gather_into_async(output, tensor).wait();
 }
@@ -201,6 +211,7 @@ void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   state_->require_device(flight::Call::kReduceScatter, output);
+  State::require_one_type(flight::Call::kReduceScatter, output, input);
   at::Tensor flat_output = flat(output);
   at::Tensor flat_input = flat(input);
   c10d::ReduceScatterOptions options;
@@ -210,6 +221,7 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
+  State::require_one_type(flight::Call::kReduceScatter, output, input);
   if (state_->own) return state_->own->reduce_scatter_now(output, input, c10d_op(op));
   reduce_scatter_async(output, input, op).wait();
 }
@@ -232,6 +244,7 @@ at::Tensor ProcessGroup::gather(const at::Tensor& tensor, int root) const {
 void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, int root) const {
   std::vector<at::Tensor> outputs{output};
   std::vector<std::vector<at::Tensor>> inputs;
+  if (rank() == root) State::require_one_type(flight::Call::kScatter, output, input);
   if (rank() == root) inputs.push_back(input.detach().contiguous().unbind(0));
   c10d::ScatterOptions options;
   options.rootRank = root;
@@ -242,6 +255,7 @@ void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, in
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               std::vector<std::int64_t> output_splits, std::vector<std::int64_t> input_splits) const {
   state_->require_device(flight::Call::kAllToAll, output);
+  State::require_one_type(flight::Call::kAllToAll, output, input);
   at::Tensor target = output.detach();
   at::Tensor source = input.detach().contiguous();
   state_

@@ -67,6 +67,18 @@ TEST_CASE("a tensor of another device is refused by name", "[gpu]") {
   group.all_reduce(on_gpu);
 }
 
+TEST_CASE("an output of another data type than the input is refused", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = world_of_one();
+  const auto input = torch::arange(4, group.device()).to(torch::kFloat), output = input.to(torch::kInt);
+  const auto refuses = ContainsSubstring("the input is of type Float, but the output of type Int");
+  CHECK_THROWS_WITH(group.all_to_all(output, input), refuses);
+  CHECK_THROWS_WITH(group.all_gather_into(output, input), refuses);
+  CHECK_THROWS_WITH(group.reduce_scatter(output, input), refuses);
+  CHECK_THROWS_WITH(group.scatter(output, input.view({1, 4})), refuses);
+  group.all_to_all(output, input.to(torch::kInt));
+}
+
 TEST_CASE("DistributedDataParallel on one GPU gives the weights of plain training", "[gpu]") {
   NEEDS_GPU();
   const auto group = world_of_one();

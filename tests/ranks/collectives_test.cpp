@@ -210,6 +210,23 @@ TEST_CASE("all_reduce through gloo", "[ranks][gloo]") {
       {.backend = "gloo"});
 }
 
+TEST_CASE("gloo and shm refuse an output of another data type than the input", "[ranks][gloo][shm]") {
+  for (const std::string backend : {"gloo", "shm"}) {
+    ddpkit::testing::on_ranks(
+        "gloo and shm refuse an output of another data type than the input", 2,
+        [](ProcessGroup& group) {
+          const at::Tensor whole = part(group.rank(), {4}, at::kFloat), half = whole.narrow(0, 0, 2).clone();
+          const auto refuses = ContainsSubstring("the input is of type Float, but the output of type Int");
+          CHECK_THROWS_WITH(group.all_to_all(whole.to(at::kInt), whole), refuses);
+          CHECK_THROWS_WITH(group.all_gather_into(whole.to(at::kInt), half), refuses);
+          CHECK_THROWS_WITH(group.reduce_scatter(half.to(at::kInt), whole), refuses);
+          if (group.rank() == 0) CHECK_THROWS_WITH(group.scatter(half.to(at::kInt), whole.view({2, 2})), refuses);
+          group.barrier();
+        },
+        {.backend = backend});
+  }
+}
+
 TEST_CASE("means of large float16 values through gloo are finite", "[ranks][gloo]") {
   ddpkit::testing::on_ranks("means of large float16 values through gloo are finite", {2, 3},
                             [](ProcessGroup& group) {
