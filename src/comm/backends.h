@@ -60,14 +60,13 @@ class OwnBackend : public AbortableBackend {
 /// Meets the other ranks: rank 0 serves a TCPStore at the master's address unless the launcher does. Keys carry the
 /// run, and how often this rank has met the others there before.
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
-/// `address`, or ::1 where that is 127.0.0.1 and this host has only IPv6.
-std::string usable_loopback(const std::string& address);
 /// The ranks have met by that store: their next rendezvous there has keys of its own.
 void note_rendezvous(const LaunchEnvironment& environment);
 
+/// `name`: this rank's number in messages; -1: environment.rank.
 c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment,
-                                                      std::chrono::milliseconds timeout);
+                                                      std::chrono::milliseconds timeout, int name = -1);
 c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment, c10::Device device,
                                                       std::chrono::milliseconds timeout);

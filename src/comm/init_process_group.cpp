@@ -21,6 +21,7 @@
 #include "comm/cuda.h"
 #include "comm/device_index.h"
 #include "comm/roll_call.h"
+#include "comm/sockets.h"
 #include "comm/timeout.h"
 #include "comm/trace/recorder.h"
 

@@ -16,8 +16,9 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends.h"
+#include "comm/backends/guarded_backend.h"
 #include "comm/device_index.h"
-#include "comm/host.h"
+#include "comm/roll_call.h"
 #include "comm/trace/recorder.h"
 
 namespace ddpkit {
@@ -74,6 +75,7 @@ struct ProcessGroup::State {
   std::atomic<int> splits = 0;
   OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's, as the next.
   AbortableBackend* abortable = nullptr;
+  GuardedBackend* guarded = nullptr;
   bool one_device = false;         ///< The backend takes only tensors of `device`.
   bool records = false;            ///< The backend does not tell the flight recorder by itself.
   std::uint32_t group_number = 0;  ///< For the recorder, where `records`, as the next.
@@ -101,10 +103,14 @@ struct ProcessGroup::State {
   template <class Start>
   Work recorded(flight::Call call, const at::Tensor& tensor, const Start& start) {
     require_device(call, tensor);
-    if (!records) return Work(start());
-    const std::uint64_t record =
-        flight::Recorder::of_process().start(call, sequence++, tensor.defined() ? tensor.nbytes() : 0, group_number);
-    return {start(), record};
+    const std::uint64_t record = records ? flight::Recorder::of_process().start(
+                                               call, sequence++, tensor.defined() ? tensor.nbytes() : 0, group_number)
+                                         : Work::kNoRecord;
+    if (!guarded) return {start(), record};
+    guarded->guard().throw_failure();
+    const bool is_message = call == flight::Call::kSend || call == flight::Call::kReceive;
+    // On a device only the guard knows the end of the call.
+    return {guarded->guarded(start(), backend, record, is_message), guarded->hides_aborts() ? Work::kNoRecord : record};
   }
 };
 
@@ -126,10 +132,16 @@ ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intru
   state_->backend_name = state_->backend->getBackendName();
   state_->own = dynamic_cast<OwnBackend*>(state_->backend.get());
   state_->abortable = dynamic_cast<AbortableBackend*>(state_->backend.get());
-  if (find_backend(state_->backend_name)) state_->timeout = state_->backend->getBackendOptions()->timeout;
+  state_->guarded = dynamic_cast<GuardedBackend*>(state_->backend.get());
+  if (state_->guarded) {
+    state_->timeout = state_->guarded->guard().timeout();
+  } else if (find_backend(state_->backend_name)) {
+    state_->timeout = state_->backend->getBackendOptions()->timeout;
+  }
   state_->one_device = state_->backend_name == "nccl" || state_->backend_name == "gloo";
-  state_->records = !state_->abortable && state_->backend->getSize() > 1;
+  state_->records = (!state_->abortable || state_->guarded) && state_->backend->getSize() > 1;
   if (state_->records) state_->group_number = flight::Recorder::of_process().new_group();
+  if (state_->records && state_->guarded) state_->guarded->guard().set_group(state_->group_number);
   state_->environment.rank = state_->backend->getRank();
   state_->environment.world_size = state_->backend->getSize();
 }
@@ -285,38 +297,12 @@ void ProcessGroup::send(const at::Tensor& tensor, int destination, int tag) cons
 void ProcessGroup::recv(const at::Tensor& tensor, int source, int tag) const { recv_async(tensor, source, tag).wait(); }
 
 int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
-  state_->require_device(flight::Call::kReceive, tensor);
   std::vector<at::Tensor> tensors{tensor};
-  const auto work = state_->backend->recvAnysource(tensors, tag);
-  work->wait();
-  return work->sourceRank();
+  Work work =
+      state_->recorded(flight::Call::kReceive, tensor, [&] { return state_->backend->recvAnysource(tensors, tag); });
+  work.wait();
+  return work.c10d_work()->sourceRank();
 }
-
-namespace {
-
-/// Fills in how many of a part's ranks are on this host, and the how manieth of them this one is. A host is what one
-/// loopback serves.
-void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment) {
-  const auto key = [](int rank) { return fmt::format("host-{}", rank); };
-  const std::string own = fmt::format("{}/{}", boot_id(), namespace_number("net"));
-  store.set(key(environment.rank), std::vector<std::uint8_t>(own.begin(), own.end()));
-  environment.local_rank = environment.local_world_size = 0;
-  for (int rank = 0; rank < environment.world_size; ++rank) {
-    std::vector<std::uint8_t> host;
-    try {
-      host = store.get(key(rank));
-    } catch (const c10::Error& error) {
-      throw RendezvousError(fmt::format("rank {} of a part of {} did not come to split(): {}", rank,
-                                        environment.world_size, error.what_without_backtrace()),
-                            {.rank = rank, .call = "split"});
-    }
-    if (std::string(host.begin(), host.end()) != own) continue;
-    if (rank < environment.rank) ++environment.local_rank;
-    ++environment.local_world_size;
-  }
-}
-
-}  // namespace
 
 std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
   for (const int r : ranks) {
@@ -348,16 +334,18 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
   const auto options = at::TensorOptions(at::kByte);
   // Where the backend takes the host's tensors, what goes wrong comes out at once.
-  const at::Device where = state_->abortable ? at::kCPU : device();
+  const at::Device where = state_->abortable && !state_->guarded ? at::kCPU : device();
   at::Tensor length = at::empty({1}, options.dtype(at::kLong));
   length.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
   const at::Tensor lengths = all_gather(length.to(where)).cpu();
+  check();
   const auto* length_of = lengths.const_data_ptr<std::int64_t>();
   std::int64_t longest = 1;
   for (int r = 0; r < world_size(); ++r) longest = std::max(longest, length_of[r]);
   at::Tensor padded = at::zeros({longest}, options);
   std::copy(bytes.begin(), bytes.end(), padded.data_ptr<std::uint8_t>());
   const at::Tensor all = all_gather(padded.to(where)).cpu();
+  check();
   std::vector<std::string> texts;
   for (int r = 0; r < world_size(); ++r) {
     const auto* start = all.const_data_ptr<std::uint8_t>() + r * longest;
@@ -380,6 +368,10 @@ at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) c
   if (device().is_cuda() && numel != 0 && state_->backend->supportsTensorAlloc(device().index()))
     return state_->backend->allocateTensor(numel, options).view(sizes);
   return at::empty(sizes, options);
+}
+
+void ProcessGroup::check() const {
+  if (state_->guarded) state_->guarded->guard().throw_failure();
 }
 
 void ProcessGroup::abort(const std::string& reason) const noexcept {

@@ -53,28 +53,6 @@ class Socket {
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-/// Why a socket of this host cannot have the address, which is a number; 0 if it can.
-int bind_error(const char* address) {
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(address, nullptr, &hints, &found) != 0) return EINVAL;
-  const Addresses addresses(found, &::freeaddrinfo);
-  const Socket socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  return socket.get() >= 0 && ::bind(socket.get(), found->ai_addr, found->ai_addrlen) == 0 ? 0 : errno;
-}
-
-}  // namespace
-
-std::string usable_loopback(const std::string& address) {
-  const bool has_only_ipv6 =
-      address == "127.0.0.1" && bind_error("127.0.0.1") == EADDRNOTAVAIL && bind_error("::1") == 0;
-  return has_only_ipv6 ? "::1" : address;
-}
-
-namespace {
-
 Addresses resolve(const LaunchEnvironment& environment) {
   const addrinfo hints{.ai_flags = AI_NUMERICSERV,
                        .ai_family = AF_UNSPEC,

@@ -57,6 +57,14 @@ std::vector<int> RollCall::missing() const {
   return ranks;
 }
 
+void RollCall::come(const std::string& text) {
+  try {
+    store_->set(key(rank_), bytes_of(text));
+  } catch (const c10::Error& error) {
+    throw_lost_store(error);
+  }
+}
+
 void RollCall::wait_for_all(const std::string& text) {
   const auto text_of_missing = [&](const std::vector<int>& ranks) {
     return fmt::format("rank{} {} of {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), world_size_);
@@ -64,7 +72,7 @@ void RollCall::wait_for_all(const std::string& text) {
   std::vector<std::string> keys;
   for (int r = 0; r < world_size_; ++r) keys.push_back(key(r));
   try {
-    store_->set(key(rank_), bytes_of(text));
+    come(text);
     const auto start = Clock::now();
     WaitReport report;
     auto nap = std::chrono::microseconds(200);
@@ -171,6 +179,26 @@ void wait_for_ranks(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEn
         {.rank = environment.rank, .call = "rendezvous"});
   RollCall(store, "present", environment.rank, environment.world_size, timeout, 0, alone_hint(environment))
       .wait_for_all(own);
+}
+
+void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment) {
+  const auto key = [](int rank) { return fmt::format("host-{}", rank); };
+  const std::string own = fmt::format("{}/{}", boot_id(), namespace_number("net"));
+  store.set(key(environment.rank), std::vector<std::uint8_t>(own.begin(), own.end()));
+  environment.local_rank = environment.local_world_size = 0;
+  for (int rank = 0; rank < environment.world_size; ++rank) {
+    std::vector<std::uint8_t> host;
+    try {
+      host = store.get(key(rank));
+    } catch (const c10::Error& error) {
+      throw RendezvousError(fmt::format("rank {} of a part of {} did not come to split(): {}", rank,
+                                        environment.world_size, error.what_without_backtrace()),
+                            {.rank = rank, .call = "split"});
+    }
+    if (std::string(host.begin(), host.end()) != own) continue;
+    if (rank < environment.rank) ++environment.local_rank;
+    ++environment.local_world_size;
+  }
 }
 
 }  // namespace ddpkit

@@ -43,6 +43,8 @@ class RollCall {
   std::vector<std::string> exchange(const std::string& text);
   /// Collective: the same without the texts.
   void wait_for_all(const std::string& text);
+  /// The same without a wait.
+  void come(const std::string& text);
   /// Throws RendezvousError if another rank has announced that it failed.
   void throw_if_announced() const;
   /// Tells the ranks that still wait what this rank fails with. Never throws.
@@ -69,5 +71,9 @@ std::string alone_hint(const LaunchEnvironment& environment);
 /// RendezvousError when two processes of one host have the same rank.
 void wait_for_ranks(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment,
                     std::chrono::milliseconds timeout);
+
+/// Fills in how many of a part's ranks are on this host, and the how manieth of them this one is. A host is what one
+/// loopback serves.
+void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment);
 
 }  // namespace ddpkit

@@ -78,7 +78,9 @@ bool GradScaler::on_any_rank(bool found_inf, const at::Device& device) const {
   if (!group_ || group_->world_size() == 1) return found_inf;
   const at::Tensor flag = at::full({1}, found_inf ? 1.0 : 0.0, at::device(device).dtype(at::kFloat));
   group_->all_reduce(flag, ReduceOp::kMax);
-  return flag.item<float>() != 0;
+  const bool found = flag.item<float>() != 0;
+  group_->check();
+  return found;
 }
 
 void GradScaler::check_group(const torch::optim::Optimizer& optimizer) const {

@@ -82,7 +82,9 @@ void JoinState::join_end(int source) {
   });
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(group_.device());
   group_.broadcast(size, source);
-  bytes.resize(static_cast<std::size_t>(size.item<std::int64_t>()));
+  const auto length = static_cast<std::size_t>(size.item<std::int64_t>());
+  group_.check();
+  bytes.resize(length);
   const at::Tensor on_host = at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte);
   const at::Tensor data = on_host.to(group_.device());
   group_.broadcast(data, source);

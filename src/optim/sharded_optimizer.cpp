@@ -194,6 +194,7 @@ double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
                                   at::TensorOptions(at::kDouble).device(shards.group.device()));
   shards.group.all_reduce(sum, largest ? ReduceOp::kMax : ReduceOp::kSum);
   const double together = sum.item<double>();
+  shards.group.check();
   const double norm = largest ? together : std::pow(together, 1 / norm_type);
   scale_gradients_(shards.slices, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
   return norm;

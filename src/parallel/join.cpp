@@ -97,7 +97,9 @@ void JoinSession::start(const Message& message) {
 int JoinSession::active() {
   if (work_.valid()) work_.wait();
   work_ = {};
-  return last_.defined() ? static_cast<int>(last_[0].item<std::int64_t>()) : group_.world_size();
+  const auto active = last_.defined() ? static_cast<int>(last_[0].item<std::int64_t>()) : group_.world_size();
+  group_.check();
+  return active;
 }
 
 int JoinSession::first_active(bool this_rank_is) const {
@@ -119,6 +121,7 @@ int JoinSession::shadow_the_others() {
     const at::Tensor sum = at::zeros({5}, at::kLong).to(group_.device());
     group_.all_reduce(sum);
     const at::Tensor on_host = sum.cpu();
+    group_.check();
     const auto* numbers = on_host.const_data_ptr<std::int64_t>();
     const std::int64_t active = numbers[0];
     if (active == 0) break;

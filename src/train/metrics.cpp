@@ -28,6 +28,7 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values, const Proc
   const at::Tensor sums = at::tensor(values, at::kDouble).to(group.device());
   group.all_reduce(sums);
   const at::Tensor host = sums.cpu();
+  group.check();
   return {host.const_data_ptr<double>(), host.const_data_ptr<double>() + host.numel()};
 }
 
@@ -136,6 +137,7 @@ ClassificationResult ClassificationMetrics::reduce(const ProcessGroup& group) co
   const at::Tensor moved = all_sums().to(group.device());
   group.all_reduce(moved);
   const at::Tensor host = moved.cpu();
+  group.check();
   const double* values = host.const_data_ptr<double>();
   ClassificationResult result;
   double correct = 0, predicted = 0;

@@ -75,6 +75,7 @@ bool StopSignal::requested() {
           .to(group_->device());
   group_->all_reduce(talk, ReduceOp::kMax);
   const at::Tensor agreed = talk.cpu();
+  group_->check();
   agreed_ = static_cast<int>(agreed.const_data_ptr<std::int64_t>()[0]);
   interval_ = agreed.const_data_ptr<std::int64_t>()[1];
   calls_left_ = interval_ - 1;

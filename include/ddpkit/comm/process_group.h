@@ -154,9 +154,13 @@ class ProcessGroup {
   /// Contents undefined. The tensor outlives the group.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
-  /// Tells the other ranks that this one cannot go on, so that their collectives throw PeerLost with `reason` now
-  /// rather than at their timeout. Never throws; without effect on backends other than `shm`.
+  /// Tells the other ranks that this one cannot continue: their collectives throw PeerLost with `reason` now rather
+  /// than at their timeout. Never throws. Without effect on a backend that is not ddpkit's.
   void abort(const std::string& reason) const noexcept;
+
+  /// Throws what the group has failed with; no communication. With `nccl`, wait() does not wait for the device, and a
+  /// collective that fails later leaves garbage: call check() after the host has read a result, before it is used.
+  void check() const;
 
   /// The c10d backend, for what has no wrapper here.
   const c10::intrusive_ptr<c10d::Backend>& backend() const noexcept;

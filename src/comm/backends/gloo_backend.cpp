@@ -3,13 +3,17 @@
 #include "comm/backends.h"
 
 #ifdef DDPKIT_GLOO
-#include <netdb.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <functional>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -19,32 +23,51 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <ddpkit/parse_number.h>
+
+#include "comm/backends/guarded_backend.h"
+#include "comm/sockets.h"
+#include "comm/timeout.h"
+
 namespace ddpkit {
 namespace {
 
-/// This host's address on the way to the master: the others can reach it there, whatever this host calls itself. Empty
-/// when there is no way.
-std::string address_towards(const std::string& master) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(master.c_str(), "9", &hints, &found) != 0) return {};
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
-  std::string address;
-  for (const addrinfo* at = found; at && address.empty(); at = at->ai_next) {
-    const int fd = ::socket(at->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    sockaddr_storage own{};
-    socklen_t length = sizeof own;
-    char text[NI_MAXHOST];
-    // Connecting a datagram socket sends nothing: it only asks the kernel for the route.
-    if (fd >= 0 && ::connect(fd, at->ai_addr, at->ai_addrlen) == 0 &&
-        ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
-        ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0)
-      address = text;
-    if (fd >= 0) ::close(fd);
+/// The guard names the rank that is late. gloo's own timeout comes after it.
+constexpr std::chrono::seconds kGlooAfterGuard(2);
+
+/// The sockets of this process. [descriptor]
+std::set<int> open_sockets() {
+  std::set<int> sockets;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    int fd = -1, type = 0;
+    socklen_t length = sizeof type;
+    if (parse_number(entry.path().filename().string(), fd) &&
+        ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) == 0 && type == SOCK_STREAM)
+      sockets.insert(fd);
   }
-  return address;
+  return sockets;
+}
+
+/// gloo writes to connections that may have ended. Its threads start with this thread's mask.
+class SigpipeBlocked {
+ public:
+  SigpipeBlocked() {
+    sigset_t pipe;
+    ::sigemptyset(&pipe);
+    ::sigaddset(&pipe, SIGPIPE);
+    ::pthread_sigmask(SIG_BLOCK, &pipe, &before_);
+  }
+  ~SigpipeBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+bool is_connected(int fd) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof peer;
+  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0;
 }
 
 std::shared_ptr<gloo::transport::Device> device_of_interface(const std::string& interface) {
@@ -75,10 +98,30 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
 
 /// ProcessGroupGloo sums before it divides, and its reduce() does not divide. This class divides float16 first, as
 /// DistributedDataParallel in Python does, since the sum of float16 values may overflow where the mean does not.
-class GlooBackend : public c10d::ProcessGroupGloo {
+class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
  public:
-  using c10d::ProcessGroupGloo::ProcessGroupGloo;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  /// `before`: the sockets that were open before the constructor.
+  GlooBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+              const c10::intrusive_ptr<Options>& options, std::unique_ptr<GroupGuard> guard,
+              const std::set<int>& before)
+      : ProcessGroupGloo(store, rank, size, options), GuardedBackend(std::move(guard), /*hides_aborts=*/false) {
+    std::vector<int> sockets;
+    for (const int fd : open_sockets()) {
+      if (!before.contains(fd) && is_connected(fd)) sockets.push_back(fd);
+    }
+    // Another number: another thread of this process has opened sockets too, which must not be ended.
+    if (sockets.size() == options->devices.size() * static_cast<std::size_t>(size - 1)) {
+      for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    }
+    guard_->start({.abort = [this] { end_connections(); }});
+  }
+
+  ~GlooBackend() override {
+    guard_->stop();
+    if (guard_->failed()) end_connections();
+    for (const int fd : sockets_) ::close(fd);
+  }
+
   using Tensors = std::vector<at::Tensor>;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -106,6 +149,18 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   }
 
  private:
+  std::function<bool()> end_of(const WorkPtr& work) const override {
+    return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
+      const WorkPtr owned = weak.lock();
+      return !owned || owned->isCompleted();  // gloo's queue owns it until its end.
+    };
+  }
+
+  /// gloo has no abort. A collective fails when a connection that it uses ends.
+  void end_connections() {
+    for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // Not for writing: gloo would be killed by SIGPIPE.
+  }
+
   template <class Options>
   Options divide_first(Tensors& tensors, Options options) const {
     if (options.reduceOp.op_ != c10d::ReduceOp::AVG || tensors.empty() || tensors[0].scalar_type() != at::kHalf)
@@ -115,17 +170,23 @@ class GlooBackend : public c10d::ProcessGroupGloo {
     options.reduceOp = c10d::ReduceOp::SUM;
     return options;
   }
+
+  std::vector<int> sockets_;  ///< Duplicates of gloo's.
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const LaunchEnvironment& environment,
-                                                      std::chrono::milliseconds timeout) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+                                                      std::chrono::milliseconds timeout, int name) {
+  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
+  const SigpipeBlocked blocked;
+  auto options = c10d::ProcessGroupGloo::Options::create(bounded(timeout) + kGlooAfterGuard);
   options->devices = choose_gloo_devices(environment);
   options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
-  return c10::make_intrusive<GlooBackend>(store, environment.rank, environment.world_size, options);
+  const std::set<int> before = open_sockets();
+  return c10::make_intrusive<GlooBackend>(store, environment.rank, environment.world_size, options, std::move(guard),
+                                          before);
 }
 
 }  // namespace ddpkit
@@ -135,7 +196,7 @@ c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c
 namespace ddpkit {
 
 c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
-                                                      std::chrono::milliseconds) {
+                                                      std::chrono::milliseconds, int) {
   throw InvalidArgument(
       "this build of ddpkit has no gloo backend: install gloo's headers (Debian and Ubuntu: libgloo-dev) and configure "
       "with -DDDPKIT_GLOO=ON");

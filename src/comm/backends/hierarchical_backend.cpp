@@ -13,6 +13,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/backends/guarded_backend.h"
 #include "comm/backends/shm_arguments.h"
 #include "comm/backends/shm_rendezvous.h"
 
@@ -109,7 +110,7 @@ void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
-  for (const auto& group : {groups_.in, groups_.out}) {
+  for (const auto& group : {groups_.in, groups_.out, groups_.rail, groups_.all}) {
     if (auto* own = dynamic_cast<AbortableBackend*>(group.get())) own->abort_group(reason);
   }
 }
@@ -117,9 +118,24 @@ void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
 template <class Call>
 void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
   try {
-    if (ending_) throw Error("the process group was destroyed before its collective was over: keep it until then");
-    call();
+    try {
+      if (ending_) throw Error("the process group was destroyed before its collective was over: keep it until then");
+      call();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception&) {
+      // gloo does not name the lost rank.
+      dynamic_cast<GuardedBackend&>(*groups_.all).guard().throw_failure(kPatience);
+      throw;
+    }
   } catch (const std::exception& error) {
+    if (const auto* lost = dynamic_cast<const PeerLost*>(&error);
+        lost && lost->context().rank.value_or(rank_) != rank_) {
+      // gloo's groups may not know it yet.
+      for (const auto& group : {groups_.rail, groups_.all})
+        dynamic_cast<GuardedBackend&>(*group).guard().fail(
+            {flight::Failure::kPeerLost, *lost->context().rank, lost->what()});
+    }
     abort_group(error.what());
     job->end_part(std::current_exception());
   }
@@ -333,7 +349,8 @@ c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusi
   HierarchicalBackend::Groups groups{
       .in = create_shm_part(within(fmt::format("in-{}", host)), environment.local_rank, local, timeout, host * local),
       .out = create_shm_part(within(fmt::format("out-{}", host)), environment.local_rank, local, timeout, host * local),
-      .rail = create_gloo_backend(within(fmt::format("rail-{}", environment.local_rank)), rail, timeout),
+      .rail =
+          create_gloo_backend(within(fmt::format("rail-{}", environment.local_rank)), rail, timeout, environment.rank),
       .all = create_gloo_backend(within("all"), environment, timeout)};
   return c10::make_intrusive<HierarchicalBackend>(environment.rank, environment.world_size, local, std::move(groups));
 }

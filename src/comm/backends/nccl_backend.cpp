@@ -5,6 +5,10 @@
 #include "comm/cuda.h"
 
 #ifdef DDPKIT_CUDA
+#include "comm/backends/guarded_backend.h"
+#include "comm/roll_call.h"
+#include "comm/timeout.h"
+
 #define USE_C10D_NCCL  // The header is empty without it.
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <fmt/format.h>
@@ -13,42 +17,50 @@
 #include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <functional>
 #include <mutex>
-#include <thread>
+#include <utility>
 
 namespace ddpkit {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using EndEvent = std::shared_ptr<at::cuda::CUDAEvent>;
 
 /// How long the end of a group waits for its collectives, and then for the other ranks.
 constexpr std::chrono::seconds kEndLimit(2);
+/// After a failure, the collectives under way may still end for so long.
+constexpr std::chrono::milliseconds kAbortDelay(100);
+/// The guard names the rank that is late. c10d's own timeout, which ends the process, comes after it.
+constexpr std::chrono::seconds kWatchdogAfterGuard(60);
 
 /// C++ permits a pointer to a protected member through a derived class.
 struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
-  static EndEvent event(WorkNCCL& work) { return work.*(&EndOf::ncclEndEvent_); }
+  static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
 };
 
 /// Connects when it is made, and ends in order. The destructor of ProcessGroupNCCL only aborts: it prints a warning,
 /// and another rank that is still in the last collective hangs.
-class NcclBackend final : public c10d::ProcessGroupNCCL {
+class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
  public:
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment, c10::Device device,
-              c10::intrusive_ptr<Options> options)
-      : ProcessGroupNCCL(store, environment.rank, environment.world_size, std::move(options)), store_(store) {
+              c10::intrusive_ptr<Options> options, std::unique_ptr<GroupGuard> guard)
+      : ProcessGroupNCCL(store, environment.rank, environment.world_size, std::move(options)),
+        GuardedBackend(std::move(guard), /*hides_aborts=*/true),
+        store_(store) {
     setBoundDeviceId(device);
     // Before memory is registered with the communicator: it must exist by then.
     eagerConnectSingleDevice(device);
+    guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
 
   ~NcclBackend() override {
-    const bool fails = std::uncaught_exceptions() > exceptions_;
+    guard_->stop();  // Fails if an exception is under way.
     try {
       // shutdown() waits for the collectives without a limit, and nothing can abort it.
-      if (!fails && is_idle() && others_are_idle()) {
+      if (!guard_->failed() && guard_->is_idle(kEndLimit) && others_are_idle()) {
         shutdown();
       } else {
+        silence_watchdog();
         abort();
       }
     } catch (const std::exception&) {
@@ -56,34 +68,49 @@ class NcclBackend final : public c10d::ProcessGroupNCCL {
     }
   }
 
- protected:
-  c10::intrusive_ptr<WorkNCCL> initWork(at::Device& device, int rank, c10d::OpType type, bool is_p2p, const char* title,
-                                        const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-                                        bool record) override {
-    auto work = ProcessGroupNCCL::initWork(device, rank, type, is_p2p, title, inputs, outputs, record);
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
-      const std::lock_guard lock(mutex_);
-      if (ends_.size() >= kMostEnds) forget_reached();
-      ends_.push_back(EndOf::event(*work));
-    }
-    return work;
-  }
-
  private:
-  static constexpr std::size_t kMostEnds = 64;
-
-  void forget_reached() {
-    std::erase_if(ends_, [](const EndEvent& end) { return end->query(); });
+  std::function<bool()> end_of(const WorkPtr& work) const override {
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return {};
+    return [end = EndOf::event(*work)] {
+      // Another thread may capture a graph.
+      const c10::cuda::CUDAStreamCaptureModeGuard mode{cudaStreamCaptureModeThreadLocal};
+      try {
+        return end->query();
+      } catch (const std::exception&) {
+        return true;  // The device is lost. The program's next call for it fails.
+      }
+    };
   }
 
-  /// Whether the device finishes this rank's collectives within the limit.
-  bool is_idle() {
-    const auto deadline = Clock::now() + kEndLimit;
-    for (;;) {
-      forget_reached();
-      if (ends_.empty()) return true;
-      if (Clock::now() > deadline) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  /// On the guard's thread.
+  std::string find_error() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);  // A communicator for messages may be being made.
+    if (!lock) return {};
+    for (auto& [device, communicator] : devNCCLCommMap_) {
+      try {
+        if (const std::exception_ptr error = checkForNCCLErrors(communicator)) std::rethrow_exception(error);
+      } catch (const c10::Error& error) {
+        silence_watchdog();
+        return error.what_without_backtrace();
+      }
+    }
+    return {};
+  }
+
+  /// c10d's watchdog forgets the collectives under way, which it would log as failed.
+  void silence_watchdog() {
+    const std::lock_guard lock(workMetaListMutex_);
+    workMetaList_.clear();
+  }
+
+  /// On the guard's thread.
+  void end_collectives() {
+    try {
+      guard_->is_idle(kAbortDelay);  // The lost rank may have done its part.
+      silence_watchdog();
+      abort();
+    } catch (const std::exception&) {
+      // The device is lost.
     }
   }
 
@@ -91,37 +118,34 @@ class NcclBackend final : public c10d::ProcessGroupNCCL {
   bool others_are_idle() {
     if (getSize() == 1) return true;
     try {
-      meet("nccl idle");
+      roll_call("nccl idle").wait_for_all("");
       // Rank 0 may serve the store: it leaves last.
       if (getRank() == 0) {
-        meet("nccl left");
+        roll_call("nccl left").wait_for_all("");
       } else {
-        count("nccl left");
+        roll_call("nccl left").come("");
       }
       return true;
-    } catch (const c10::Error&) {
+    } catch (const RendezvousError&) {
       return false;  // A rank is late or has died, or the store has.
     }
   }
 
-  void count(const std::string& key) {
-    if (store_->add(key, 1) == getSize()) store_->set(key + " all", std::vector<std::uint8_t>{1});
-  }
-  void meet(const std::string& key) {
-    count(key);
-    store_->wait({key + " all"}, kEndLimit);
-  }
+  RollCall roll_call(const std::string& name) { return {store_, name, getRank(), getSize(), kEndLimit}; }
 
   c10::intrusive_ptr<c10d::Store> store_;
-  const int exceptions_ = std::uncaught_exceptions();
-  std::mutex mutex_;
-  std::vector<EndEvent> ends_;  ///< Of the latest collectives.
 };
 
-/// Set before the first ProcessGroupNCCL, which reads it.
+/// Set before the first ProcessGroupNCCL, which reads them.
 void set_defaults() {
-  // Else the ranks ask rank 0's store every second, and print warnings after it has ended.
-  static const int once = ::setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
+  constexpr std::pair<const char*, const char*> kDefaults[] = {
+      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // Else the ranks ask rank 0's store every second, also after its end.
+      {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Else c10d's watchdog kills the process.
+      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}};  // Else the watchdog sleeps for a minute after a failure.
+  static const bool once = [&] {
+    for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);
+    return true;
+  }();
   static_cast<void>(once);
 }
 
@@ -134,10 +158,11 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
   auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = timeout;
+  options->timeout = bounded(timeout) + kWatchdogAfterGuard;
   options->is_high_priority_stream = true;  // Small kernels of communication must not queue behind backward's.
   set_defaults();
-  return c10::make_intrusive<NcclBackend>(store, environment, device, std::move(options));
+  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);
+  return c10::make_intrusive<NcclBackend>(store, environment, device, std::move(options), std::move(guard));
 }
 
 bool is_nccl_available() noexcept { return true; }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace ddpkit::flight {
 
@@ -54,6 +55,8 @@ struct Record {
   std::atomic<std::uint64_t> index{0};       ///< Number of the record, through all groups.
   std::atomic<std::uint32_t> finished{0};
 };
+/// "all_reduce number 812 (4096 bytes, group 0, bucket 2)"
+std::string describe(const Record& record);
 
 struct Page {
   std::atomic<std::uint64_t> layout{0};       ///< kLayout; set by the launcher.

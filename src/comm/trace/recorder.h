@@ -50,6 +50,7 @@ class Recorder {
     Record& record = page_->records[index % kRecords];
     if (record.index.load(std::memory_order_relaxed) == index) record.finished.store(1, std::memory_order_release);
   }
+  const Record& record(std::uint64_t index) const noexcept { return page_->records[index % kRecords]; }
   /// This rank has begun to wait long for a collective.
   void waits(std::uint64_t index) noexcept;
 

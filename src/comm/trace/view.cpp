@@ -104,7 +104,7 @@ void View::sample() noexcept {
   seen_at_ = Clock::now();
 }
 
-std::string View::describe(const Record& record) const {
+std::string describe(const Record& record) {
   const std::uint64_t what = record.what.load();
   const std::uint64_t bucket = what >> 32;
   return fmt::format("{} number {} ({} bytes, group {}{})", name_of(static_cast<Call>(what & 0xff)),

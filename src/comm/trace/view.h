@@ -50,7 +50,6 @@ class View {
 
  private:
   using Clock = std::chrono::steady_clock;
-  std::string describe(const Record& record) const;
 
   int fd_ = -1;
   Page* page_ = nullptr;

@@ -19,6 +19,7 @@ std::vector<std::int64_t> numbers_of_rank_0(const std::vector<std::int64_t>& num
   const at::Tensor message = at::tensor(numbers, at::kLong).to(group.device());
   group.broadcast(message);
   const at::Tensor agreed = message.cpu();
+  group.check();
   const auto* begin = agreed.const_data_ptr<std::int64_t>();
   return {begin, begin + agreed.numel()};
 }

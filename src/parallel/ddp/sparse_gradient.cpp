@@ -15,6 +15,7 @@ at::Tensor average_sparse(const at::Tensor& gradient, const at::Tensor& paramete
   // Only the first dimension is sparse: rows of an embedding.
   const std::int64_t count = local.defined() ? local._nnz() : 0;
   const at::Tensor counts = group.all_gather(at::full({1}, count, long_options)).view({-1}).cpu();
+  group.check();
   const std::int64_t most = counts.max().item<std::int64_t>();
   std::vector<std::int64_t> sizes = parameter.sizes().vec();
   sizes[0] = most;

@@ -79,6 +79,7 @@ void UsedParameters::agree(bool has_inputs) {
   // A rank that has used all knows the answer, and does not wait for the device to bring it.
   const bool all = std::all_of(used, used + count, [](std::uint8_t one) { return one != 0; });
   globally_used_ = all && hidden_forwards_ == 0 ? here : anywhere.cpu();
+  group_.check();
   check_forwards();
 }
 

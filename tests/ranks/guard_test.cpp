@@ -1,0 +1,118 @@
+// Backends of c10d cannot tell a rank of another one's failure; ddpkit's guard does.
+#include <signal.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <ddpkit/error.h>
+
+#include "comm/backends.h"
+#include "comm/backends/hierarchical_backend.h"
+#include "support/catch.h"
+#include "support/ranks.h"
+
+namespace {
+
+using ddpkit::PeerLost, ddpkit::ProcessGroup, ddpkit::Timeout;
+using std::chrono::milliseconds, std::chrono::steady_clock;
+
+/// "hierarchical": two ranks on each host.
+ProcessGroup group_of(const std::string& backend, const ProcessGroup& group, milliseconds timeout) {
+  static int number = 0;
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("guard-" + std::to_string(number++), group.store());
+  ddpkit::LaunchEnvironment environment;
+  environment.rank = group.rank();
+  environment.world_size = group.world_size();
+  environment.local_world_size = backend == "gloo" ? group.world_size() : 2;
+  environment.local_rank = group.rank() % environment.local_world_size;
+  return {backend == "gloo" ? ddpkit::create_gloo_backend(store, environment, timeout)
+                            : ddpkit::create_hierarchical_backend(store, environment, timeout),
+          store, at::kCPU, environment};
+}
+
+template <class E>
+std::string guard_failure(const std::function<void()>& call, milliseconds limit, int rank) {
+  const auto begin = steady_clock::now();
+  try {
+    call();
+  } catch (const E& error) {
+    CHECK(steady_clock::now() - begin < limit);
+    CHECK(error.context().rank == rank);
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("something else: ") + error.what();
+  }
+  return "threw nothing";
+}
+
+void check_rank_that_throws(const std::string& backend, const ProcessGroup& group) {
+  const int last = group.world_size() - 1;
+  {
+    const ProcessGroup inner = group_of(backend, group, std::chrono::minutes(10));
+    inner.all_reduce(torch::ones({5}));
+    group.barrier();
+    if (group.rank() == last) {
+      inner.abort("the loss is NaN");
+    } else {
+      const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(1), last);
+      CHECK(message == "rank " + std::to_string(last) + " gave up: the loss is NaN");
+    }
+  }
+  group.barrier();
+  const auto use = [&] {
+    const ProcessGroup inner = group_of(backend, group, std::chrono::minutes(10));
+    inner.all_reduce(torch::ones({5}));
+    group.barrier();
+    if (group.rank() == last) throw std::runtime_error("no such luck");
+    const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(1), last);
+    CHECK_THAT(message, ContainsSubstring("rank " + std::to_string(last)));
+  };
+  if (group.rank() == last) {
+    CHECK_THROWS_WITH(use(), "no such luck");
+  } else {
+    use();
+  }
+  group.barrier();
+}
+
+}  // namespace
+
+RANK_TEST("a rank that throws ends the gloo collectives of the others", "[guard]", 2, 3) {
+  check_rank_that_throws("gloo", group);
+}
+
+RANK_TEST("a rank that throws ends the hierarchical collectives of the others", "[guard]", 4) {
+  check_rank_that_throws("hierarchical", group);
+}
+
+RANK_TEST("a rank that is late to a gloo collective is named when the timeout ends", "[guard]", 2, 3) {
+  const ProcessGroup inner = group_of("gloo", group, std::chrono::seconds(1));
+  inner.all_reduce(torch::ones({5}));
+  group.barrier();
+  if (group.rank() != 1) {
+    const auto message = guard_failure<Timeout>([&] { inner.all_reduce(torch::ones({5})); }, milliseconds(1700), 1);
+    CHECK_THAT(message, ContainsSubstring(" timed out after 1.0 s in all_reduce number 1 (20 bytes, group ") &&
+                            ContainsSubstring("waiting for rank 1, which is in no collective; its last one was "
+                                              "all_reduce number 0 (20 bytes, group "));
+  }
+  group.barrier();
+  CHECK_THROWS_AS(inner.barrier(), Timeout);
+}
+
+TEST_CASE("a rank that is killed ends the gloo collectives of the others", "[ranks][guard]") {
+  const auto body = [](ProcessGroup& group) {
+    const ProcessGroup inner = group_of("gloo", group, std::chrono::minutes(10));
+    inner.barrier();
+    if (group.rank() == 1) ::raise(SIGKILL);
+    const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(1), 1);
+    CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));
+  };
+  ddpkit::testing::on_ranks("a rank that is killed ends the gloo collectives of the others", 3, body, {.doomed = {1}});
+}
