@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
+#include <utility>
+
 #include <ddpkit/ddpkit.h>
 
 #include "gpu/gpu.h"
@@ -117,5 +119,31 @@ TEST_CASE("training on another stream than the model was wrapped on", "[gpu]") {
     const auto features = ddp(x);
     SlowGradient::apply(features * 0.5).sum().backward();
     CHECK(torch::equal(net->parameters()[0].grad(), expected));
+  }
+}
+
+TEST_CASE("a backward on another stream fills a bucket after the last gradients were copied out of it", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  torch::nn::Sequential net(torch::nn::Linear(64, 64));
+  net->to(group.device());
+  ddpkit::DistributedDataParallel ddp(net, group);
+  ddp.register_comm_hook([](ddpkit::GradBucket&) {
+    return ddpkit::PendingReduction{.finish = [] {
+      at::cuda::sleep(kSleepCycles);  // The copies out of the bucket come after.
+      return torch::Tensor();
+    }};
+  });
+  const auto gradient_of = [&](double factor, c10::cuda::CUDAStream stream) {
+    const c10::cuda::CUDAStreamGuard guard(stream);
+    ddp(torch::full({8, 64}, factor, group.device())).sum().backward();
+    return std::exchange(net->parameters()[0].mutable_grad(), {});
+  };
+  const auto one = c10::cuda::getStreamFromPool(), other = c10::cuda::getStreamFromPool();
+  for (int round = 0; round < 3; ++round) {
+    const auto first = gradient_of(1, one), second = gradient_of(2, other);
+    c10::cuda::device_synchronize();
+    CHECK((first == 8).all().item<bool>());
+    CHECK((second == 16).all().item<bool>());
   }
 }

@@ -163,7 +163,7 @@ bool Communicator::check_calls(const Call& call) {
 void Communicator::run(Call call, const char* send, char* receive) {
   call.sequence = sequence_++;
   run_fault(kNames[static_cast<int>(call.kind)]);
-  if (!check_calls(call)) return;
+  if (aborted_ || !check_calls(call)) return;  // The other ranks must not see calls after the abort.
   const bool in_parts = call.kind == Kind::kAllToAll || call.kind == Kind::kReduceScatter;
   const std::size_t stride = kSlotBytes / static_cast<std::size_t>(in_parts ? ranks_ : 1) / 64 * 64;
   const std::size_t total = call.count * size_of(call.type);
