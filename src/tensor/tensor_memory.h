@@ -29,6 +29,14 @@ inline std::int64_t aligned_numel(std::int64_t numel, std::size_t element_size) 
 /// Optimizer::zero_grad() detaches gradients in place, which a view refuses.
 at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
 
+/// Whether both tensors are dense, of one type and shape, with elements in one order. Devices may differ.
+bool same_memory_layout(const at::Tensor& a, const at::Tensor& b);
+
+/// Whether nothing else holds the gradient's memory. Autograd passes a gradient on without a copy, so that memory may
+/// also be another parameter's gradient, or may still be read by an earlier node. May return false for a sole owner.
+/// `added`: the tensor that autograd has just passed to the accumulator, when called from the accumulator's hook.
+bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& added);
+
 /// Copies `from` into `to`. Autograd does not record the copy.
 void copy_values(const at::Tensor& to, const at::Tensor& from);
 

@@ -12,7 +12,6 @@
 #include "comm/shm/arena.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/sharding/shard.h"
-#include "tensor/is_alone.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit {
@@ -162,7 +161,7 @@ class InPlaceStorage final : public BucketStorage {
       return false;
     if (group_.world_size() == 1) return true;
     // Of other symmetric memory nobody knows whether all ranks still map it.
-    return arena_ && arena_->contains(gradient.const_data_ptr()) && is_alone(gradient, added);
+    return arena_ && arena_->contains(gradient.const_data_ptr()) && is_sole_owner(gradient, added);
   }
 
   at::Tensor shard_for(const at::Tensor& operand) const {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -13,10 +14,11 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 
+#include "comm/arena.h"
 #include "comm/cuda.h"
 #include "comm/device_index.h"
 #include "comm/host.h"
-#include "parallel/dp/data_parallel_impl.h"
+#include "parallel/dp/gathered_backward.h"
 #include "parallel/dp/replica_random.h"
 #include "parallel/dp/scatter_gather.h"
 #include "parallel/option_bytes.h"
@@ -85,6 +87,35 @@ void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
 
 }  // namespace
 
+class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
+ public:
+  Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options);
+
+  void replicate();
+  Tensors run_forward(const Tensors& inputs, const std::function<Tensors(int, const Tensors&)>& forward);
+  at::Tensor run_step(const Tensors& batch, const std::function<at::Tensor(int, const Tensors&)>& loss);
+  Tensors run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph);
+
+  std::vector<c10::Device> devices;
+  int threads_each;
+  ReplicaStreams streams;
+  std::shared_ptr<ArenaLease> arena;
+  std::shared_ptr<ReplicaSet> set;
+
+ private:
+  void follow() {
+    if (!set->follow(broadcast_buffers_)) replicate();
+  }
+  void run_replicas(std::size_t count, const std::function<void(int)>& job);
+
+  std::shared_ptr<torch::nn::Module> module_;
+  std::size_t first_bucket_bytes_;
+  std::size_t bucket_bytes_;
+  bool broadcast_buffers_;
+  std::mutex mutex_;  ///< One call at a time, also if backwards run in several threads.
+  ReplicaThreads threads_;
+};
+
 DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options)
     : devices(resolved_devices(*module, options)),
       threads_each(
@@ -137,19 +168,26 @@ Tensors DataParallelBase::Impl::run_forward(const Tensors& inputs,
   const bool gradients = c10::GradMode::is_enabled();
   const Cuts cuts = cut(std::max<std::int64_t>(batch_size(inputs), 0), static_cast<int>(devices.size()));
   const std::size_t active = cuts.size() - 1;
-  ReplicasCall call{.set = set,
-                    .inputs = {},
-                    .outputs = std::vector<Tensors>(active),
-                    .wanted_inputs = {},
-                    .wanted_devices = {},
-                    .outputs_of = {}};
+  ReplicasCall call{.set = set, .inputs = {}, .outputs = std::vector<Tensors>(active)};
   for (std::size_t r = 0; r < active; ++r) call.inputs.push_back(part_of(inputs, cuts, r, gradients, devices[r]));
   run_replicas(active, [&](int r) {
     const auto index = static_cast<std::size_t>(r);
     call.outputs[index] = forward(r, call.inputs[index]);
   });
   Tensors outputs = joined(call.outputs, devices.size() > 1);
-  return gradients ? with_graph(std::move(outputs), inputs, std::move(call)) : outputs;
+  if (gradients)
+    connect_graph(outputs, inputs, std::move(call),
+                  [self = shared_from_this()](const ReplicasCall& made, const Tensors& from, bool keep_graph) {
+                    return self->run_backward(made, from, keep_graph);
+                  });
+  return outputs;
+}
+
+Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph) {
+  if (streams.used()) return backward_on_devices(call, gradients, keep_graph, streams);
+  threads_.refuse_nested();
+  const std::lock_guard lock(mutex_);
+  return backward_in_threads(call, gradients, keep_graph, threads_);
 }
 
 at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
@@ -173,7 +211,7 @@ at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
   std::vector<Tensors> parts;
   for (std::size_t r = 0; r < active; ++r) parts.push_back(part_of(batch, cuts, r, false, devices[r]));
   Tensors losses(active);
-  ReplicaGradients& sums = set->gradients();
+  GradientSum& sums = set->gradients();
   sums.begin(static_cast<int>(active));
   try {
     run_replicas(active, [&](int r) {

@@ -134,7 +134,8 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
     parameters_.push_back(row.source);
     for (std::size_t r = 0; r < devices.size(); ++r) leaves[r].push_back(row.copies[r]);
   }
-  gradients_ = std::make_unique<ReplicaGradients>(std::move(leaves), streams, first_bucket_bytes, bucket_bytes);
+  const auto make_sum = streams.used() ? make_device_gradient_sum : make_cpu_gradient_sum;
+  gradients_ = make_sum(std::move(leaves), streams, first_bucket_bytes, bucket_bytes);
   follow(true);
 }
 

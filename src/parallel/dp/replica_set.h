@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "parallel/dp/replica_gradients.h"
+#include "parallel/dp/gradient_sum.h"
 
 namespace ddpkit {
 
@@ -25,7 +25,7 @@ class ReplicaSet {
   torch::nn::Module& module(std::size_t replica) const { return *replicas_[replica]; }
   /// The module's parameters that want a gradient. [param]
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
-  ReplicaGradients& gradients() const noexcept { return *gradients_; }
+  GradientSum& gradients() const noexcept { return *gradients_; }
 
   /// Takes over what has changed in the module: memory, training mode, buffers' values if `buffers`. False: replicas
   /// cannot be made to follow (another type, shape or requires_grad), and a new set is needed.
@@ -57,7 +57,7 @@ class ReplicaSet {
   std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of the parts. [replica][part]
   std::vector<Row> rows_;                                                ///< Parameters, then buffers.
   std::vector<at::Tensor> parameters_;
-  std::unique_ptr<ReplicaGradients> gradients_;
+  std::unique_ptr<GradientSum> gradients_;
 };
 
 }  // namespace ddpkit

@@ -1,49 +1,53 @@
-// The graph behind the outputs that DataParallel has gathered.
+#include "parallel/dp/gathered_backward.h"
+
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 
+#include <ddpkit/error.h>
+
 #include "parallel/autograd/graph.h"
-#include "parallel/dp/data_parallel_impl.h"
 #include "parallel/dp/scatter_gather.h"
 
 namespace ddpkit {
+namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// Hangs the outputs on a node of their own, from which edges lead to the inputs and parameters.
-Tensors DataParallelBase::Impl::with_graph(Tensors outputs, const Tensors& inputs, ReplicasCall call) {
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const bool wanted = std::any_of(call.outputs.begin(), call.outputs.end(), [i](const Tensors& of_replica) {
-      return of_replica[i].defined() && of_replica[i].requires_grad();
-    });
-    if (wanted) call.outputs_of.push_back(i);
-  }
-  if (call.outputs_of.empty()) return outputs;
-  torch::autograd::edge_list edges;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined() || !inputs[i].requires_grad()) continue;
-    call.wanted_inputs.push_back(i);
-    call.wanted_devices.push_back(inputs[i].device());
-    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
-  }
-  for (const at::Tensor& parameter : set->parameters())
-    edges.push_back(torch::autograd::impl::gradient_edge(parameter));
-  const std::vector<std::size_t> wanted = call.outputs_of;
-  const NodePtr node = make_node<ReplicasBackward>(
-      std::move(call),
-      [self = shared_from_this()](const ReplicasCall& made, const Tensors& gradients, bool keep_graph) {
-        return self->run_backward(made, gradients, keep_graph);
-      });
-  node->set_next_edges(std::move(edges));
-  for (const std::size_t i : wanted) torch::autograd::set_history(outputs[i], node);
-  return outputs;
-}
+class GatheredBackward : public torch::autograd::Node {
+ public:
+  GatheredBackward(ReplicasCall call, RunBackward run) : call_(std::move(call)), run_(std::move(run)) {}
 
-namespace {
+  std::string name() const override { return "DataParallelBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    call_.reset();
+  }
+
+  Tensors apply(Tensors&& gradients) override {
+    const std::lock_guard lock(mutex_);
+    if (!call_) throw Error("a second backward through DataParallel's outputs: give the first one retain_graph=true");
+    if (c10::GradMode::is_enabled())
+      throw Error(
+          "backward(create_graph=true) through DataParallel's outputs is not possible: take second derivatives within "
+          "train_step()'s loss function, or of the module itself");
+    return run_(*call_, gradients, torch::autograd::get_current_graph_task_keep_graph());
+  }
+
+ private:
+  std::optional<ReplicasCall> call_;
+  RunBackward run_;
+};
 
 /// Appends the outputs of replica `r` that have come out of the node with a gradient, and those gradients.
 void add_roots(const ReplicasCall& call, const Tensors& gradients, std::size_t r, Tensors& roots,
@@ -74,12 +78,33 @@ at::Tensor join_input_gradient(const ReplicasCall& call, std::size_t k, const Te
 
 }  // namespace
 
-Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Tensors& gradients, bool keep_graph) {
-  if (streams.used()) return run_backward_on_devices(call, gradients, keep_graph);
-  threads_.refuse_nested();
-  const std::lock_guard lock(mutex_);
+void connect_graph(Tensors& outputs, const Tensors& inputs, ReplicasCall call, RunBackward run) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const bool wanted = std::any_of(call.outputs.begin(), call.outputs.end(), [i](const Tensors& of_replica) {
+      return of_replica[i].defined() && of_replica[i].requires_grad();
+    });
+    if (wanted) call.outputs_of.push_back(i);
+  }
+  if (call.outputs_of.empty()) return;
+  torch::autograd::edge_list edges;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined() || !inputs[i].requires_grad()) continue;
+    call.wanted_inputs.push_back(i);
+    call.wanted_devices.push_back(inputs[i].device());
+    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
+  }
+  for (const at::Tensor& parameter : call.set->parameters())
+    edges.push_back(torch::autograd::impl::gradient_edge(parameter));
+  const std::vector<std::size_t> wanted = call.outputs_of;
+  const NodePtr node = make_node<GatheredBackward>(std::move(call), std::move(run));
+  node->set_next_edges(std::move(edges));
+  for (const std::size_t i : wanted) torch::autograd::set_history(outputs[i], node);
+}
+
+Tensors backward_in_threads(const ReplicasCall& call, const Tensors& gradients, bool keep_graph,
+                            ReplicaThreads& threads) {
   const int active = static_cast<int>(call.outputs.size());
-  ReplicaGradients& sums = call.set->gradients();
+  GradientSum& sums = call.set->gradients();
   const auto clean = [&] {
     sums.drop();
     for (const Tensors& inputs : call.inputs) {
@@ -88,7 +113,7 @@ Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Ten
   };
   sums.begin(active);
   try {
-    threads_.run(active, [&](int r) {
+    threads.run(active, [&](int r) {
       sums.take_part(r, [&] {
         Tensors roots, root_gradients;
         add_roots(call, gradients, static_cast<std::size_t>(r), roots, root_gradients);
@@ -111,22 +136,18 @@ Tensors DataParallelBase::Impl::run_backward(const ReplicasCall& call, const Ten
   return results;
 }
 
-/// On autograd's thread of the first device. If it waited for the replicas' own threads, their backwards, which need
-/// this thread, would never run: instead one backward within this one runs them all, with the other devices' threads.
-/// It touches nothing that is shared, since autograd may run another node like this one meanwhile.
-Tensors DataParallelBase::Impl::run_backward_on_devices(const ReplicasCall& call, const Tensors& gradients,
-                                                        bool keep_graph) {
+Tensors backward_on_devices(const ReplicasCall& call, const Tensors& gradients, bool keep_graph,
+                            const ReplicaStreams& streams) {
   const ReplicaStreams::CallerScope scope(streams);
   const std::size_t active = call.outputs.size(), wanted = call.wanted_inputs.size();
-  const std::size_t count = call.set->parameters().size();
+  const std::vector<Tensors>& parameters = call.set->gradients().leaves();
   Tensors roots, root_gradients, leaves;
   for (std::size_t r = 0; r < active; ++r) {
     add_roots(call, gradients, r, roots, root_gradients);
     for (const std::size_t i : call.wanted_inputs) leaves.push_back(call.inputs[r][i]);
-    const Tensors& parameters = call.set->gradients().leaves()[r];
-    leaves.insert(leaves.end(), parameters.begin(), parameters.end());
+    leaves.insert(leaves.end(), parameters[r].begin(), parameters[r].end());
   }
-  Tensors results(wanted + count);
+  Tensors results(wanted + parameters[0].size());
   if (roots.empty() || leaves.empty()) return results;
   streams.begin();
   // When it returns, the current streams wait for whatever has made its results.
@@ -136,7 +157,8 @@ Tensors DataParallelBase::Impl::run_backward_on_devices(const ReplicasCall& call
   for (std::size_t i = 0; i < results.size(); ++i) {
     Tensors of_replicas;
     for (std::size_t r = 0; r < active; ++r) of_replicas.push_back(made[r * results.size() + i]);
-    results[i] = i < wanted ? join_input_gradient(call, i, of_replicas) : sum_on_first(of_replicas, devices[0]);
+    results[i] = i < wanted ? join_input_gradient(call, i, of_replicas)
+                            : sum_on_first(of_replicas, parameters[0][i - wanted].device());
   }
   return results;
 }
