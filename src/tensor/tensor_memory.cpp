@@ -71,4 +71,13 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
+void copy_or_zero(const at::Tensor& to, const at::Tensor& from) {
+  if (!from.defined()) {
+    const at::NoGradGuard no_grad;
+    to.zero_();
+  } else if (!same_address(to, from)) {
+    copy_values(to, from);
+  }
+}
+
 }  // namespace ddpkit

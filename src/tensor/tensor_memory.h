@@ -37,7 +37,12 @@ bool same_memory_layout(const at::Tensor& a, const at::Tensor& b);
 /// `added`: the tensor that autograd has just passed to the accumulator, when called from the accumulator's hook.
 bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& added);
 
+/// Whether both tensors begin at one address.
+inline bool same_address(const at::Tensor& a, const at::Tensor& b) { return a.const_data_ptr() == b.const_data_ptr(); }
+
 /// Copies `from` into `to`. Autograd does not record the copy.
 void copy_values(const at::Tensor& to, const at::Tensor& from);
+/// The same, unless `to` is on the memory of `from`. An undefined `from` counts as zeros.
+void copy_or_zero(const at::Tensor& to, const at::Tensor& from);
 
 }  // namespace ddpkit

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 
 #include <cstddef>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "parallel/ddp/parameter_agreement.h"
 #include "tensor/stream_set.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit {
 
@@ -59,7 +61,23 @@ class BucketStorage {
   virtual std::optional<ArenaStats> arena() const { return std::nullopt; }
 
  protected:
+  /// Whether a gradient is in its view, with the elements in order.
+  static bool is_at(const at::Tensor& gradient, const at::Tensor& view) {
+    return same_address(gradient, view) && gradient.strides() == view.strides();
+  }
+  /// Prepares a gradient for its average, or replaces the gradient by the average. Whether the caller must copy.
+  static bool needs_copy(at::Tensor& gradient, const at::Tensor& average, bool replace) {
+    if (gradient.defined() && same_address(gradient, average)) return false;
+    if (replace) {
+      gradient = average;
+    } else if (!gradient.defined()) {
+      gradient = at::empty_like(average);
+    }
+    return !replace;
+  }
+
   bool sharded_ = false;
+  BucketPlan plan_;
 };
 
 /// Each bucket has one buffer, into which its gradients are copied. `strides`, the same on all ranks, order each

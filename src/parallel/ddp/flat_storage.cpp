@@ -66,22 +66,13 @@ class FlatStorage final : public BucketStorage {
     const Entry& entry = entries_[param];
     const at::Tensor& gradient = entry.parameter.grad();
     if (!gradient.defined() || sharded_) return add_unused(param);
-    const bool at_home =
-        gradient.const_data_ptr() == entry.view.const_data_ptr() && gradient.strides() == entry.view.strides();
-    if (!at_home) copies_in_[entry.bucket].add(entry.view, gradient);
+    if (!is_at(gradient, entry.view)) copies_in_[entry.bucket].add(entry.view, gradient);
   }
 
   void add_unused(std::size_t param) override {
     const Entry& entry = entries_[param];
     const at::Tensor& gradient = entry.parameter.grad();
-    const at::NoGradGuard no_grad;
-    if (sharded_) {
-      copy_to_sections(entry, param, gradient);
-    } else if (!gradient.defined()) {
-      entry.view.zero_();
-    } else if (gradient.const_data_ptr() != entry.view.const_data_ptr()) {
-      copy_values(entry.view, gradient);
-    }
+    sharded_ ? copy_to_sections(entry, param, gradient) : copy_or_zero(entry.view, gradient);
   }
 
   void flush_copies_in(std::size_t bucket) override { copies_in_[bucket].flush(); }
@@ -101,13 +92,7 @@ class FlatStorage final : public BucketStorage {
   void write_back(std::size_t param) override {
     Entry& entry = entries_[param];
     at::Tensor& gradient = entry.parameter.mutable_grad();
-    if (gradient.defined() && gradient.const_data_ptr() == entry.view.const_data_ptr()) return;
-    if (as_bucket_view_) {
-      gradient = entry.view;
-      return;
-    }
-    if (!gradient.defined()) gradient = at::empty_like(entry.view);
-    copies_out_.add(gradient, entry.view);
+    if (needs_copy(gradient, entry.view, as_bucket_view_)) copies_out_.add(gradient, entry.view);
   }
 
   void flush_copies_out() override { copies_out_.flush(); }
@@ -147,6 +132,7 @@ class FlatStorage final : public BucketStorage {
 
   /// Undefined: zero.
   void copy_to_sections(const Entry& entry, std::size_t param, const at::Tensor& gradient) {
+    const at::NoGradGuard no_grad;
     at::Tensor in_order;
     if (gradient.defined()) {
       at::Tensor laid_out = gradient;
@@ -166,8 +152,7 @@ class FlatStorage final : public BucketStorage {
 
   ProcessGroup group_;
   bool as_bucket_view_;
-  std::vector<Entry> entries_;  ///< [param]
-  BucketPlan plan_;
+  std::vector<Entry> entries_;       ///< [param]
   std::vector<at::Tensor> buffers_;  ///< [bucket]
   std::vector<Copies> copies_in_;    ///< [bucket]
   Copies copies_out_;

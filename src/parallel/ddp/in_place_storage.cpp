@@ -44,9 +44,7 @@ class InPlaceStorage final : public BucketStorage {
     Entry& entry = entries_[param];
     const at::Tensor& gradient = entry.parameter.grad();
     if (!gradient.defined()) return add_unused(param);
-    const bool at_home = entry.view.defined() && gradient.const_data_ptr() == entry.view.const_data_ptr() &&
-                         gradient.strides() == entry.view.strides();
-    if (at_home || reducible(gradient, entry, added)) {
+    if ((entry.view.defined() && is_at(gradient, entry.view)) || reducible(gradient, entry, added)) {
       entry.operand = gradient;
     } else {
       entry.operand = view_for(entry);
@@ -56,14 +54,8 @@ class InPlaceStorage final : public BucketStorage {
 
   void add_unused(std::size_t param) override {
     Entry& entry = entries_[param];
-    const at::Tensor& gradient = entry.parameter.grad();
     entry.operand = view_for(entry);
-    if (!gradient.defined()) {
-      const at::NoGradGuard no_grad;
-      entry.operand.zero_();
-    } else if (gradient.const_data_ptr() != entry.operand.const_data_ptr()) {
-      copy_values(entry.operand, gradient);
-    }
+    copy_or_zero(entry.operand, entry.parameter.grad());
   }
 
   Work reduce(std::size_t bucket) override {
@@ -84,13 +76,8 @@ class InPlaceStorage final : public BucketStorage {
     Entry& entry = entries_[param];
     const at::Tensor operand = std::exchange(entry.operand, {});
     at::Tensor& gradient = entry.parameter.mutable_grad();
-    if (gradient.defined() && gradient.const_data_ptr() == operand.const_data_ptr()) return;
-    if (as_bucket_view_ || (!gradient.defined() && !entry.view.defined())) {
-      gradient = operand;
-      return;
-    }
-    if (!gradient.defined()) gradient = at::empty_like(operand);
-    copy_values(gradient, operand);
+    const bool replace = as_bucket_view_ || (!gradient.defined() && !entry.view.defined());
+    if (needs_copy(gradient, operand, replace)) copy_values(gradient, operand);
   }
 
   at::Tensor take_shard(std::size_t param) override {
@@ -175,7 +162,6 @@ class InPlaceStorage final : public BucketStorage {
   bool as_bucket_view_;
   std::shared_ptr<ArenaLease> arena_;
   std::vector<Entry> entries_;  ///< [param]
-  BucketPlan plan_;
 };
 
 }  // namespace

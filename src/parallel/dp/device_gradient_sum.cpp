@@ -18,18 +18,13 @@ namespace {
 /// One thread of autograd serves a device, and with it all replicas there. Therefore no hook waits for another replica.
 class DeviceGradientSum final : public GradientSum {
  public:
-  DeviceGradientSum(std::vector<Tensors> leaves, const ReplicaStreams& streams, std::size_t first_bucket_bytes,
-                    std::size_t bucket_bytes)
-      : GradientSum(std::move(leaves), streams, first_bucket_bytes, bucket_bytes), writers_(plan_.size()) {
-    for (std::size_t b = 0; b < plan_.size(); ++b) {
-      for (const Tensors& of_replica : leaves_) writers_[b].emplace_back(of_replica[plan_[b][0]].device());
-    }
-  }
+  using GradientSum::GradientSum;
 
   void begin(int active) override {
     GradientSum::begin(active);
-    for (auto& of_bucket : writers_) {
-      for (StreamSet& writers : of_bucket) writers.clear();
+    writers_.assign(plan_.size(), {});
+    for (std::size_t b = 0; b < plan_.size(); ++b) {
+      for (const Tensors& of_replica : leaves_) writers_[b].emplace_back(of_replica[plan_[b][0]].device());
     }
   }
 

@@ -150,9 +150,12 @@ bool has_sum_kernel(const std::vector<at::Tensor>& gradients) {
 
 class CpuGradientSum final : public GradientSum {
  public:
-  CpuGradientSum(std::vector<Tensors> leaves, const ReplicaStreams& streams, std::size_t first_bucket_bytes,
-                 std::size_t bucket_bytes)
-      : GradientSum(std::move(leaves), streams, first_bucket_bytes, bucket_bytes), sole_owner_(slots_.size()) {}
+  using GradientSum::GradientSum;
+
+  void begin(int active) override {
+    GradientSum::begin(active);
+    sole_owner_.assign(slots_.size(), 0);
+  }
 
   void drop() noexcept override {
     GradientSum::drop();

@@ -92,17 +92,16 @@ class GradientSum {
   std::vector<GradientHooks> hooks_;  ///< [replica]
 };
 
+/// The arguments are those of the constructor.
+using MakeGradientSum = std::unique_ptr<GradientSum>(std::vector<GradientSum::Tensors> leaves,
+                                                     const ReplicaStreams& streams, std::size_t first_bucket_bytes,
+                                                     std::size_t bucket_bytes);
 /// A bucket is cut into chunks. Each later hook sums one chunk, and each replica sums chunks after its backward, so the
 /// last replica does not do all of the work.
-std::unique_ptr<GradientSum> make_cpu_gradient_sum(std::vector<GradientSum::Tensors> leaves,
-                                                   const ReplicaStreams& streams, std::size_t first_bucket_bytes,
-                                                   std::size_t bucket_bytes);
-
+MakeGradientSum make_cpu_gradient_sum;
 /// The last gradient of a bucket queues the sum of the bucket on side streams. The caller's streams may read sums after
 /// ReplicaStreams::join().
-std::unique_ptr<GradientSum> make_device_gradient_sum(std::vector<GradientSum::Tensors> leaves,
-                                                      const ReplicaStreams& streams, std::size_t first_bucket_bytes,
-                                                      std::size_t bucket_bytes);
+MakeGradientSum make_device_gradient_sum;
 
 /// The sum of the defined gradients, in their order, on `device`, by the current streams.
 at::Tensor sum_on_first(const std::vector<at::Tensor>& gradients, c10::Device device);
