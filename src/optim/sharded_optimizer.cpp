@@ -2,9 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <utility>
 
 #include <fmt/format.h>
@@ -12,8 +14,15 @@
 #include <ddpkit/error.h>
 
 #include "optim/shards.h"
+#include "parallel/join_session.h"
+#include "parallel/model_agreement.h"
 
 namespace ddpkit::optim {
+namespace {
+
+enum JoinEvent : int { kStep, kClip };
+
+}  // namespace
 
 std::vector<at::Tensor> ShardedOptimizerBase::parameters_of(const DistributedDataParallelBase& ddp) {
   std::vector<at::Tensor> tensors;
@@ -24,9 +33,11 @@ std::vector<at::Tensor> ShardedOptimizerBase::parameters_of(const DistributedDat
 ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
                                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                                            const ShardedOptions& options)
-    : ShardedOptimizerBase(std::make_unique<Shards>(ddp, groups, std::move(defaults), std::move(factory), options)) {}
+    : ShardedOptimizerBase(std::make_shared<Shards>(ddp, groups, std::move(defaults), std::move(factory), options)) {
+  shards_->state = ddp.reducer().set_shard_output(shards_);
+}
 
-ShardedOptimizerBase::ShardedOptimizerBase(std::unique_ptr<Shards> shards)
+ShardedOptimizerBase::ShardedOptimizerBase(std::shared_ptr<Shards> shards)
     : torch::optim::Optimizer(shards->groups, std::move(shards->defaults)), shards_(std::move(shards)) {
   shards_->owner = this;
 }
@@ -49,30 +60,6 @@ const FusedOptimizer& ShardedOptimizerBase::inner() const noexcept { return *sha
 
 bool ShardedOptimizerBase::has_shared_weights() const noexcept { return shards_->weights != nullptr; }
 
-void ShardedOptimizerBase::Shards::begin() {
-  owner->follow_active_ranks();
-  if (!options.update_in_backward) return;
-  follow_parameters();
-  if (weights) weights->settle();
-}
-
-void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& received,
-                                           std::vector<at::Tensor> gradients) {
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < received.size(); ++i) {
-    at::Tensor& gradient = slices[received[i]].mutable_grad();
-    if (gradient.defined()) {
-      gradient.add_(gradients[i]);
-    } else {
-      // No view: zero_grad() of torch::optim::Optimizer detaches it in place.
-      gradient = gradients[i].detach();
-    }
-  }
-  if (!options.update_in_backward) return;
-  owner->update(1);
-  for (const std::size_t index : received) slices[index].mutable_grad().reset();
-}
-
 void ShardedOptimizerBase::check_groups() const {
   const auto& expected = std::as_const(*shards_->inner).param_groups();
   bool same = param_groups_.size() == expected.size();
@@ -89,13 +76,12 @@ void ShardedOptimizerBase::check_groups() const {
 }
 
 void ShardedOptimizerBase::check_owner() const {
-  using State = Reducer::SinkRegistration::State;
-  const State state = shards_->registration->state();
-  if (state == State::kReplaced)
+  const ShardOutput::State state = shards_->state();
+  if (state == ShardOutput::State::kReplaced)
     throw InvalidArgument(
         "another ShardedOptimizer has been made of the same DistributedDataParallel and receives its gradients now: "
         "step that one, and destroy this one");
-  if (state == State::kNoReducer)
+  if (state == ShardOutput::State::kNoReducer)
     throw InvalidArgument(
         "the DistributedDataParallel of this ShardedOptimizer has been destroyed, or its module wrapped again: make a "
         "ShardedOptimizer of the new wrapper");
@@ -104,7 +90,7 @@ void ShardedOptimizerBase::check_owner() const {
 void ShardedOptimizerBase::update(double factor) {
   check_groups();
   {
-    const LentGroups lent(param_groups_, shards_->inner->param_groups());
+    const auto lent = shards_->lend_groups();
     shards_->inner->step_scaled(factor);
   }
   // Slices have version counters of their own, but what autograd saved is the parameter.
@@ -126,7 +112,7 @@ void ShardedOptimizerBase::step_scaled(double factor) {
         "gradients cannot be scaled after backward where update_in_backward has used them up there: make the "
         "ShardedOptimizer without it");
   check_owner();
-  announce(Shards::kStep);
+  announce(kStep);
   step_together(factor);
 }
 
@@ -179,7 +165,7 @@ double ShardedOptimizerBase::clip_grad_norm(double max_norm, double norm_type, b
         "gradients cannot be clipped after backward where update_in_backward has used them up there: make the "
         "ShardedOptimizer without it");
   check_owner();
-  announce(Shards::kClip);
+  announce(kClip);
   return clip_together({max_norm, norm_type, error_if_nonfinite ? 1.0 : 0.0});
 }
 
@@ -198,6 +184,143 @@ double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
   const double norm = largest ? together : std::pow(together, 1 / norm_type);
   scale_gradients_(shards.slices, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
   return norm;
+}
+
+// ---- state
+
+std::unique_ptr<FusedOptimizer> ShardedOptimizerBase::make_whole() const {
+  check_groups();
+  Groups groups;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    std::vector<at::Tensor> parameters;
+    for (const std::size_t index : shards_->group_of[g]) parameters.push_back(shards_->parameters[index].tensor);
+    groups.emplace_back(parameters, param_groups_[g].options().clone());
+  }
+  return shards_->factory(groups);
+}
+
+void ShardedOptimizerBase::consolidate_state(int to) const {
+  Shards& shards = *shards_;
+  const at::NoGradGuard no_grad;
+  shards.consolidated.reset();
+  std::unique_ptr<FusedOptimizer> whole;
+  check_same_on_all_ranks(shards.group, "consolidate_state", [&] {
+    if (to < 0 || to >= shards.group.world_size())
+      throw InvalidArgument(fmt::format("consolidate_state to rank {} of {}", to, shards.group.world_size()));
+    check_groups();
+    if (shards.group.rank() == to) whole = make_whole();
+    return fmt::format("to rank {}", to);
+  });
+  shards.gather_state(whole.get(), to);
+  shards.consolidated = std::move(whole);
+}
+
+const FusedOptimizer& ShardedOptimizerBase::consolidated() const {
+  const Shards& shards = *shards_;
+  if (!shards.consolidated)
+    throw InvalidArgument(fmt::format(
+        "rank {} has only its part of the optimizer's state: call consolidate_state() on all ranks first, and save on "
+        "the rank it names",
+        shards.group.rank()));
+  return *shards.consolidated;
+}
+
+void ShardedOptimizerBase::save(torch::serialize::OutputArchive& archive) const { consolidated().save(archive); }
+
+void ShardedOptimizerBase::load(torch::serialize::InputArchive& archive) {
+  const auto whole = make_whole();
+  whole->load(archive);
+  take_state(*whole);
+}
+
+void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
+  const at::NoGradGuard no_grad;
+  check_groups();
+  shards_->consolidated.reset();
+  shards_->take_state(whole);
+}
+
+// ---- join: ranks without inputs still update their slices, with the settings of the others
+
+const ProcessGroup& ShardedOptimizerBase::join_group() const { return shards_->group; }
+
+void ShardedOptimizerBase::join_begin(JoinSession& session, int index) {
+  join_ = &session;
+  join_index_ = index;
+}
+
+void ShardedOptimizerBase::join_shadow(int event) {
+  if (event == kClip) {
+    clip_together({0, 2, 0});
+  } else {
+    step_together(1);
+  }
+}
+
+void ShardedOptimizerBase::join_end(int source) {
+  join_ = nullptr;
+  if (source < 0) return;
+  const ProcessGroup& group = shards_->group;
+  const std::string bytes = group.all_gather_bytes(settings({}))[static_cast<std::size_t>(source)];
+  if (group.rank() != source) take_settings(bytes);
+}
+
+void ShardedOptimizerBase::announce(int event) {
+  if (join_) return join_->announce(join_index_, event);
+  if (JoinSession::running(shards_->group))
+    throw InvalidArgument(
+        "a ShardedOptimizer calls collectives: pass it to join() with the DistributedDataParallel, "
+        "join({ddp, optimizer}, loop)");
+}
+
+/// Collective. Within join(), after a rank has run out of inputs: such ranks take what the programs of the others have
+/// set since. `arguments`: of the call that the others make; returns theirs on all ranks.
+std::vector<double> ShardedOptimizerBase::follow_active_ranks(std::vector<double> arguments) {
+  Shards& shards = *shards_;
+  if (!join_ || join_->active() == shards.group.world_size()) {
+    shards.dropped = false;
+    return arguments;
+  }
+  const bool active = JoinSession::running(shards.group) != nullptr;
+  const auto source = static_cast<std::size_t>(join_->first_active(active));
+  const std::string bytes = shards.group.all_gather_bytes(active ? settings(arguments) : std::string())[source];
+  shards.dropped = false;
+  return active ? arguments : take_settings(bytes);
+}
+
+std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments) const {
+  torch::serialize::OutputArchive archive;
+  archive.write("arguments", c10::IValue(arguments));
+  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but leaves no gradient.
+  const bool none = std::none_of(shards_->slices.begin(), shards_->slices.end(),
+                                 [](const at::Tensor& slice) { return slice.grad().defined(); });
+  archive.write("dropped", c10::IValue(shards_->dropped || none));
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    torch::serialize::OutputArchive options(archive.compilation_unit());
+    param_groups_[g].options().serialize(options);
+    archive.write(fmt::format("group{}", g), options);
+  }
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+/// Returns the arguments.
+std::vector<double> ShardedOptimizerBase::take_settings(const std::string& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size());
+  const auto read = [&](const char* key) {
+    c10::IValue value;
+    archive.read(key, value);
+    return value;
+  };
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    torch::serialize::InputArchive options;
+    archive.read(fmt::format("group{}", g), options);
+    param_groups_[g].options().serialize(options);
+  }
+  if (read("dropped").toBool()) shards_->drop_gradients();
+  return read("arguments").toDoubleVector();
 }
 
 }  // namespace ddpkit::optim

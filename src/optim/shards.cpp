@@ -44,7 +44,7 @@ std::string find_overlap(const std::vector<NamedParameter>& parameters, bool may
 
 }  // namespace
 
-ShardedOptimizerBase::Shards::Shards(DistributedDataParallelBase& ddp, const Groups& whole_groups,
+ShardedOptimizerBase::Shards::Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
                                      std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make,
                                      const ShardedOptions& choices)
     : group(ddp.group()),
@@ -61,7 +61,6 @@ ShardedOptimizerBase::Shards::Shards(DistributedDataParallelBase& ddp, const Gro
   if (options.shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
   cut(whole_groups);
   inner = factory(groups);
-  registration = ddp.reducer().set_gradient_sink(*this);
 }
 
 /// Also fills `group_of`.
@@ -113,8 +112,8 @@ void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].tensor;
     places.push_back({parameter.const_data_ptr(), parameter.sizes().vec(), parameter.strides().vec()});
-    const Shard shard = shard_on(parameter, group, group.rank());
-    slices.push_back(weights ? weights->slice(i, shard) : in_order(parameter).narrow(0, shard.begin, shard.count));
+    const Shard own = shard(i, group.rank());
+    slices.push_back(weights ? weights->slice(i, own) : own.of(in_order(parameter)));
   }
   for (std::size_t g = 0; g < whole_groups.size(); ++g) {
     std::vector<at::Tensor> members;
@@ -138,19 +137,18 @@ void ShardedOptimizerBase::Shards::gather_weights() const {
           (end > begin && section * ranks * parameter.element_size() > kMessageBytes))
         break;
       offsets.push_back(section);
-      section += shard_on(parameter, group, 0).count;
+      section += shard(end, 0).count;
     }
     const at::Tensor own = at::empty({section}, kind);
     const at::Tensor all = at::empty({ranks, section}, kind);
     for (std::size_t i = begin; i < end; ++i) own.narrow(0, offsets[i - begin], slices[i].numel()).copy_(slices[i]);
     group.all_gather_into(all, own);
     for (std::size_t i = begin; i < end; ++i) {
-      const at::Tensor& parameter = parameters[i].tensor;
-      const at::Tensor whole = in_order(parameter);
+      const at::Tensor whole = in_order(parameters[i].tensor);
       for (int r = 0; r < ranks; ++r) {
-        const Shard shard = shard_on(parameter, group, r);
-        if (r != group.rank() && shard.count != 0)
-          whole.narrow(0, shard.begin, shard.count).copy_(all[r].narrow(0, offsets[i - begin], shard.count));
+        const Shard part = shard(i, r);
+        if (r != group.rank() && part.count != 0)
+          part.of(whole).copy_(all[r].narrow(0, offsets[i - begin], part.count));
       }
     }
     begin = end;
@@ -191,20 +189,91 @@ void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
           "parameter {} is not dense in memory any more, or shares it with another tensor, and its strides have become "
           "[{}] since the ShardedOptimizer was made, where they were [{}]: change layouts before that",
           parameters[index].name, fmt::join(parameter.strides(), ", "), fmt::join(place.strides, ", ")));
-    parameter.set_data(
-        at::empty_strided(place.sizes, place.strides, parameter.options().requires_grad(false)).copy_(parameter));
+    parameter.set_data(place.empty(parameter.options().requires_grad(false)).copy_(parameter));
   }
   if (weights) {
     weights->take_back(index);
   } else {
-    const Shard shard = shard_on(parameter, group, group.rank());
-    slice.set_data(in_order(parameter).narrow(0, shard.begin, shard.count));
+    slice.set_data(shard(index, group.rank()).of(in_order(parameter)));
   }
   place.data = parameter.const_data_ptr();
 }
 
 void ShardedOptimizerBase::Shards::drop_gradients() {
   for (at::Tensor& slice : slices) slice.mutable_grad().reset();
+}
+
+void ShardedOptimizerBase::Shards::begin() {
+  owner->follow_active_ranks();
+  if (!options.update_in_backward) return;
+  follow_parameters();
+  if (weights) weights->settle();
+}
+
+void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& received,
+                                           std::vector<at::Tensor> gradients) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < received.size(); ++i) {
+    at::Tensor& gradient = slices[received[i]].mutable_grad();
+    if (gradient.defined()) {
+      gradient.add_(gradients[i]);
+    } else {
+      // No view: zero_grad() of torch::optim::Optimizer detaches it in place.
+      gradient = gradients[i].detach();
+    }
+  }
+  if (!options.update_in_backward) return;
+  owner->update(1);
+  for (const std::size_t index : received) slices[index].mutable_grad().reset();
+}
+
+at::Tensor ShardedOptimizerBase::Shards::Place::empty(const at::TensorOptions& kind) const {
+  return at::empty_strided(sizes, strides, kind);
+}
+
+void ShardedOptimizerBase::Shards::gather_state(FusedOptimizer* whole, int to) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = inner->state().find(slices[i].unsafeGetTensorImpl());
+    if (found == inner->state().end()) continue;  // On all ranks or none.
+    FusedOptimizer::StateTensors tensors = inner->tensors_of(*found->second);
+    for (at::Tensor& tensor : tensors) {
+      if (!tensor.defined()) continue;
+      const at::Tensor padded = at::zeros({shard(i, 0).count}, tensor.options());
+      padded.narrow(0, 0, tensor.numel()).copy_(tensor);
+      const at::Tensor gathered = group.gather(padded, to);  // [world_size, count]: only the end is padding.
+      if (!whole) continue;
+      const at::Tensor laid_out = places[i].empty(tensor.options());
+      in_order(laid_out).copy_(gathered.flatten().narrow(0, 0, laid_out.numel()));
+      tensor = laid_out;
+    }
+    if (!whole) continue;
+    auto copy = found->second->clone();
+    inner->set_tensors(*copy, tensors);
+    whole->state()[parameters[i].tensor.unsafeGetTensorImpl()] = std::move(copy);
+  }
+}
+
+void ShardedOptimizerBase::Shards::take_state(const FusedOptimizer& whole) {
+  auto& own_groups = inner->param_groups();
+  const auto lent = lend_groups();
+  inner->replace_state([&] {
+    for (std::size_t g = 0; g < own_groups.size(); ++g)
+      own_groups[g].set_options(whole.param_groups()[g].options().clone());
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto found = whole.state().find(parameters[i].tensor.unsafeGetTensorImpl());
+      if (found == whole.state().end()) continue;
+      FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
+      for (at::Tensor& tensor : tensors) {
+        if (!tensor.defined()) continue;
+        const at::Tensor laid_out = places[i].empty(tensor.options());
+        laid_out.copy_(tensor);
+        tensor = shard(i, group.rank()).of(in_order(laid_out)).clone();
+      }
+      auto copy = found->second->clone();
+      inner->set_tensors(*copy, tensors);
+      inner->state()[slices[i].unsafeGetTensorImpl()] = std::move(copy);
+    }
+  });
 }
 
 }  // namespace ddpkit::optim

@@ -1,12 +1,11 @@
-// Tier 2. What ShardedOptimizerBase is made of:
-//   shards.cpp             slices of parameters, checks, memory
-//   sharded_optimizer.cpp  ownership, backward, step
-//   sharded_state.cpp      the state of all ranks put together, and archives
-//   sharded_join.cpp       ranks that have run out of inputs
+// Tier 2. What ShardedOptimizerBase is made of: the parameters, this rank's slice of each, the optimizer of the slices.
 #pragma once
 
 #include <ddpkit/optim/sharded_optimizer.h>
 
+#include <c10/util/ScopeExit.h>
+
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,52 +15,37 @@
 
 namespace ddpkit::optim {
 
-/// A dense tensor's elements in the order of their memory.
-inline at::Tensor in_order(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
-
-inline Shard shard_on(const at::Tensor& tensor, const ProcessGroup& group, int rank) {
-  return shard_of(tensor.numel(), tensor.element_size(), rank, group.world_size());
-}
-
-/// While it lives, the optimizer of the slices has the parameter groups of the whole one, whose options the program
-/// sets.
-class LentGroups {
- public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-  LentGroups(Groups& lender, Groups& borrower) : lender_(lender), borrower_(borrower) { lender_.swap(borrower_); }
-  ~LentGroups() { lender_.swap(borrower_); }
-  LentGroups(const LentGroups&) = delete;
-  LentGroups& operator=(const LentGroups&) = delete;
-
- private:
-  Groups& lender_;
-  Groups& borrower_;
-};
-
-/// The parameters, this rank's slice of each, and the optimizer of the slices. Stays where it is when the optimizer is
-/// moved, since the reducer knows its address.
-struct ShardedOptimizerBase::Shards final : GradientSink {
-  enum JoinEvent : int { kStep, kClip };
-
-  Shards(DistributedDataParallelBase& ddp, const Groups& whole_groups,
+/// Stays where it is when the optimizer is moved, since the reducer knows its address.
+struct ShardedOptimizerBase::Shards final : ShardOutput {
+  Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
          std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, const ShardedOptions& choices);
 
   void begin() override;
   void receive(const std::vector<std::size_t>& received, std::vector<at::Tensor> gradients) override;
   void follow_parameters() override;
 
-  void follow_parameter(std::size_t index);
-  std::string find_error(const Groups& whole_groups);
-  std::string signature() const;
-  void cut(const Groups& whole_groups);
+  Shard shard(std::size_t index, int rank) const {
+    return shard_of(parameters[index].tensor, rank, group.world_size());
+  }
+  /// Until the result is destroyed, the optimizer of the slices has the owner's groups, whose options the program sets.
+  auto lend_groups() {
+    auto &lender = owner->param_groups(), &borrower = inner->param_groups();
+    lender.swap(borrower);
+    return c10::make_scope_exit([&lender, &borrower] { lender.swap(borrower); });
+  }
   void drop_gradients();
   void gather_weights() const;
-  torch::optim::OptimizerParamState* state_of(std::size_t index) const;
+  /// Collective. Copies the whole state to `whole`, an optimizer of the parameters: null on all ranks except rank `to`.
+  void gather_state(FusedOptimizer* whole, int to) const;
+  /// Keeps this rank's part of the state of `whole`.
+  void take_state(const FusedOptimizer& whole);
 
   /// The memory of a parameter when it was cut.
   struct Place {
     const void* data = nullptr;
     std::vector<std::int64_t> sizes, strides;
+
+    at::Tensor empty(const at::TensorOptions& kind) const;
   };
 
   ShardedOptimizerBase* owner = nullptr;  ///< Whose parameter groups have the options.
@@ -78,7 +62,13 @@ struct ShardedOptimizerBase::Shards final : GradientSink {
   std::unique_ptr<FusedOptimizer> inner;   ///< Of the slices.
   std::unique_ptr<FusedOptimizer> consolidated;
   bool dropped = false;  ///< zero_grad() has been called since follow_active_ranks().
-  std::unique_ptr<Reducer::SinkRegistration> registration;
+  std::function<State()> state;
+
+ private:
+  void follow_parameter(std::size_t index);
+  std::string find_error(const Groups& whole_groups);
+  std::string signature() const;
+  void cut(const Groups& whole_groups);
 };
 
 }  // namespace ddpkit::optim

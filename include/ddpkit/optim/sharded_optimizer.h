@@ -113,21 +113,20 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
  private:
   struct Shards;
 
-  explicit ShardedOptimizerBase(std::unique_ptr<Shards> shards);
+  explicit ShardedOptimizerBase(std::shared_ptr<Shards> shards);
 
   void step_together(double factor);
   double clip_together(std::vector<double> arguments);
   void update(double factor);
   void check_groups() const;
   void check_owner() const;
-  Groups whole_groups() const;
   void announce(int event);
   std::vector<double> follow_active_ranks(std::vector<double> arguments = {});
   std::string settings(const std::vector<double>& arguments) const;
   std::vector<double> take_settings(const std::string& bytes);
 
-  std::unique_ptr<Shards> shards_;
-  JoinSession* join_ = nullptr;  ///< Of this object: a move leaves it where it is.
+  std::shared_ptr<Shards> shards_;  ///< The reducer has a weak pointer.
+  JoinSession* join_ = nullptr;     ///< Of this object: a move leaves it where it is.
   int join_index_ = 0;
 };
 

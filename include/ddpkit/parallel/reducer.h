@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -58,18 +59,22 @@ struct BackwardTrace {
   std::chrono::steady_clock::time_point end;             ///< All gradients were reduced.
 };
 
-/// Takes averaged gradients over from a Reducer, slice by slice, instead of leaving them in the parameters.
-class GradientSink {
+/// Receives averaged gradients from a Reducer, as shards. The parameters are then left without a gradient.
+class ShardOutput {
  public:
-  virtual ~GradientSink() = default;
-  /// A forward pass is about to begin; parameters may have been given other memory since the last one. Not collective.
+  enum class State {
+    kActive,
+    kReplaced,   ///< The reducer has a newer output.
+    kNoReducer,  ///< The reducer has been destroyed, or a newer reducer averages its parameters.
+  };
+  virtual ~ShardOutput() = default;
+  /// A forward pass begins. Parameters may have new memory since the last forward pass. Not collective.
   virtual void follow_parameters() = 0;
-  /// The first bucket of a backward is about to be reduced. Called on all ranks at the same place in the order of
-  /// collectives.
+  /// The first bucket of a backward is about to be reduced, at the same place in the order of collectives on all ranks.
   virtual void begin() = 0;
-  /// A bucket has been reduced on all ranks. `slices[i]` is this rank's part of the averaged gradient of parameter
-  /// `parameters[i]`: dense, as the parameter lies in memory, of the elements that Reducer::slice_of() says.
-  virtual void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> slices) = 0;
+  /// A bucket has been reduced on all ranks. `shards[i]` is this rank's part of the averaged gradient of parameter
+  /// `parameters[i]`, one-dimensional, in the order of the parameter's memory.
+  virtual void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> shards) = 0;
 };
 
 /// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators take each gradient
@@ -84,26 +89,6 @@ class Reducer {
   class Impl;
 
  public:
-  /// A sink's registration at a reducer, which has one sink at a time. Destroying it ends the registration; the next
-  /// forward pass or backward all-reduces again. Sinks and reducers may be destroyed in any order.
-  class SinkRegistration {
-   public:
-    enum class State {
-      kActive,
-      kReplaced,   ///< Another sink has been set since.
-      kNoReducer,  ///< The reducer has been destroyed, or a newer one reduces its parameters.
-    };
-    SinkRegistration(std::weak_ptr<Impl> reducer, GradientSink& sink) : reducer_(std::move(reducer)), sink_(&sink) {}
-    ~SinkRegistration();
-    SinkRegistration(const SinkRegistration&) = delete;
-    SinkRegistration& operator=(const SinkRegistration&) = delete;
-    State state() const;
-
-   private:
-    std::weak_ptr<Impl> reducer_;
-    GradientSink* sink_;
-  };
-
   /// Collective. Averages gradients of `parameters` with requires_grad; each is listed once, the same on all ranks.
   Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options = {});
   ~Reducer();
@@ -123,12 +108,13 @@ class Reducer {
   /// not see. An empty hook brings the all-reduce back.
   void set_comm_hook(CommHook hook);
 
-  /// Collective, not within backward. From the next backward on each rank gets only its slice of each averaged gradient
-  /// (a reduce-scatter), which goes to `sink` as soon as it is there; the parameters are left without a gradient. Those
-  /// that no rank has used are not passed. The sink replaces an earlier one. Throws InvalidArgument, and changes
-  /// nothing, for sparse gradients or with a communication hook.
-  [[nodiscard]] std::unique_ptr<SinkRegistration> set_gradient_sink(GradientSink& sink);
-  /// All parameters, as a sink counts them. [param]
+  /// Collective, not within backward. From the next backward on each rank receives only its shard of each averaged
+  /// gradient (a reduce-scatter), which is passed to `output` at once. Gradients of parameters that no rank has used
+  /// are not passed. The output replaces an earlier one. The reducer does not keep it alive: after its end, the next
+  /// forward pass or backward all-reduces again. Returns a function that reports the output's state. Throws
+  /// InvalidArgument, and changes nothing, for sparse gradients or with a communication hook.
+  [[nodiscard]] std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
+  /// All parameters, as a ShardOutput counts them. [param]
   std::vector<NamedParameter> parameters() const;
 
   /// A forward pass that will be followed by a synchronised backward has made `outputs`. If they depend on no

@@ -91,7 +91,7 @@ bool GradientHooks::is_sharded(const at::Tensor& leaf) {
   const auto& hooks = std::as_const(*accumulator).post_hooks();
   return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
     const auto* own = dynamic_cast<const Hook*>(hook.get());
-    return own && own->shared->sharded && !own->shared->replaced;
+    return own && !own->shared->taker.expired() && !own->shared->replaced;
   });
 }
 

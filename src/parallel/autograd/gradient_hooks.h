@@ -44,8 +44,8 @@ class GradientHooks {
   /// Whether the backward that runs on this thread may add to a leaf's gradient. torch::autograd::grad() does not.
   bool may_run() const;
 
-  /// Whether the owner takes each gradient from its leaf and shards it.
-  void set_sharded(bool sharded) noexcept { shared_->sharded = sharded; }
+  /// While `taker` lives, the owner takes each gradient from its leaf and passes shards to the taker.
+  void set_sharded(std::weak_ptr<void> taker) noexcept { shared_->taker = std::move(taker); }
   static bool is_sharded(const at::Tensor& leaf);
 
  private:
@@ -53,7 +53,8 @@ class GradientHooks {
   struct Shared {
     Call call;
     Kind kind;
-    std::atomic<bool> replaced{false}, sharded{false};
+    std::atomic<bool> replaced{false};
+    std::weak_ptr<void> taker = {};
   };
   struct Installed {
     at::Tensor leaf;

@@ -125,28 +125,25 @@ class FlatStorage final : public BucketStorage {
     at::Tensor shard = {};    ///< This rank's shard of the average.
   };
 
-  Shard shard(std::size_t param, int rank, int ranks) const {
-    const at::Tensor& parameter = entries_[param].parameter;
-    return shard_of(parameter.numel(), parameter.element_size(), rank, ranks);
-  }
+  Shard shard(std::size_t param, int rank, int ranks) const { return shard_of(entries_[param].parameter, rank, ranks); }
 
   /// Undefined: zero.
   void copy_to_sections(const Entry& entry, std::size_t param, const at::Tensor& gradient) {
     const at::NoGradGuard no_grad;
-    at::Tensor in_order;
+    at::Tensor elements;
     if (gradient.defined()) {
       at::Tensor laid_out = gradient;
       if (gradient.strides() != at::IntArrayRef(entry.strides) || !gradient.is_non_overlapping_and_dense()) {
         laid_out = at::empty_strided(gradient.sizes(), entry.strides, entry.parameter.options().requires_grad(false));
         laid_out.copy_(gradient);
       }
-      in_order = laid_out.as_strided({laid_out.numel()}, {1});
+      elements = in_order(laid_out);
     }
     const at::Tensor sections = buffers_[entry.bucket].view({group_.world_size(), -1});
     for (int r = 0; r < group_.world_size(); ++r) {
       const Shard part = shard(param, r, group_.world_size());
       const at::Tensor place = sections[r].narrow(0, entry.offset, part.count);
-      in_order.defined() ? place.copy_(in_order.narrow(0, part.begin, part.count)) : place.zero_();
+      elements.defined() ? place.copy_(part.of(elements)) : place.zero_();
     }
   }
 

@@ -152,9 +152,9 @@ class InPlaceStorage final : public BucketStorage {
   }
 
   at::Tensor shard_for(const at::Tensor& operand) const {
-    if (group_.world_size() == 1) return operand.detach().as_strided({operand.numel()}, {1});
-    const Shard shard = shard_of(operand.numel(), operand.element_size(), group_.rank(), group_.world_size());
-    return at::empty({shard.count}, operand.options().requires_grad(false));
+    if (group_.world_size() == 1) return in_order(operand);
+    return at::empty({shard_of(operand, group_.rank(), group_.world_size()).count},
+                     operand.options().requires_grad(false));
   }
 
   ProcessGroup group_;

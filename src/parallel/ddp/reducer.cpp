@@ -19,9 +19,9 @@
 namespace ddpkit {
 namespace {
 
-/// With a sink, buckets that are reduced in place are no larger than they must be: a collective costs a few
-/// microseconds, and the smaller the buckets, the less memory is held by gradients under way.
-constexpr std::size_t kSinkBucketBytes = std::size_t{1} << 20;
+/// Sharded buckets that are reduced in place are no larger than they must be: a collective costs a few microseconds,
+/// and the smaller the buckets, the less memory is held by gradients under way.
+constexpr std::size_t kShardedBucketBytes = std::size_t{1} << 20;
 
 template <class Condition>
 std::vector<NamedParameter> select(const std::vector<NamedParameter>& all, const Condition& condition) {
@@ -101,10 +101,10 @@ void Reducer::Impl::follow_parameters(bool expects_backward) {
     if (backward_.phase == Phase::kInCommHook) throw InvalidArgument("a communication hook cannot call forward");
     end_abandoned_backward();
     in_backward = backward_.phase != Phase::kIdle;
-    if (!in_backward) follow_sink();
+    if (!in_backward) follow_shard_output();
     if (!in_backward && synchronize && expects_backward) used_.count_forward();
   }
-  if (sink_ && !in_backward) sink_->follow_parameters();
+  if (const auto output = shard_output_.lock(); output && !in_backward) output->follow_parameters();
   const std::lock_guard lock(mutex_);
   hooks_->refresh();
 }
@@ -129,7 +129,7 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   require_no_backward("a communication hook");
   run_on_all_ranks(group_, "set_comm_hook", [&] {
-    if (hook && sink_)
+    if (hook && !shard_output_.expired())
       throw InvalidArgument(
           "gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
   });
@@ -141,44 +141,33 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   rebuilds = 0;
 }
 
-void Reducer::Impl::set_gradient_sink(GradientSink& sink) {
+std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
   const std::lock_guard lock(mutex_);
-  require_no_backward("the gradients' sink");
-  run_on_all_ranks(group_, "set_gradient_sink", [&] {
+  require_no_backward("the output for shards");
+  run_on_all_ranks(group_, "set_shard_output", [&] {
     if (comm_hook_)
       throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
     for (const NamedParameter& parameter : parameters_) {
       if (parameter.sparse)
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
-      if (!parameter.tensor.is_non_overlapping_and_dense())
-        throw InvalidArgument(fmt::format(
-            "parameter {} is not dense in memory: it cannot be sharded (make it contiguous)", parameter.name));
     }
   });
-  // A sink's slices are cut in the order of the parameters' memory, which is the same on all ranks.
+  // Shards are cut in the order of the parameters' memory, which is the same on all ranks.
   for (std::size_t i = 0; i < dense_.size(); ++i) {
     if (dense_[i].tensor.strides() == at::IntArrayRef(strides_[i])) continue;
     lay_out();
     break;
   }
-  sink_ = &sink;
-  hooks_->set_sharded(true);
-  follow_sink();
-}
-
-/// In destructors, which must not communicate: follow_sink() does the rest.
-void Reducer::Impl::remove_gradient_sink(const GradientSink& sink) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (sink_ != &sink) return;
-  sink_ = nullptr;
-  hooks_->set_sharded(false);
-}
-
-Reducer::SinkRegistration::State Reducer::Impl::state_of(const GradientSink& sink) const {
-  const std::lock_guard lock(mutex_);
-  using State = SinkRegistration::State;
-  if (hooks_->replaced()) return State::kNoReducer;
-  return sink_ == &sink ? State::kActive : State::kReplaced;
+  shard_output_ = output;
+  hooks_->set_sharded(output);
+  follow_shard_output();
+  return [weak = weak_from_this(), output = shard_output_] {
+    const auto self = weak.lock();
+    if (!self) return ShardOutput::State::kNoReducer;
+    const std::lock_guard lock_of_state(self->mutex_);
+    if (self->hooks_->replaced()) return ShardOutput::State::kNoReducer;
+    return self->shard_output_.lock() == output.lock() ? ShardOutput::State::kActive : ShardOutput::State::kReplaced;
+  };
 }
 
 void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
@@ -197,7 +186,7 @@ void Reducer::Impl::set_join(JoinSession* session, int index) {
   join_ = session;
   join_index_ = index;
   if (backward_.phase == Phase::kShadow) backward_.phase = Phase::kReducing;  // It has failed.
-  if (session) follow_sink();
+  if (session) follow_shard_output();
 }
 
 DistributedDataParallelStats Reducer::Impl::stats() const {
@@ -218,13 +207,14 @@ void Reducer::Impl::lay_out() {
   log_plan("buckets");
 }
 
-/// Lays the gradients out for the present sink, or for none. Collective.
-void Reducer::Impl::follow_sink() {
-  if (storage_->sharded() == (sink_ != nullptr)) return;
+/// Lays the gradients out for shards or for whole gradients. Collective.
+void Reducer::Impl::follow_shard_output() {
+  const bool sharded = !shard_output_.expired();
+  if (storage_->sharded() == sharded) return;
   std::vector<std::size_t> order;  // The present one.
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
-  make_plan(order, sink_ != nullptr);
+  make_plan(order, sharded);
 }
 
 /// `order`: all dense parameters; the last one's gradient comes first.
@@ -236,7 +226,7 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharde
         {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
   }
   const bool small = sharded && storage_->in_place();
-  const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kSinkBucketBytes) : bytes; };
+  const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kShardedBucketBytes) : bytes; };
   plan = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
   bucket_bytes_.assign(plan.size(), 0);
   for (std::size_t b = 0; b < plan.size(); ++b) {
@@ -292,20 +282,9 @@ Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, con
 
 Reducer::~Reducer() { impl_->remove_hooks(); }
 
-std::unique_ptr<Reducer::SinkRegistration> Reducer::set_gradient_sink(GradientSink& sink) {
-  impl_->set_gradient_sink(sink);
-  return std::make_unique<SinkRegistration>(impl_, sink);
+std::function<ShardOutput::State()> Reducer::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
+  return impl_->set_shard_output(output);
 }
-
-Reducer::SinkRegistration::~SinkRegistration() {
-  if (const auto reducer = reducer_.lock()) reducer->remove_gradient_sink(*sink_);
-}
-
-Reducer::SinkRegistration::State Reducer::SinkRegistration::state() const {
-  const auto reducer = reducer_.lock();
-  return reducer ? reducer->state_of(*sink_) : State::kNoReducer;
-}
-
 void Reducer::follow_parameters(bool expects_backward) { impl_->follow_parameters(expects_backward); }
 void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }

@@ -19,9 +19,9 @@
 namespace ddpkit {
 namespace {
 
-/// With a sink, backward continues only while no more than this is being reduced in place. The memory of gradients is
-/// bounded, however far one rank runs ahead of another.
-constexpr std::size_t kSinkBytesUnderWay = std::size_t{2} << 20;
+/// A backward that shards gradients continues only while no more than this is being reduced in place. The memory of
+/// gradients is bounded, however far one rank runs ahead of another.
+constexpr std::size_t kShardedBytesUnderWay = std::size_t{2} << 20;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ constexpr std::size_t kSinkBytesUnderWay = std::size_t{2} << 20;
 void Reducer::Impl::enter_backward() {
   end_abandoned_backward();
   if (backward_.phase == Phase::kIdle) {
-    follow_sink();
+    follow_shard_output();
     begin(Phase::kReducing);
     used_.begin_backward();
     for (std::size_t i = 0; i < dense_.size(); ++i) backward_.buckets[*bucket_of_[i]].pending += used_.expects(i);
@@ -195,7 +195,9 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   announce(kJoinBucket);
   timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
   storage_->flush_copies_in(b);
-  if (sink_ && b == 0) sink_->begin();
+  if (b == 0) {
+    if (const auto output = shard_output_.lock()) output->begin();
+  }
   flight::Recorder::of_process().set_bucket(b);
   if (comm_hook_) {
     call_comm_hook(b);
@@ -245,7 +247,7 @@ void Reducer::Impl::deliver_early() {
   if (!storage_->in_place()) return;
   std::size_t under_way = 0;
   for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
-  while (under_way > kSinkBytesUnderWay) {
+  while (under_way > kShardedBytesUnderWay) {
     under_way -= bucket_bytes_[backward_.taken];
     finish_bucket(backward_.taken++);
   }
@@ -326,23 +328,24 @@ void Reducer::Impl::wait_for_result(BucketState& bucket) {
 }
 
 void Reducer::Impl::deliver_shards(std::size_t b) {
-  if (!sink_)
+  const auto output = shard_output_.lock();
+  if (!output)
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
   const at::NoGradGuard no_grad;
   std::vector<std::size_t> parameters;
-  std::vector<at::Tensor> slices;
+  std::vector<at::Tensor> shards;
   for (const std::size_t index : plan[b]) {
     if (!used_.used_anywhere(index)) {
       storage_->restore(index);
       continue;
     }
     parameters.push_back(index);
-    slices.push_back(storage_->take_shard(index));
-    seen_.keep_alive(slices.back());  // Allocated where the bucket was started, used and freed here.
-    if (const double factor = join_factor(); factor != 1) slices.back().mul_(factor);
+    shards.push_back(storage_->take_shard(index));
+    seen_.keep_alive(shards.back());  // Allocated where the bucket was started, used and freed here.
+    if (const double factor = join_factor(); factor != 1) shards.back().mul_(factor);
   }
-  sink_->receive(parameters, std::move(slices));
+  output->receive(parameters, std::move(shards));
 }
 
 // ---- join

@@ -35,9 +35,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void follow_parameters(bool expects_backward);
   void expect_gradients_of(const std::vector<at::Tensor>& outputs);
   void set_comm_hook(CommHook hook);
-  void set_gradient_sink(GradientSink& sink);
-  void remove_gradient_sink(const GradientSink& sink) noexcept;
-  SinkRegistration::State state_of(const GradientSink& sink) const;
+  std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
   void note_outputs(const std::vector<at::Tensor>& outputs);
   DistributedDataParallelStats stats() const;
@@ -81,7 +79,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   void end_abandoned_backward();
   void require_no_backward(const char* what);
-  void follow_sink();
+  void follow_shard_output();
   void make_plan(const std::vector<std::size_t>& order, bool sharded);
   void log_plan(const char* what) const;
   void lay_out();
@@ -131,7 +129,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::unique_ptr<BucketStorage> storage_;
   std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor, as the next.
   std::optional<BackwardTracker> tracker_;
-  GradientSink* sink_ = nullptr;
+  std::weak_ptr<ShardOutput> shard_output_;
   Backward backward_;
   std::vector<std::size_t> arrival_order_;  ///< Dense parameters, until the first backward has ended.
   StreamSet last_readers_;                  ///< On which the last backward took gradients out of the buckets.

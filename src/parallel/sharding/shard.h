@@ -1,5 +1,7 @@
-// Tier 0. How a parameter's elements are divided among ranks.
+// Tier 1: ATen/core/Tensor.h. How a parameter's elements are divided among ranks.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
@@ -7,17 +9,23 @@
 
 namespace ddpkit {
 
-/// Elements [begin, begin + count) of a parameter, in the order they lie in memory.
+/// Elements [begin, begin + count) of a parameter, in the order of its memory.
 struct Shard {
   std::int64_t begin = 0;
   std::int64_t count = 0;
+
+  /// The shard of a one-dimensional tensor.
+  at::Tensor of(const at::Tensor& whole) const { return whole.narrow(0, begin, count); }
 };
 
-/// Rank `rank`'s part of `numel` elements: whole cache lines, the first ranks' parts of equal size, the last ones'
-/// smaller or empty. The same on every backend, so that state can move between them.
-inline Shard shard_of(std::int64_t numel, std::size_t element_size, int rank, int ranks) {
-  const shm::Span slice = shm::slice_of(static_cast<std::size_t>(numel), element_size, rank, ranks);
+/// The part of rank `rank` of a dense tensor: whole cache lines. The first ranks have parts of equal size; the parts of
+/// the last ranks may be smaller or empty. The same on every backend, so that state can move between backends.
+inline Shard shard_of(const at::Tensor& tensor, int rank, int ranks) {
+  const shm::Span slice = shm::slice_of(static_cast<std::size_t>(tensor.numel()), tensor.element_size(), rank, ranks);
   return {static_cast<std::int64_t>(slice.begin), static_cast<std::int64_t>(slice.count)};
 }
+
+/// A dense tensor's elements in the order of their memory.
+inline at::Tensor in_order(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
 
 }  // namespace ddpkit

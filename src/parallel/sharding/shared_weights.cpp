@@ -22,11 +22,10 @@
 #include "comm/shm/guarded_view.h"
 #include "comm/shm/mapping.h"
 #include "parallel/model_agreement.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
-
-constexpr std::size_t kStorageAlignment = 64;
 
 /// Of some bytes; FNV-1a by words.
 std::uint64_t hash_of(const std::byte* data, std::size_t bytes) {
@@ -77,8 +76,8 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
-    const Shard shard = shard_of(parameter.numel(), parameter.element_size(), group_.rank(), group_.world_size());
-    slice(i, shard).copy_(parameter.detach().as_strided({parameter.numel()}, {1}).narrow(0, shard.begin, shard.count));
+    const Shard shard = shard_of(parameter, group_.rank(), group_.world_size());
+    slice(i, shard).copy_(shard.of(in_order(parameter)));
   }
   group_.barrier();
   for (const auto& [storage, offset] : std::exchange(storages_, {})) move(storage, offset);
@@ -96,14 +95,14 @@ void SharedWeights::lay_out() {
     const auto [found, added] = places.try_emplace(storage.unsafeGetStorageImpl(), bytes_, storage.nbytes());
     if (added) {
       storages_.emplace_back(storage, bytes_);
-      bytes_ += (storage.nbytes() + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment;
+      bytes_ += static_cast<std::size_t>(aligned_numel(static_cast<std::int64_t>(storage.nbytes()), 1));
     }
     const std::size_t offset =
         static_cast<std::size_t>(parameter.tensor.storage_offset()) * parameter.tensor.element_size();
     offsets_.push_back(found->second.first + offset);
     if (counted.emplace(found->first, offset).second) found->second.second -= parameter.tensor.nbytes();
   }
-  bytes_ = std::max(bytes_, kStorageAlignment);
+  bytes_ = std::max(bytes_, kAlignment);
   for (const NamedParameter& parameter : parameters_) {
     const auto& [offset, others] = places.at(parameter.tensor.storage().unsafeGetStorageImpl());
     if (others != 0)
@@ -199,7 +198,7 @@ void SharedWeights::absorb(const at::Tensor& written) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
     const auto size = static_cast<std::size_t>(parameter.element_size());
-    const Shard shard = shard_of(parameter.numel(), size, group_.rank(), group_.world_size());
+    const Shard shard = shard_of(parameter, group_.rank(), group_.world_size());
     const std::size_t end = offsets_[i] + static_cast<std::size_t>(shard.begin + shard.count) * size;
     std::size_t begin = offsets_[i] + static_cast<std::size_t>(shard.begin) * size;
     while (begin < end) {
