@@ -1,6 +1,3 @@
-// Learning rates and step counts where kernels of a captured step() read them. The graph holds their addresses, so the
-// tensors live as long as the optimizer, and they are written outside a capture only: a write within it would be
-// replayed.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
@@ -10,7 +7,7 @@
 
 #include <ddpkit/error.h>
 
-#include "optim/capture.h"
+#include "optim/algorithm.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -44,11 +41,13 @@ at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOpt
   return tensor;
 }
 
-at::Tensor FusedOptimizer::device_step(const Update& update, at::Device device) {
-  if (!capture_) capture_ = std::make_unique<Capture>();
-  at::Tensor& tensor = capture_->steps[update.original.unsafeGetTensorImpl()];
+/// The state's count of steps as a scalar of the device. The graph counts on. Undefined if the state has no count.
+at::Tensor FusedOptimizer::device_steps(const at::Tensor& parameter, torch::optim::OptimizerParamState& state) {
+  const std::int64_t* count = algorithm_.steps_of(state);
+  if (!count) return {};
+  at::Tensor& tensor = capture_->steps[parameter.unsafeGetTensorImpl()];
   if (!tensor.defined())
-    tensor = at::full({}, static_cast<double>(*steps_of(*update.state) - 1), at::device(device).dtype(at::kFloat));
+    tensor = at::full({}, static_cast<double>(*count), at::device(parameter.device()).dtype(at::kFloat));
   return tensor;
 }
 
@@ -67,7 +66,7 @@ void FusedOptimizer::end_capture() {
     capture_->places.push_back(parameter.const_data_ptr());
     const auto found = state_.find(parameter.unsafeGetTensorImpl());
     if (found == state_.end()) continue;
-    if (auto* steps = steps_of(*found->second)) --*steps;  // Counted, but not done.
+    if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // Counted, but not done.
   }
   for (const auto& group : std::as_const(param_groups_)) capture_->options.push_back(group.options().clone());
 }
@@ -80,7 +79,7 @@ void FusedOptimizer::before_replay() {
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& now = std::as_const(param_groups_)[g].options();
     capture_->options[g]->set_lr(now.get_lr());
-    if (!same_options(*capture_->options[g], now)) throw_changed("an option other than the learning rate");
+    if (!algorithm_.same_options(*capture_->options[g], now)) throw_changed("an option other than the learning rate");
   }
   for (std::size_t i = 0; i < capture_->parameters.size(); ++i) {
     if (capture_->parameters[i].const_data_ptr() != capture_->places[i]) throw_changed("the memory of a parameter");
@@ -92,7 +91,7 @@ void FusedOptimizer::before_replay() {
     parameter.unsafeGetTensorImpl()->bump_version();
     const auto found = state_.find(parameter.unsafeGetTensorImpl());
     if (found == state_.end()) continue;
-    if (auto* steps = steps_of(*found->second)) ++*steps;
+    if (auto* steps = algorithm_.steps_of(*found->second)) ++*steps;
   }
 }
 
@@ -100,7 +99,7 @@ void FusedOptimizer::set_device_steps() {
   if (!capture_) return;
   for (auto& [parameter, tensor] : capture_->steps) {
     const auto found = state_.find(const_cast<void*>(parameter));
-    tensor.fill_(found == state_.end() ? 0.0 : static_cast<double>(*steps_of(*found->second)));
+    tensor.fill_(found == state_.end() ? 0.0 : static_cast<double>(*algorithm_.steps_of(*found->second)));
   }
 }
 

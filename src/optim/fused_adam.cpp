@@ -5,8 +5,6 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <torch/optim/serialize.h>
-#include <torch/serialize/archive.h>
 
 #include <cmath>
 #include <optional>
@@ -16,7 +14,7 @@
 #include <ddpkit/error.h>
 
 #include "kernels/optimizer.h"
-#include "optim/optimizer_archive.h"
+#include "optim/algorithm.h"
 #include "tensor/blocks.h"
 #include "tensor/tensor_memory.h"
 
@@ -43,14 +41,6 @@ const Options& checked(const torch::optim::OptimizerOptions& any) {
 }
 
 template <class Options>
-const Options& checked_groups(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Options& defaults) {
-  for (const auto& group : groups) {
-    if (group.has_options()) checked<Options>(group.options());
-  }
-  return checked<Options>(defaults);
-}
-
-template <class Options>
 kernels::AdamConstants constants_of(const Options& options, bool decoupled, std::int64_t step, double gradient_factor) {
   const auto [beta1, beta2] = options.betas();
   const auto count = static_cast<double>(step);
@@ -64,7 +54,9 @@ kernels::AdamConstants constants_of(const Options& options, bool decoupled, std:
           .gradient_factor = gradient_factor};
 }
 
-template <class Options, class State, class Update>
+using Update = Algorithm::Update;
+
+template <class Options, class State>
 void update_on_cpu(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
   std::vector<kernels::AdamArguments> tasks;
   std::vector<std::size_t> numels;
@@ -100,7 +92,7 @@ void update_on_cpu(const Options& options, bool decoupled, const std::vector<Upd
 }
 
 /// `rate`: a number, or a scalar of the device. `state_steps` counts this step already.
-template <class Options, class Update, class Rate>
+template <class Options, class Rate>
 void update_on_device(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor,
                       const std::vector<at::Tensor>& state_steps, const Rate& rate) {
   std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs;
@@ -127,7 +119,7 @@ void update_on_device(const Options& options, bool decoupled, const std::vector<
 }
 
 /// The step counts, brought to the device. [update]
-template <class State, class Update>
+template <class State>
 std::vector<at::Tensor> steps_on_device(const std::vector<Update>& updates) {
   // Pinned: from pageable memory the copy would make the host wait.
   const auto count = static_cast<std::int64_t>(updates.size());
@@ -137,91 +129,56 @@ std::vector<at::Tensor> steps_on_device(const std::vector<Update>& updates) {
   return steps.to(updates[0].parameter.device(), /*non_blocking=*/true).unbind();
 }
 
+/// LibTorch gives the options and states of both optimizers two types with the same members.
+template <class Options, class State, bool kDecoupled>
+class Adam final : public AlgorithmOf<Options, State> {
+ public:
+  using AnyOptions = Algorithm::AnyOptions;
+  using AnyState = Algorithm::AnyState;
+  using StateTensors = Algorithm::StateTensors;
+
+  void check(const AnyOptions& any) const override { checked<Options>(any); }
+  std::size_t tensor_count(const AnyOptions& any) const override { return checked<Options>(any).amsgrad() ? 3 : 2; }
+  StateTensors tensors_of(const AnyState& any) const override {
+    const auto& state = static_cast<const State&>(any);
+    return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()};
+  }
+  void set_tensors(AnyState& any, const StateTensors& tensors) const override {
+    auto& state = static_cast<State&>(any);
+    state.exp_avg(tensors[0]);
+    state.exp_avg_sq(tensors[1]);
+    state.max_exp_avg_sq(tensors[2]);
+  }
+  std::int64_t* steps_of(AnyState& any) const override { return &static_cast<State&>(any).step(); }
+
+  void update(const AnyOptions& any, std::vector<Update>& updates, double gradient_factor,
+              const at::Tensor& rate) const override {
+    const auto& options = checked<Options>(any);
+    for (const Update& update : updates) ++*steps_of(*update.state);
+    if (updates[0].parameter.is_cpu())
+      return update_on_cpu<Options, State>(options, kDecoupled, updates, gradient_factor);
+    if (!rate.defined())
+      return update_on_device(options, kDecoupled, updates, gradient_factor, steps_on_device<State>(updates),
+                              options.lr());
+    std::vector<at::Tensor> steps;
+    for (const Update& update : updates) steps.push_back(update.steps);
+    at::_foreach_add_(steps, 1);
+    update_on_device(options, kDecoupled, updates, gradient_factor, steps, rate);
+  }
+};
+
 }  // namespace
 
-template <class Options, class State, bool kDecoupled>
-FusedAdamFamily<Options, State, kDecoupled>::FusedAdamFamily(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups, const Options& defaults,
-    const FusedOptions& options)
-    : FusedOptimizer(param_groups, std::make_unique<Options>(checked_groups(param_groups, defaults)), options) {}
-
-template <class Options, class State, bool kDecoupled>
-FusedAdamFamily<Options, State, kDecoupled>::FusedAdamFamily(std::vector<at::Tensor> params, const Options& defaults,
-                                                             const FusedOptions& options)
-    : FusedAdamFamily({torch::optim::OptimizerParamGroup(std::move(params))}, defaults, options) {}
-
-template <class Options, class State, bool kDecoupled>
-std::size_t FusedAdamFamily<Options, State, kDecoupled>::tensor_count(
-    const torch::optim::OptimizerOptions& options) const {
-  return checked<Options>(options).amsgrad() ? 3 : 2;
+template <>
+const Algorithm& algorithm_of<torch::optim::AdamWOptions>() {
+  static const Adam<torch::optim::AdamWOptions, torch::optim::AdamWParamState, /*kDecoupled=*/true> algorithm;
+  return algorithm;
 }
 
-template <class Options, class State, bool kDecoupled>
-std::unique_ptr<torch::optim::OptimizerParamState> FusedAdamFamily<Options, State, kDecoupled>::make_state() const {
-  return new_state<State>();
+template <>
+const Algorithm& algorithm_of<torch::optim::AdamOptions>() {
+  static const Adam<torch::optim::AdamOptions, torch::optim::AdamParamState, /*kDecoupled=*/false> algorithm;
+  return algorithm;
 }
-
-template <class Options, class State, bool kDecoupled>
-FusedOptimizer::StateTensors FusedAdamFamily<Options, State, kDecoupled>::tensors_of(
-    const torch::optim::OptimizerParamState& any) const {
-  const auto& state = static_cast<const State&>(any);
-  return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), master_of(any)};
-}
-
-template <class Options, class State, bool kDecoupled>
-void FusedAdamFamily<Options, State, kDecoupled>::set_tensors(torch::optim::OptimizerParamState& any,
-                                                              const StateTensors& tensors) const {
-  auto& state = static_cast<State&>(any);
-  state.exp_avg(tensors[0]);
-  state.exp_avg_sq(tensors[1]);
-  state.max_exp_avg_sq(tensors[2]);
-  set_master(any, tensors[kMaster]);
-}
-
-template <class Options, class State, bool kDecoupled>
-void FusedAdamFamily<Options, State, kDecoupled>::update(const torch::optim::OptimizerOptions& any,
-                                                         std::vector<Update>& updates, double gradient_factor) {
-  const auto& options = checked<Options>(any);
-  for (const Update& update : updates) {
-    auto& state = static_cast<State&>(*update.state);
-    state.step(state.step() + 1);
-  }
-  const at::Device device = updates[0].parameter.device();
-  if (device.is_cpu()) return update_on_cpu<Options, State>(options, kDecoupled, updates, gradient_factor);
-  if (!fused_options().capturable)
-    return update_on_device(options, kDecoupled, updates, gradient_factor, steps_on_device<State>(updates),
-                            options.lr());
-  std::vector<at::Tensor> steps;
-  for (const Update& update : updates) steps.push_back(device_step(update, device));
-  at::_foreach_add_(steps, 1);
-  update_on_device(options, kDecoupled, updates, gradient_factor, steps, device_learning_rate(any, device));
-}
-
-template <class Options, class State, bool kDecoupled>
-bool FusedAdamFamily<Options, State, kDecoupled>::same_options(const torch::optim::OptimizerOptions& a,
-                                                               const torch::optim::OptimizerOptions& b) const {
-  return checked<Options>(a) == checked<Options>(b);
-}
-
-template <class Options, class State, bool kDecoupled>
-std::int64_t* FusedAdamFamily<Options, State, kDecoupled>::steps_of(torch::optim::OptimizerParamState& any) const {
-  return &static_cast<State&>(any).step();
-}
-
-template <class Options, class State, bool kDecoupled>
-void FusedAdamFamily<Options, State, kDecoupled>::write(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<State, Options>(archive, *this);
-}
-
-template <class Options, class State, bool kDecoupled>
-void FusedAdamFamily<Options, State, kDecoupled>::read(torch::serialize::InputArchive& archive) {
-  if (fused_options().master_weights)
-    read_archive<WithMaster<State>, Options>(archive, *this);
-  else
-    read_archive<State, Options>(archive, *this);
-}
-
-template class FusedAdamFamily<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>;
-template class FusedAdamFamily<torch::optim::AdamOptions, torch::optim::AdamParamState, false>;
 
 }  // namespace ddpkit::optim

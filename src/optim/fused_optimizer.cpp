@@ -15,11 +15,13 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/distinct_parameters.h>
 
-#include "optim/capture.h"
+#include "optim/algorithm.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
+
+constexpr std::size_t kMaster = Algorithm::kMaster;
 
 [[noreturn]] void refuse(const at::Tensor& parameter, std::size_t group, std::size_t index, const std::string& why) {
   throw InvalidArgument(fmt::format("parameter {} of group {}, a {} [{}] on {}, {}", index, group,
@@ -53,9 +55,9 @@ struct FusedOptimizer::Layout {
   std::vector<std::vector<Slot>> slots;  ///< [group][param]
   std::vector<std::size_t> counts;       ///< Tensors of a parameter's state. [group]
   std::vector<FlatState> flats;
-  std::vector<std::int64_t> lengths;  ///< In elements. [flat]
-  std::vector<bool> masters;          ///< Whether there are master weights. [flat]
-  std::vector<Update> updates;        ///< Kept for its memory.
+  std::vector<std::int64_t> lengths;       ///< In elements. [flat]
+  std::vector<bool> masters;               ///< Whether there are master weights. [flat]
+  std::vector<Algorithm::Update> updates;  ///< Kept for its memory.
 
   void add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master);
   bool is_stateless(const Slot& slot) const { return counts[flats[slot.flat].group] == 0 && !masters[slot.flat]; }
@@ -115,8 +117,11 @@ FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
 }
 
 FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                               std::unique_ptr<torch::optim::OptimizerOptions> defaults, const FusedOptions& options)
-    : torch::optim::Optimizer(groups, std::move(defaults)), fused_options_(options) {
+                               std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Algorithm& algorithm,
+                               const FusedOptions& options)
+    : torch::optim::Optimizer(groups, std::move(defaults)), algorithm_(algorithm), fused_options_(options) {
+  for (const auto& group : std::as_const(param_groups_)) algorithm_.check(group.options());
+  algorithm_.check(*defaults_);
   drop_duplicates();
 }
 
@@ -140,7 +145,7 @@ bool FusedOptimizer::fits_layout() const {
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& parameters = param_groups_[g].params();
     const auto& slots = layout_->slots[g];
-    if (slots.size() != parameters.size() || layout_->counts[g] != tensor_count(param_groups_[g].options()))
+    if (slots.size() != parameters.size() || layout_->counts[g] != algorithm_.tensor_count(param_groups_[g].options()))
       return false;
     for (std::size_t i = 0; i < slots.size(); ++i) {
       if (!slots[i].fits(parameters[i])) return false;
@@ -156,7 +161,7 @@ FusedOptimizer::Layout& FusedOptimizer::layout() {
   auto fresh = std::make_unique<Layout>();
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     fresh->slots.emplace_back();
-    fresh->counts.push_back(tensor_count(param_groups_[g].options()));
+    fresh->counts.push_back(algorithm_.tensor_count(param_groups_[g].options()));
     const auto& parameters = std::as_const(param_groups_[g]).params();
     for (std::size_t i = 0; i < parameters.size(); ++i)
       fresh->add(g, i, parameters[i], has_master(parameters[i].scalar_type()));
@@ -217,7 +222,7 @@ void FusedOptimizer::step_scaled(double factor) {
       if (!gradient.defined()) continue;
       if (gradient.layout() != at::kStrided)
         refuse(parameter, g, i, "has a sparse gradient: give it to torch::optim::SGD, or make its layer not sparse");
-      Update& update = layout.updates.emplace_back();
+      Algorithm::Update& update = layout.updates.emplace_back();
       update.original = update.parameter = parameter;
       if (!slot.dense) {
         update.parameter = parameter.contiguous();
@@ -249,9 +254,9 @@ void FusedOptimizer::step_scaled(double factor) {
       if (!same) set_tensors(*state, tensors);
       update.tensors = tensors;
     }
-    if (!layout.updates.empty()) update_masters(param_groups_[g].options(), layout.updates, factor);
+    if (!layout.updates.empty()) update(param_groups_[g].options(), layout, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
-    for (const Update& update : layout.updates) {
+    for (const Algorithm::Update& update : layout.updates) {
       // Kernels that write through a pointer do not tell autograd, which may have saved the parameter for backward.
       update.original.unsafeGetTensorImpl()->bump_version();
       if (capturing) capture_->parameters.push_back(update.original);
@@ -261,34 +266,48 @@ void FusedOptimizer::step_scaled(double factor) {
 }
 
 /// The kernels for the CPU know master weights; those of LibTorch for GPUs are given them as the parameters.
-void FusedOptimizer::update_masters(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
-                                    double factor) {
-  if (!updates[0].tensors[kMaster].defined() || updates[0].parameter.is_cpu()) return update(options, updates, factor);
+void FusedOptimizer::update(const torch::optim::OptimizerOptions& options, Layout& layout, double factor) {
+  std::vector<Algorithm::Update>& updates = layout.updates;
+  if (updates[0].parameter.is_cpu()) return algorithm_.update(options, updates, factor, {});
+  at::Tensor rate;
+  if (fused_options_.capturable) {
+    rate = device_learning_rate(options, updates[0].parameter.device());
+    for (Algorithm::Update& update : updates) {
+      if (update.state) update.steps = device_steps(update.original, *update.state);
+    }
+  }
+  if (!updates[0].tensors[kMaster].defined()) return algorithm_.update(options, updates, factor, rate);
   std::vector<at::Tensor> parameters;
-  for (Update& update : updates) {
+  for (Algorithm::Update& update : updates) {
     at::Tensor& master = update.tensors[kMaster];
     const at::Tensor& parameter = parameters.emplace_back(update.parameter.detach());
     master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master, parameter.to(at::kFloat)));
     update.gradient = update.gradient.to(at::kFloat);
     update.parameter = std::exchange(master, at::Tensor());
   }
-  update(options, updates, factor);
+  algorithm_.update(options, updates, factor, rate);
   for (std::size_t i = 0; i < updates.size(); ++i) parameters[i].copy_(updates[i].parameter);
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> FusedOptimizer::make_state() const {
+  return algorithm_.make_state(fused_options_.master_weights);
 }
 
 bool FusedOptimizer::has_master(at::ScalarType dtype) const noexcept {
   return fused_options_.master_weights && (dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 
-at::Tensor FusedOptimizer::master_of(const torch::optim::OptimizerParamState& state) const {
-  if (!fused_options_.master_weights) return {};
-  const auto* master = dynamic_cast<const MasterWeight*>(&state);
-  return master ? master->master_param : at::Tensor();
+FusedOptimizer::StateTensors FusedOptimizer::tensors_of(const torch::optim::OptimizerParamState& state) const {
+  StateTensors tensors = algorithm_.tensors_of(state);
+  if (!fused_options_.master_weights) return tensors;
+  if (const auto* master = dynamic_cast<const MasterWeight*>(&state)) tensors[kMaster] = master->master_param;
+  return tensors;
 }
 
-void FusedOptimizer::set_master(torch::optim::OptimizerParamState& state, const at::Tensor& master) const {
+void FusedOptimizer::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
+  algorithm_.set_tensors(state, tensors);
   if (!fused_options_.master_weights) return;
-  if (auto* with_master = dynamic_cast<MasterWeight*>(&state)) with_master->master_param = master;
+  if (auto* master = dynamic_cast<MasterWeight*>(&state)) master->master_param = tensors[kMaster];
 }
 
 double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
@@ -316,7 +335,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
       }
       set_tensors(*state, tensors);
     }
-    write(archive);
+    algorithm_.write(archive, *this);
   } catch (...) {
     restore();
     throw;
@@ -325,7 +344,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  replace_state([&] { read(archive); });
+  replace_state([&] { algorithm_.read(archive, *this, fused_options_.master_weights); });
 }
 
 void FusedOptimizer::replace_state(const std::function<void()>& fill) {

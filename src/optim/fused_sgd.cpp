@@ -2,8 +2,6 @@
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/full.h>
-#include <torch/optim/serialize.h>
-#include <torch/serialize/archive.h>
 
 #include <cmath>
 #include <optional>
@@ -13,7 +11,7 @@
 #include <ddpkit/error.h>
 
 #include "kernels/optimizer.h"
-#include "optim/optimizer_archive.h"
+#include "optim/algorithm.h"
 #include "tensor/blocks.h"
 #include "tensor/tensor_memory.h"
 
@@ -22,6 +20,7 @@ namespace {
 
 using Options = torch::optim::SGDOptions;
 using State = torch::optim::SGDParamState;
+using Update = Algorithm::Update;
 
 const Options& checked(const torch::optim::OptimizerOptions& any) {
   const auto* options = dynamic_cast<const Options*>(&any);
@@ -38,14 +37,6 @@ const Options& checked(const torch::optim::OptimizerOptions& any) {
   return *options;
 }
 
-const Options& checked_groups(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Options& defaults) {
-  for (const auto& group : groups) {
-    if (group.has_options()) checked(group.options());
-  }
-  return checked(defaults);
-}
-
-template <class Update>
 void update_on_cpu(const Options& options, const std::vector<Update>& updates, double factor) {
   std::vector<kernels::SgdArguments> tasks;
   std::vector<std::size_t> numels;
@@ -79,7 +70,7 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
 }
 
 /// `rate`: a number, or a scalar of the device.
-template <class Update, class Rate>
+template <class Rate>
 void update_on_device(const Options& options, const std::vector<Update>& updates, double factor, const Rate& rate) {
   // The kernels divide gradients by the scale.
   std::optional<at::Tensor> scale;
@@ -99,54 +90,35 @@ void update_on_device(const Options& options, const std::vector<Update>& updates
   }
 }
 
+class Sgd final : public AlgorithmOf<Options, State> {
+ public:
+  void check(const AnyOptions& any) const override { checked(any); }
+  std::size_t tensor_count(const AnyOptions& any) const override { return checked(any).momentum() != 0 ? 1 : 0; }
+  StateTensors tensors_of(const AnyState& state) const override {
+    return {static_cast<const State&>(state).momentum_buffer()};
+  }
+  void set_tensors(AnyState& state, const StateTensors& tensors) const override {
+    static_cast<State&>(state).momentum_buffer(tensors[0]);
+  }
+
+  void update(const AnyOptions& any, std::vector<Update>& updates, double factor,
+              const at::Tensor& rate) const override {
+    const Options& options = checked(any);
+    if (updates[0].parameter.is_cpu())
+      update_on_cpu(options, updates, factor);
+    else if (rate.defined())
+      update_on_device(options, updates, factor, rate);
+    else
+      update_on_device(options, updates, factor, options.lr());
+  }
+};
+
 }  // namespace
 
-FusedSGD::FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, const Options& defaults,
-                   const FusedOptions& options)
-    : FusedOptimizer(param_groups, std::make_unique<Options>(checked_groups(param_groups, defaults)), options) {}
-
-FusedSGD::FusedSGD(std::vector<at::Tensor> params, const Options& defaults, const FusedOptions& options)
-    : FusedSGD({torch::optim::OptimizerParamGroup(std::move(params))}, defaults, options) {}
-
-std::size_t FusedSGD::tensor_count(const torch::optim::OptimizerOptions& options) const {
-  return checked(options).momentum() != 0 ? 1 : 0;
-}
-
-std::unique_ptr<torch::optim::OptimizerParamState> FusedSGD::make_state() const { return new_state<State>(); }
-
-FusedOptimizer::StateTensors FusedSGD::tensors_of(const torch::optim::OptimizerParamState& state) const {
-  return {static_cast<const State&>(state).momentum_buffer(), {}, {}, master_of(state)};
-}
-
-void FusedSGD::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
-  static_cast<State&>(state).momentum_buffer(tensors[0]);
-  set_master(state, tensors[kMaster]);
-}
-
-void FusedSGD::update(const torch::optim::OptimizerOptions& any, std::vector<Update>& updates, double factor) {
-  const Options& options = checked(any);
-  const at::Device device = updates[0].parameter.device();
-  if (device.is_cpu())
-    update_on_cpu(options, updates, factor);
-  else if (fused_options().capturable)
-    update_on_device(options, updates, factor, device_learning_rate(any, device));
-  else
-    update_on_device(options, updates, factor, options.lr());
-}
-
-bool FusedSGD::same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const {
-  return checked(a) == checked(b);
-}
-
-void FusedSGD::write(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<State, Options>(archive, *this);
-}
-
-void FusedSGD::read(torch::serialize::InputArchive& archive) {
-  if (fused_options().master_weights)
-    read_archive<WithMaster<State>, Options>(archive, *this);
-  else
-    read_archive<State, Options>(archive, *this);
+template <>
+const Algorithm& algorithm_of<Options>() {
+  static const Sgd algorithm;
+  return algorithm;
 }
 
 }  // namespace ddpkit::optim

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 
 #include <array>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
@@ -36,26 +35,6 @@ class MasterWeight {
   at::Tensor master_param;  ///< float32, in the parameter's shape.
 };
 
-/// torch::optim's state of a parameter with its master weight.
-template <class State>
-class WithMaster final : public State, public MasterWeight {
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    State::serialize(archive);
-    c10::IValue value;
-    if (archive.try_read("master_param", value) && value.isTensor()) master_param = value.toTensor();
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    State::serialize(archive);
-    if (master_param.defined()) archive.write("master_param", c10::IValue(master_param));
-  }
-
- private:
-  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
-    return std::make_unique<WithMaster>(*this);
-  }
-};
-
 /// The state of those parameters of one group that have one type and device, end to end, so that it can be cut into
 /// parts regardless of the parameters' borders.
 struct FlatState {
@@ -67,6 +46,8 @@ struct FlatState {
   std::vector<at::Tensor> tensors;     ///< One-dimensional: exp_avg, exp_avg_sq ... or momentum_buffer. [kind]
   at::Tensor master = {};              ///< float32, as are `tensors` then; undefined without master weights.
 };
+
+class Algorithm;
 
 /// What FusedAdamW, FusedAdam and FusedSGD have in common: they take the place of torch::optim's, with the same
 /// options, parameter groups, state and archives, but go over memory once a step instead of five to twelve times.
@@ -108,7 +89,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   /// parameters are the same. If that throws, everything is as before.
   void replace_state(const std::function<void()>& fill);
   /// A parameter's state before its first step.
-  virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
+  std::unique_ptr<torch::optim::OptimizerParamState> make_state() const;
 
   /// As given to the constructor.
   const FusedOptions& fused_options() const noexcept { return fused_options_; }
@@ -120,67 +101,50 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   FusedOptimizer& operator=(const FusedOptimizer&) = delete;
 
  protected:
-  static constexpr std::size_t kMaster = 3;
-  using StateTensors = std::array<at::Tensor, 4>;  ///< [kind]; the last is the master weight.
-
-  /// A parameter that has a gradient, in one step.
-  struct Update {
-    at::Tensor original;             ///< As in the parameter group.
-    at::Tensor parameter, gradient;  ///< Of the same type and, on the CPU, the same dense layout.
-    StateTensors tensors;            ///< Of the same layout.
-    torch::optim::OptimizerParamState* state = nullptr;
-    bool fresh = false;  ///< This is its first step: the state is zero.
-
-    /// On the CPU; null without a master weight.
-    float* master() const { return tensors[kMaster].defined() ? tensors[kMaster].data_ptr<float>() : nullptr; }
-  };
-
+  /// Throws InvalidArgument for options that `algorithm` refuses.
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                 std::unique_ptr<torch::optim::OptimizerOptions> defaults, const FusedOptions& options);
-
-  /// How many tensors a parameter's state has with these options.
-  virtual std::size_t tensor_count(const torch::optim::OptimizerOptions& options) const = 0;
-  virtual StateTensors tensors_of(const torch::optim::OptimizerParamState& state) const = 0;
-  virtual void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const = 0;
-  /// All parameters of one group, type and device that have a gradient; counts their step.
-  virtual void update(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates,
-                      double gradient_factor) = 0;
-  template <class State>
-  std::unique_ptr<torch::optim::OptimizerParamState> new_state() const {
-    if (fused_options_.master_weights) return std::make_unique<WithMaster<State>>();
-    return std::make_unique<State>();
-  }
-  at::Tensor master_of(const torch::optim::OptimizerParamState& state) const;
-  void set_master(torch::optim::OptimizerParamState& state, const at::Tensor& master) const;
-
-  virtual void write(torch::serialize::OutputArchive& archive) const = 0;
-  virtual void read(torch::serialize::InputArchive& archive) = 0;
-
-  /// Whether both have the same values; both are of this optimizer's type.
-  virtual bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) const = 0;
-  /// A state's count of steps; null if it has none.
-  virtual std::int64_t* steps_of(torch::optim::OptimizerParamState&) const { return nullptr; }
+                 std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Algorithm& algorithm,
+                 const FusedOptions& options);
   /// The group's learning rate as a scalar of the device.
   at::Tensor device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device);
-  /// The state's step count, less the step that has begun, as a scalar of the device; the caller counts on.
-  at::Tensor device_step(const Update& update, at::Device device);
 
  private:
   friend class ShardedOptimizerBase;
+  struct Capture;
   struct Layout;
+  using StateTensors = std::array<at::Tensor, 4>;  ///< [kind]; the last is the master weight.
 
-  void update_masters(const torch::optim::OptimizerOptions& options, std::vector<Update>& updates, double factor);
+  StateTensors tensors_of(const torch::optim::OptimizerParamState& state) const;
+  void set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const;
+  void update(const torch::optim::OptimizerOptions& options, Layout& layout, double factor);
+  at::Tensor device_steps(const at::Tensor& parameter, torch::optim::OptimizerParamState& state);
   Layout& layout();
   bool fits_layout() const;
   void drop_duplicates();
   void adopt(Layout& layout);
   void set_device_steps();
 
-  struct Capture;
-
+  const Algorithm& algorithm_;
   FusedOptions fused_options_;
   std::unique_ptr<Layout> layout_;
   std::unique_ptr<Capture> capture_;  ///< Numbers of the host in memory of a device; null before the first.
+};
+
+/// The algorithm of torch::optim's optimizer with these options.
+template <class Options>
+const Algorithm& algorithm_of();
+
+/// A FusedOptimizer that is made like torch::optim's.
+template <class Options>
+class FusedOptimizerWith : public FusedOptimizer {
+ public:
+  /// Options as torch::optim's; throws InvalidArgument for values out of their range.
+  explicit FusedOptimizerWith(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                              const Options& defaults = {}, const FusedOptions& options = {})
+      : FusedOptimizer(param_groups, std::make_unique<Options>(defaults), algorithm_of<Options>(), options) {}
+  explicit FusedOptimizerWith(std::vector<at::Tensor> params, const Options& defaults = {},
+                              const FusedOptions& options = {})
+      : FusedOptimizerWith({torch::optim::OptimizerParamGroup(std::move(params))}, defaults, options) {}
 };
 
 }  // namespace ddpkit::optim

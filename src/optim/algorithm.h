@@ -1,0 +1,126 @@
+// Tier 2: torch/optim/optimizer.h. What differs between the fused optimizers.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ddpkit/optim/fused_optimizer.h>
+
+#include "optim/optimizer_archive.h"
+
+namespace ddpkit::optim {
+
+/// torch::optim's state of a parameter with its master weight.
+template <class State>
+class WithMaster final : public State, public MasterWeight {
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override {
+    State::serialize(archive);
+    c10::IValue value;
+    if (archive.try_read("master_param", value) && value.isTensor()) master_param = value.toTensor();
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    State::serialize(archive);
+    if (master_param.defined()) archive.write("master_param", c10::IValue(master_param));
+  }
+
+ private:
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<WithMaster>(*this);
+  }
+};
+
+/// The state and the update of one optimizer of torch::optim. Has no state itself.
+class Algorithm {
+ public:
+  using AnyOptions = torch::optim::OptimizerOptions;
+  using AnyState = torch::optim::OptimizerParamState;
+  static constexpr std::size_t kMaster = 3;
+  using StateTensors = std::array<at::Tensor, kMaster + 1>;  ///< [kind]; the last is the master weight.
+
+  /// A parameter that has a gradient, in one step.
+  struct Update {
+    at::Tensor original;             ///< As in the parameter group.
+    at::Tensor parameter, gradient;  ///< Of the same type and, on the CPU, the same dense layout.
+    StateTensors tensors;            ///< Of the same layout.
+    AnyState* state = nullptr;
+    bool fresh = false;     ///< This is its first step: the state is zero.
+    at::Tensor steps = {};  ///< With FusedOptions::capturable, on a device: the count before this step.
+
+    /// On the CPU; null without a master weight.
+    float* master() const { return tensors[kMaster].defined() ? tensors[kMaster].data_ptr<float>() : nullptr; }
+  };
+
+  virtual ~Algorithm() = default;
+  /// Throws InvalidArgument for options of another optimizer, and for values out of their range.
+  virtual void check(const AnyOptions& options) const = 0;
+  /// How many tensors a parameter's state has with these options.
+  virtual std::size_t tensor_count(const AnyOptions& options) const = 0;
+  /// Of the state and into it, except the master weight.
+  virtual StateTensors tensors_of(const AnyState& state) const = 0;
+  virtual void set_tensors(AnyState& state, const StateTensors& tensors) const = 0;
+  /// A state's count of steps; null if it has none.
+  virtual std::int64_t* steps_of(AnyState&) const { return nullptr; }
+  /// All parameters of one group, type and device that have a gradient; counts their step. `rate`: the learning rate on
+  /// the device, with FusedOptions::capturable; else undefined.
+  virtual void update(const AnyOptions& options, std::vector<Update>& updates, double gradient_factor,
+                      const at::Tensor& rate) const = 0;
+
+  virtual std::unique_ptr<AnyState> make_state(bool master) const = 0;
+  virtual bool same_options(const AnyOptions& a, const AnyOptions& b) const = 0;
+  virtual void write(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& optimizer) const = 0;
+  virtual void read(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer, bool master) const = 0;
+};
+
+/// What follows from the types.
+template <class Options, class State>
+class AlgorithmOf : public Algorithm {
+ public:
+  std::unique_ptr<AnyState> make_state(bool master) const final {
+    if (master) return std::make_unique<WithMaster<State>>();
+    return std::make_unique<State>();
+  }
+  bool same_options(const AnyOptions& a, const AnyOptions& b) const final {
+    check(a);
+    check(b);
+    return static_cast<const Options&>(a) == static_cast<const Options&>(b);
+  }
+  void write(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& optimizer) const final {
+    torch::optim::serialize<State, Options>(archive, optimizer);
+  }
+  void read(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer, bool master) const final {
+    master ? read_archive<WithMaster<State>, Options>(archive, optimizer)
+           : read_archive<State, Options>(archive, optimizer);
+  }
+};
+
+/// Learning rates and step counts where kernels of a captured step() read them. The graph holds their addresses, so the
+/// tensors live as long as the optimizer, and they are written outside a capture only: a write within it would be
+/// replayed.
+struct FusedOptimizer::Capture {
+  /// A number of the host in memory of a device.
+  struct Number {
+    at::Tensor tensor;
+    double value = 0;
+  };
+  std::map<std::pair<std::size_t, at::DeviceIndex>, Number> learning_rates;  ///< By group and device.
+  std::unordered_map<const void*, at::Tensor> steps;                         ///< By parameter.
+
+  bool capturing = false;
+  std::vector<at::Tensor> parameters;  ///< That the captured steps update; once for each step.
+  std::vector<const void*> places;     ///< Where their memory began. [parameters]
+  const Layout* layout = nullptr;
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;  ///< [group]
+};
+
+}  // namespace ddpkit::optim
