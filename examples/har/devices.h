@@ -9,7 +9,7 @@
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/timeline.h>
-#include <ddpkit/parallel/map_tensors.h>
+#include <ddpkit/parallel/pytree.h>
 
 #include "har/model.h"
 #include "har/options.h"

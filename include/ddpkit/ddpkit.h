@@ -14,7 +14,6 @@
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/fused_sgd.h>
@@ -26,16 +25,13 @@
 #include <ddpkit/optim/precision.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/bucket_plan.h>
-#include <ddpkit/parallel/comm_hook.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/join.h>
-#include <ddpkit/parallel/map_tensors.h>
-#include <ddpkit/parallel/outputs.h>
 #include <ddpkit/parallel/power_sgd.h>
+#include <ddpkit/parallel/pytree.h>
 #include <ddpkit/parallel/reducer.h>
-#include <ddpkit/parallel/same_parameters.h>
 #include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 #include <ddpkit/parse_number.h>

@@ -15,11 +15,10 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/distinct_parameters.h>
 
 #include "kernels/optimizer.h"
 #include "parallel/autograd/gradient_hooks.h"
-#include "tensor/blocks.h"
+#include "tensor/parallel_for.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {

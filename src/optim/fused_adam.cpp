@@ -15,7 +15,7 @@
 
 #include "kernels/optimizer.h"
 #include "optim/algorithm.h"
-#include "tensor/blocks.h"
+#include "tensor/parallel_for.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {

@@ -13,7 +13,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/distinct_parameters.h>
+#include <ddpkit/optim/clip_grad_norm.h>
 
 #include "optim/algorithm.h"
 #include "tensor/tensor_memory.h"

@@ -17,7 +17,6 @@
 
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/distinct_parameters.h>
 #include <ddpkit/optim/gradient_scaling.h>
 
 #include "parallel/join_session.h"

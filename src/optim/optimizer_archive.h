@@ -16,7 +16,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/distinct_parameters.h>
+#include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/optimizer_archive.h>
 
 namespace ddpkit::optim {

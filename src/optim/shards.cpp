@@ -11,7 +11,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/distinct_parameters.h>
+#include <ddpkit/optim/clip_grad_norm.h>
 
 #include "parallel/model_agreement.h"
 

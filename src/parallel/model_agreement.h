@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/reducer.h>
 
 namespace ddpkit {
 
@@ -56,5 +59,39 @@ void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Ten
 
 /// In a catch block: throws the exception again, and mentions join() if ranks may have different numbers of batches.
 [[noreturn]] void rethrow_with_advice();
+
+/// What all ranks had when the model was wrapped, and whether this rank still has it.
+class ParameterAgreement {
+ public:
+  /// `trained` must outlive this object. `frozen`: parameters that want no gradient.
+  ParameterAgreement(const std::vector<NamedParameter>& trained, std::vector<NamedParameter> frozen,
+                     ProcessGroup group);
+
+  /// Not collective. Throws ModelMismatch, and aborts the group, for a parameter that has been changed since.
+  void check() const;
+
+ private:
+  struct Agreed {
+    at::ScalarType dtype;
+    at::Device device;
+    std::vector<std::int64_t> sizes;
+  };
+  [[noreturn]] void fail(const std::string& text) const;
+
+  const std::vector<NamedParameter>& trained_;
+  std::vector<NamedParameter> frozen_;
+  ProcessGroup group_;
+  std::vector<Agreed> agreed_;  ///< [param]
+};
+
+using Strides = std::vector<std::vector<std::int64_t>>;  ///< [param][dimension]
+
+/// Collective. The order of each gradient's elements in messages: rank 0's.
+Strides agree_on_strides(const std::vector<NamedParameter>& parameters, const ProcessGroup& group);
+
+/// Collective. The order in which the gradients of `count` parameters come: rank 0's. `arrivals`: parameters in the
+/// order in which their gradients came on this rank. Parameters without a gradient follow, the last one first.
+std::vector<std::size_t> agree_on_order(const std::vector<std::size_t>& arrivals, std::size_t count,
+                                        const ProcessGroup& group);
 
 }  // namespace ddpkit

@@ -21,7 +21,7 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/distinct_parameters.h>
+#include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/optimizer_archive.h>

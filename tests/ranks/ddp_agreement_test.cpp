@@ -9,7 +9,6 @@
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/parallel/power_sgd.h>
-#include <ddpkit/parallel/same_parameters.h>
 
 #include "ranks/comparisons.h"
 #include "support/catch.h"

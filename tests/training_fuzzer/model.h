@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/map_tensors.h>
+#include <ddpkit/parallel/pytree.h>
 
 #include "case.h"
 

@@ -7,6 +7,11 @@
 
 namespace ddpkit::optim {
 
+/// Each tensor once, in the order in which they appear first. LibTorch's Module::parameters() lists a weight that is
+/// registered under two names twice; Python's lists it once. ddpkit's optimizers, norms and archives count a parameter
+/// once. torch::optim's optimizers update it twice per step: pass them distinct_parameters(model->parameters()).
+std::vector<at::Tensor> distinct_parameters(const std::vector<at::Tensor>& parameters);
+
 /// The norm of order `norm_type` of all gradients as if they were one vector, in one pass over memory and with the same
 /// bits whatever the number of threads. Of order 2, 1 or infinity, or any other positive one. Parameters without a
 /// gradient count as nothing, parameters that are listed twice count once. On CUDA it waits for the device. Throws

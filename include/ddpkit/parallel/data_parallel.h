@@ -15,7 +15,7 @@
 #include <vector>
 
 #include <ddpkit/comm/arena_stats.h>
-#include <ddpkit/parallel/map_tensors.h>
+#include <ddpkit/parallel/pytree.h>
 
 namespace ddpkit {
 

@@ -17,7 +17,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/timeline.h>
 #include <ddpkit/parallel/join.h>
-#include <ddpkit/parallel/outputs.h>
+#include <ddpkit/parallel/pytree.h>
 #include <ddpkit/parallel/reducer.h>
 #include <ddpkit/parallel/stats.h>
 
@@ -33,7 +33,7 @@ struct DistributedDataParallelOptions {
   bool broadcast_buffers = true;
   /// Backward may leave out parameters, others on each rank and in each step. Those that no rank has used keep the
   /// gradient they had. Costs a walk through the graph and one more small collective a step. Parameters that forward's
-  /// outputs do not depend on hold up no bucket, if the outputs can be looked into (see outputs.h).
+  /// outputs do not depend on hold up no bucket, if the outputs can be looked into (see pytree.h).
   bool find_unused_parameters = false;
   /// The first backward shows which parameters are used; all others use the same. Spares what find_unused_parameters
   /// costs.
@@ -72,7 +72,7 @@ class DistributedDataParallelBase : public Joinable {
   NoSync no_sync() { return NoSync(*reducer_); }
 
   /// Collective, outside backward: from now on `hook` reduces the buckets of gradients, as Python's
-  /// register_comm_hook. See comm_hook.h, and comm_hooks.h for ready ones. Buckets become flat, so that gradients are
+  /// register_comm_hook. See comm_hooks.h. Buckets become flat, so that gradients are
   /// copied into them.
   void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
 
@@ -190,5 +190,10 @@ template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
     const Holder&, ProcessGroup, DistributedDataParallelOptions)
 ->DistributedDataParallel<typename Holder::ContainedType>;
+
+/// Collective, between steps. Throws ModelMismatch on all ranks if a parameter that `ddp` averages has other values on
+/// one rank, and names it: a step on one rank only, or a write outside the optimizer. Reads all parameters once; call
+/// it at checkpoints.
+void check_same_parameters(const DistributedDataParallelBase& ddp);
 
 }  // namespace ddpkit

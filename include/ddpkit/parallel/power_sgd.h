@@ -5,7 +5,7 @@
 #include <memory>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/comm_hook.h>
+#include <ddpkit/parallel/comm_hooks.h>
 
 namespace torch::serialize {
 class InputArchive;

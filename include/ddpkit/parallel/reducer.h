@@ -16,12 +16,10 @@
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/timeline.h>
-#include <ddpkit/parallel/comm_hook.h>
+#include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/stats.h>
 
 namespace ddpkit {
-
-class JoinSession;
 
 /// A parameter under its name in the module.
 struct NamedParameter {
@@ -129,11 +127,6 @@ class Reducer {
   /// While a timeline is set: backward is recorded from when it reaches one of `outputs`, not from its first gradient.
   void note_outputs(const std::vector<at::Tensor>& outputs);
 
-  /// For DistributedDataParallel within join(): see Joinable. A null session ends it.
-  void set_join(JoinSession* session, int index);
-  void shadow_bucket();
-  void shadow_end_of_backward();
-
   /// Parameter indices by bucket, in the order buckets are reduced. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
   /// Empty before the first synchronised backward.
@@ -147,6 +140,8 @@ class Reducer {
   std::optional<ArenaStats> arena() const;
 
  private:
+  friend class DistributedDataParallelBase;  ///< Within join().
+
   std::shared_ptr<Impl> impl_;
 };
 

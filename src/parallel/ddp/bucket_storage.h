@@ -13,7 +13,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/reducer.h>
 
-#include "parallel/ddp/parameter_agreement.h"
+#include "parallel/model_agreement.h"
 #include "tensor/stream_set.h"
 #include "tensor/tensor_memory.h"
 

@@ -15,6 +15,7 @@
 #include "comm/timeline_environment.h"
 #include "comm/timeline_recorder.h"
 #include "parallel/ddp/debug.h"
+#include "parallel/ddp/reducer_impl.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
@@ -250,7 +251,7 @@ void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline)
 void DistributedDataParallelBase::join_begin(JoinSession& session, int index) {
   join_ = &session;
   join_index_ = index;
-  reducer_->set_join(join_, index);
+  reducer_->impl_->set_join(join_, index);
 }
 
 void DistributedDataParallelBase::join_shadow(int event) {
@@ -258,15 +259,15 @@ void DistributedDataParallelBase::join_shadow(int event) {
     case kJoinBuffers:
       return broadcast_all(buffers_, group_, join_->first_active(false));
     case kJoinBucket:
-      return reducer_->shadow_bucket();
+      return reducer_->impl_->shadow_bucket();
     default:
-      return reducer_->shadow_end_of_backward();
+      return reducer_->impl_->shadow_end_of_backward();
   }
 }
 
 void DistributedDataParallelBase::join_end(int source) {
   join_ = nullptr;
-  reducer_->set_join(nullptr, 0);
+  reducer_->impl_->set_join(nullptr, 0);
   if (source < 0) return;
   broadcast_all(parameters_, group_, source);
   broadcast_all(buffers_, group_, source);

@@ -295,9 +295,6 @@ void Reducer::set_timeline(std::optional<Timeline> timeline, std::uint64_t write
   impl_->set_timeline(std::move(timeline), write_after);
 }
 void Reducer::note_outputs(const std::vector<at::Tensor>& outputs) { impl_->note_outputs(outputs); }
-void Reducer::set_join(JoinSession* session, int index) { impl_->set_join(session, index); }
-void Reducer::shadow_bucket() { impl_->shadow_bucket(); }
-void Reducer::shadow_end_of_backward() { impl_->shadow_end_of_backward(); }
 const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
 const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->steps().last(); }
 std::uint64_t Reducer::backwards() const noexcept { return impl_->steps().backwards(); }

@@ -12,12 +12,14 @@
 #include "parallel/autograd/backward_tracker.h"
 #include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/bucket_storage.h"
-#include "parallel/ddp/parameter_agreement.h"
 #include "parallel/ddp/step_stats.h"
 #include "parallel/ddp/used_parameters.h"
+#include "parallel/model_agreement.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
+
+class JoinSession;
 
 /// Calls a communication hook that somebody else has written. The returned `finish` leaves the reduced gradients in the
 /// bucket's buffer and returns nothing. An exception of hook or finish becomes an Error that names the bucket, and

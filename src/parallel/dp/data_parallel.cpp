@@ -201,7 +201,7 @@ at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
     throw InvalidArgument(
         samples == 0 ? "DataParallel::train_step(): the batch is empty"
                      : "DataParallel::train_step(): the batch holds no tensor with a dim 0 to cut. If it is a type of "
-                       "your own, put a map_tensors() beside it (map_tensors.h)");
+                       "your own, put a map_tensors() beside it (pytree.h)");
   follow();
   const Cuts cuts = cut(samples, static_cast<int>(devices.size()));
   const std::size_t active = cuts.size() - 1;

@@ -150,10 +150,10 @@ bool is_unused(const std::vector<Entry>& entries, const std::vector<Part>& parts
 
 }  // namespace
 
-void match_handles(ReplicaModules modules, std::vector<NamedCopy>& copies) {
+void match_handles(ReplicaModules modules, std::vector<ReplicaRow>& rows) {
   std::vector<Entry> entries;
-  for (const NamedCopy& one : copies)
-    add(entries, fmt::format("{} {}", one.kind, one.name), {.tensor = one.source}, {.tensor = one.copy});
+  for (const ReplicaRow& row : rows)
+    add(entries, fmt::format("{} {}", row.kind, row.name), {.tensor = row.source}, {.tensor = row.copies[0]});
   for (std::size_t i = 0; i < modules.names.size(); ++i)
     add(entries, "module " + modules.names[i], {.module = modules.original[i]}, {.module = modules.clone[i]});
   const std::vector<Part> parts = count_parts(entries, modules);
@@ -167,8 +167,8 @@ void match_handles(ReplicaModules modules, std::vector<NamedCopy>& copies) {
           candidates.push_back(e);
       if (candidates.size() != 1) continue;
       missing[candidates[0]] += std::exchange(missing[lost], 0);
-      for (NamedCopy& one : copies)
-        if (one.source.is_same(entries[lost].source.tensor)) one.source = entries[candidates[0]].source.tensor;
+      for (ReplicaRow& row : rows)
+        if (row.source.is_same(entries[lost].source.tensor)) row.source = entries[candidates[0]].source.tensor;
     }
     for (std::size_t e = 0; e < entries.size(); ++e) {
       if (missing[e] != 0)

@@ -3,6 +3,8 @@
 
 #include <torch/nn/module.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,12 +17,16 @@ struct ReplicaModules {
   std::vector<std::shared_ptr<torch::nn::Module>> original, clone, scratch;
 };
 
-/// A tensor that the module registers, and the clone's tensor of that name.
-struct NamedCopy {
+/// A parameter or buffer of the module and the replicas' tensors of that name.
+struct ReplicaRow {
   std::string kind;  ///< "parameter" or "buffer".
   std::string name;
   at::Tensor source;
-  at::Tensor copy;
+  std::vector<at::Tensor> copies = {};  ///< [replica]
+  std::size_t first = 0;                ///< The first row of this source.
+  std::uint32_t version = 0;            ///< Of `source`, when it was last copied.
+
+  bool is_buffer() const { return kind == "buffer"; }
 };
 
 /// Module::clone() lets reset() assign members. A member that was assigned elsewhere, as by
@@ -28,9 +34,9 @@ struct NamedCopy {
 /// `body.weight` the source of that tensor. Throws InvalidArgument with the names of the part and the tensor or module
 /// if it finds no such source.
 ///
-/// To find what a part refers to, match_handles() copies the part's members to those of `scratch`, and counts
-/// references. Nothing else may hold `scratch`. Parts whose type implements clone() without torch::nn::Cloneable are
-/// not compared.
-void match_handles(ReplicaModules modules, std::vector<NamedCopy>& copies);
+/// `clone` is replica 0. To find what a part refers to, match_handles() copies the part's members to those of
+/// `scratch`, and counts references. Nothing else may hold `scratch`. Parts whose type implements clone() without
+/// torch::nn::Cloneable are not compared.
+void match_handles(ReplicaModules modules, std::vector<ReplicaRow>& rows);
 
 }  // namespace ddpkit

@@ -18,8 +18,6 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/dp/replica_handles.h"
-
 namespace ddpkit {
 namespace {
 
@@ -124,7 +122,7 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
 
   std::vector<std::vector<at::Tensor>> leaves(devices.size());
   std::set<std::vector<const void*>> seen;  // Weights tied in the clones too are one parameter.
-  for (const Row& row : rows_) {
+  for (const ReplicaRow& row : rows_) {
     std::vector<const void*> identity;
     for (const at::Tensor& copy : row.copies) {
       copy.requires_grad_(row.source.requires_grad());
@@ -155,7 +153,7 @@ void ReplicaSet::add_replica(c10::Device device) {
                     "reset(), not in the constructor",
                     module_->name(), copies_.back().size(), parts_.size()));
   const auto parameters = replica->named_parameters(), buffers = replica->named_buffers();
-  for (Row& row : rows_) {
+  for (ReplicaRow& row : rows_) {
     const at::Tensor* const copy = (row.is_buffer() ? buffers : parameters).find(row.name);
     if (!copy || copy->sizes() != row.source.sizes())
       throw InvalidArgument(fmt::format(
@@ -171,15 +169,11 @@ void ReplicaSet::add_replica(c10::Device device) {
 }
 
 void ReplicaSet::match_sources(c10::Device device) {
-  std::vector<NamedCopy> copies;
-  for (const Row& row : rows_)
-    copies.push_back({.kind = row.kind, .name = row.name, .source = row.source, .copy = row.copies[0]});
   auto scratch = clone_of(*module_, device)->modules();
   match_handles(
       {.names = names_of_parts(*module_), .original = parts_, .clone = copies_[0], .scratch = std::move(scratch)},
-      copies);
+      rows_);
   for (std::size_t i = 0; i < rows_.size(); ++i) {
-    rows_[i].source = copies[i].source;
     while (!rows_[rows_[i].first].source.is_same(rows_[i].source)) ++rows_[i].first;
   }
 }
@@ -193,10 +187,10 @@ void ReplicaSet::share_memory(const at::Tensor& copy, const at::Tensor& source) 
 
 bool ReplicaSet::follow(bool buffers) {
   const at::NoGradGuard no_grad;
-  for (const Row& row : rows_)
+  for (const ReplicaRow& row : rows_)
     if (!same_kind(row.source, row.copies[0])) return false;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
-    Row& row = rows_[i];
+    ReplicaRow& row = rows_[i];
     // The graphs of earlier forwards read the copies. They find out about a change if they would in the module.
     const std::uint32_t before = std::exchange(row.version, version_of(row.source));
     const bool changed = before != row.version;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "parallel/dp/gradient_sum.h"
+#include "parallel/dp/replica_handles.h"
 
 namespace ddpkit {
 
@@ -32,18 +33,6 @@ class ReplicaSet {
   bool follow(bool buffers);
 
  private:
-  /// A parameter or buffer of the module and what the replicas have in its place.
-  struct Row {
-    std::string kind;
-    std::string name;
-    at::Tensor source;
-    std::vector<at::Tensor> copies = {};  ///< [replica]
-    std::size_t first = 0;                ///< The first row of this source.
-    std::uint32_t version = 0;            ///< Of `source`, when it was last copied.
-
-    bool is_buffer() const { return kind == "buffer"; }
-  };
-
   void add_rows(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& sources, c10::Device device);
   void add_replica(c10::Device device);
   void match_sources(c10::Device device);
@@ -55,7 +44,7 @@ class ReplicaSet {
   std::vector<std::size_t> leader_;                           ///< The first replica of the same device. [replica]
   std::vector<std::shared_ptr<torch::nn::Module>> replicas_;  ///< [replica]
   std::vector<std::vector<std::shared_ptr<torch::nn::Module>>> copies_;  ///< Of the parts. [replica][part]
-  std::vector<Row> rows_;                                                ///< Parameters, then buffers.
+  std::vector<ReplicaRow> rows_;                                         ///< Parameters, then buffers.
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<GradientSum> gradients_;
 };

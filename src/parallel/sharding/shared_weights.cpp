@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 #include <sstream>
+#include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -25,22 +26,6 @@
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
-namespace {
-
-/// Of some bytes; FNV-1a by words.
-std::uint64_t hash_of(const std::byte* data, std::size_t bytes) {
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (std::size_t i = 0; i < bytes; i += sizeof hash) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data + i, std::min(sizeof word, bytes - i));
-    hash = (hash ^ word) * 0x100000001b3ULL;
-    hash ^= hash >> 29;
-  }
-  return hash;
-}
-
-}  // namespace
-
 /// Live as long as any tensor on them.
 struct SharedWeights::Pages {
   shm::Mapping shared;
@@ -175,8 +160,8 @@ void SharedWeights::check_alike(const at::Tensor& written) const {
   for (std::size_t g = 0; g < view.granules(); ++g) {
     const std::size_t begin = g * view.granule_bytes();
     if (is_written[g])
-      hashes.data_ptr<std::int64_t>()[g] =
-          static_cast<std::int64_t>(hash_of(view.data() + begin, std::min(view.granule_bytes(), view.bytes() - begin)));
+      hashes.data_ptr<std::int64_t>()[g] = static_cast<std::int64_t>(std::hash<std::string_view>()(
+          {reinterpret_cast<const char*>(view.data() + begin), std::min(view.granule_bytes(), view.bytes() - begin)}));
   }
   const at::Tensor all = group_.all_gather(hashes);
   for (int r = 1; r < group_.world_size(); ++r) {

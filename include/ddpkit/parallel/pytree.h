@@ -1,4 +1,5 @@
-// Tier 1: ATen/core/Tensor.h. The same nested value with other tensors in it: how batches are scattered and gathered.
+// Tier 1: ATen/core/Tensor.h. Nested values of tensors: finding the tensors in outputs, and the same value with other
+// tensors in it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +13,34 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/parallel/outputs.h>
-
 namespace ddpkit {
 
 /// What map_tensors() puts in a tensor's place.
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
 namespace detail {
+
+template <class T>
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
+
+template <class T>
+concept OptionalLike = requires(const T& value) {
+  value.has_value();
+  *value;
+};
+
+template <class T>
+concept RangeLike = requires(const T& value) {
+  value.begin();
+  value.end();
+};
+
+template <class T>
+concept HasOutputTensors = requires(const T& value) {
+  { output_tensors(value) } -> std::convertible_to<std::vector<at::Tensor>>;
+};
 
 template <class T>
 concept HasMapTensors = requires(const T& value, const TensorMap& map) {
@@ -75,6 +96,36 @@ T rebuilt(const T& value, const TensorMap& map) {
 }
 
 }  // namespace detail
+
+/// Appends the tensors in `outputs`: a tensor, or any nesting of tuples, pairs, arrays, optionals, vectors and maps of
+/// tensors. Numbers, strings and the like hold none. False when `outputs` has a type whose tensors cannot be found.
+///
+/// To make a type of your own known, put a function beside it, in its namespace:
+///
+///     struct Detection { at::Tensor boxes, scores; };
+///     std::vector<at::Tensor> output_tensors(const Detection& d) { return {d.boxes, d.scores}; }
+template <class T>
+bool collect_tensors(const T& outputs, std::vector<at::Tensor>& tensors) {
+  if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
+    tensors.push_back(outputs);
+    return true;
+  } else if constexpr (detail::HasOutputTensors<T>) {
+    for (const at::Tensor& tensor : output_tensors(outputs)) tensors.push_back(tensor);
+    return true;
+  } else if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_convertible_v<const T&, std::string>) {
+    return true;
+  } else if constexpr (detail::TupleLike<T>) {
+    return std::apply([&](const auto&... parts) { return (collect_tensors(parts, tensors) & ... & true); }, outputs);
+  } else if constexpr (detail::OptionalLike<T>) {
+    return !outputs.has_value() || collect_tensors(*outputs, tensors);
+  } else if constexpr (detail::RangeLike<T>) {
+    bool known = true;
+    for (const auto& part : outputs) known = collect_tensors(part, tensors) && known;
+    return known;
+  } else {
+    return false;
+  }
+}
 
 /// A copy of `value` in which every tensor is replaced by what `map` makes of it, in a fixed order. Looks into any
 /// nesting of tuples, pairs, arrays, optionals, vectors, maps, torch::OrderedDict and torch::data::Example. Anything
