@@ -32,7 +32,6 @@
 #include <ddpkit/parallel/power_sgd.h>
 #include <ddpkit/parallel/pytree.h>
 #include <ddpkit/parallel/reducer.h>
-#include <ddpkit/parallel/stats.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/version.h>

@@ -17,7 +17,7 @@
 
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/gradient_scaling.h>
+#include <ddpkit/optim/fused_optimizer.h>
 
 #include "parallel/join_session.h"
 

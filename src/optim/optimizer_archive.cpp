@@ -12,35 +12,17 @@
 namespace ddpkit::optim {
 namespace {
 
-template <class Optimizer, class State, class Options>
-struct Kind {
-  static bool wrap(torch::optim::OptimizerParamGroup& group, double rate) {
-    const auto* options = dynamic_cast<const Options*>(&std::as_const(group).options());
-    if (!options) return false;
-    group.set_options(std::make_unique<WithInitialRate<Options>>(*options, rate));
-    return true;
-  }
-  static bool load(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
-    if (typeid(optimizer) != typeid(Optimizer)) return false;
-    read_archive<State, Options>(archive, optimizer);
-    return true;
-  }
-};
-
-template <class... All>
-struct Kinds {
-  static void wrap(torch::optim::OptimizerParamGroup& group, double rate) { (void)(... || All::wrap(group, rate)); }
-  static bool load(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
-    return (... || All::load(optimizer, archive));
-  }
-};
-
-using Known = Kinds<Kind<torch::optim::AdamW, torch::optim::AdamWParamState, torch::optim::AdamWOptions>,
-                    Kind<torch::optim::Adam, torch::optim::AdamParamState, torch::optim::AdamOptions>,
-                    Kind<torch::optim::SGD, torch::optim::SGDParamState, torch::optim::SGDOptions>,
-                    Kind<torch::optim::Adagrad, torch::optim::AdagradParamState, torch::optim::AdagradOptions>,
-                    Kind<torch::optim::RMSprop, torch::optim::RMSpropParamState, torch::optim::RMSpropOptions>,
-                    Kind<torch::optim::LBFGS, torch::optim::LBFGSParamState, torch::optim::LBFGSOptions>>;
+/// Calls `action` with the types of torch::optim's optimizers, until it returns true.
+template <class Action>
+bool for_each_kind(const Action& action) {
+  namespace lib = torch::optim;
+  return action.template operator()<lib::AdamW, lib::AdamWParamState, lib::AdamWOptions>() ||
+         action.template operator()<lib::Adam, lib::AdamParamState, lib::AdamOptions>() ||
+         action.template operator()<lib::SGD, lib::SGDParamState, lib::SGDOptions>() ||
+         action.template operator()<lib::Adagrad, lib::AdagradParamState, lib::AdagradOptions>() ||
+         action.template operator()<lib::RMSprop, lib::RMSpropParamState, lib::RMSpropOptions>() ||
+         action.template operator()<lib::LBFGS, lib::LBFGSParamState, lib::LBFGSOptions>();
+}
 
 }  // namespace
 
@@ -49,10 +31,21 @@ std::optional<double> initial_rate(const torch::optim::OptimizerOptions& options
   return known ? std::optional(known->initial_lr) : std::nullopt;
 }
 
-void set_initial_rate(torch::optim::OptimizerParamGroup& group, double rate) { Known::wrap(group, rate); }
+void set_initial_rate(torch::optim::OptimizerParamGroup& group, double rate) {
+  for_each_kind([&]<class Optimizer, class State, class Options>() {
+    const auto* options = dynamic_cast<const Options*>(&std::as_const(group).options());
+    if (options) group.set_options(std::make_unique<WithInitialRate<Options>>(*options, rate));
+    return options != nullptr;
+  });
+}
 
 void load_archive(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
-  if (!Known::load(optimizer, archive)) optimizer.load(archive);
+  const bool known = for_each_kind([&]<class Optimizer, class State, class Options>() {
+    if (typeid(optimizer) != typeid(Optimizer)) return false;
+    read_archive<State, Options>(archive, optimizer);
+    return true;
+  });
+  if (!known) optimizer.load(archive);
 }
 
 }  // namespace ddpkit::optim

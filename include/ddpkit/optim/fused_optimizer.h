@@ -11,9 +11,18 @@
 #include <vector>
 
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/gradient_scaling.h>
 
 namespace ddpkit::optim {
+
+/// An optimizer that can multiply gradients while it reads them.
+class GradientScaling {
+ public:
+  virtual ~GradientScaling() = default;
+  /// step(), with all gradients multiplied by `factor` as they are read. The gradients themselves keep their values.
+  virtual void step_scaled(double factor) = 0;
+  /// Whether each rank sees other gradients than the others.
+  virtual bool has_sharded_gradients() const noexcept { return false; }
+};
 
 /// What torch::optim's options have no room for.
 struct FusedOptions {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include <ddpkit/optim/fused_optimizer.h>
-#include <ddpkit/optim/gradient_scaling.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 namespace ddpkit::optim {

@@ -19,7 +19,6 @@
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/pytree.h>
 #include <ddpkit/parallel/reducer.h>
-#include <ddpkit/parallel/stats.h>
 
 namespace ddpkit {
 

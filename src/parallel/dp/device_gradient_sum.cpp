@@ -18,13 +18,18 @@ namespace {
 /// One thread of autograd serves a device, and with it all replicas there. Therefore no hook waits for another replica.
 class DeviceGradientSum final : public GradientSum {
  public:
-  using GradientSum::GradientSum;
+  template <class... Arguments>
+  explicit DeviceGradientSum(Arguments&&... arguments)
+      : GradientSum(std::forward<Arguments>(arguments)...), writers_(plan_.size()) {
+    for (std::size_t b = 0; b < plan_.size(); ++b) {
+      for (const Tensors& of_replica : leaves_) writers_[b].emplace_back(of_replica[plan_[b][0]].device());
+    }
+  }
 
   void begin(int active) override {
     GradientSum::begin(active);
-    writers_.assign(plan_.size(), {});
-    for (std::size_t b = 0; b < plan_.size(); ++b) {
-      for (const Tensors& of_replica : leaves_) writers_[b].emplace_back(of_replica[plan_[b][0]].device());
+    for (auto& of_bucket : writers_) {
+      for (StreamSet& writers : of_bucket) writers.clear();
     }
   }
 

@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ostream.h>
 #include <fmt/ranges.h>
@@ -59,25 +60,16 @@ std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module, c10
   }
 }
 
-/// clone() initialises weights before it overwrites them. The caller's random numbers must not depend on the number of
-/// clones.
-class KeepsRandomState {
- public:
-  KeepsRandomState() {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-  }
-  ~KeepsRandomState() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
-  KeepsRandomState(const KeepsRandomState&) = delete;
-  KeepsRandomState& operator=(const KeepsRandomState&) = delete;
-
- private:
-  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
-  at::Tensor state_;
-};
+/// Restores the caller's random numbers when the result is destroyed: clone() initializes weights before it overwrites
+/// them, and the random numbers must not depend on the number of clones.
+auto keep_random_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return c10::make_scope_exit([generator, state = generator.get_state()]() mutable {
+    const std::lock_guard lock_of_restore(generator.mutex());
+    generator.set_state(state);
+  });
+}
 
 void check_source(const std::string& name, const at::Tensor& source, c10::Device device) {
   if (source.device() != device)
@@ -116,7 +108,7 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
     leader_.push_back(static_cast<std::size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin()));
   add_rows("parameter", module_->named_parameters(), devices[0]);
   add_rows("buffer", module_->named_buffers(), devices[0]);
-  const KeepsRandomState random;
+  const auto random_state = keep_random_state();
   for (const c10::Device& device : devices) add_replica(device);
   match_sources(devices[0]);
 

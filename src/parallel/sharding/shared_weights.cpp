@@ -44,7 +44,8 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
       flag_(at::zeros({1}, at::kByte)) {
   const auto attempt = [&](const auto& action) { run_on_all_ranks(group_, "ShardedOptimizer", action); };
   attempt([&] { lay_out(); });
-  check_same_offsets();
+  check_same_on_all_ranks(group_, "shared_weights: which parameters are views of one tensor",
+                          [&] { return fmt::format("{}", fmt::join(offsets_, " ")); });
   attempt([&] {
     if (group_.rank() == 0) pages_->shared = shm::Mapping::create("weights", bytes_);
   });
@@ -96,15 +97,6 @@ void SharedWeights::lay_out() {
                       "ShardedOptimizer updates: set shared_weights to false, or give the parameter its own memory",
                       parameter.name, parameter.tensor.storage().nbytes(), others));
   }
-}
-
-void SharedWeights::check_same_offsets() const {
-  const auto all = group_.all_gather_bytes(fmt::format("{}", fmt::join(offsets_, " ")));
-  const auto differs = std::find_if(all.begin(), all.end(), [&](const std::string& other) { return other != all[0]; });
-  if (differs != all.end())
-    throw InvalidArgument(
-        fmt::format("shared_weights: which parameters are views of one tensor differs between rank 0 and rank {}",
-                    differs - all.begin()));
 }
 
 /// All tensors on `storage` are on the pages from here on.

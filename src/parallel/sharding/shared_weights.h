@@ -45,7 +45,6 @@ class SharedWeights {
   struct Pages;
 
   void lay_out();
-  void check_same_offsets() const;
   void move(const at::Storage& storage, std::size_t offset) const;
 
   void check_alike(const at::Tensor& written) const;
