@@ -21,7 +21,6 @@
 #include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/optim/join_state.h>
 #include <ddpkit/optim/learning_rate.h>
-#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/precision.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/bucket_plan.h>

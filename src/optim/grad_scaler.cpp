@@ -19,6 +19,7 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/fused_optimizer.h>
 
+#include "optim/optimizer_archive.h"
 #include "parallel/join_session.h"
 
 namespace ddpkit::optim {
@@ -163,17 +164,12 @@ void GradScaler::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void GradScaler::load(torch::serialize::InputArchive& archive) {
-  const auto read = [&](const char* key) {
-    c10::IValue value;
-    archive.read(key, value);
-    return value;
-  };
   GradScalerOptions options = options_;
-  options.growth_factor = read("growth_factor").toDouble();
-  options.backoff_factor = read("backoff_factor").toDouble();
-  options.growth_interval = read("growth_interval").toInt();
-  const double scale = read("scale").toDouble();
-  growth_tracker_ = read("_growth_tracker").toInt();
+  options.growth_factor = read_value(archive, "growth_factor").toDouble();
+  options.backoff_factor = read_value(archive, "backoff_factor").toDouble();
+  options.growth_interval = read_value(archive, "growth_interval").toInt();
+  const double scale = read_value(archive, "scale").toDouble();
+  growth_tracker_ = read_value(archive, "_growth_tracker").toInt();
   scale_ = scale;
   options_ = options;
 }

@@ -15,7 +15,6 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include "parallel/model_agreement.h"

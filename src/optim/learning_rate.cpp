@@ -11,7 +11,8 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/optimizer_archive.h>
+
+#include "optim/optimizer_archive.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -132,15 +133,13 @@ void LearningRateScheduler::save(torch::serialize::OutputArchive& archive) const
 }
 
 void LearningRateScheduler::load(torch::serialize::InputArchive& archive) {
-  c10::IValue step, base;
-  archive.read("step", step);
-  archive.read("base_lrs", base);
-  const auto rates = base.toDoubleVector();
+  const std::int64_t step = read_value(archive, "step").toInt();
+  const auto rates = read_value(archive, "base_lrs").toDoubleVector();
   if (rates.size() != optimizer_->param_groups().size())
     throw InvalidArgument(
         fmt::format("the learning-rate schedule was saved with {} parameter groups, but the optimizer has {}",
                     rates.size(), optimizer_->param_groups().size()));
-  step_ = step.toInt();
+  step_ = step;
   base_ = rates;
   keep_base();
   apply();

@@ -9,6 +9,8 @@
 
 #include <typeinfo>
 
+#include <ddpkit/optim/fused_optimizer.h>
+
 namespace ddpkit::optim {
 namespace {
 

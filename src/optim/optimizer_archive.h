@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -17,11 +18,17 @@
 
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/optimizer_archive.h>
 
 namespace ddpkit::optim {
 
-/// Python's `initial_lr` of a parameter group: the rate before any schedule.
+/// Python's `initial_lr` of a parameter group: the learning rate before any schedule. Empty before the first
+/// LearningRateScheduler.
+std::optional<double> initial_rate(const torch::optim::OptimizerOptions& options);
+/// Replaces the group's options by a copy that keeps the rate, in archives too. Without effect on options whose type is
+/// none of torch::optim's.
+void set_initial_rate(torch::optim::OptimizerParamGroup& group, double rate);
+
+/// In options that keep their initial rate.
 class InitialRate {
  public:
   virtual ~InitialRate() = default;
@@ -43,6 +50,12 @@ class WithInitialRate final : public Options, public InitialRate {
     archive.write("initial_lr", c10::IValue(initial_lr));
   }
 };
+
+inline c10::IValue read_value(torch::serialize::InputArchive& archive, const char* key) {
+  c10::IValue value;
+  archive.read(key, value);
+  return value;
+}
 
 /// torch::optim::serialize() of an archive, with these differences: a parameter or key that a group lists twice counts
 /// once, initial rates are restored, and nothing has changed if an exception is thrown.

@@ -20,7 +20,6 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include "train/archive_writer.h"

@@ -24,8 +24,9 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
-#include <ddpkit/optim/optimizer_archive.h>
 #include <ddpkit/optim/sharded_optimizer.h>
+
+#include "optim/optimizer_archive.h"
 
 namespace ddpkit::train {
 namespace {

@@ -139,6 +139,12 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   std::unique_ptr<Capture> capture_;  ///< Numbers of the host in memory of a device; null before the first.
 };
 
+/// Reads an archive of an optimizer, of torch::optim's or of ddpkit's. Two things differ from torch::load() of an
+/// optimizer of torch::optim: a parameter that a group lists twice counts once (torch::load() crashes the next step),
+/// and the groups get their `initial_lr` back. Throws InvalidArgument, with the optimizer as it was, if the archive has
+/// other groups or another number of parameters.
+void load_archive(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
+
 /// The algorithm of torch::optim's optimizer with these options.
 template <class Options>
 const Algorithm& algorithm_of();
