@@ -1,15 +1,18 @@
 // Tier 2: torch/optim/optimizer.h. What differs between the fused optimizers.
 #pragma once
 
+#include <ATen/ops/full.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -17,6 +20,8 @@
 #include <ddpkit/optim/fused_optimizer.h>
 
 #include "optim/optimizer_archive.h"
+#include "tensor/parallel_for.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 
@@ -56,9 +61,6 @@ class Algorithm {
     AnyState* state = nullptr;
     bool fresh = false;     ///< This is its first step: the state is zero.
     at::Tensor steps = {};  ///< With FusedOptions::capturable, on a device: the count before this step.
-
-    /// On the CPU; null without a master weight.
-    float* master() const { return tensors[kMaster].defined() ? tensors[kMaster].data_ptr<float>() : nullptr; }
   };
 
   virtual ~Algorithm() = default;
@@ -103,6 +105,34 @@ class AlgorithmOf : public Algorithm {
            : read_archive<State, Options>(archive, optimizer);
   }
 };
+
+/// Elements [begin, begin + count) of an update, for one call of a kernel for the CPU.
+struct UpdateBlock {
+  kernels::DataType dtype;  ///< Of the parameter and the gradient.
+  std::size_t begin, count;
+
+  /// Null for an undefined tensor.
+  void* of(const at::Tensor& tensor) const {
+    return tensor.defined() ? advance(tensor.data_ptr(), begin, tensor.element_size()) : nullptr;
+  }
+};
+
+/// Calls `body(index, update, block)` for all elements of all updates, on LibTorch's threads.
+template <class Body>
+void for_update_blocks(const std::vector<Algorithm::Update>& updates, const Body& body) {
+  std::vector<std::size_t> numels;
+  for (const Algorithm::Update& update : updates) numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
+  for_blocks(numels, [&](std::size_t index, std::size_t begin, std::size_t count) {
+    const Algorithm::Update& update = updates[index];
+    body(index, update, UpdateBlock{*dtype_of(update.parameter.scalar_type()), begin, count});
+  });
+}
+
+/// What LibTorch's kernels for devices divide gradients by. Empty for 1.
+inline std::optional<at::Tensor> scale_of(double factor, at::Device device) {
+  if (std::abs(factor) == 1) return std::nullopt;
+  return at::full({}, 1 / std::abs(factor), at::device(device).dtype(at::kFloat));
+}
 
 /// Learning rates and step counts where kernels of a captured step() read them. The graph holds their addresses, so the
 /// tensors live as long as the optimizer, and they are written outside a capture only: a write within it would be

@@ -4,7 +4,6 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
 #include <cmath>
 #include <optional>
@@ -15,8 +14,6 @@
 
 #include "kernels/optimizer.h"
 #include "optim/algorithm.h"
-#include "tensor/parallel_for.h"
-#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -58,36 +55,23 @@ using Update = Algorithm::Update;
 
 template <class Options, class State>
 void update_on_cpu(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor) {
-  std::vector<kernels::AdamArguments> tasks;
-  std::vector<std::size_t> numels;
-  tasks.reserve(updates.size());
-  numels.reserve(updates.size());
+  std::vector<kernels::AdamConstants> constants;  // [update]
   std::int64_t last_step = 0;
-  kernels::AdamConstants constants;
   for (const Update& update : updates) {
     const std::int64_t step = static_cast<const State&>(*update.state).step();
-    if (step != last_step) constants = constants_of(options, decoupled, last_step = step, factor);
-    numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
-    tasks.push_back({.dtype = *dtype_of(update.parameter.scalar_type()),
-                     .parameter = update.parameter.data_ptr(),
-                     .gradient = update.gradient.const_data_ptr(),
-                     .exp_avg = update.tensors[0].data_ptr(),
-                     .exp_avg_sq = update.tensors[1].data_ptr(),
-                     .max_exp_avg_sq = options.amsgrad() ? update.tensors[2].data_ptr() : nullptr,
-                     .master = update.master(),
-                     .constants = constants});
+    constants.push_back(step == last_step ? constants.back() : constants_of(options, decoupled, step, factor));
+    last_step = step;
   }
-  for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    kernels::AdamArguments part = tasks[task];
-    const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
-    part.numel = count;
-    part.parameter = advance(part.parameter, begin, bytes);
-    part.gradient = advance(part.gradient, begin, bytes);
-    part.exp_avg = advance(part.exp_avg, begin, state_bytes);
-    part.exp_avg_sq = advance(part.exp_avg_sq, begin, state_bytes);
-    part.max_exp_avg_sq = advance(part.max_exp_avg_sq, begin, state_bytes);
-    if (part.master) part.master += begin;
-    adam(part);
+  for_update_blocks(updates, [&](std::size_t task, const Update& update, const UpdateBlock& block) {
+    kernels::adam({.dtype = block.dtype,
+                   .numel = block.count,
+                   .parameter = block.of(update.parameter),
+                   .gradient = block.of(update.gradient),
+                   .exp_avg = block.of(update.tensors[0]),
+                   .exp_avg_sq = block.of(update.tensors[1]),
+                   .max_exp_avg_sq = options.amsgrad() ? block.of(update.tensors[2]) : nullptr,
+                   .master = static_cast<float*>(block.of(update.tensors[Algorithm::kMaster])),
+                   .constants = constants[task]});
   });
 }
 
@@ -103,10 +87,7 @@ void update_on_device(const Options& options, bool decoupled, const std::vector<
     exp_avg_sqs.push_back(update.tensors[1]);
     if (options.amsgrad()) max_exp_avg_sqs.push_back(update.tensors[2]);
   }
-  // The kernels divide gradients by the scale.
-  std::optional<at::Tensor> scale;
-  if (std::abs(factor) != 1)
-    scale = at::full({}, 1 / std::abs(factor), at::device(parameters[0].device()).dtype(at::kFloat));
+  const std::optional<at::Tensor> scale = scale_of(factor, parameters[0].device());
   const double beta1 = std::get<0>(options.betas()), beta2 = std::get<1>(options.betas());
   const auto fused = [&](const auto& function) {
     function(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, rate, beta1, beta2,

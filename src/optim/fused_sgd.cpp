@@ -1,9 +1,7 @@
 #include <ddpkit/optim/fused_sgd.h>
 
 #include <ATen/ops/_fused_sgd.h>
-#include <ATen/ops/full.h>
 
-#include <cmath>
 #include <optional>
 
 #include <fmt/format.h>
@@ -12,8 +10,6 @@
 
 #include "kernels/optimizer.h"
 #include "optim/algorithm.h"
-#include "tensor/parallel_for.h"
-#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -38,44 +34,27 @@ const Options& checked(const torch::optim::OptimizerOptions& any) {
 }
 
 void update_on_cpu(const Options& options, const std::vector<Update>& updates, double factor) {
-  std::vector<kernels::SgdArguments> tasks;
-  std::vector<std::size_t> numels;
-  tasks.reserve(updates.size());
-  numels.reserve(updates.size());
-  for (const Update& update : updates) {
-    numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
-    tasks.push_back({.dtype = *dtype_of(update.parameter.scalar_type()),
-                     .parameter = update.parameter.data_ptr(),
-                     .gradient = update.gradient.const_data_ptr(),
-                     .momentum_buffer = options.momentum() != 0 ? update.tensors[0].data_ptr() : nullptr,
-                     .master = update.master(),
-                     .constants = {.lr = options.lr(),
-                                   .momentum = options.momentum(),
-                                   .dampening = options.dampening(),
-                                   .weight_decay = options.weight_decay(),
-                                   .nesterov = options.nesterov(),
-                                   .first = update.fresh,
-                                   .gradient_factor = factor}});
-  }
-  for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
-    kernels::SgdArguments part = tasks[task];
-    const std::size_t bytes = size_of(part.dtype), state_bytes = part.master ? sizeof(float) : bytes;
-    part.numel = count;
-    part.parameter = advance(part.parameter, begin, bytes);
-    part.gradient = advance(part.gradient, begin, bytes);
-    part.momentum_buffer = advance(part.momentum_buffer, begin, state_bytes);
-    if (part.master) part.master += begin;
-    sgd(part);
+  for_update_blocks(updates, [&](std::size_t, const Update& update, const UpdateBlock& block) {
+    kernels::sgd({.dtype = block.dtype,
+                  .numel = block.count,
+                  .parameter = block.of(update.parameter),
+                  .gradient = block.of(update.gradient),
+                  .momentum_buffer = options.momentum() != 0 ? block.of(update.tensors[0]) : nullptr,
+                  .master = static_cast<float*>(block.of(update.tensors[Algorithm::kMaster])),
+                  .constants = {.lr = options.lr(),
+                                .momentum = options.momentum(),
+                                .dampening = options.dampening(),
+                                .weight_decay = options.weight_decay(),
+                                .nesterov = options.nesterov(),
+                                .first = update.fresh,
+                                .gradient_factor = factor}});
   });
 }
 
 /// `rate`: a number, or a scalar of the device.
 template <class Rate>
 void update_on_device(const Options& options, const std::vector<Update>& updates, double factor, const Rate& rate) {
-  // The kernels divide gradients by the scale.
-  std::optional<at::Tensor> scale;
-  const at::Device device = updates[0].parameter.device();
-  if (std::abs(factor) != 1) scale = at::full({}, 1 / std::abs(factor), at::device(device).dtype(at::kFloat));
+  const std::optional<at::Tensor> scale = scale_of(factor, updates[0].parameter.device());
   for (const bool fresh : {true, false}) {
     std::vector<at::Tensor> parameters, gradients, buffers;
     for (const Update& update : updates) {
