@@ -107,10 +107,9 @@ class Training {
     const std::vector<at::Tensor> weights = task_.model->parameters();
     for (const at::Tensor& weight : weights) end.params += static_cast<std::uint64_t>(weight.numel());
     if (!ddp_) return end;
-    if (const auto& trace = ddp_->reducer().last_backward()) {
-      end.buckets = trace->buckets.size();
-      for (const BucketTiming& bucket : trace->buckets) end.reduced_bytes += bucket.bytes;
-    }
+    const auto stats = ddp_->stats();
+    end.buckets = stats.buckets.size();
+    for (const BucketStats& bucket : stats.buckets) end.reduced_bytes += bucket.bytes;
     end.wrong = count_wrong_weights(weights, *group_);
     return end;
   }
@@ -135,10 +134,10 @@ class Training {
   }
 
   double exposed_us() const {
-    const auto& trace = ddp_->reducer().last_backward();
-    Clock::time_point finished = trace->last_gradient;
-    for (const BucketTiming& bucket : trace->buckets) finished = std::max(finished, bucket.finished);
-    return microseconds(finished - trace->last_gradient);
+    const auto stats = ddp_->stats();
+    double finished = stats.last_gradient_us;
+    for (const BucketStats& bucket : stats.buckets) finished = std::max(finished, bucket.done_us);
+    return finished - stats.last_gradient_us;
   }
 
   c10::Device device_;

@@ -13,6 +13,7 @@
 
 #include <ddpkit/error.h>
 
+#include "optim/optimizer_archive.h"
 #include "optim/shards.h"
 #include "parallel/join_session.h"
 #include "parallel/model_agreement.h"
@@ -44,6 +45,7 @@ ShardedOptimizerBase::ShardedOptimizerBase(std::shared_ptr<Shards> shards)
 
 ShardedOptimizerBase::~ShardedOptimizerBase() = default;
 
+// A session of join() stays with the object that was passed to join().
 ShardedOptimizerBase::ShardedOptimizerBase(ShardedOptimizerBase&& other) noexcept
     : torch::optim::Optimizer(std::move(other)), shards_(std::move(other.shards_)) {
   shards_->owner = this;
@@ -244,11 +246,6 @@ void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
 
 const ProcessGroup& ShardedOptimizerBase::join_group() const { return shards_->group; }
 
-void ShardedOptimizerBase::join_begin(JoinSession& session, int index) {
-  join_ = &session;
-  join_index_ = index;
-}
-
 void ShardedOptimizerBase::join_shadow(int event) {
   if (event == kClip) {
     clip_together({0, 2, 0});
@@ -258,7 +255,6 @@ void ShardedOptimizerBase::join_shadow(int event) {
 }
 
 void ShardedOptimizerBase::join_end(int source) {
-  join_ = nullptr;
   if (source < 0) return;
   const ProcessGroup& group = shards_->group;
   const std::string bytes = group.all_gather_bytes(settings({}))[static_cast<std::size_t>(source)];
@@ -309,18 +305,13 @@ std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments)
 std::vector<double> ShardedOptimizerBase::take_settings(const std::string& bytes) {
   torch::serialize::InputArchive archive;
   archive.load_from(bytes.data(), bytes.size());
-  const auto read = [&](const char* key) {
-    c10::IValue value;
-    archive.read(key, value);
-    return value;
-  };
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     torch::serialize::InputArchive options;
     archive.read(fmt::format("group{}", g), options);
     param_groups_[g].options().serialize(options);
   }
-  if (read("dropped").toBool()) shards_->drop_gradients();
-  return read("arguments").toDoubleVector();
+  if (read_value(archive, "dropped").toBool()) shards_->drop_gradients();
+  return read_value(archive, "arguments").toDoubleVector();
 }
 
 }  // namespace ddpkit::optim

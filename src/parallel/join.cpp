@@ -59,7 +59,11 @@ struct JoinSession::Message {
 JoinSession::JoinSession(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options)
     : group_(std::move(group)), joinables_(std::move(joinables)), options_(options) {
   Sessions::all().set(group_.backend().get(), this);
-  for (std::size_t i = 0; i < joinables_.size(); ++i) joinables_[i]->join_begin(*this, static_cast<int>(i));
+  for (std::size_t i = 0; i < joinables_.size(); ++i) {
+    joinables_[i]->join_ = this;
+    joinables_[i]->join_index_ = static_cast<int>(i);
+    joinables_[i]->join_begin();
+  }
 }
 
 JoinSession::~JoinSession() { Sessions::all().set(group_.backend().get(), nullptr); }
@@ -153,6 +157,13 @@ int JoinSession::shadow_the_others() {
   return static_cast<int>(ranks - 1 - most.item<std::int64_t>() % ranks);
 }
 
+void JoinSession::end(int source) {
+  for (Joinable* joinable : joinables_) {
+    joinable->join_ = nullptr;
+    joinable->join_end(source);
+  }
+}
+
 void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,
           const JoinOptions& options) {
   std::vector<Joinable*> all;
@@ -166,18 +177,15 @@ void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, con
   if (group.world_size() == 1) return loop();
   if (JoinSession::running(group)) throw InvalidArgument("join: this group is in a join already");
   JoinSession session(group, all, options);
-  const auto end = [&](int source) {
-    for (Joinable* joinable : all) joinable->join_end(source);
-  };
   try {
     loop();
-    end(session.shadow_the_others());
+    session.end(session.shadow_the_others());
   } catch (const std::exception& error) {
-    end(-1);
+    session.end(-1);
     group.abort(fmt::format("its loop within join ended with an error: {}", error.what()));
     throw;
   } catch (...) {
-    end(-1);
+    session.end(-1);
     group.abort("its loop within join ended with an exception");
     throw;
   }

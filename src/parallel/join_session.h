@@ -47,6 +47,8 @@ class JoinSession {
 
   /// The rest of this rank's part, once its loop has ended. Returns a rank that had inputs to the last.
   int shadow_the_others();
+  /// Ends the joinables' part: see Joinable::join_end().
+  void end(int source);
 
  private:
   struct Message;

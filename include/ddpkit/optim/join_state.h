@@ -37,12 +37,11 @@ class JoinState final : public Joinable {
   }
 
   const ProcessGroup& join_group() const override { return group_; }
-  void join_begin(JoinSession&, int) override {}
-  void join_shadow(int) override {}
+
+ private:
   /// Broadcasts the archives of all objects. An object that a rank cannot save or load is an error on all ranks.
   void join_end(int source) override;
 
- private:
   struct Part {
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;

@@ -93,9 +93,6 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   void load(torch::serialize::InputArchive& archive) final;
 
   const ProcessGroup& join_group() const override;
-  void join_begin(JoinSession& session, int index) override;
-  void join_shadow(int event) override;
-  void join_end(int source) override;
 
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -114,6 +111,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
 
   explicit ShardedOptimizerBase(std::shared_ptr<Shards> shards);
 
+  void join_shadow(int event) override;
+  void join_end(int source) override;
   void step_together(double factor);
   double clip_together(std::vector<double> arguments);
   void update(double factor);
@@ -125,8 +124,6 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   std::vector<double> take_settings(const std::string& bytes);
 
   std::shared_ptr<Shards> shards_;  ///< The reducer has a weak pointer.
-  JoinSession* join_ = nullptr;     ///< Of this object: a move leaves it where it is.
-  int join_index_ = 0;
 };
 
 /// `Inner`: FusedAdamW, FusedAdam or FusedSGD. See ShardedOptimizerBase.

@@ -83,9 +83,6 @@ class DistributedDataParallelBase : public Joinable {
   void set_timeline(std::optional<Timeline> timeline);
 
   const ProcessGroup& join_group() const override { return group_; }
-  void join_begin(JoinSession& session, int index) override;
-  void join_shadow(int event) override;
-  void join_end(int source) override;
 
   /// The ranks that average.
   const ProcessGroup& group() const noexcept { return group_; }
@@ -100,17 +97,18 @@ class DistributedDataParallelBase : public Joinable {
   void before_forward();
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
-    const bool wanted = reducer_->synchronize() && c10::GradMode::is_enabled();
-    if (!wanted && !timeline_) return;
+    record_forward();
+    if (!c10::GradMode::is_enabled()) return;
     std::vector<at::Tensor> tensors;
-    const bool known = collect_tensors(outputs, tensors);
-    if (wanted && known) reducer_->expect_gradients_of(tensors);
-    if (timeline_) record_forward(tensors);
+    if (collect_tensors(outputs, tensors)) reducer_->prepare_for_backward(tensors);
   }
-  void record_forward(const std::vector<at::Tensor>& outputs);
-  bool has_timeline() const noexcept { return timeline_.has_value(); }
+  /// In the timeline, if there is one.
+  void record_forward();
 
  private:
+  void join_begin() override;
+  void join_shadow(int event) override;
+  void join_end(int source) override;
   bool broadcast_buffers();
   void write_buffer(std::size_t index, const at::Tensor& values);
 
@@ -121,8 +119,6 @@ class DistributedDataParallelBase : public Joinable {
   std::vector<at::Tensor> buffers_;
   std::vector<std::int64_t> buffer_versions_;  ///< After the last broadcast. [buffer]
   std::vector<at::Tensor> buffer_messages_;    ///< What each forward's broadcast of the buffers puts them into.
-  JoinSession* join_ = nullptr;
-  int join_index_ = 0;
   std::optional<Timeline> timeline_;
   std::chrono::steady_clock::time_point forward_began_;  ///< Only with a timeline.
   std::unique_ptr<Reducer> reducer_;
@@ -160,7 +156,7 @@ class DistributedDataParallel : public DistributedDataParallelBase {
     before_forward();
     if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
       module_->forward(std::forward<Args>(args)...);
-      if (has_timeline()) record_forward({});
+      record_forward();
     } else {
       decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
       after_forward(outputs);

@@ -17,11 +17,19 @@ class Joinable {
 
   /// The ranks that join.
   virtual const ProcessGroup& join_group() const = 0;
-  /// From now on each collective is announced to `session`, as object number `index`, before it is called.
-  virtual void join_begin(JoinSession& session, int index) = 0;
+
+ protected:
+  JoinSession* join_ = nullptr;  ///< Each collective is announced to it before the call. Null outside join().
+  int join_index_ = 0;           ///< The number of this object in the session.
+
+ private:
+  friend class JoinSession;
+
+  /// Within join() from now on.
+  virtual void join_begin() {}
   /// The part of a rank without inputs in the collectives that the others have announced as `event`.
-  virtual void join_shadow(int event) = 0;
-  /// No more announcements. `source`: a rank that had inputs to the last, whose state the others take; collective.
+  virtual void join_shadow(int /*event*/) {}
+  /// No longer within join(). `source`: a rank that had inputs to the last, whose state the others take; collective.
   /// Negative when the loop ended with an error: then nothing is exchanged.
   virtual void join_end(int source) = 0;
 };

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -70,24 +69,6 @@ struct ReducerOptions {
   std::optional<std::size_t> arena_bytes = std::nullopt;
 };
 
-/// When one bucket's reduction ran in the last synchronised backward, on this rank's steady clock.
-struct BucketTiming {
-  std::size_t bytes = 0;                           ///< Of gradients.
-  std::size_t parameters = 0;                      ///< Whose gradients it holds.
-  std::size_t sent_bytes = 0;                      ///< Handed to collectives: see PendingReduction.
-  std::chrono::steady_clock::time_point ready;     ///< Its last gradient was there.
-  std::chrono::steady_clock::time_point started;   ///< Its all-reduce was handed to the backend.
-  std::chrono::steady_clock::time_point finished;  ///< It was seen to be over: at a later gradient or in the end.
-};
-
-/// What happened in the last synchronised backward.
-struct BackwardTrace {
-  std::vector<BucketTiming> buckets;                     ///< [bucket], in the order they are reduced.
-  std::chrono::steady_clock::time_point first_gradient;  ///< Its hook ran.
-  std::chrono::steady_clock::time_point last_gradient;   ///< Its hook ran: backward has no more to hide behind.
-  std::chrono::steady_clock::time_point end;             ///< All gradients were reduced.
-};
-
 /// Receives averaged gradients from a Reducer, as shards. The parameters are then left without a gradient.
 class ShardOutput {
  public:
@@ -127,7 +108,7 @@ class Reducer {
   /// Before a forward pass: hooks parameters again if their autograd objects have been replaced, as by torch::load().
   /// Throws ModelMismatch for a parameter that has been cast, moved, resized or unfrozen since the construction.
   /// `expects_backward`: a backward will follow, so that all ranks run this forward pass.
-  void follow_parameters(bool expects_backward);
+  void prepare_for_forward(bool expects_backward);
 
   /// False: backward leaves gradients local, to accumulate until the next synchronised backward.
   void set_synchronize(bool synchronize) noexcept;
@@ -146,25 +127,21 @@ class Reducer {
   /// All parameters, as a ShardOutput counts them. [param]
   std::vector<NamedParameter> parameters() const;
 
-  /// A forward pass that will be followed by a synchronised backward has made `outputs`. If they depend on no
+  /// After a forward pass, which returned `outputs`. If a synchronised backward follows and they depend on no
   /// parameter, a backward through them counts as one in which this rank used none. With find_unused_parameters,
   /// buckets do not wait for parameters that `outputs` do not depend on; the outputs of several forwards before one
-  /// backward add up. Without a call, unused parameters are known only when backward ends.
-  void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+  /// backward add up. Without a call, unused parameters are known only when backward ends. A timeline has backward from
+  /// where it reaches one of `outputs`, without a call from its first gradient.
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
 
   /// From now on each synchronised backward is recorded: itself, its buckets, its waits. An empty one ends that.
   /// `write_after`: after so many backwards it is written and set no more, on all ranks alike; 0: the caller writes it.
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after = 0);
-  /// While a timeline is set: backward is recorded from when it reaches one of `outputs`, not from its first gradient.
-  void note_outputs(const std::vector<at::Tensor>& outputs);
 
   /// Parameter indices by bucket, in the order buckets are reduced. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
-  /// Empty before the first synchronised backward.
-  const std::optional<BackwardTrace>& last_backward() const noexcept;
-  /// Synchronised backwards so far, and how often the buckets have been laid out anew.
+  /// Synchronised backwards so far.
   std::uint64_t backwards() const noexcept;
-  int rebuilds() const noexcept;
   /// See DistributedDataParallelStats.
   DistributedDataParallelStats stats() const;
   /// Empty without an arena.

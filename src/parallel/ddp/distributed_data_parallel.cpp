@@ -193,7 +193,7 @@ void DistributedDataParallelBase::before_forward() {
                       group_);
   }
   // Some ranks alone may run an evaluation, which has no backward.
-  reducer_->follow_parameters(at::GradMode::is_enabled() && module_->is_training());
+  reducer_->prepare_for_forward(at::GradMode::is_enabled() && module_->is_training());
   if (join_) join_->count_forward();
   const auto now = [this] {
     return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();
@@ -238,9 +238,9 @@ void DistributedDataParallelBase::write_buffer(std::size_t index, const at::Tens
   buffer_versions_[index] = buffer._version();
 }
 
-void DistributedDataParallelBase::record_forward(const std::vector<at::Tensor>& outputs) {
-  timeline_->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
-  reducer_->note_outputs(outputs);
+void DistributedDataParallelBase::record_forward() {
+  if (timeline_)
+    timeline_->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
 }
 
 void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
@@ -248,11 +248,7 @@ void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline)
   reducer_->set_timeline(std::move(timeline));
 }
 
-void DistributedDataParallelBase::join_begin(JoinSession& session, int index) {
-  join_ = &session;
-  join_index_ = index;
-  reducer_->impl_->set_join(join_, index);
-}
+void DistributedDataParallelBase::join_begin() { reducer_->impl_->set_join(join_, join_index_); }
 
 void DistributedDataParallelBase::join_shadow(int event) {
   switch (event) {
@@ -266,7 +262,6 @@ void DistributedDataParallelBase::join_shadow(int event) {
 }
 
 void DistributedDataParallelBase::join_end(int source) {
-  join_ = nullptr;
   reducer_->impl_->set_join(nullptr, 0);
   if (source < 0) return;
   broadcast_all(parameters_, group_, source);

@@ -90,7 +90,7 @@ void Reducer::Impl::remove_hooks() noexcept {
 
 // ---- forward
 
-void Reducer::Impl::follow_parameters(bool expects_backward) {
+void Reducer::Impl::prepare_for_forward(bool expects_backward) {
   if (hooks_->replaced())
     throw InvalidArgument(
         "a newer DistributedDataParallel wraps parameters of this one: use the newer one, or wrap the module again");
@@ -109,8 +109,14 @@ void Reducer::Impl::follow_parameters(bool expects_backward) {
   hooks_->refresh();
 }
 
-void Reducer::Impl::expect_gradients_of(const std::vector<at::Tensor>& outputs) {
+void Reducer::Impl::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
+  if (stats_.has_timeline()) {
+    tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] {
+      if (synchronize) stats_.note_output_reached();
+    });
+  }
+  if (!synchronize) return;
   if (!used_.find(outputs, *hooks_) && !std::all_of(parameters_.begin(), parameters_.end(), is_frozen)) {
     tracker_->at_outputs(outputs, /*leaves_too=*/true, [this] { enter_at_output(); });
   } else {
@@ -173,12 +179,6 @@ std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::s
 void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
   const std::lock_guard lock(mutex_);
   stats_.set_timeline(std::move(timeline), write_after);
-}
-
-void Reducer::Impl::note_outputs(const std::vector<at::Tensor>& outputs) {
-  tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] {
-    if (synchronize) stats_.note_output_reached();
-  });
 }
 
 void Reducer::Impl::set_join(JoinSession* session, int index) {
@@ -285,20 +285,17 @@ Reducer::~Reducer() { impl_->remove_hooks(); }
 std::function<ShardOutput::State()> Reducer::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
   return impl_->set_shard_output(output);
 }
-void Reducer::follow_parameters(bool expects_backward) { impl_->follow_parameters(expects_backward); }
+void Reducer::prepare_for_forward(bool expects_backward) { impl_->prepare_for_forward(expects_backward); }
 void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
 void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
 std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
-void Reducer::expect_gradients_of(const std::vector<at::Tensor>& outputs) { impl_->expect_gradients_of(outputs); }
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) { impl_->prepare_for_backward(outputs); }
 void Reducer::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
   impl_->set_timeline(std::move(timeline), write_after);
 }
-void Reducer::note_outputs(const std::vector<at::Tensor>& outputs) { impl_->note_outputs(outputs); }
 const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
-const std::optional<BackwardTrace>& Reducer::last_backward() const noexcept { return impl_->steps().last(); }
-std::uint64_t Reducer::backwards() const noexcept { return impl_->steps().backwards(); }
-int Reducer::rebuilds() const noexcept { return impl_->rebuilds; }
+std::uint64_t Reducer::backwards() const noexcept { return impl_->backwards(); }
 DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
 std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
 

@@ -34,18 +34,17 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   void install_hooks();
   void remove_hooks() noexcept;
-  void follow_parameters(bool expects_backward);
-  void expect_gradients_of(const std::vector<at::Tensor>& outputs);
+  void prepare_for_forward(bool expects_backward);
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void set_comm_hook(CommHook hook);
   std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
-  void note_outputs(const std::vector<at::Tensor>& outputs);
   DistributedDataParallelStats stats() const;
   void set_join(JoinSession* session, int index);
   void shadow_bucket();
   void shadow_end_of_backward();
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
-  const StepStats& steps() const noexcept { return stats_; }
+  std::uint64_t backwards() const noexcept { return stats_.backwards(); }
   std::optional<ArenaStats> arena() const { return storage_->arena(); }
 
   std::atomic<bool> synchronize{true};

@@ -1,13 +1,28 @@
 // Tier 1.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <ddpkit/comm/timeline.h>
 #include <ddpkit/parallel/reducer.h>
 
 namespace ddpkit {
+
+/// When a bucket was reduced.
+struct BucketTiming {
+  std::size_t bytes = 0, parameters = 0, sent_bytes = 0;           ///< See BucketStats.
+  std::chrono::steady_clock::time_point ready, started, finished;  ///< See BucketStats.
+};
+
+/// A synchronised backward.
+struct BackwardTrace {
+  std::vector<BucketTiming> buckets;  ///< [bucket]
+  /// When hooks of the gradients ran, and when all gradients were reduced.
+  std::chrono::steady_clock::time_point first_gradient, last_gradient, end;
+};
 
 /// What averaged backwards did: numbers for stats(), events for the timeline. Not thread-safe.
 class StepStats {
@@ -22,7 +37,6 @@ class StepStats {
   /// The backward has failed.
   void discard() noexcept { reached_output_ = {}; }
   std::uint64_t backwards() const noexcept { return backwards_; }
-  const std::optional<BackwardTrace>& last() const noexcept { return last_; }
   DistributedDataParallelStats stats(int rebuilds) const;
 
   /// See Reducer::set_timeline().
