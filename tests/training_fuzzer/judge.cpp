@@ -23,7 +23,7 @@ double tolerance(const Case& drawn) {
   const bool power_sgd = drawn.wrapper.hook == "power_sgd";
   const double rounding = rounding_of(drawn).gradients;
   // The disturbed reference omits the rounding errors inside a layer. Several norms in float32 need a larger tolerance.
-  return rounding > 0 ? std::max(2e-3, kRoundings * rounding) : power_sgd ? 1e-5 : 1e-9;
+  return rounding > Rounding::kOfDouble ? std::max(2e-3, kRoundings * rounding) : power_sgd ? 1e-5 : 1e-9;
 }
 
 /// How far rounding errors move the tensor. Infinite if the disturbed reference took another way.
@@ -54,7 +54,7 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
   if (entry.values.size() != expected.values.size())
     return fmt::format("{}: {} elements instead of {}", where, entry.values.size(), expected.values.size());
   // Elements that are zero but for rounding.
-  double scale = (rounding_of(drawn).gradients > 0 ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude) *
+  double scale = (rounding_of(drawn).gradients > Rounding::kOfDouble ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude) *
                  (drawn.optimizer.scaler && expected.name.rfind("gradient", 0) == 0 ? 1024 : 1);
   for (const double value : expected.values)
     if (std::isfinite(value)) scale = std::max(scale, std::abs(value));
@@ -118,7 +118,7 @@ Rounding rounding_of(const Case& drawn) {
   const auto widen = [&](double& rounding, const std::string& type) {
     if (const auto found = epsilons.find(type); found != epsilons.end()) rounding = std::max(rounding, found->second);
   };
-  Rounding rounding;
+  Rounding rounding{.values = Rounding::kOfDouble};
   widen(rounding.values, drawn.dtype);
   widen(rounding.values, drawn.autocast);
   for (const Node& node : drawn.nodes) widen(rounding.values, node.dtype);

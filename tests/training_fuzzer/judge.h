@@ -28,8 +28,9 @@ struct Verdict {
 Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference,
               const std::vector<Report>& disturbed);
 
-/// Relative rounding errors of the case's coarsest types; 0: float64.
+/// Relative rounding errors of the case's coarsest types.
 struct Rounding {
+  static constexpr double kOfDouble = 0x1p-52;
   double values = 0;     ///< Of activations and weights.
   double gradients = 0;  ///< Of averaged gradients.
 };
