@@ -40,11 +40,6 @@ void CallQueue::push(std::function<void()> call) {
   changed_.notify_one();
 }
 
-bool CallQueue::is_idle() {
-  const std::lock_guard lock(mutex_);
-  return calls_.empty() && !runs_;
-}
-
 void CallQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
@@ -52,20 +47,23 @@ void CallQueue::run() {
     if (calls_.empty()) return;
     std::function<void()> call = std::move(calls_.front());
     calls_.pop_front();
-    runs_ = true;
     lock.unlock();
     call();
     call = nullptr;  // What it holds goes without the lock.
     lock.lock();
-    runs_ = false;
   }
 }
 
 /// Complete with the last of its parts.
 class HierarchicalBackend::Job : public c10d::Work {
  public:
-  Job(int rank, OpType type, Tensors outputs, std::size_t parts)
-      : c10d::Work(rank, type), outputs_(std::move(outputs)), left_(parts) {}
+  Job(const HierarchicalBackend& backend, OpType type, Tensors outputs, std::size_t parts)
+      : c10d::Work(backend.rank_, type),
+        outputs_(std::move(outputs)),
+        left_(parts),
+        unfinished_jobs_(backend.unfinished_jobs_) {
+    ++*unfinished_jobs_;
+  }
 
   std::vector<at::Tensor> result() override { return outputs_; }
 
@@ -74,7 +72,9 @@ class HierarchicalBackend::Job : public c10d::Work {
       const std::lock_guard lock(failure_mutex_);
       if (!failure_) failure_ = std::move(failure);
     }
-    if (left_.fetch_sub(1) == 1) finish(failure_);
+    if (left_.fetch_sub(1) != 1) return;
+    --*unfinished_jobs_;  // First: a caller that has waited may destroy the group.
+    finish(failure_);
   }
 
  private:
@@ -82,6 +82,7 @@ class HierarchicalBackend::Job : public c10d::Work {
   std::atomic<std::size_t> left_;
   std::mutex failure_mutex_;
   std::exception_ptr failure_;
+  std::shared_ptr<std::atomic<int>> unfinished_jobs_;
 };
 
 struct HierarchicalBackend::Piece {
@@ -100,7 +101,7 @@ HierarchicalBackend::HierarchicalBackend(int rank, int world_size, int local_wor
     : c10d::Backend(rank, world_size), local_world_size_(local_world_size), groups_(std::move(groups)) {}
 
 HierarchicalBackend::~HierarchicalBackend() {
-  if (first_.is_idle() && second_.is_idle()) return;
+  if (*unfinished_jobs_ == 0) return;
   ending_ = true;
   abort_group("its process group was destroyed during a collective");
 }
@@ -193,7 +194,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
   const std::int64_t largest = std::max<std::int64_t>(1, kPieceBytes / (values.element_size() * local)) * local;
   const std::int64_t pieces = std::max<std::int64_t>(1, (all + largest - 1) / largest);
   // One part more: the copy back, behind all pieces.
-  auto job = c10::make_intrusive<Job>(rank_, OpType::ALLREDUCE, tensors, static_cast<std::size_t>(pieces) + 1);
+  auto job = c10::make_intrusive<Job>(*this, OpType::ALLREDUCE, tensors, static_cast<std::size_t>(pieces) + 1);
   for (std::int64_t begin = 0; begin < all; begin += largest) {
     auto piece = std::make_shared<Piece>();
     piece->job = job;
@@ -258,7 +259,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, co
   check_writable(tensors[0], "broadcast");
   if (options.rootRank < 0 || options.rootRank >= size_)
     throw InvalidArgument(fmt::format("broadcast: there is no rank {} in a world of {}", options.rootRank, size_));
-  return enqueue(c10::make_intrusive<Job>(rank_, OpType::BROADCAST, tensors, 1), [this, flat, root = options.rootRank] {
+  return enqueue(c10::make_intrusive<Job>(*this, OpType::BROADCAST, tensors, 1), [this, flat, root = options.rootRank] {
     Tensors values{flat->bytes()};
     c10d::BroadcastOptions among;
     if (hosts() > 1 && local_rank() == root % local_world_size_) {
@@ -282,7 +283,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
                                       c10::toString(input.scalar_type())));
   const auto from = std::make_shared<Flat>(input);
   const auto to = std::make_shared<Flat>(output);
-  return enqueue(c10::make_intrusive<Job>(rank_, OpType::_ALLGATHER_BASE, Tensors{output}, 1), [this, from, to] {
+  return enqueue(c10::make_intrusive<Job>(*this, OpType::_ALLGATHER_BASE, Tensors{output}, 1), [this, from, to] {
     at::Tensor rail = from->bytes();
     const std::int64_t numel = rail.numel(), local = local_world_size_;
     const auto across = static_cast<std::int64_t>(hosts());
@@ -299,7 +300,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
 }
 
 HierarchicalBackend::WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& /*options*/) {
-  return enqueue(c10::make_intrusive<Job>(rank_, OpType::BARRIER, Tensors{}, 1), [this] {
+  return enqueue(c10::make_intrusive<Job>(*this, OpType::BARRIER, Tensors{}, 1), [this] {
     groups_.in->barrier(c10d::BarrierOptions())->wait();
     if (hosts() > 1) groups_.rail->barrier(c10d::BarrierOptions())->wait();
   });

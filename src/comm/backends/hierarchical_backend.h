@@ -27,7 +27,6 @@ class CallQueue {
   CallQueue& operator=(const CallQueue&) = delete;
 
   void push(std::function<void()> call);
-  bool is_idle();
 
  private:
   void run();
@@ -35,7 +34,6 @@ class CallQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> calls_;
-  bool runs_ = false;  ///< A call is under way.
   bool ends_ = false;
   std::thread thread_;
 };
@@ -131,6 +129,7 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
   int local_world_size_;
   Groups groups_;
   std::atomic<bool> ending_ = false;
+  const std::shared_ptr<std::atomic<int>> unfinished_jobs_ = std::make_shared<std::atomic<int>>(0);
   CallQueue second_;  ///< Waits for the network and drives `out`.
   CallQueue first_;   ///< Drives `in` and begins what the network does. Ends first, as it feeds the other.
 };
