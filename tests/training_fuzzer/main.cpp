@@ -28,6 +28,7 @@ struct Options {
   double minutes = 0;
   std::string replay;
   std::string known;
+  bool threads = false;
   bool print = false;
 };
 
@@ -51,7 +52,7 @@ bool repeats(Pool& pool, const Case& drawn) {
 
 /// Stored cases: each has to be right, or as wrong as it is marked.
 int replay(const Options& options) {
-  Pool pool;
+  Pool pool(options.threads);
   const auto start = Clock::now();
   const auto stored = read_stored(options.replay);
   int failures = 0;
@@ -79,7 +80,7 @@ int draw_and_run(const Options& options) {
   fmt::print("training_fuzzer --seed {}\n", seed);
   std::fflush(stdout);
   const auto stored = options.known.empty() ? std::vector<StoredCase>() : read_stored(options.known);
-  Pool pool;
+  Pool pool(options.threads);
   const auto run = [&](const Case& one) { return pool.run(one); };
   const auto start = Clock::now();
   struct Known {
@@ -150,6 +151,7 @@ int main(int argc, char** argv) {
   app.add_option("--minutes", options.minutes, "Stop after so many minutes; 0: after the cases");
   app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
   app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
+  app.add_flag("--threads", options.threads, "Ranks are threads of one process, for ThreadSanitizer");
   app.add_flag("--print", options.print, "Print the verdict of each case");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -16,6 +16,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -27,7 +28,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// Only a hang takes so long.
+#ifdef __SANITIZE_THREAD__
+constexpr std::chrono::seconds kPatience(60);
+#else
 constexpr std::chrono::seconds kPatience(10);
+#endif
 /// Each arena adds an entry to a list that every end of a tensor searches: processes are replaced after this many.
 constexpr int kCasesPerPool = 400;
 constexpr std::uint32_t kReference = 0;
@@ -69,6 +74,10 @@ std::optional<std::string> read_frame(int fd) {
   return text;
 }
 
+std::size_t number_of_ranks(const Case& drawn) {
+  return drawn.wrapper.kind == "data_parallel" ? 1 : static_cast<std::size_t>(drawn.world);
+}
+
 /// With `twice`, other bits in the second run are a failure.
 Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
   Report report = run_rank(drawn, rank, folder);
@@ -82,34 +91,56 @@ Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
   return report;
 }
 
-[[noreturn]] void serve(std::uint32_t index, int in, int out) {
+/// All ranks as threads of this process. [rank]
+std::vector<Report> run_threads(const Case& drawn, const std::string& folder) {
+  std::vector<Report> reports(number_of_ranks(drawn));
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < reports.size(); ++rank)
+    threads.emplace_back([&, rank] { reports[rank] = run_as_drawn(drawn, static_cast<int>(rank), folder); });
+  for (std::thread& thread : threads) thread.join();
+  return reports;
+}
+
+[[noreturn]] void serve(std::uint32_t index, bool threads, int in, int out) {
   at::set_num_threads(1);
   while (const auto frame = read_frame(in)) {
     const auto line_end = frame->find('\n');
     const std::string folder = frame->substr(0, line_end);
     const Case drawn = from_json(nlohmann::json::parse(frame->substr(line_end + 1)));
-    std::string answer;
+    std::vector<Report> reports;
     if (index == kReference) {
-      auto reports = run_reference(drawn, false);
+      reports = run_reference(drawn, false);
       const auto disturbed = run_reference(drawn, true);
       reports.insert(reports.end(), disturbed.begin(), disturbed.end());
-      for (const Report& report : reports) {
-        const std::string one = report.encoded();
-        const auto size = static_cast<std::uint64_t>(one.size());
-        answer.append(reinterpret_cast<const char*>(&size), sizeof size).append(one);
-      }
+    } else if (threads) {
+      reports = run_threads(drawn, folder);
     } else {
-      answer = run_as_drawn(drawn, static_cast<int>(index) - 1, folder).encoded();
+      reports.push_back(run_as_drawn(drawn, static_cast<int>(index) - 1, folder));
+    }
+    std::string answer;
+    for (const Report& report : reports) {
+      const std::string one = report.encoded();
+      const auto size = static_cast<std::uint64_t>(one.size());
+      answer.append(reinterpret_cast<const char*>(&size), sizeof size).append(one);
     }
     write_frame(out, answer);
   }
   ::_exit(0);
 }
 
+void decode_into(std::vector<Report>& reports, const std::string& answer) {
+  for (std::size_t at = 0; at < answer.size();) {
+    std::uint64_t size = 0;
+    std::memcpy(&size, answer.data() + at, sizeof size);
+    reports.push_back(Report::decoded(answer.substr(at + sizeof size, size)));
+    at += sizeof size + size;
+  }
+}
+
 }  // namespace
 
 struct Pool::Worker {
-  Worker(std::uint32_t index, const std::string& words) {
+  Worker(std::uint32_t index, bool threads, const std::string& words) {
     int to[2], from[2];
     if (::pipe2(to, O_CLOEXEC) != 0 || ::pipe2(from, O_CLOEXEC) != 0)
       throw std::system_error(errno, std::generic_category(), "pipe");
@@ -124,7 +155,7 @@ struct Pool::Worker {
       const int errors = ::open(words.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND, 0600);
       ::dup2(errors, STDERR_FILENO);
       ::dup2(errors, STDOUT_FILENO);
-      serve(index, to[0], from[1]);
+      serve(index, threads, to[0], from[1]);
     }
     ::close(to[0]);
     ::close(from[1]);
@@ -160,7 +191,7 @@ struct Pool::Worker {
   std::string bytes;
 };
 
-Pool::Pool() {
+Pool::Pool(bool threads) : threads_(threads) {
   std::string pattern = (std::filesystem::temp_directory_path() / "training-fuzzer-XXXXXX").string();
   if (!::mkdtemp(pattern.data())) throw std::system_error(errno, std::generic_category(), pattern);
   folder_ = pattern;
@@ -174,7 +205,7 @@ Pool::~Pool() {
 
 Pool::Worker& Pool::worker(std::size_t index) {
   while (workers_.size() <= index)
-    workers_.push_back(std::make_unique<Worker>(static_cast<std::uint32_t>(workers_.size()),
+    workers_.push_back(std::make_unique<Worker>(static_cast<std::uint32_t>(workers_.size()), threads_,
                                                 fmt::format("{}/words-{}", folder_, workers_.size())));
   return *workers_[index];
 }
@@ -193,14 +224,19 @@ std::string Pool::last_words() const {
     const std::string all = text.str();
     if (!all.empty())
       words +=
-          fmt::format("; rank {} wrote: {}", i - 1, all.substr(all.size() - std::min<std::size_t>(all.size(), 300)));
+          fmt::format("; {} wrote: {}", name_of(i), all.substr(all.size() - std::min<std::size_t>(all.size(), 300)));
   }
   return words;
 }
 
+std::string Pool::name_of(std::size_t process) const {
+  if (process == kReference) return "the reference";
+  return threads_ ? "the process of all ranks" : fmt::format("rank {}", process - 1);
+}
+
 Verdict Pool::run(const Case& drawn) {
   if (++cases_ > kCasesPerPool) replace();
-  const std::size_t ranks = drawn.wrapper.kind == "data_parallel" ? 1 : static_cast<std::size_t>(drawn.world);
+  const std::size_t processes = threads_ ? 1 : number_of_ranks(drawn);  // Beside the reference.
   // Each case has a new folder. After an error in backward, LibTorch's ready queue keeps nodes until the thread's next
   // backward. These nodes can hold the process group of the failed case. If the next case had the same store file,
   // ~FileStore() would lock the file and read past its end forever.
@@ -208,16 +244,16 @@ Verdict Pool::run(const Case& drawn) {
   case_folder_ = fmt::format("{}/case-{}", folder_, ++case_number_);
   std::filesystem::create_directory(case_folder_);
   const std::string frame = case_folder_ + "\n" + to_json(drawn).dump();
-  for (std::size_t i = 0; i <= ranks; ++i) {
+  for (std::size_t i = 0; i <= processes; ++i) {
     worker(i).bytes.clear();
     write_frame(worker(i).in, frame);
   }
   const auto deadline = Clock::now() + kPatience;
-  std::vector<std::optional<std::string>> answers(ranks + 1);
+  std::vector<std::optional<std::string>> answers(processes + 1);
   for (;;) {
     std::vector<pollfd> waited;
     std::vector<std::size_t> indices;
-    for (std::size_t i = 0; i <= ranks; ++i) {
+    for (std::size_t i = 0; i <= processes; ++i) {
       if (answers[i]) continue;
       waited.push_back({worker(i).out, POLLIN, 0});
       indices.push_back(i);
@@ -226,8 +262,7 @@ Verdict Pool::run(const Case& drawn) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (left <= 0) {
       std::string silent;
-      for (const std::size_t i : indices)
-        silent += (silent.empty() ? "" : ", ") + (i == 0 ? "the reference" : "rank " + std::to_string(i - 1));
+      for (const std::size_t i : indices) silent += (silent.empty() ? "" : ", ") + name_of(i);
       replace();
       return {"HANG", fmt::format("no answer from {} within {} s", silent, kPatience.count())};
     }
@@ -241,8 +276,7 @@ Verdict Pool::run(const Case& drawn) {
         const std::string end = WIFSIGNALED(status) ? fmt::format("was killed by signal {} ({})", WTERMSIG(status),
                                                                   ::strsignal(WTERMSIG(status)))
                                                     : fmt::format("ended with exit code {}", WEXITSTATUS(status));
-        const std::string who = indices[at] == 0 ? "the reference" : "rank " + std::to_string(indices[at] - 1);
-        const Verdict verdict{"CRASH", who + " " + end + last_words()};
+        const Verdict verdict{"CRASH", name_of(indices[at]) + " " + end + last_words()};
         replace();
         return verdict;
       }
@@ -250,14 +284,9 @@ Verdict Pool::run(const Case& drawn) {
     }
   }
   std::vector<Report> reports, reference;
-  for (std::size_t at = 0; at < answers[0]->size();) {
-    std::uint64_t size = 0;
-    std::memcpy(&size, answers[0]->data() + at, sizeof size);
-    reference.push_back(Report::decoded(answers[0]->substr(at + sizeof size, size)));
-    at += sizeof size + size;
-  }
+  decode_into(reference, *answers[0]);
   try {
-    for (std::size_t i = 1; i <= ranks; ++i) reports.push_back(Report::decoded(*answers[i]));
+    for (std::size_t i = 1; i <= processes; ++i) decode_into(reports, *answers[i]);
   } catch (const std::runtime_error& error) {
     const Verdict verdict{"CRASH", error.what() + last_words()};
     replace();

@@ -1,5 +1,5 @@
-// Processes that carry out cases: one for the reference, one for each rank. They are forked once, from a process that
-// has run no operator, and live for many cases.
+// Processes that carry out cases: one for the reference, one for each rank or for all ranks. They are forked once, from
+// a process that has run no operator, and live for many cases.
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +16,8 @@ namespace ddpkit::fuzz {
 
 class Pool {
  public:
-  Pool();
+  /// `threads`: all ranks are threads of one process, where ThreadSanitizer sees what they share.
+  explicit Pool(bool threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -30,8 +31,10 @@ class Pool {
   struct Worker;
 
   Worker& worker(std::size_t index);
+  std::string name_of(std::size_t process) const;
   std::string last_words() const;
 
+  bool threads_;
   std::string folder_;
   std::string case_folder_;
   std::uint64_t case_number_ = 0;

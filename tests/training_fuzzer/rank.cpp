@@ -266,8 +266,12 @@ void RankTraining::perform(std::uint32_t number, const Event& event) {
 
 void RankTraining::report_all(bool gradients, Kind gradient) {
   report_model(report, event_, *model_, gradients, gradient);
-  if (!optimizer_.sharded && drawn_.events[event_].kind == "step")
-    report_state(report, event_, *optimizer_.base, *model_);
+  if (drawn_.events[event_].kind != "step") return;
+  if (!optimizer_.sharded) return report_state(report, event_, *optimizer_.base, *model_);
+  for (int rank = 0; rank < drawn_.world; ++rank) {
+    optimizer_.sharded->consolidate_state(rank);
+    if (rank == rank_) report_state(report, event_, optimizer_.sharded->consolidated(), *model_);
+  }
 }
 
 }  // namespace ddpkit::fuzz

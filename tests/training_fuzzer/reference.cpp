@@ -166,11 +166,9 @@ void Reference::perform_throw(const Event& event) {
 }
 
 void Reference::report_all(bool gradients, Kind gradient) {
-  const bool sharded = drawn_.optimizer.engine == "sharded";
   for (Player& player : players_) {
     report_model(player.report, event_, *player.model, gradients, gradient);
-    const Event& event = drawn_.events[event_];
-    if (!sharded && event.kind == "step") report_state(player.report, event_, *player.optimizer, *player.model);
+    if (drawn_.events[event_].kind == "step") report_state(player.report, event_, *player.optimizer, *player.model);
   }
 }
 
