@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <map>
 
@@ -155,8 +156,12 @@ Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::
   for (const Report& report : reports)
     if (report.failure == Failure::kTimeout) return {"HANG", words};
   if (count < reports.size()) return {"SOME", words};
-  std::uint32_t first_event = reports[0].failed_event;
-  for (const Report& report : reports) first_event = std::min(first_event, report.failed_event);
+  // Over gloo, a slow rank may hear of the failure of another rank while it still waits for an earlier collective.
+  const bool all_lost = std::all_of(reports.begin(), reports.end(),
+                                    [](const Report& report) { return report.failure == Failure::kPeerLost; });
+  std::uint32_t first_event = UINT32_MAX;
+  for (const Report& report : reports)
+    if (all_lost || report.failure != Failure::kPeerLost) first_event = std::min(first_event, report.failed_event);
   if (reference_failed && first_event >= reference[0].failed_event) {
     // Every rank reports the exception of the program, whichever rank threw it.
     for (const Report& report : reports)
