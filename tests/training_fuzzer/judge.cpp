@@ -27,7 +27,7 @@ double tolerance(const Case& drawn) {
   return rounding > Rounding::kOfDouble ? std::max(2e-3, kRoundings * rounding) : power_sgd ? 1e-5 : 1e-9;
 }
 
-/// How far rounding errors move the tensor. Infinite if the disturbed reference took another way.
+/// How far rounding errors move the tensor in one run. Infinite if that run took another way.
 double movement(const Entry& expected, const Entry& disturbed) {
   if (disturbed.name != expected.name || disturbed.event != expected.event ||
       disturbed.values.size() != expected.values.size())
@@ -47,8 +47,7 @@ bool close(double value, double expected, double limit) {
   return std::abs(value - expected) <= limit;
 }
 
-std::string difference(const Case& drawn, const Entry& entry, const Entry& expected, const Entry& disturbed,
-                       std::size_t rank) {
+std::string difference(const Case& drawn, const Entry& entry, const Entry& expected, double moved, std::size_t rank) {
   const std::string where = fmt::format("{} on rank {} after event {}", entry.name, rank, entry.event);
   if (entry.name != expected.name || entry.event != expected.event)
     return fmt::format("{}: the reference has {} of event {}", where, expected.name, expected.event);
@@ -59,7 +58,7 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
                  (drawn.optimizer.scaler && expected.name.rfind("gradient", 0) == 0 ? 1024 : 1);
   for (const double value : expected.values)
     if (std::isfinite(value)) scale = std::max(scale, std::abs(value));
-  const double limit = tolerance(drawn) * scale + kOfDisturbance * movement(expected, disturbed);
+  const double limit = tolerance(drawn) * scale + kOfDisturbance * moved;
   for (std::size_t i = 0; i < entry.values.size(); ++i) {
     if (!close(entry.values[i], expected.values[i], limit))
       return fmt::format("{}: element {} is {} instead of {}", where, i, entry.values[i], expected.values[i]);
@@ -71,8 +70,9 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
 bool is_lost_connection(const std::string& message) { return message.find("gloo/transport/") != std::string::npos; }
 
 /// What ranks reported before the first failure, if any.
-Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference,
-                const std::vector<Report>& disturbed) {
+Verdict compare(const Case& drawn, const std::vector<Report>& reports,
+                const std::vector<std::vector<Report>>& references) {
+  const std::vector<Report>& reference = references[0];
   std::size_t common = reference[0].entries.size();
   for (std::size_t rank = 0; rank < reports.size(); ++rank)
     common = std::min({common, reports[rank].entries.size(), reference[rank].entries.size()});
@@ -87,9 +87,12 @@ Verdict compare(const Case& drawn, const std::vector<Report>& reports, const std
                                                     [](double value) { return !std::isfinite(value); })))
       break;
     for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-      const auto& other = disturbed[rank].entries;
-      const std::string text = difference(drawn, reports[rank].entries[i], reference[rank].entries[i],
-                                          i < other.size() ? other[i] : Entry(), rank);
+      double moved = 0;
+      for (std::size_t run = 1; run < references.size(); ++run) {
+        const auto& disturbed = references[run][rank].entries;
+        moved = std::max(moved, movement(reference[rank].entries[i], i < disturbed.size() ? disturbed[i] : Entry()));
+      }
+      const std::string text = difference(drawn, reports[rank].entries[i], reference[rank].entries[i], moved, rank);
       if (!text.empty()) {
         const std::string& name = reference[rank].entries[i].name;
         return {"WRONG " + name.substr(0, name.find(' ')), text};
@@ -132,9 +135,10 @@ Rounding rounding_of(const Case& drawn) {
   return rounding;
 }
 
-Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference,
-              const std::vector<Report>& disturbed) {
-  if (const Verdict verdict = compare(drawn, reports, reference, disturbed); verdict.is_fault()) return verdict;
+Verdict judge(const Case& drawn, const std::vector<Report>& reports,
+              const std::vector<std::vector<Report>>& references) {
+  if (const Verdict verdict = compare(drawn, reports, references); verdict.is_fault()) return verdict;
+  const std::vector<Report>& reference = references[0];
   const auto failed = [](const Report& report) { return report.failure != Failure::kNone; };
   const auto count = static_cast<std::size_t>(std::count_if(reports.begin(), reports.end(), failed));
   const bool reference_failed = failed(reference[0]);

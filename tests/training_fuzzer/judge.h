@@ -24,9 +24,9 @@ struct Verdict {
   bool is_fault() const { return kind != "PASS" && kind != "REFUSED" && kind != "ALIKE"; }
 };
 
-/// `reports` of the ranks that ran, `reference` of all. [rank] `disturbed`: the reference with other rounding errors.
-Verdict judge(const Case& drawn, const std::vector<Report>& reports, const std::vector<Report>& reference,
-              const std::vector<Report>& disturbed);
+/// `reports` of the ranks that ran. [rank] `references`: of all ranks, see run_reference(). [run][rank]
+Verdict judge(const Case& drawn, const std::vector<Report>& reports,
+              const std::vector<std::vector<Report>>& references);
 
 /// Relative rounding errors of the case's coarsest types.
 struct Rounding {

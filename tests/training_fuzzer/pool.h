@@ -30,6 +30,7 @@ class Pool {
  private:
   struct Worker;
 
+  Verdict run(const Case& drawn, std::size_t runs);
   Worker& worker(std::size_t index);
   std::string name_of(std::size_t process) const;
   std::string last_words() const;

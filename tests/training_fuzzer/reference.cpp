@@ -4,8 +4,11 @@
 
 namespace ddpkit::fuzz {
 
-Reference::Reference(const Case& drawn, Rounding disturbance)
-    : drawn_(drawn), disturbance_(disturbance), scale_(drawn.optimizer.scaler ? kLossScale : 1) {
+Reference::Reference(const Case& drawn, std::uint64_t run)
+    : drawn_(drawn),
+      disturbance_(run == 0 ? Rounding() : rounding_of(drawn)),
+      generator_(at::make_generator<at::CPUGeneratorImpl>(drawn.data + run)),
+      scale_(drawn.optimizer.scaler ? kLossScale : 1) {
   for (int rank = 0; rank < drawn.world; ++rank)
     players_.push_back({.model = std::make_shared<Model>(drawn, rank, std::nullopt, true)});
   wrap();
@@ -172,8 +175,6 @@ void Reference::report_all(bool gradients, Kind gradient) {
   }
 }
 
-std::vector<Report> run_reference(const Case& drawn, bool disturbed) {
-  return Reference(drawn, disturbed ? rounding_of(drawn) : Rounding()).run();
-}
+std::vector<Report> run_reference(const Case& drawn, std::uint64_t run) { return Reference(drawn, run).run(); }
 
 }  // namespace ddpkit::fuzz

@@ -33,7 +33,7 @@ inline void overwrite(const at::Tensor& to, const at::Tensor& from) {
 
 class Reference {
  public:
-  Reference(const Case& drawn, Rounding disturbance);
+  Reference(const Case& drawn, std::uint64_t run);
   std::vector<Report> run();
 
  private:
@@ -68,7 +68,7 @@ class Reference {
 
   const Case& drawn_;
   Rounding disturbance_;
-  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(drawn_.data);
+  at::Generator generator_;
   std::vector<Player> players_;    ///< [rank]
   std::map<int, Outputs> graphs_;  ///< Losses by slot.
   std::uint32_t event_ = 0;

@@ -17,9 +17,9 @@ namespace ddpkit::fuzz {
 
 /// Carries out the case as rank `rank`, on a group that meets through the files of `folder`.
 Report run_rank(const Case& drawn, int rank, const std::string& folder);
-/// All ranks' reports. [rank] `disturbed`: each value is changed by its rounding error, to see what that does to
-/// results.
-std::vector<Report> run_reference(const Case& drawn, bool disturbed);
+/// All ranks' reports. [rank] Run 0 is exact. In each other run, every value is changed by its rounding error, with
+/// other signs, to see what that does to results.
+std::vector<Report> run_reference(const Case& drawn, std::uint64_t run);
 
 /// Events that touch the model alone: freeze, unfreeze, set_layout, write, cast, edit_gradients. False for others.
 bool change_model(Model& model, const Event& event, int rank);
