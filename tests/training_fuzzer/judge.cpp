@@ -160,12 +160,13 @@ Verdict judge(const Case& drawn, const std::vector<Report>& reports,
   for (const Report& report : reports)
     if (report.failure == Failure::kTimeout) return {"HANG", words};
   if (count < reports.size()) return {"SOME", words};
-  // Over gloo, a slow rank may hear of the failure of another rank while it still waits for an earlier collective.
-  const bool all_lost = std::all_of(reports.begin(), reports.end(),
-                                    [](const Report& report) { return report.failure == Failure::kPeerLost; });
+  // Over gloo, a slow rank may hear of the failure of another rank while it still waits for an earlier collective. Over
+  // shm, a collective that all ranks have completed succeeds.
+  const auto lost = [](const Report& report) { return report.failure == Failure::kPeerLost; };
+  const bool without_lost = drawn.backend != "shm" && !std::all_of(reports.begin(), reports.end(), lost);
   std::uint32_t first_event = UINT32_MAX;
   for (const Report& report : reports)
-    if (all_lost || report.failure != Failure::kPeerLost) first_event = std::min(first_event, report.failed_event);
+    if (!without_lost || !lost(report)) first_event = std::min(first_event, report.failed_event);
   if (reference_failed && first_event >= reference[0].failed_event) {
     // Every rank reports the exception of the program, whichever rank threw it.
     for (const Report& report : reports)

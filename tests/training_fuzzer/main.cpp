@@ -151,7 +151,8 @@ int main(int argc, char** argv) {
   app.add_option("--minutes", options.minutes, "Stop after so many minutes; 0: after the cases");
   app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
   app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
-  app.add_flag("--threads", options.threads, "Ranks are threads of one process, for ThreadSanitizer");
+  app.add_flag("--threads", options.threads,
+               "Ranks are threads of one process, for ThreadSanitizer; all cases use shm");
   app.add_flag("--print", options.print, "Print the verdict of each case");
   CLI11_PARSE(app, argc, argv);
   try {

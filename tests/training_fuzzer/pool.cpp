@@ -36,7 +36,7 @@ constexpr std::chrono::seconds kPatience(10);
 /// Each arena adds an entry to a list that every end of a tensor searches: processes are replaced after this many.
 constexpr int kCasesPerPool = 400;
 constexpr std::uint32_t kReference = 0;
-/// Of the reference, the first without rounding errors.
+/// Runs of the reference.
 constexpr std::size_t kRuns = 2, kManyRuns = 17;
 
 void write_all(int fd, const void* data, std::size_t bytes) {
@@ -107,18 +107,19 @@ std::vector<Report> run_threads(const Case& drawn, const std::string& folder) {
   at::set_num_threads(1);
   while (const auto frame = read_frame(in)) {
     const auto line_end = frame->find('\n');
-    const std::string folder = frame->substr(0, line_end);
+    const std::string argument = frame->substr(0, line_end);  // A folder; for the reference, the number of runs.
     const Case drawn = from_json(nlohmann::json::parse(frame->substr(line_end + 1)));
     std::vector<Report> reports;
     if (index == kReference) {
-      for (std::uint64_t run = 0; run < std::stoul(frame->substr(0, line_end)); ++run) {
+      const std::uint64_t runs = std::stoul(argument);
+      for (std::uint64_t run = 0; run < runs; ++run) {
         const auto one = run_reference(drawn, run);
         reports.insert(reports.end(), one.begin(), one.end());
       }
     } else if (threads) {
-      reports = run_threads(drawn, folder);
+      reports = run_threads(drawn, argument);
     } else {
-      reports.push_back(run_as_drawn(drawn, static_cast<int>(index) - 1, folder));
+      reports.push_back(run_as_drawn(drawn, static_cast<int>(index) - 1, argument));
     }
     std::string answer;
     for (const Report& report : reports) {

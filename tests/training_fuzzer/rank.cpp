@@ -268,7 +268,7 @@ void RankTraining::report_all(bool gradients, Kind gradient) {
   report_model(report, event_, *model_, gradients, gradient);
   if (drawn_.events[event_].kind != "step") return;
   if (!optimizer_.sharded) return report_state(report, event_, *optimizer_.base, *model_);
-  for (int rank = 0; rank < drawn_.world; ++rank) {
+  for (int rank = 0; rank < drawn_.world; ++rank) {  // One rank at a time has the whole state.
     optimizer_.sharded->consolidate_state(rank);
     if (rank == rank_) report_state(report, event_, optimizer_.sharded->consolidated(), *model_);
   }
