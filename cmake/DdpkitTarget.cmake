@@ -15,6 +15,9 @@ endif()
 function(ddpkit_target target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
+  # __FILE__, which LibTorch's and Catch2's macros use, is a path from the source folder: each clone has the same objects,
+  # and hits the compiler cache.
+  target_compile_options(${target} PRIVATE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
   # -fPIC for programs too: CMake would give them -fPIE, and then no precompiled header serves both kinds.
   target_compile_options(${target} PRIVATE -fPIC -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
   if(DDPKIT_SANITIZER)
