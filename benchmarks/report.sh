@@ -214,10 +214,12 @@ put_report() {
     cat <<'EOF'
 # Performance
 
-What `script/bench all` wrote: the figures of a section are of one run, and all are of one machine, ddpkit and its peers on the same
-work, in turns. Ratios come first, less is better: they move less from machine to machine than times do, but move they do (a peer that
-waits in the kernel is dear on one machine and cheap on another). `script/bench check` measures them anew and fails when one is over
-15 % worse than here; it says so when it runs on another machine. [benchmarks.md](benchmarks.md) explains the columns.
+`script/bench all` writes this page. All figures are from one machine, and the figures of a section are from one run. ddpkit and its
+peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns.
+
+Ratios come first; less is better. Ratios depend on the machine too, but less than times. For example, the time of a peer that waits
+in the kernel differs much between machines. `script/bench check` measures the ratios again and fails if a ratio is more than 15 %
+worse than here. It prints a note if it runs on another machine.
 
 EOF
     printf 'Measured on %s: %s.\n\n' "$1" "$(machine)"
