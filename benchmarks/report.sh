@@ -214,8 +214,8 @@ put_report() {
     cat <<'EOF'
 # Performance
 
-`script/bench all` writes this page. All figures are from one machine, and the figures of a section are from one run. ddpkit and its
-peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns.
+`script/bench all` writes this page. All figures except those on GPUs are from one machine. The figures of a section are from one run.
+ddpkit and its peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns.
 
 Ratios come first; less is better. Ratios depend on the machine too, but less than times. For example, the time of a peer that waits
 in the kernel differs much between machines. `script/bench check` measures the ratios again and fails if a ratio is more than 15 %
