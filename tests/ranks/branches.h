@@ -1,4 +1,4 @@
-// A model whose ranks need not use the same parameters, and what one process that plays all ranks gets for gradients.
+// A model whose ranks may use different parameters, and the gradients that one process computes for all ranks.
 #pragma once
 
 #include <torch/torch.h>
@@ -15,7 +15,7 @@
 
 namespace ddpkit::testing {
 
-constexpr std::int64_t kRows = 6;    // Of each rank's batch.
+constexpr std::int64_t kRows = 6;    // Per rank.
 constexpr std::int64_t kWidth = 40;  // A weight has 12.8 KB: large enough for the arena.
 
 inline torch::Tensor input(std::int64_t step, int rank) {
@@ -23,7 +23,7 @@ inline torch::Tensor input(std::int64_t step, int rank) {
   return torch::randn({kRows, kWidth}, torch::kDouble);
 }
 
-/// A trunk and two branches, of which a forward takes those it is told to.
+/// A trunk and two branches. The caller of forward selects the branches.
 struct BranchesImpl : torch::nn::Module {
   explicit BranchesImpl(std::uint64_t seed = 0) {
     torch::manual_seed(seed);
@@ -42,8 +42,8 @@ struct BranchesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Branches);
 
-/// The mean over ranks of what each rank's own backward gives, by one process that plays all of them. Undefined where
-/// no rank has a gradient. [param]
+/// Returns the mean over ranks of each rank's gradients, computed by one process. The gradient is undefined if no rank
+/// has one. [param]
 template <class LossOfRank>
 std::vector<torch::Tensor> expected_gradients(torch::nn::Module& model, int ranks, const LossOfRank& loss_of_rank) {
   torch::Tensor loss = torch::zeros({}, torch::kDouble);
@@ -75,7 +75,7 @@ inline void forget_gradients(torch::nn::Module& model) {
   for (auto& parameter : model.parameters()) parameter.mutable_grad().reset();
 }
 
-/// The ways to keep gradients.
+/// All options that change where gradients are stored.
 inline const std::vector<DistributedDataParallelOptions> kMemories = {
     {}, {.arena = false}, {.gradient_as_bucket_view = true}, {.gradient_as_bucket_view = true, .arena = false}};
 

@@ -1,4 +1,4 @@
-// The shm backend as c10d's own programs use it.
+// The shm backend in programs that use c10d directly.
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -17,13 +17,13 @@ using ddpkit::ReduceOp;
 namespace {
 
 torch::Tensor sparse_part(int rank, int ranks) {
-  // Rank r has r entries, of which some are of other ranks too.
+  // Rank r has r entries; ranks share some of them.
   torch::manual_seed(static_cast<std::uint64_t>(rank));
   const torch::Tensor indices = torch::randint(0, 5, {2, rank}, at::kLong);
   return torch::sparse_coo_tensor(indices, torch::randint(-9, 9, {rank, 3}).to(at::kFloat), {5, 5 + ranks, 3});
 }
 
-/// Names of a profiler's events, with how often they began and the sizes that they were shown.
+/// An event of a profiler: its name, the number of its starts, and the sizes of its inputs.
 struct Event {
   int begun = 0, ended = 0;
   std::vector<std::int64_t> sizes;
@@ -132,7 +132,7 @@ RANK_TEST("callbacks and deleters may use the group", "[shm]", 2) {
   for (const bool turned : {false, true}) {
     const auto backend = group.backend();
     torch::Tensor tensor = torch::from_blob(memory, {2, 5}, [&freed, backend](void*) {
-      backend->getSequenceNumberForGroup();  // Takes the lock that guards the engine.
+      backend->getSequenceNumberForGroup();  // Locks the mutex that guards the engine.
       ++freed;
     });
     if (turned) tensor = tensor.t();

@@ -11,7 +11,7 @@ using ddpkit::ReduceOp;
 
 namespace {
 
-/// Rank r's part in a collective: reproducible anywhere, different on every rank.
+/// Returns rank r's input of a collective: reproducible, and different on every rank.
 torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype) {
   torch::manual_seed(static_cast<std::uint64_t>(1000 + rank));
   if (dtype == at::kBool) return torch::randint(0, 2, sizes, at::kByte).to(dtype);
@@ -151,13 +151,13 @@ RANK_TEST("many collectives may be under way at once", "[shm]", 2, 3) {
   std::vector<ddpkit::Work> works;
   const torch::Tensor symmetric = group.allocate({200, 20000}, at::kFloat);
   for (int i = 0; i < 200; ++i) {
-    // Small and large, private and symmetric, in turn.
+    // Alternates small and large tensors, in private and in symmetric memory.
     torch::Tensor tensor = i % 3 == 0 ? symmetric[i] : torch::empty({i % 3 == 1 ? 10 : 100000});
     tensor.fill_(static_cast<float>(i + group.rank()));
     tensors.push_back(tensor);
     works.push_back(group.all_reduce_async(tensor));
   }
-  // Waited for in another order than started.
+  // Waits in another order than the start order.
   for (std::size_t i = works.size(); i-- > 0;) works[i].wait();
   const float ranks = static_cast<float>(group.world_size());
   for (int i = 0; i < 200; ++i) {
@@ -244,7 +244,7 @@ TEST_CASE("means of large float16 values through gloo are finite", "[ranks][gloo
                               group.reduce_scatter(part, whole, ReduceOp::kAvg);
                               CHECK(is_large(part));
                               CHECK(is_large(whole));
-                              // A mean by reduce(), of other types too.
+                              // Tests the mean by reduce() too, also in other data types.
                               tensor = at::full({5}, group.rank(), at::kDouble);
                               group.reduce(tensor, 0, ReduceOp::kAvg);
                               if (group.rank() == 0)

@@ -20,7 +20,7 @@ namespace comm_hooks = ddpkit::comm_hooks;
 
 namespace {
 
-/// Two heads, of which a forward uses one; of several buckets where caps are small.
+/// Two heads, of which a forward uses one. Small caps give several buckets.
 struct HeadsImpl : torch::nn::Module {
   HeadsImpl() {
     torch::manual_seed(3);
@@ -45,11 +45,11 @@ torch::Tensor flat_gradients(const torch::nn::Module& module) {
 struct Setting {
   DistributedDataParallelOptions options = {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001};
   CommHook hook = nullptr;
-  bool accumulate = false;   ///< Under no_sync first.
+  bool accumulate = false;   ///< Accumulates under no_sync first.
   bool other_heads = false;  ///< Rank r uses head r % 2.
 };
 
-/// The gradients after each of several steps. [step][element]
+/// Returns the gradients after each step. [step][element]
 torch::Tensor gradients_of(const ProcessGroup& group, const Setting& setting) {
   const auto model = std::make_shared<HeadsImpl>();
   if (!setting.other_heads) model->heads->ptr<torch::nn::LinearImpl>(1)->weight.requires_grad_(false);
@@ -74,7 +74,7 @@ torch::Tensor gradients_of(const ProcessGroup& group, const Setting& setting) {
   return torch::stack(steps);
 }
 
-/// In every combination of what hooks must go along with.
+/// Runs `action` with every combination of options that hooks must support.
 template <class Action>
 void for_each_setting(const Action& action) {
   for (const bool view : {false, true}) {
@@ -92,7 +92,7 @@ void for_each_setting(const Action& action) {
   }
 }
 
-/// One Linear(40, 30), and a different gradient on each rank: what `hook` makes of it, and what each rank had. [rank]
+/// Returns the gradients of a Linear(40, 30) after `hook`, and each rank's gradients before `hook`. [rank]
 std::pair<torch::Tensor, torch::Tensor> reduced_and_own(const ProcessGroup& group, const CommHook& hook,
                                                         torch::ScalarType dtype = torch::kFloat) {
   torch::nn::Linear model(40, 30);
@@ -115,7 +115,7 @@ double relative_distance(const torch::Tensor& a, const torch::Tensor& b) {
   return ((a - b).norm() / b.norm()).item<double>();
 }
 
-/// As Python's hook: round, divide in the half type, sum in float32 and round, cast back.
+/// Computes what Python's hook does: round, divide in the half type, sum in float32, round, cast back.
 torch::Tensor half_mean(const torch::Tensor& own, torch::ScalarType half) {
   return own.to(half).div(own.size(0)).to(torch::kFloat).sum(0).to(half).to(own.scalar_type());
 }
@@ -182,7 +182,7 @@ RANK_TEST("complex and half gradients through the half hooks", "[comm_hooks]", 2
       a = register_parameter("a", torch::ones({3}, torch::kComplexDouble));
       b = register_parameter("b", torch::ones({2, 3}, torch::kHalf));
     }
-    /// Another factor for each element.
+    /// Each element has another factor.
     static torch::Tensor of_a() { return torch::tensor({1.0, -2.0, 4.0}, torch::kDouble); }
     static torch::Tensor of_b() { return torch::tensor({{1.0, 2.0, 3.0}, {-4.0, 5.0, 6.0}}, torch::kDouble); }
     torch::Tensor forward(double x) {
@@ -217,7 +217,7 @@ RANK_TEST("a hook of the user's own: shown every bucket in order, and may finish
       CHECK(bucket.gradients.size() == bucket.parameters.size());
       for (std::size_t i = 0; i < bucket.gradients.size(); ++i)
         CHECK(bucket.gradients[i].sizes() == bucket.parameters[i].sizes());
-      // Twice as much, in another type, and reduced when backward ends.
+      // Doubles in another data type when backward ends.
       return {.finish = [&group, doubled = bucket.buffer.to(torch::kDouble).mul(2)] {
         group.all_reduce(doubled, ddpkit::ReduceOp::kAvg);
         return doubled;
@@ -228,7 +228,7 @@ RANK_TEST("a hook of the user's own: shown every bucket in order, and may finish
     CHECK(last > 0);
     for (std::size_t i = 0; i < order.size(); ++i)
       CHECK(order[i] == (i == 0 || order[i - 1] == last ? 0 : order[i - 1] + 1));
-    // The first step's gradients; later ones come from other weights.
+    // Compares only the first step: later gradients come from other weights.
     CHECK(torch::allclose(with[0], 2 * without[0], 1e-5, 1e-6));
     check_same_bits_on_all_ranks(group, with);
   });
@@ -253,7 +253,7 @@ RANK_TEST("the hook can be taken away again", "[comm_hooks]", 2) {
 }
 
 RANK_TEST("a hook that throws is an error that names the bucket, here and on the others", "[comm_hooks]", 2, 3) {
-  // In the hook itself, and in what it leaves to the end.
+  // Once in the hook, once in its `finish` function.
   for (const int where : {0, 1}) {
     const ProcessGroup own = ddpkit::testing::another_group(group, "throws-" + std::to_string(where));
     const auto model = std::make_shared<HeadsImpl>();

@@ -1,4 +1,4 @@
-// Comparisons of tensors, of all parameters or gradients of a model at once, and of ranks.
+// Comparisons of tensors, of a model's parameters or gradients, and between ranks.
 #pragma once
 
 #include <torch/torch.h>
@@ -12,7 +12,7 @@
 
 namespace ddpkit::testing {
 
-/// Each parameter once, a tied one too.
+/// Returns each parameter once, also if it is tied.
 inline std::vector<torch::Tensor> unique_parameters(const torch::nn::Module& module) {
   std::vector<torch::Tensor> parameters;
   for (const auto& parameter : module.parameters()) {
@@ -37,7 +37,7 @@ inline torch::Tensor flat_gradients(const torch::nn::Module& module) {
   return flat(gradients);
 }
 
-/// Between two elements; 0 where there are none.
+/// Returns the largest difference of two elements; 0 for empty tensors.
 inline double largest_difference(const torch::Tensor& a, const torch::Tensor& b) {
   REQUIRE(a.sizes() == b.sizes());
   return a.numel() == 0 ? 0 : (a - b).abs().max().item<double>();
@@ -48,7 +48,7 @@ inline void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch:
   for (int r = 1; r < group.world_size(); ++r) CHECK(torch::equal(all[r], all[0]));
 }
 
-/// Of its parameters and buffers.
+/// Checks that parameters and buffers are equal bit for bit on all ranks.
 inline void check_same_bits_on_all_ranks(const ProcessGroup& group, const torch::nn::Module& module) {
   for (const auto& parameter : module.parameters()) check_same_bits_on_all_ranks(group, parameter.detach());
   for (const auto& buffer : module.buffers()) check_same_bits_on_all_ranks(group, buffer);

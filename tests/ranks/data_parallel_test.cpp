@@ -1,4 +1,4 @@
-// DataParallel beside DistributedDataParallel; tests/unit/data_parallel_*_test.cpp have what needs none.
+// DataParallel together with DistributedDataParallel. tests/unit/data_parallel_*_test.cpp test DataParallel alone.
 #include <torch/torch.h>
 
 #include <ddpkit/parallel/data_parallel.h>

@@ -1,4 +1,4 @@
-// What the ranks have agreed on when the model was wrapped: memory formats, types, requires_grad, ties, options.
+// What the ranks agree on when the model is wrapped: memory formats, types, requires_grad, ties, options.
 #include <torch/torch.h>
 
 #include <functional>
@@ -23,7 +23,7 @@ using ddpkit::testing::flat_gradients;
 
 namespace {
 
-/// `large` is allocated in the arena, `small` is not.
+/// The arena allocates `large`, but not `small`.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     torch::manual_seed(1);
@@ -36,7 +36,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// Values stay; the order in memory changes.
+/// Changes the order in memory; values stay.
 void change_strides(Net& net) {
   net->small->weight.set_data(net->small->weight.detach().contiguous(torch::MemoryFormat::ChannelsLast));
   net->large->weight.set_data(net->large->weight.detach().t().contiguous().t());
@@ -47,7 +47,7 @@ torch::Tensor batch_of(const ProcessGroup& group, int step) {
   return torch::randn({6, 4, 4, 4});
 }
 
-/// The rank that goes another way than the others.
+/// Returns whether this rank differs from the others.
 bool is_odd(const ProcessGroup& group) { return group.rank() == group.world_size() - 1; }
 
 std::string failure_of(const std::function<void()>& action) {
@@ -154,7 +154,7 @@ RANK_TEST("a layer frozen after wrapping is unused, or else named", "[ddp]", 2) 
     alone(group.all_gather(x).flatten(0, 1)).pow(2).mean().backward();
     CHECK(!net->small->weight.grad().defined());
     CHECK(torch::allclose(net->large->weight.grad(), alone->large->weight.grad(), 1e-5, 1e-6));
-    // And back.
+    // Changes back.
     for (auto& model : {net.ptr(), alone.ptr()}) {
       for (auto& parameter : model->small->parameters()) parameter.requires_grad_(true);
       model->zero_grad();
@@ -178,7 +178,7 @@ RANK_TEST("a parameter that is frozen in the first backward of a static graph is
                  ContainsSubstring("but none in the first backward"));
 }
 
-// As adversarial training freezes the discriminator while the generator learns.
+// Adversarial training freezes the discriminator like this while the generator learns.
 RANK_TEST("a model may be frozen as a whole between its steps", "[ddp]", 2) {
   Net net, alone;
   DistributedDataParallel ddp(net, group);

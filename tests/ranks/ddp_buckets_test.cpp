@@ -1,4 +1,4 @@
-// Which gradients are in which bucket of DistributedDataParallel: at first, and rebuilt as they arrive.
+// Which gradients are in which bucket of DistributedDataParallel: initially, and after the rebuild by arrival order.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -24,7 +24,7 @@ RANK_TEST("bucket_cap_mb and first_bucket_cap_mb: what is in which bucket", "[dd
     return parameters;
   };
   using Sizes = std::vector<std::size_t>;
-  // Three layers of a weight of 12,800 and a bias of 320 bytes, of which the last bias comes first.
+  // Each of the three layers has a weight of 12,800 bytes and a bias of 320 bytes. The last bias is the first.
   CHECK(sizes({}) == Sizes{6});
   CHECK(sizes({.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01}) == Sizes{2, 2, 2});
   CHECK(sizes({.bucket_cap_mb = 25, .first_bucket_cap_mb = 0.01}) == Sizes{2, 4});
@@ -33,7 +33,7 @@ RANK_TEST("bucket_cap_mb and first_bucket_cap_mb: what is in which bucket", "[dd
 
 namespace {
 
-/// Registered in the order in which they are used last to first, against what bucket plans expect.
+/// Registers parameters in the reverse of the order that bucket plans expect.
 struct BackwardsImpl : torch::nn::Module {
   BackwardsImpl() {
     torch::manual_seed(3);
@@ -49,7 +49,7 @@ struct BackwardsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Backwards);
 
-/// Two layers beside each other. The gradient of the layer that forward uses last comes first.
+/// Two parallel layers. The gradient of the layer that forward uses last arrives first.
 struct EitherOrderImpl : torch::nn::Module {
   EitherOrderImpl() {
     torch::manual_seed(4);
@@ -76,14 +76,14 @@ RANK_TEST("buckets are rebuilt once, in the order gradients arrive", "[ddp][opti
     DistributedDataParallel ddp(model, group, options);
     const auto before = ddp.reducer().buckets();
     for (std::int64_t step = 0; step < 3; ++step) {
-      if (step != 1) forget_gradients(*model), forget_gradients(*reference);  // Kept over the rebuild once.
+      if (step != 1) forget_gradients(*model), forget_gradients(*reference);  // Once kept over the rebuild.
       const auto expected = expected_gradients(*reference, group.world_size(),
                                                [&](int r) { return reference(input(step, r)).pow(2).mean(); });
       ddp(input(step, group.rank())).pow(2).mean().backward();
       check_gradients(*model, expected, group);
       CHECK(ddp.stats().rebuilds == 1);
       const auto stats = ddp.stats();
-      // The plan from registration order has the first gradients' bucket last, so that all wait for the end.
+      // The initial plan puts the first gradients into the last bucket, so all buckets wait for the last gradient.
       CHECK((stats.buckets.at(0).started_us < stats.last_gradient_us) == (step > 0));
     }
     CHECK(ddp.reducer().buckets() != before);
@@ -108,7 +108,7 @@ RANK_TEST("ranks whose gradients come in different orders have the buckets of ra
     CHECK(ddp.stats().rebuilds == 1);
     const auto buckets = ddp.reducer().buckets();
     REQUIRE(buckets.size() == 2);
-    // Of rank 0: "a", parameters 0 and 1, comes first.
+    // Rank 0's order: "a", parameters 0 and 1, is first.
     for (const std::size_t index : buckets[0]) CHECK(index < 2);
   }
 }

@@ -1,4 +1,4 @@
-// One rank's backward fails, or its loop is out of step: nobody hangs, and everybody is told where.
+// One rank's backward fails, or its loop is out of step: no rank hangs, and every rank's error names the place.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -14,7 +14,7 @@ using ddpkit::ProcessGroup;
 
 namespace {
 
-/// Two tables; the first one's gradient is sparse where forward is told so.
+/// Two tables. The first table's gradient is sparse if forward's argument requests that.
 struct TablesImpl : torch::nn::Module {
   TablesImpl() {
     torch::manual_seed(1);
@@ -28,7 +28,7 @@ struct TablesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Tables);
 
-/// Hands on what it is given; backward through it fails.
+/// Returns its input in forward; throws in backward.
 struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
   static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -37,7 +37,7 @@ struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
   }
 };
 
-/// Two factors, one after the other.
+/// Two factors in sequence.
 struct FactorsImpl : torch::nn::Module {
   FactorsImpl() {
     first = register_parameter("first", torch::full({2}, 2.0));
@@ -52,7 +52,7 @@ struct FactorsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Factors);
 
-/// The message of what `action` throws, which comes long before any timeout.
+/// Returns the message of the exception that `action` throws. The exception must come long before any timeout.
 template <class Expected, class Action>
 std::string failure_of(const Action& action) {
   const auto begin = std::chrono::steady_clock::now();
@@ -131,7 +131,8 @@ RANK_TEST("a backward that fails elsewhere, on all ranks, leaves nothing behind 
       const double own = 1.0 + group.rank(), mean = (1.0 + group.world_size()) / 2;
       const auto x = torch::full({2}, own);
       for (int step = 0; step < 4; ++step) {
-        // The last factor's gradient has come by the time it fails; afterwards the other one's comes first.
+        // The last factor's gradient arrives before its backward fails; afterwards the other factor's gradient arrives
+        // first.
         const bool second_comes_last = step % 2 == 0;
         CHECK_THROWS_WITH(ddp(x, second_comes_last, true).sum().backward(), ContainsSubstring("a node that fails"));
         model->zero_grad();

@@ -1,5 +1,5 @@
-// Where the gradients of DistributedDataParallel are, whose they are, and how long: as tensors of their own, as views
-// of buckets, and in the arena.
+// Where DistributedDataParallel stores gradients, and who owns them for how long: separate tensors, views of buckets,
+// and the arena.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -61,14 +61,14 @@ RANK_TEST("without gradient_as_bucket_view each gradient is a tensor of its own"
   }
   make_optimizer("sgd", unique_parameters(*model))->zero_grad(true);
   backward(1);
-  // What somebody has kept of an earlier step stays as it was.
+  // Gradients that a caller kept from an earlier step do not change.
   for (std::size_t i = 0; i < held.size(); ++i) CHECK(torch::equal(held[i], values[i]));
 }
 
 namespace {
 
-/// The same tensor becomes the gradient of `offset` and goes on to where the
-/// gradient of `weight` is made of it.
+/// Autograd passes the same tensor to `offset` as its gradient and to the function that computes the gradient of
+/// `weight`.
 struct HandsOnImpl : torch::nn::Module {
   HandsOnImpl() {
     weight = register_parameter("weight", torch::linspace(0.1, 1, 1024, torch::kDouble));
@@ -89,11 +89,11 @@ RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2,
   for (const bool arena : {true, false}) {
     for (const bool as_view : {true, false}) {
       const auto model = std::make_shared<HandsOnImpl>();
-      // Each parameter has a bucket of its own, that of `offset` being first.
+      // Each parameter has a separate bucket; the bucket of `offset` is first.
       DistributedDataParallel ddp(
           model, group,
           {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .gradient_as_bucket_view = as_view, .arena = arena});
-      model->between = [&group] { group.barrier(); };  // By the end of it the first bucket has been reduced.
+      model->between = [&group] { group.barrier(); };  // The first bucket has been reduced when it returns.
       const auto x = [](int rank) { return torch::full({1, 1024}, 1.0 + rank, torch::kDouble); };
       torch::Tensor of_weight = torch::zeros(1024, torch::kDouble), of_offset = of_weight.clone();
       for (int r = 0; r < group.world_size(); ++r) {
@@ -115,8 +115,7 @@ RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2,
 
 namespace {
 
-/// Weights under two names, or used in two places: the products' gradients are
-/// added up before they come to it.
+/// Weights under two names, or used in two places. Autograd adds the products' gradients before it accumulates them.
 struct TwiceImpl : torch::nn::Module {
   TwiceImpl() {
     weight = register_parameter("weight", torch::randn({64, 64}) / 8);
@@ -128,8 +127,7 @@ struct TwiceImpl : torch::nn::Module {
   torch::nn::Linear into{nullptr};
 };
 
-/// Blocks that a backward takes of the arena beyond those that it takes without
-/// reducing anything.
+/// Returns the number of arena blocks that a backward takes, minus those of a backward that reduces nothing.
 template <class M>
 std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGroup& group, const torch::Tensor& x,
                                 bool accumulates) {
@@ -146,7 +144,7 @@ std::uint64_t blocks_for_copies(const std::shared_ptr<M>& model, const ProcessGr
     }
     return ddp.reducer().arena().value().allocations - before;
   };
-  blocks_taken(true);  // The first one makes a new plan of buckets.
+  blocks_taken(true);  // The first backward makes a new plan of buckets.
   const auto with = blocks_taken(true);
   return with - blocks_taken(false);
 }
@@ -174,7 +172,7 @@ std::shared_ptr<torch::nn::LinearImpl> linear_model() {
   return std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1024, 8).bias(false));
 }
 
-/// What `backward_of` gives for a factor of 1: each element differs.
+/// Returns the gradients that `backward_of` gives for a factor of 1; all elements differ.
 torch::Tensor unit_gradient() {
   return torch::outer(torch::arange(1, 9).to(torch::kFloat), torch::linspace(0.5, 1, 1024));
 }
@@ -204,7 +202,7 @@ RANK_TEST("ranks let go of a wrapped model at different times", "[ddp]", 2, 3) {
   check_average(*second, group);
   second.reset();
   second_model->zero_grad();
-  // All have let go of both: there may be an arena again.
+  // All ranks have released both models, so a new arena is possible.
   Wrapped third(second_model, group);
   CHECK(third.reducer().arena());
   check_average(third, group);
@@ -216,7 +214,7 @@ RANK_TEST("a gradient from an arena that another rank no longer maps", "[ddp]", 
   auto first = std::make_unique<Wrapped>(model, group);
   check_average(*first, group);
   first.reset();
-  if (group.rank() == 1) model->zero_grad();  // Rank 0's stays in the first arena, and is added to.
+  if (group.rank() == 1) model->zero_grad();  // Rank 0's gradient stays in the first arena and accumulates.
   Wrapped second(model, group, {.arena = false});
   backward_of(second, 1);
   CHECK(largest_difference(model->weight.grad(), unit_gradient() * (1.0 + 1.5 / 2)) < 1e-5);
@@ -234,7 +232,7 @@ RANK_TEST("the arena: gradients are reduced where autograd makes them", "[ddp][o
     CHECK(stats.peak >= stats.in_use);
     CHECK(stats.reserved <= stats.capacity);
     CHECK(stats.allocations > 0);
-    // In a steady state nothing more is taken from the system.
+    // In the steady state, no step takes more memory from the system.
     for (std::int64_t step = 1; step < 20; ++step) {
       forget_gradients(*model);
       ddp(input(step, group.rank()), "lr").sum().backward();
@@ -251,7 +249,7 @@ RANK_TEST("gradients that lie otherwise on one rank are averaged element by elem
   Branches model, reference;
   DistributedDataParallel ddp(model, group);
   REQUIRE(ddp.reducer().arena());
-  // Autograd adds to the gradient where it lies.
+  // Autograd accumulates in place.
   if (group.rank() == 1) {
     for (const auto& layer : {model->trunk, model->left, model->right})
       layer->weight.mutable_grad() = torch::empty_strided({kWidth, kWidth}, {1, kWidth}, torch::kDouble).zero_();
@@ -268,7 +266,7 @@ RANK_TEST("the arena can be switched off, and a full one is only slower", "[ddp]
   DistributedDataParallel without(off, group, {.arena = false});
   CHECK_FALSE(without.reducer().arena());
   Branches model, reference;
-  // Room for the gradients alone: whatever else is allocated finds it full.
+  // The arena has room for the gradients only: all other allocations find it full.
   DistributedDataParallel ddp(model, group, {.arena_mb = 0.001});
   REQUIRE(ddp.reducer().arena());
   std::vector<torch::Tensor> hoard;

@@ -1,5 +1,5 @@
-// Gradients of all kinds against one process that plays all ranks: sparse, complex, of half types, of several forwards,
-// and of gradients.
+// Gradients of all kinds (sparse, complex, half types, of several forwards, and of gradients), compared with one
+// process that computes all ranks.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -92,7 +92,7 @@ RANK_TEST("bfloat16 gradients are summed in float and rounded once", "[ddp][opti
 RANK_TEST("several forwards before one backward, and several losses", "[ddp][options]", 2, 3) {
   for (const bool unused : {false, true}) {
     Branches model, reference;
-    // Small buckets: one that only the first forward fills must not go without it.
+    // With small buckets: DDP must not reduce a bucket that only the first forward fills.
     DistributedDataParallel ddp(model, group,
                                 {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = unused});
     const auto both = [&](auto& net, int r) {
@@ -103,7 +103,7 @@ RANK_TEST("several forwards before one backward, and several losses", "[ddp][opt
     auto expected = expected_gradients(*reference, group.world_size(), [&](int r) { return both(reference, r); });
     both(ddp, group.rank()).backward();
     check_gradients(*model, expected, group);
-    // A second loss, whose gradient is added.
+    // Accumulates the gradient of a second loss.
     expected = expected_gradients(*reference, group.world_size(),
                                   [&](int r) { return reference(input(2, r), "lr").exp().mean(); });
     ddp(input(2, group.rank()), "lr").exp().mean().backward();
@@ -131,5 +131,5 @@ RANK_TEST("backward(create_graph=true) is refused with the way to do it", "[ddp]
   DistributedDataParallel ddp(model, group);
   const torch::Tensor loss = ddp(input(0, group.rank()), "lr").sum();
   CHECK_THROWS_WITH(loss.backward({}, c10::nullopt, /*create_graph=*/true), ContainsSubstring("torch::autograd::grad"));
-  model->zero_grad();  // Else the gradients that were made before it threw hold their graph, and it holds them.
+  model->zero_grad();  // Otherwise the gradients made before the exception and their graph hold each other.
 }

@@ -1,5 +1,5 @@
-// The model that DistributedDataParallel wraps: its names, types and buffers, what is loaded into it afterwards, and
-// what is refused.
+// The model that DistributedDataParallel wraps: names, types and buffers, later loads into it, and models that DDP
+// refuses.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -53,7 +53,7 @@ RANK_TEST("several types in one model", "[ddp]", 2, 3) {
       c = register_parameter("c", torch::ones({3}, torch::kBFloat16));
       d = register_parameter("d", torch::ones({3}, torch::kComplexDouble));
     }
-    /// Another factor for each element, and small ones: their means over ranks are exact in every type.
+    /// Each element has another small factor: the means over ranks are exact in every type.
     static torch::Tensor factors() { return torch::tensor({1.0, 2.0, 3.0}, torch::kDouble); }
     torch::Tensor forward(double x) {
       const torch::Tensor by = factors() * x;
@@ -82,13 +82,13 @@ RANK_TEST("broadcast_buffers: a training forward starts from rank 0's buffers, o
     };
     for (int step = 0; step < 3; ++step) {
       ddp(batch(step, group.rank())).sum().backward();
-      // Forward updates them after the broadcast: the last update is the rank's own.
+      // Forward updates buffers after the broadcast, so the last update is this rank's.
       reference(batch(step, broadcasts && step < 2 ? 0 : group.rank()));
     }
     CHECK(torch::equal(norm->running_mean, reference->running_mean));
     CHECK(torch::equal(norm->running_var, reference->running_var));
     CHECK(norm->num_batches_tracked.item<std::int64_t>() == 3);
-    // Neither while gradients only accumulate, nor in evaluation.
+    // DDP broadcasts no buffers while gradients accumulate, and none in evaluation.
     const torch::Tensor own = norm->running_mean.clone();
     norm->eval();
     ddp(batch(3, group.rank()));
@@ -134,7 +134,7 @@ RANK_TEST("weights loaded after wrapping are trained together", "[ddp]", 2) {
   ddpkit::DistributedDataParallel ddp(model, group);
   const std::string path = (folder.path() / "weights.pt").string();
   torch::save(model, path);
-  torch::load(model, path);  // Gives every parameter a new gradient accumulator, without our hook.
+  torch::load(model, path);  // Each parameter gets a new gradient accumulator, without DDP's hook.
   torch::manual_seed(static_cast<std::uint64_t>(10 + group.rank()));
   const auto input = torch::randn({4, 6});
   ddp(input).pow(2).mean().backward();
@@ -231,7 +231,7 @@ RANK_TEST("batch norm: several forwards before one backward", "[ddp]", 1, 2, 3) 
         torch::Tensor loss = torch::zeros({}, torch::kDouble);
         for (int part = 0; part < 3; ++part) {
           norms.learn();
-          // Between training forwards; of no use for the loss.
+          // Runs between training forwards and does not affect the loss.
           if (evaluates && part == 2) {
             norms.eval();
             (void)forward(batch(90 + step, rank));
@@ -241,7 +241,7 @@ RANK_TEST("batch norm: several forwards before one backward", "[ddp]", 1, 2, 3) 
         }
         return loss;
       };
-      // The ranks play in turn, from rank 0's buffers before each forward: it takes its part first.
+      // One process computes all ranks, rank 0 first: each forward starts from rank 0's buffers before that forward.
       std::vector<std::vector<torch::Tensor>> of_rank_0;  // Before each forward of rank 0. [forward][buffer]
       torch::Tensor expected = torch::zeros({4}, torch::kDouble);
       for (int r = 0; r < group.world_size(); ++r) {
@@ -276,7 +276,7 @@ RANK_TEST("batch norm: several forwards before one backward", "[ddp]", 1, 2, 3) 
 }
 
 RANK_TEST("a buffer that forward reads, and another forward overwrites, is an error of autograd", "[ddp]", 2) {
-  // Each rank's forward writes its own values, reads them, and backward reads them again.
+  // Each rank's forward writes and reads a buffer; backward reads the buffer again.
   struct Scaled : torch::nn::Module {
     Scaled() {
       weight = register_parameter("weight", torch::ones({2}));
@@ -301,7 +301,7 @@ RANK_TEST("a buffer that forward reads, and another forward overwrites, is an er
   } else {
     CHECK_THROWS_WITH(torch::autograd::grad({first.sum()}, {model->weight}), ContainsSubstring("inplace operation"));
   }
-  // Equal values are not written.
+  // DDP does not write equal values.
   const torch::Tensor third = ddp(0.0);
   (second + third).sum().backward();
   CHECK(torch::equal(model->weight.grad(), torch::full({2}, 4.0)));

@@ -1,5 +1,5 @@
-// A backward within a backward, as reentrant checkpointing has it: parts of the model are run anew in backward, by a
-// backward of their own.
+// A backward within a backward (reentrant activation checkpointing): backward recomputes parts of the model and runs a
+// nested backward.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ namespace {
 
 using Part = Checkpoint::Block;
 
-/// Layers one after the other, of which those that are told are run anew in backward.
+/// Layers in sequence. Backward recomputes the selected layers.
 struct ChainImpl : torch::nn::Module {
   explicit ChainImpl(std::vector<bool> checkpointed) : checkpointed(std::move(checkpointed)) {
     torch::manual_seed(3);
@@ -48,18 +48,18 @@ struct ChainImpl : torch::nn::Module {
     return x;
   }
   std::vector<bool> checkpointed;
-  bool uses_all = false;  ///< The parameter `unused`, too.
-  bool fails = false;     ///< The first layer, where backward runs it anew.
+  bool uses_all = false;  ///< Uses the parameter `unused` too.
+  bool fails = false;     ///< The first layer throws when backward recomputes it.
   torch::nn::ModuleList layers;
   torch::Tensor unused;
 };
 TORCH_MODULE(Chain);
 
-// Backward begins with the last layer.
+// Backward starts with the last layer.
 const std::vector<std::vector<bool>> kCheckpointed = {{false, false, true}, {false, true, true},  {true, true, true},
                                                       {true, false, true},  {true, false, false}, {false, true, false}};
 
-/// A checkpoint has a backward only where its input has one.
+/// A checkpoint has a backward only if its input requires a gradient.
 torch::Tensor wanted_input(std::int64_t step, int rank) { return input(step, rank).requires_grad_(); }
 
 void check_steps(const ddpkit::ProcessGroup& group, const std::vector<bool>& checkpointed, bool has_unused,
@@ -161,7 +161,7 @@ RANK_TEST("a backward with others within it that fails leaves nothing behind", "
 
 namespace {
 
-/// A block that is used several times, as a whole or only its weight outside of a checkpoint, and a layer after it.
+/// A block that is used several times, as a whole or only its weight outside of a checkpoint, and a later layer.
 struct SharedImpl : torch::nn::Module {
   SharedImpl() {
     torch::manual_seed(8);
@@ -259,7 +259,7 @@ struct Hidden {
   torch::Tensor value;
 };
 
-/// Nobody can find the tensors of its output.
+/// DDP cannot find the tensors of its output.
 struct OpaqueImpl : ChainImpl {
   using ChainImpl::ChainImpl;
   Hidden forward(const torch::Tensor& x) { return {ChainImpl::forward(x)}; }
@@ -316,7 +316,7 @@ RANK_TEST("a backward that threw can be repeated without another forward", "[ddp
       if (fails) throw std::runtime_error("a hook that fails");
     });
     const torch::Tensor loss = ddp(scaled).pow(2).mean();
-    // All of the model's gradients have come by then.
+    // By then, all of the model's gradients have arrived.
     CHECK_THROWS_WITH(loss.backward({}, /*retain_graph=*/true), ContainsSubstring("a hook that fails"));
     fails = false;
     forget_gradients(*model);

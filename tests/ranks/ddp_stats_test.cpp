@@ -1,4 +1,4 @@
-// What DistributedDataParallel tells of itself.
+// The statistics of DistributedDataParallel.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -36,7 +36,7 @@ RANK_TEST("stats: steps, bytes, and each bucket's times in their order", "[ddp][
   for (int step = 0; step < 3; ++step) backward(ddp);
   {
     const auto guard = ddp.no_sync();
-    backward(ddp);  // No step of its own.
+    backward(ddp);  // Not a separate step.
   }
   const auto stats = ddp.stats();
   CHECK(stats.steps == 3);
@@ -78,7 +78,7 @@ RANK_TEST("stats: a bucket that is over within backward is seen to be", "[ddp][s
   auto model = deep_model();
   DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.3, .first_bucket_cap_mb = 0.3});
   backward(ddp);
-  // Every rank pauses within backward, and passes by again in between, so that the first bucket must be over.
+  // Every rank pauses within backward and calls a barrier in between, so the first bucket must have finished.
   for (std::size_t layer = 0; layer < 5; ++layer) {
     model->ptr(layer)->as<torch::nn::Linear>()->weight.register_hook(
         [&](const at::Tensor&) { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
@@ -98,7 +98,7 @@ RANK_TEST("stats: what hooks send", "[ddp][stats][comm_hooks]", 2, 3) {
     return ddp.stats().sent_bytes - before;
   };
   namespace comm_hooks = ddpkit::comm_hooks;
-  // Gradients start on lines of 64 bytes in a bucket's buffer: 12 of 1,200 or 360,000 bytes.
+  // Each gradient starts at a multiple of 64 bytes in a bucket's buffer: 12 gradients of 1,200 or 360,000 bytes.
   const std::size_t flat = 6 * (1216 + 360000);
   CHECK(sent_by(comm_hooks::all_reduce(group)) == flat);
   CHECK(sent_by(comm_hooks::fp16_compress(group)) == flat / 2);

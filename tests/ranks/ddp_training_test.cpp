@@ -1,4 +1,4 @@
-// Training with DistributedDataParallel against one process on the joined batch.
+// Compares training with DistributedDataParallel with one process on the joined batch.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -24,19 +24,18 @@ RANK_TEST("20 steps give the weights of one process on the joined batch", "[ddp]
       auto reference = many_kinds(0);
       train_alone(*reference, name, 20);
 
-      // Other weights on every rank but the first: construction must give them
-      // rank 0's.
+      // The weights differ between ranks: the constructor must broadcast rank 0's.
       auto model = many_kinds(static_cast<std::uint64_t>(group.rank()));
       const torch::Tensor before = flat_parameters(*many_kinds(0));
       DistributedDataParallel ddp(model, group, {.bucket_cap_mb = bucket_mb, .first_bucket_cap_mb = bucket_mb});
       CHECK(torch::equal(flat_parameters(*model), before));
       std::size_t in_buckets = 0;
       for (const auto& bucket : ddp.reducer().buckets()) in_buckets += bucket.size();
-      CHECK(in_buckets == unique_parameters(*model).size());  // A tied one once.
+      CHECK(in_buckets == unique_parameters(*model).size());  // A tied parameter counts once.
       auto optimizer = make_optimizer(name, unique_parameters(*model));
       for (int step = 0; step < 20; ++step) {
         const Batch batch = joined_batch(step).part(group.rank(), group.world_size());
-        // Both kinds, in turn.
+        // Alternates both ways.
         optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
         loss_of(ddp(batch.data), batch).backward();
         optimizer->step();

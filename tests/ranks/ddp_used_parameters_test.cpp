@@ -1,4 +1,4 @@
-// Which parameters a backward uses: found out in each step, promised to stay, told to be ignored, or told by outputs
+// Which parameters a backward uses: found in each step, fixed by static_graph, ignored by name, or found from outputs
 // of any type.
 #include <torch/torch.h>
 
@@ -26,7 +26,8 @@ using ddpkit::ProcessGroup;
 
 namespace {
 
-/// Which branches rank `rank` takes in step `step`: none has a gradient everywhere, and in step 2 nobody takes "right".
+/// Returns the branches that rank `rank` uses in step `step`. No branch has a gradient on all ranks, and no rank uses
+/// "right" in step 2.
 std::string branches_of(std::int64_t step, int rank) {
   if (step == 2) return "l";
   return (step + rank) % 2 == 0 ? "l" : "r";
@@ -58,7 +59,7 @@ RANK_TEST("a gradient that no rank has used stays as it was", "[ddp][options]", 
     Branches model;
     DistributedDataParallel ddp(model, group, {.find_unused_parameters = true, .arena = arena});
     ddp(input(0, group.rank()), "lr").sum().backward();
-    // Different on each rank, so that a mean would show.
+    // Differs per rank, so a mean would change the value.
     model->right->weight.mutable_grad().add_(group.rank());
     const torch::Tensor before = model->right->weight.grad().clone();
     model->trunk->weight.mutable_grad().reset();
@@ -96,7 +97,7 @@ RANK_TEST("unused parameters hold up no bucket when forward's outputs tell", "[d
   Branches model;
   DistributedDataParallel ddp(model, group,
                               {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});
-  // "right" comes first in bucket order, and is not used.
+  // "right" is first in bucket order, and unused.
   ddp(input(0, group.rank()), "l").sum().backward();
   const auto stats = ddp.stats();
   REQUIRE(stats.buckets.size() >= 3);
@@ -120,7 +121,7 @@ struct AsideImpl : torch::nn::Module {
     to(torch::kDouble);
   }
   torch::Tensor forward(const torch::Tensor& x) {
-    aside = side(x);  // First, so that its gradient comes last.
+    aside = side(x);  // Runs first, so its gradient arrives last.
     return main(x);
   }
   torch::nn::Linear main{nullptr}, side{nullptr};
@@ -145,7 +146,7 @@ RANK_TEST("static_graph: the first backward shows which parameters are used", "[
     Branches model, reference;
     DistributedDataParallel ddp(
         model, group, {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .static_graph = true, .arena = arena});
-    // Rank 0 takes the left branch, the others the right one, always.
+    // Rank 0 always uses the left branch, the other ranks the right branch.
     const auto branches = [](int rank) { return rank == 0 ? "l" : "r"; };
     for (std::int64_t step = 0; step < 3; ++step) {
       forget_gradients(*model);
@@ -154,7 +155,7 @@ RANK_TEST("static_graph: the first backward shows which parameters are used", "[
           *reference, group.world_size(), [&](int r) { return reference(input(step, r), branches(r)).pow(2).mean(); });
       ddp(input(step, group.rank()), branches(group.rank())).pow(2).mean().backward();
       check_gradients(*model, expected, group);
-      // Not before the end in the first one, within backward from then on.
+      // The first step reduces at the end of backward, later steps within backward.
       const auto stats = ddp.stats();
       CHECK((stats.buckets.at(0).started_us < stats.last_gradient_us) == (step > 0));
     }
@@ -179,7 +180,7 @@ RANK_TEST("parameters_to_ignore are neither broadcast nor averaged", "[ddp][opti
   Branches first(0);
   CHECK(torch::equal(model->right->weight, first->right->weight));
   ddp(input(0, group.rank()), "lr").pow(2).mean().backward();
-  // One process that plays all ranks, each with its own "left".
+  // One process computes all ranks, each with a separate "left".
   for (int r = 0; r < group.world_size(); ++r) {
     Branches of_rank(static_cast<std::uint64_t>(r));
     {
@@ -299,13 +300,13 @@ RANK_TEST("modules with any arguments and any return type", "[ddp][options]", 2,
       group, true, [](const auto& t) { return std::get<0>(t).sum() + std::get<1>(t).sum(); });
   check_outputs<std::vector<std::map<std::string, torch::Tensor>>>(
       group, true, [](const auto& v) { return v[0].at("boxes").sum() + v[1].at("scores").sum(); });
-  // Nobody can look into this one: what is unused shows when backward ends.
+  // DDP finds no tensors in this type: unused parameters are known only when backward ends.
   check_outputs<mine::Opaque>(group, false, [](const auto& o) { return o.hidden.sum(); });
 }
 
 namespace {
 
-/// Uses no parameter if `scale` is false. Then the output depends on the input alone, or is the input.
+/// Uses no parameter if `scale` is false. Then the output is the input or depends only on it.
 struct ScaleImpl : torch::nn::Module {
   ScaleImpl() { weight = register_parameter("weight", torch::full({kWidth}, 2.0, torch::kDouble)); }
   torch::Tensor forward(const torch::Tensor& x, bool scales, bool copies) {
@@ -327,7 +328,7 @@ RANK_TEST("a rank that uses no parameter gives zeros", "[ddp][options]", 2, 3) {
         DistributedDataParallel ddp(
             model, group, {.find_unused_parameters = !static_graph, .static_graph = static_graph, .arena = arena});
         for (std::int64_t step = 0; step < 4; ++step) {
-          // All ranks but one use it; in step 3 nobody does, unless the graph is static.
+          // All ranks but one use the parameter; no rank does in step 3, unless the graph is static.
           const auto uses = [&](int rank) {
             return static_graph ? rank != 0 : step != 3 && rank != step % group.world_size();
           };
@@ -366,7 +367,7 @@ RANK_TEST("a rank that uses no parameter is an error if the output's type hides 
     DistributedDataParallel ddp(
         std::make_shared<HiddenScaleImpl>(), own,
         {.find_unused_parameters = option == "find_unused_parameters", .static_graph = option == "static_graph"});
-    // Rank 1's first gradient comes in step 1, while the others wait for it in step 0.
+    // Rank 1's first gradient arrives in step 1, while the others wait for it in step 0.
     const auto train = [&] {
       for (std::int64_t step = 0; step < 2; ++step)
         ddp(input(step, own.rank()).requires_grad_(), (own.rank() == 1) == (step == 1)).value.sum().backward();
@@ -403,7 +404,7 @@ RANK_TEST("an output of an unknown type allows forward passes without a backward
 
 namespace {
 
-/// As a checkpoint does whose part detaches its input.
+/// Behaves like a checkpoint whose part detaches its input.
 struct NoGradient : torch::autograd::Function<NoGradient> {
   static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -446,7 +447,7 @@ RANK_TEST("a parameter whose gradient is undefined counts as unused", "[ddp][opt
         check_gradients(*model, expected, group);
       }
       if (static_graph) continue;
-      // Different on each rank, so that a mean would show.
+      // Differs per rank, so a mean would change the value.
       const torch::Tensor before = torch::full({kWidth}, group.rank(), torch::kDouble);
       model->first.mutable_grad() = before.clone();
       ddp(input(0, group.rank()), false).sum().backward();
@@ -481,7 +482,7 @@ RANK_TEST("what gives no gradient to any parameter is no backward of the wrapper
   const auto x = input(0, group.rank()).requires_grad_();
   const torch::Tensor none = ddp(x, false, true);
   CHECK(torch::equal(torch::autograd::grad({none.sum()}, {x})[0], torch::ones_like(x)));
-  // Frozen, as a discriminator is while its generator learns.
+  // Frozen, like a discriminator while the generator learns.
   model->weight.requires_grad_(false);
   ddp(x, true, false).sum().backward();
   CHECK(torch::equal(x.grad(), torch::full_like(x, 2)));

@@ -1,4 +1,4 @@
-// DDPKIT_DEBUG: what it prints, and on which rank.
+// The output of DDPKIT_DEBUG, and which rank prints it.
 #include <torch/torch.h>
 
 #include <limits>
@@ -15,7 +15,7 @@ using ddpkit::testing::stderr_of;
 
 namespace {
 
-/// Its first parameter comes last in backward, though not in the order of registration.
+/// Its first parameter's gradient arrives last in backward, against the order of registration.
 struct CrossedImpl : torch::nn::Module {
   CrossedImpl() {
     late = register_module("late", torch::nn::Linear(8, 8));
@@ -26,7 +26,7 @@ struct CrossedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Crossed);
 
-/// What three steps print; in step 1 rank `broken`'s gradient is not finite.
+/// Returns the output of three steps. In step 1, rank `broken`'s gradient is not finite.
 std::string printed_by_training(const ProcessGroup& group, int broken) {
   return stderr_of([&] {
     Crossed model;

@@ -1,11 +1,11 @@
-// A model of many layers of one size, whose gradients come one after the other.
+// A model of many layers of equal size, whose gradients arrive one after the other.
 #pragma once
 
 #include <torch/torch.h>
 
 namespace ddpkit::testing {
 
-/// Six of 300 by 300: 90,300 parameters each.
+/// Returns six layers of 300 by 300: 90,300 parameters each.
 inline torch::nn::Sequential deep_model() {
   torch::manual_seed(0);
   torch::nn::Sequential model;

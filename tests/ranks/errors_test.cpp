@@ -52,13 +52,13 @@ RANK_TEST("ranks that call different collectives all learn who called what", "[s
   });
   CHECK_THAT(error.what(), ContainsSubstring("rank 1 called broadcast of 10 float32 from rank 1"));
   CHECK_THAT(error.what(), ContainsSubstring("called all_reduce(sum) of 10 float32"));
-  // The group is over, and says so with the first cause.
+  // The group has failed; later calls report the first cause.
   CHECK(std::string(caught<CollectiveMismatch>([&] { group.barrier(); }).what()) == error.what());
 }
 
 namespace {
 
-/// A call in which one rank, the odd one, gives another argument than the others.
+/// A call in which one rank, the odd rank, passes another argument than the others.
 struct OddCall {
   std::string argument;
   std::function<void(const ProcessGroup& group, bool odd)> call;
@@ -72,7 +72,7 @@ std::vector<OddCall> odd_calls() {
   const auto ones = [](std::int64_t size, at::ScalarType dtype = at::kFloat) { return torch::ones({size}, dtype); };
   const auto op = [](bool odd) { return odd ? ReduceOp::kMax : ReduceOp::kSum; };
   const auto size = [](bool odd) { return odd ? 11 : 10; };
-  // As many bytes as float32.
+  // int32 has as many bytes as float32.
   const auto dtype = [](bool odd) { return odd ? at::kInt : at::kFloat; };
 
   add("broadcast's root", [=](const ProcessGroup& group, bool odd) { group.broadcast(ones(10), odd ? 1 : 0); });
@@ -103,7 +103,7 @@ std::vector<OddCall> odd_calls() {
   add("all_to_all's type", [=](const ProcessGroup& group, bool odd) {
     group.all_to_all(ones(group.world_size(), dtype(odd)), ones(group.world_size(), dtype(odd)));
   });
-  // Two rows for each rank; the odd one has three for, or from, the next rank.
+  // Two rows per rank. The odd rank has three rows to or from the next rank.
   const auto splits = [](const ProcessGroup& group, bool odd) {
     std::vector<std::int64_t> splits(static_cast<std::size_t>(group.world_size()), 2);
     if (odd) splits[static_cast<std::size_t>((group.rank() + 1) % group.world_size())] = 3;
@@ -117,7 +117,7 @@ std::vector<OddCall> odd_calls() {
     const std::int64_t rows = 2 * group.world_size();
     group.all_to_all(ones(rows + (odd ? 1 : 0)), ones(rows), splits(group, odd), {});
   });
-  // Tensors in symmetric memory, reduced by one call.
+  // One call reduces several tensors in symmetric memory.
   const auto reduce_pieces = [](const ProcessGroup& group, const std::vector<std::int64_t>& sizes) {
     const torch::Tensor memory = group.allocate({100}, at::kFloat);
     std::vector<at::Tensor> pieces;
@@ -145,7 +145,7 @@ RANK_TEST("one argument that differs on one rank is a mismatch on every rank", "
       const ProcessGroup inner = another_group(group, odd_call.argument + std::to_string(odd));
       const auto error = caught<CollectiveMismatch>([&] {
         odd_call.call(inner, group.rank() == odd);
-        // An all_to_all in which this rank's own pieces match, or a root's part, may have finished.
+        // An all_to_all may have finished if this rank's pieces match; so may a root's part.
         inner.barrier();
       });
       if (group.world_size() == 3 && odd_call.argument.find("splits") == std::string::npos)
@@ -219,7 +219,7 @@ RANK_TEST("a rank that gives up tells the others why", "[shm][errors]", 3) {
   } else {
     const auto error = caught<PeerLost>([&] { inner.barrier(); });
     CHECK(error.what() == std::string("rank 2 gave up: the loss is NaN"));
-    CHECK(error.context().rank == 2);  // Also where another rank has passed it on.
+    CHECK(error.context().rank == 2);  // Also if another rank forwarded the error.
   }
   group.barrier();
 }

@@ -38,7 +38,7 @@ RANK_TEST("an overflow on one rank skips the step on all", "[grad_scaler]", 1, 2
         auto weight = torch::zeros({70000}).requires_grad_(true);
         const auto optimizer = make_optimizer(fused, weight);
         GradScaler scaler(group, {.init_scale = 8});
-        // Not averaged, so that only the last rank sees it.
+        // DDP does not average this gradient, so only the last rank has the overflow.
         auto gradient = torch::full({70000}, 4.0f);
         weight.mutable_grad() = gradient;
         if (group.rank() == last) gradient[69999] = bad;
@@ -47,7 +47,7 @@ RANK_TEST("an overflow on one rank skips the step on all", "[grad_scaler]", 1, 2
         scaler.update();
         CHECK(torch::equal(weight.detach(), torch::zeros({70000})));
         CHECK(scaler.get_scale() == 4);
-        // The next one is sound.
+        // The next gradient is finite.
         weight.mutable_grad() = torch::full({70000}, 4.0f);
         if (unscale_first) {
           scaler.unscale_(*optimizer);
@@ -82,7 +82,7 @@ RANK_TEST("float16 autocast that overflows on one rank skips the step on all", "
       model->zero_grad();
       if (auto* whole = dynamic_cast<ddpkit::optim::ShardedOptimizerBase*>(optimizer.get())) whole->zero_grad();
       torch::manual_seed(static_cast<std::uint64_t>(10 * step + group.rank()));
-      // 60000 is a float16, and 8 products of it are none.
+      // 60000 is in the range of float16; a sum of 8 products of it is not.
       const auto input = overflows && group.rank() == 1 ? torch::full({2, 8}, 60000.0f) : torch::randn({2, 8});
       torch::Tensor loss;
       {
@@ -104,8 +104,8 @@ RANK_TEST("float16 autocast that overflows on one rank skips the step on all", "
 }
 
 TEST_CASE("the scale grows and shrinks by Python's rule", "[grad_scaler]") {
-  // torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3), 2.11: the scale after each update, where the
-  // iterations with an overflow are those below.
+  // torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3), PyTorch 2.11: the scale after each update. `overflow`
+  // marks the iterations with an overflow.
   const std::vector<bool> overflow{false, false, false, false, true, false, false, true, false, false, false, false};
   const std::vector<double> expected{8, 8, 16, 16, 8, 8, 8, 4, 4, 4, 8, 8};
   auto weight = torch::zeros({2}).requires_grad_(true);
@@ -118,7 +118,7 @@ TEST_CASE("the scale grows and shrinks by Python's rule", "[grad_scaler]") {
     scaler.update();
     CHECK(scaler.get_scale() == expected[i]);
   }
-  // Never beyond float32.
+  // The scale never exceeds float32.
   GradScaler large({}, {.init_scale = 1e38, .growth_factor = 10, .growth_interval = 1});
   weight.mutable_grad() = torch::ones({2});
   large.step(optimizer);
@@ -182,7 +182,7 @@ TEST_CASE("float16 gradients are unscaled in float32 on their way into master we
   auto weight = torch::zeros({3}, torch::kHalf).requires_grad_(true);
   FusedSGD optimizer({weight}, SGDOptions(1.0), {.master_weights = true});
   GradScaler scaler({}, {.init_scale = 65536});
-  // Of a gradient of 1e-8, which is zero in float16.
+  // The scaled gradient of 1e-8, which is zero in float16.
   weight.mutable_grad() = torch::full({3}, 1e-8 * 65536, torch::kHalf);
   const float scaled = weight.grad()[0].item<float>();
   CHECK(scaler.step(optimizer));
@@ -208,7 +208,7 @@ RANK_TEST("a step that is left out takes its clipping with it", "[grad_scaler][o
     for (const bool scaled : {true, false}) {
       for (const float bad : {kInfinity, NAN}) {
         INFO("sharded " << sharded << ", scaled " << scaled << ", " << bad);
-        // Of two equal models one has a bad step before the sound one.
+        // Two equal models; one has a bad step before the finite step.
         std::vector<torch::Tensor> results;
         for (const bool first_is_bad : {true, false}) {
           torch::manual_seed(3);
@@ -224,7 +224,7 @@ RANK_TEST("a step that is left out takes its clipping with it", "[grad_scaler][o
               scaler.unscale_(optimizer);
               const double norm = optimizer.clip_grad_norm(0.1);
               CHECK(std::isfinite(norm) == (step == 1));
-              // Without a scaler the loop itself leaves the step out.
+              // Without a scaler, the loop skips the step.
               if (scaled || std::isfinite(norm)) CHECK(scaler.step(optimizer) == (step == 1));
               scaler.update(scaled ? std::optional<double>(1024) : std::nullopt);
             }

@@ -1,4 +1,4 @@
-// Backends of c10d cannot tell a rank of another one's failure; ddpkit's guard does.
+// c10d's backends do not report another rank's failure; ddpkit's guard does.
 #include <signal.h>
 #include <torch/torch.h>
 
@@ -23,7 +23,7 @@ namespace {
 using ddpkit::PeerLost, ddpkit::ProcessGroup, ddpkit::Timeout;
 using std::chrono::milliseconds, std::chrono::steady_clock;
 
-/// "hierarchical": two ranks on each host.
+/// "hierarchical" has two ranks per host.
 ProcessGroup group_of(const std::string& backend, const ProcessGroup& group, milliseconds timeout) {
   static int number = 0;
   const auto store = c10::make_intrusive<c10d::PrefixStore>("guard-" + std::to_string(number++), group.store());

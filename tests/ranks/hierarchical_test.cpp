@@ -1,4 +1,4 @@
-// Ranks that think they are on several hosts: shared memory within each, gloo between them.
+// Ranks that simulate several hosts: shared memory within each host, gloo between hosts.
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -27,7 +27,7 @@ ProcessGroup on_hosts_of(const ProcessGroup& group, int local, int local_rank = 
   return {ddpkit::create_hierarchical_backend(store, environment, kTimeout), store, at::kCPU, environment};
 }
 
-// Ranks a host that the world divides into.
+// Returns numbers of ranks per host that divide the world size.
 std::vector<int> hosts_for(const ProcessGroup& group) {
   std::vector<int> locals;
   for (int local = 1; local <= group.world_size(); ++local) {
@@ -41,7 +41,7 @@ torch::Tensor part(int rank, at::IntArrayRef sizes, at::ScalarType dtype) {
   return torch::randint(1, 20, sizes, at::kLong).to(dtype);
 }
 
-// Small, odd, and of several pieces.
+// Small sizes, odd sizes, and sizes of several pieces.
 const std::vector<std::int64_t> kSizes = {0, 1, 3, 1000, 70001, 3'000'001};
 
 }  // namespace
@@ -66,13 +66,13 @@ RANK_TEST("the hierarchical all-reduce is that of all ranks", "[hierarchical]", 
           if (op == ReduceOp::kAvg) expected = expected / group.world_size();
           torch::Tensor tensor = part(group.rank(), {size}, dtype);
           hosts.all_reduce(tensor, op);
-          // Sums of small whole numbers: exact in every order; means are divided once, except those of float16.
+          // Sums of small whole numbers are exact in every order. Means have one division, except for float16.
           CHECK((dtype == at::kHalf && op == ReduceOp::kAvg ? torch::allclose(tensor, expected, 2e-3)
                                                             : tensor.equal(expected)));
         }
       }
     }
-    // A tensor whose elements do not lie in their order.
+    // A tensor that is not contiguous.
     torch::Tensor turned = part(group.rank(), {30, 50}, at::kFloat).t();
     torch::Tensor expected = part(0, {30, 50}, at::kFloat);
     for (int r = 1; r < group.world_size(); ++r) expected += part(r, {30, 50}, at::kFloat);
@@ -172,7 +172,7 @@ RANK_TEST("the other hierarchical collectives", "[hierarchical]", 2, 4, 6) {
     CHECK(pair.has_value() == (group.rank() < 2));
     if (pair) {
       CHECK(pair->backend_name() == "gloo");
-      // All these "hosts" are one, which a part finds out for itself.
+      // All simulated hosts are one host, which a subgroup detects.
       CHECK(pair->local_world_size() == 2);
       CHECK(pair->local_rank() == group.rank());
       CHECK(pair->all_gather(torch::full({2}, group.rank())).sum().item<std::int64_t>() == 2);
@@ -208,7 +208,7 @@ RANK_TEST("DistributedDataParallel over hosts has the gradient of the joined bat
 }
 
 RANK_TEST("ranks that are not dealt out evenly over hosts are told so", "[hierarchical]", 3) {
-  // Two on the first host, one on the second.
+  // Two ranks on the first host, one on the second.
   const int local = group.rank() < 2 ? 2 : 1, number = group.rank() < 2 ? group.rank() : 0;
   CHECK_THROWS_WITH(on_hosts_of(group, local, number), ContainsSubstring("equally many ranks on each host"));
   group.barrier();
@@ -239,7 +239,7 @@ RANK_TEST("a hierarchical group is destroyed at once though a rank never joins i
     if (group.rank() == 0) {
       for (const torch::Tensor& tensor : tensors) static_cast<void>(hosts.all_reduce_async(tensor));
     }
-    if (group.rank() == 1) group.barrier();  // Rank 0 has left by then.
+    if (group.rank() == 1) group.barrier();  // Rank 0 has left the group by then.
   }
   if (group.rank() == 0) group.barrier();
 }

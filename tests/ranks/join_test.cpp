@@ -38,7 +38,7 @@ torch::Tensor uneven_input(std::int64_t step, int rank) {
   return torch::randn({4 + rank, kFeatures}, torch::kDouble);
 }
 
-/// Rank 0 has the fewest steps, so that the one whose buffers count otherwise leaves first.
+/// Rank 0 has the fewest steps. The rank whose buffers normally count therefore finishes first.
 std::int64_t steps_of(int rank) { return 2 + 2 * rank; }
 
 template <class Norm>
@@ -60,7 +60,8 @@ struct Trained {
   std::vector<torch::Tensor> weights = {};  ///< [step]
 };
 
-/// One process that plays all ranks: those with inputs are normalised together, their gradients divided by `divisor`.
+/// One process computes all ranks: batch norm sees the inputs of all ranks that have inputs; `divisor` divides
+/// gradients.
 Trained train_alone(int ranks, bool divide_by_all) {
   Trained alone{make_model(torch::nn::BatchNorm1d(kFeatures))};
   torch::nn::Sequential& model = alone.model;
@@ -85,8 +86,8 @@ Trained train_alone(int ranks, bool divide_by_all) {
   return alone;
 }
 
-/// Ranks with different numbers of steps. Returns this rank's weights after each of its steps: the end of join, which
-/// broadcasts the weights of one rank, cannot hide what they were. [step]
+/// Trains ranks with different numbers of steps. Returns this rank's weights after each step. join broadcasts one
+/// rank's weights when it ends, so the weights at the end would not show differences. [step]
 template <class Model>
 std::vector<torch::Tensor> train_joined(Model& model, ProcessGroup& group,
                                         const DistributedDataParallelOptions& options,
@@ -150,7 +151,7 @@ RANK_TEST("join: plain batch norm's buffers come from a rank that still trains",
   for (std::size_t step = 0; step < static_cast<std::size_t>(steps_of(0)); ++step)
     check_same_bits_on_all_ranks(group, weights[step]);
 
-  // One process that plays all ranks: each step begins with the buffers of the first rank that still has inputs.
+  // One process computes all ranks: each step begins with the buffers of the first rank that still has inputs.
   auto alone = make_model(torch::nn::BatchNorm1d(kFeatures));
   torch::optim::SGD optimizer(alone->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   const auto copies = [](const std::vector<torch::Tensor>& tensors) {
@@ -236,8 +237,8 @@ RANK_TEST("join: a rank without any input, and all ranks with the same number", 
   }
 }
 
-/// Joins in a row, in which rank 0 ends early. Weights are compared after the loop, before the end of join, which
-/// broadcasts them.
+/// Runs several joins in sequence, in which rank 0 ends early. Compares weights after the loop and before join ends,
+/// because join broadcasts the weights.
 template <class Optimizer, class Options>
 void check_joins_in_a_row(const ProcessGroup& group, const Options& options) {
   auto model = make_model(torch::nn::BatchNorm1d(kFeatures));

@@ -31,7 +31,7 @@ double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// Collectives of all sizes without end.
+/// Calls collectives of all sizes until the process is killed.
 void work_for_ever(ddpkit::ProcessGroup& group, std::mt19937& random) {
   const torch::Tensor symmetric = group.allocate({1 << 20}, at::kFloat);
   for (std::int64_t round = 0;; ++round) {
@@ -62,14 +62,14 @@ void work_for_ever(ddpkit::ProcessGroup& group, std::mt19937& random) {
   }
 }
 
-/// Places where this process maps a group's shared memory, and descriptors of such memory.
+/// Returns the number of mappings of a group's shared memory and of open descriptors of such memory.
 std::size_t shared_memories() {
   constexpr std::string_view kName = "/memfd:ddpkit:";
   std::size_t count = 0;
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) count += line.find(kName) != line.npos;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code closed;  // The descriptor by which the folder is read.
+    std::error_code closed;  // Ignores the error for the descriptor of the iteration itself.
     count += std::filesystem::read_symlink(entry, closed).string().starts_with(kName);
   }
   return count;
@@ -112,7 +112,7 @@ TEST_CASE("ranks killed at random moments are named to the others", "[ranks][shm
                                   if (const char* log = std::getenv("DDPKIT_TEST_KILL_LOG"))
                                     std::ofstream(log, std::ios::app) << now_seconds() - killed_at << '\n';
                                 }
-                                // The survivors keep nothing of a group that has ended.
+                                // The survivors keep no resource of a group that has ended.
                                 inner.reset();
                                 CHECK(shared_memories() == memories);
                               },

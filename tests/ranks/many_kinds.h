@@ -1,4 +1,4 @@
-// A model of many kinds of layers, and how one process trains it on the batches of all ranks.
+// A model of many kinds of layers, and its training by one process on the batches of all ranks.
 #pragma once
 
 #include <torch/torch.h>
@@ -16,7 +16,7 @@
 
 namespace ddpkit::testing {
 
-constexpr std::int64_t kBatch = 12;  // Divides evenly over 2, 3 and 4 ranks.
+constexpr std::int64_t kBatch = 12;  // A multiple of 2, 3 and 4 ranks.
 
 /// Encoder and decoder are one parameter under two names.
 struct TiedImpl : torch::nn::Module {
@@ -85,7 +85,7 @@ inline torch::Tensor loss_of(const torch::Tensor& output, const Batch& batch) {
   return torch::cross_entropy_loss(output, batch.target);
 }
 
-/// `steps` of training on the joined batches in this process alone.
+/// Trains `steps` steps on the joined batches in one process.
 inline void train_alone(ManyKindsImpl& model, const std::string& optimizer_name, int steps) {
   auto optimizer = make_optimizer(optimizer_name, unique_parameters(model));
   for (int step = 0; step < steps; ++step) {
@@ -96,7 +96,7 @@ inline void train_alone(ManyKindsImpl& model, const std::string& optimizer_name,
   }
 }
 
-/// `steps` of training on this rank's parts of the joined batches.
+/// Trains `steps` steps on this rank's parts of the joined batches.
 inline void train_on_ranks(DistributedDataParallel<ManyKindsImpl>& ddp, const ProcessGroup& group,
                            const std::string& optimizer_name, int steps) {
   auto optimizer = make_optimizer(optimizer_name, unique_parameters(ddp.module()));

@@ -20,7 +20,7 @@ RANK_TEST("messages of every size arrive", "[shm][messages]", 2, 3) {
   const int next = (group.rank() + 1) % group.world_size();
   const int before = (group.rank() + group.world_size() - 1) % group.world_size();
   for (const std::int64_t numel : {0, 1, 1000, 65536, 65537, 1000000}) {
-    // All send around the ring first: none may wait for its receiver.
+    // All ranks send around the ring first: no send may wait for its receiver.
     const torch::Tensor mine = numbers(numel, group.rank());
     ddpkit::Work sent = group.send_async(mine, next);
     torch::Tensor theirs = torch::full({numel}, -1.0f);
@@ -63,8 +63,8 @@ RANK_TEST("a large message may be overtaken by another tag", "[shm][messages]", 
 
 RANK_TEST("a send that nobody waits for still arrives", "[shm][messages]", 2) {
   if (group.rank() == 0) {
-    (void)group.send_async(numbers(1000000, 3), 1);  // Larger than any buffer on the way.
-    // No call to the group while the other rank receives.
+    (void)group.send_async(numbers(1000000, 3), 1);  // Larger than any buffer.
+    // This rank does not call the group while the other rank receives.
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
   } else {
     torch::Tensor tensor = torch::empty({1000000});

@@ -1,4 +1,4 @@
-// Collectives beyond all-reduce, broadcast and all-gather, and groups of groups.
+// Collectives other than all-reduce, broadcast and all-gather, and subgroups.
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -75,7 +75,7 @@ RANK_TEST("all_to_all with even splits", "[shm]", 1, 2, 3) {
 }
 
 RANK_TEST("all_to_all with uneven splits", "[shm]", 1, 2, 3) {
-  // Rank a sends rank b (a + 2 b) * 30000 rows of 2; the diagonal of 0 sends nothing.
+  // Rank a sends rank b (a + 2 b) * 30000 rows of 2; from rank 0 to rank 0 no rows.
   const auto rows = [](int from, int to) { return std::int64_t{30000} * (from + 2 * to); };
   std::vector<std::int64_t> input_splits, output_splits;
   for (int r = 0; r < group.world_size(); ++r) {
@@ -158,7 +158,7 @@ RANK_TEST("a coalesced call that is refused for its last part has moved none", "
   both_bits.reduceOp = c10d::ReduceOp(c10d::ReduceOp::BAND);  // Not for floating point.
   CHECK_THROWS_AS(backend.allreduce_coalesced(several, both_bits), ddpkit::InvalidArgument);
 
-  // The last part lies in the other rank's place.
+  // The last part is at the other rank's position.
   torch::Tensor whole = torch::full({2 * 6}, -1.0f);
   const torch::Tensor misplaced = whole.narrow(0, 6 * (1 - group.rank()), 6);
   torch::Tensor gathered = torch::full({2 * 6}, -1.0f), reduced = torch::full({6}, -1.0f);
@@ -168,7 +168,7 @@ RANK_TEST("a coalesced call that is refused for its last part has moved none", "
   parts = {reduced, misplaced};
   CHECK_THROWS_AS(backend.reduce_scatter_tensor_coalesced(parts, large), ddpkit::InvalidArgument);
 
-  // Whatever had been started is done when a later collective is.
+  // A later collective is complete only after all earlier calls.
   group.barrier();
   CHECK(torch::equal(several[0], torch::full({10}, group.rank() + 1, torch::kInt)));
   CHECK(torch::equal(gathered, torch::full({2 * 6}, -1.0f)));
@@ -185,7 +185,7 @@ RANK_TEST("a result that cannot be put into its tensor is refused before anythin
   CHECK_THROWS_WITH(group.all_reduce(several), refusal);
   if (group.rank() == 1) CHECK_THROWS_WITH(group.broadcast(several), refusal);
   if (group.rank() == 1) CHECK_THROWS_WITH(group.recv(several, 0), refusal);
-  // As an input it serves.
+  // It is a valid input.
   CHECK(torch::equal(group.all_gather(several), torch::ones({group.world_size(), 8})));
   const torch::Tensor conjugate = torch::conj(torch::ones({4}, torch::kComplexFloat));
   CHECK_THROWS_WITH(group.all_gather(conjugate), ContainsSubstring("resolve_conj()"));
@@ -196,7 +196,7 @@ RANK_TEST("a result that cannot be put into its tensor is refused before anythin
 }
 
 RANK_TEST("what a result's way back fails with comes out of its own wait", "[shm][errors]", 1, 2) {
-  // An inference tensor cannot be written outside inference mode; only one that is not contiguous is copied back.
+  // An inference tensor cannot be written outside inference mode. Only a tensor that is not contiguous is copied back.
   torch::Tensor frozen;
   {
     const c10::InferenceMode mode;
@@ -269,7 +269,7 @@ RANK_TEST("a wait in one group moves the others on", "[shm]", 2) {
   const ProcessGroup other = group.split({0, 1}).value();
   torch::Tensor large = torch::ones({3000000}), small = torch::ones({10});
   if (group.rank() == 0) {
-    // Rank 1 comes to the small one only when it has the large one, for which it needs this rank.
+    // Rank 1 starts the small collective only after the large one, which needs this rank.
     ddpkit::Work work = group.all_reduce_async(large);
     other.all_reduce(small);
     work.wait();

@@ -1,4 +1,4 @@
-// on_ranks itself: a rank that fails, hangs or is absent must not pass.
+// Tests on_ranks: a rank that fails, hangs or is absent must fail the test.
 #include <signal.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ using ddpkit::testing::RankTestOptions;
 
 namespace {
 
-/// What on_ranks reports in a process of its own; empty if it does not fail.
+/// Returns the failure that on_ranks reports in a separate process; empty if it does not fail.
 std::string failure_of(const std::function<void(ProcessGroup&)>& body, const RankTestOptions& options = {}) {
   const auto result = ddpkit::testing::run_children(1,
                                                     [&](int) {

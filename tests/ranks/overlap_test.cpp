@@ -23,7 +23,7 @@ RANK_TEST("the first bucket's all-reduce starts before backward's last gradient"
   REQUIRE(stats.buckets.size() == 6);
   CHECK(stats.buckets.front().started_us < stats.last_gradient_us);
   CHECK(stats.buckets.front().started_us >= 0);
-  // All but the last bucket, which waits for the last gradient.
+  // All buckets but the last, which waits for the last gradient.
   for (std::size_t b = 0; b + 1 < stats.buckets.size(); ++b)
     CHECK(stats.buckets[b].started_us < stats.last_gradient_us);
   CHECK(stats.buckets.back().started_us >= stats.last_gradient_us);

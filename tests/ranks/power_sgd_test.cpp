@@ -22,12 +22,12 @@ using ddpkit::testing::flat_gradients;
 
 namespace {
 
-/// A task to learn: the sign of products of the inputs, as a teacher network gives them.
+/// A task to learn: the sign of products of the inputs. A teacher network gives the labels.
 struct StudentImpl : torch::nn::Module {
   StudentImpl() {
     torch::manual_seed(1);
     convolution = register_module("convolution", torch::nn::Conv1d(4, 16, 3));
-    // As CNNs keep them: the weight's memory is dense, but not in the order of its dimensions.
+    // Like CNNs: the weight's memory is dense, but not in the order of its dimensions.
     convolution->weight.set_data(convolution->weight.transpose(1, 2).contiguous().transpose(1, 2));
     first = register_module("first", torch::nn::Linear(16 * 6, 48));
     second = register_module("second", torch::nn::Linear(48, 48));
@@ -72,7 +72,7 @@ struct Training {
     if (hook) ddp.register_comm_hook(hook);
   }
 
-  /// The loss over all ranks' batches.
+  /// Returns the loss over all ranks' batches.
   double step(int number) {
     optimizer.zero_grad();
     const torch::Tensor x = batch_of(group, number);
@@ -84,7 +84,7 @@ struct Training {
     group.all_reduce(mean, ddpkit::ReduceOp::kAvg);
     return mean.item<double>();
   }
-  /// A backward that throws on all ranks: after all gradients, or before those of the convolution.
+  /// Runs a backward that throws on all ranks: after all gradients, or before the gradients of the convolution.
   void fail(int number, bool has_all_gradients) {
     optimizer.zero_grad();
     torch::Tensor x = batch_of(group, number).requires_grad_() * 1;
@@ -113,7 +113,7 @@ RANK_TEST("PowerSGD of full rank is the all-reduce, to rounding", "[power_sgd]",
   for (const bool batch : {false, true}) {
     for (const double bucket_mb : {25.0, 0.005}) {
       Training without(group, nullptr, bucket_mb);
-      // A rate of 0 compresses even where nothing is saved.
+      // A min_compression_rate of 0 compresses even if that saves nothing.
       PowerSGD power_sgd(group, {.matrix_approximation_rank = 1000,
                                  .start_powerSGD_iter = 1,
                                  .min_compression_rate = 0,
@@ -121,7 +121,7 @@ RANK_TEST("PowerSGD of full rank is the all-reduce, to rounding", "[power_sgd]",
       Training with(group, power_sgd, bucket_mb);
       without.steps(0, 6);
       with.steps(0, 6);
-      CHECK(torch::equal(with.gradients[0], without.gradients[0]));  // Before it starts.
+      CHECK(torch::equal(with.gradients[0], without.gradients[0]));  // Before compression starts.
       for (std::size_t step = 1; step < 6; ++step) {
         CHECK_FALSE(torch::equal(with.gradients[step], without.gradients[step]));
         CHECK(torch::allclose(with.gradients[step], without.gradients[step], 1e-3, 1e-5));
@@ -145,13 +145,13 @@ RANK_TEST("PowerSGD of full rank is the all-reduce after gradients of lower rank
         const auto random = [&] { return torch::randn(shape, dtype); };
         const torch::Tensor row = torch::arange(1, shape[1] + 1).to(dtype);  // The same on all ranks.
         std::vector<torch::Tensor> gradients{
-            columns(random(), 0, 1),         // An embedding of which one row is used.
-            columns(random(), 1, shape[1]),  // The other rows are used.
+            columns(random(), 0, 1),         // An embedding that uses one row.
+            columns(random(), 1, shape[1]),  // Uses the other rows.
             random(),
             torch::zeros(shape, dtype),
             random(),
         };
-        // Of rank 1, with rounding errors. Some are almost parallel to any given direction.
+        // Rank 1 plus rounding errors. Some are almost parallel to any given direction.
         for (int i = 0; i < 30; ++i) gradients.push_back(random().narrow(1, 0, 1) * row);
         gradients.push_back(random());
         const auto model = std::make_shared<Product>(torch::zeros(shape, dtype));
@@ -160,7 +160,7 @@ RANK_TEST("PowerSGD of full rank is the all-reduce after gradients of lower rank
                                                 .start_powerSGD_iter = 0,
                                                 .min_compression_rate = 1e-6,
                                                 .warm_start = warm_start}));
-        // Up to 8 rounding errors of each column are dropped.
+        // Drops up to 8 rounding errors per column.
         const double tolerance = dtype == torch::kDouble ? 1e-13 : dtype == torch::kFloat ? 1e-5 : 0.2;
         for (std::size_t step = 0; step < gradients.size(); ++step) {
           model->zero_grad();
@@ -189,12 +189,12 @@ RANK_TEST("PowerSGD of rank 1 sends little, deterministically, the same bits to 
     };
     const torch::Tensor first = run(25);
     CHECK(torch::equal(run(25), first));
-    CHECK_FALSE(torch::equal(run(0.005)[9], first[9]));  // Other random factors for each bucket.
+    CHECK_FALSE(torch::equal(run(0.005)[9], first[9]));  // Each bucket has other random factors.
   }
 }
 
 RANK_TEST("PowerSGD: what compression leaves out comes with the next gradients", "[power_sgd]", 2, 3) {
-  // The gradients are the same each step, differ between the ranks, and are of full rank.
+  // The gradients are the same in each step, differ between ranks, and have full rank.
   torch::manual_seed(static_cast<std::uint64_t>(5 + group.rank()));
   const torch::Tensor own = torch::randn({24, 24});
   const torch::Tensor mean = group.all_gather(own).mean(0);
@@ -213,7 +213,7 @@ RANK_TEST("PowerSGD: what compression leaves out comes with the next gradients",
   };
   CHECK(off_by(false, 400) > 0.5);
   CHECK(off_by(true, 400) < 0.1);
-  CHECK(off_by(true, 800) < 0.6 * off_by(true, 400));  // What is owed stays bounded, so that it counts ever less.
+  CHECK(off_by(true, 800) < 0.6 * off_by(true, 400));  // The error feedback stays bounded, so its share decreases.
 }
 
 static void check_training_converges(ddpkit::ProcessGroup& group) {
@@ -270,7 +270,7 @@ RANK_TEST("PowerSGD resumes where it was saved", "[power_sgd]", 2, 3) {
   other.steps(5, 9);
   for (std::size_t step = 0; step < 4; ++step) CHECK(torch::equal(other.gradients[step], training.gradients[step + 5]));
 
-  // Without what it has learned it gives something else.
+  // Without the learned state, the result differs.
   Training fresh(group, PowerSGD(group, {.matrix_approximation_rank = 2, .start_powerSGD_iter = 0}));
   {
     const torch::NoGradGuard no_grad;
@@ -367,7 +367,7 @@ RANK_TEST("PowerSGD refuses to keep the errors of two models in one object", "[p
     ddp(torch::ones({4, 20})).pow(2).sum().backward();
   };
   { train(torch::nn::Linear(20, 20)); }
-  const torch::nn::Linear generator(20, 20), discriminator(20, 20);  // The model before has ended.
+  const torch::nn::Linear generator(20, 20), discriminator(20, 20);  // The previous model no longer exists.
   train(generator);
   train(generator);
   CHECK_THROWS_WITH(train(discriminator), ContainsSubstring("parameter weight belongs to another model"));

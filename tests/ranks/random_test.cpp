@@ -1,4 +1,4 @@
-// Many collectives of random kinds, types, sizes, groups and timing, against what each must give.
+// Many collectives of random kinds, types, sizes, groups and timing, compared with the expected results.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -27,10 +27,10 @@ namespace {
 struct Group {
   ProcessGroup group;
   std::vector<int> members;  ///< Ranks of the whole job. [rank]
-  torch::Tensor symmetric;   ///< Bytes to take tensors from.
+  torch::Tensor symmetric;   ///< Memory of the tensors, in bytes.
 };
 
-/// One collective under way, and what must come out.
+/// A collective in progress, and its expected result.
 struct Expected {
   Work work;
   torch::Tensor actual, expected;
@@ -49,7 +49,7 @@ class RandomRun {
   void run(int collectives) {
     for (int number = 0; number < collectives; ++number) {
       start(static_cast<std::uint64_t>(number));
-      // Every rank waits at times of its own, with up to 40 collectives under way.
+      // Each rank waits at different times, with at most 40 collectives in progress.
       while (!pending_.empty() && (pending_.size() > 40 || own_() % 3 == 0)) finish_one();
       if (own_() % 500 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own_() % 3000));
     }
@@ -58,14 +58,14 @@ class RandomRun {
   int checked() const { return checked_; }
 
  private:
-  /// What rank `rank` (of the whole job) gives to collective `number`.
+  /// Returns the input of rank `rank` (of the whole job) for collective `number`.
   torch::Tensor data_of(std::uint64_t number, int rank, std::int64_t numel, at::ScalarType dtype) const {
     std::seed_seq words{seed_ & 0xffffffff, seed_ >> 32, number, static_cast<std::uint64_t>(rank)};
     std::mt19937_64 random(words);
     return drawn(dtype, numel, random);
   }
 
-  // Drawn by every rank, whether or not it takes part, so that all draw the same.
+  // Every rank draws, also ranks that do not take part, so that all draws are equal.
   std::uint64_t draw(std::uint64_t below) { return shared_() % below; }
 
   void start(std::uint64_t number) {
@@ -81,7 +81,7 @@ class RandomRun {
     constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin,  ReduceOp::kMax, ReduceOp::kProduct,
                                  ReduceOp::kAvg, ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor};
     std::uint64_t which_op = draw(at::isFloatingType(dtype) ? 5 : dtype == at::kBool ? 7 : 8);
-    if (dtype == at::kBool && which_op >= 4) ++which_op;  // No mean of truth values.
+    if (dtype == at::kBool && which_op >= 4) ++which_op;  // Booleans have no mean.
     const ReduceOp op = kOps[which_op];
     const std::uint64_t mixed = draw(20);
     const Group& target = groups_[which];
@@ -100,7 +100,7 @@ class RandomRun {
     const std::string what = "collective " + std::to_string(number) + ", kind " + std::to_string(kind) + ", " +
                              std::to_string(numel) + " of " + c10::toString(dtype) + " in group " +
                              std::to_string(which);
-    // The same values in the group's symmetric memory. Now and then one rank alone has private memory.
+    // The same values in the group's symmetric memory. Sometimes only one rank uses private memory.
     bool in_symmetric = false;
     const auto placed = [&](const torch::Tensor& values) {
       in_symmetric = symmetric;
@@ -160,7 +160,7 @@ class RandomRun {
       }
     }
     pending_.push_back({work, actual, expected, what});
-    // That memory is used again: not before this is over, on any rank.
+    // The memory is used again only after the collective has finished on all ranks.
     while (in_symmetric && !pending_.empty()) finish_one();
   }
 
@@ -183,13 +183,13 @@ class RandomRun {
 }  // namespace
 
 RANK_TEST("random collectives", "[shm][random]", 2, 3, 4) {
-  // Rank 0's seed, for all ranks.
+  // All ranks use rank 0's seed.
   torch::Tensor drawn_seed = torch::zeros({1}, at::kLong);
   if (group.rank() == 0) drawn_seed[0] = static_cast<std::int64_t>(seed_of_this_run());
   group.broadcast(drawn_seed);
   const int collectives = group.world_size() == 4 ? 4000 : 1500;
   std::vector<Group> groups;
-  // The members of each group, in their order in it. Worlds below 4 have some of these groups.
+  // The members of each group, in group order. Worlds below 4 have only some of the groups.
   const std::vector<std::vector<int>> kMembers = {{0, 1}, {3, 2}, {2, 0, 1}, {1, 2, 3}, {1, 0}};
   std::vector<int> everybody(static_cast<std::size_t>(group.world_size()));
   std::iota(everybody.begin(), everybody.end(), 0);
@@ -204,7 +204,7 @@ RANK_TEST("random collectives", "[shm][random]", 2, 3, 4) {
   }
   RandomRun run(groups, group.rank(), static_cast<std::uint64_t>(drawn_seed.item<std::int64_t>()));
   run.run(collectives);
-  // Each rank is in half of the groups or more.
+  // Each rank is in at least half of the groups.
   CHECK(run.checked() > collectives / 3);
   group.barrier();
 }

@@ -24,7 +24,7 @@ using ddpkit::testing::TakenPort;
 
 namespace {
 
-/// A port that nobody listens on.
+/// Returns a port on which no process listens.
 std::uint16_t free_port() { return TakenPort().port(); }
 
 LaunchEnvironment rank_of_two(int rank, std::uint16_t port, const std::string& address = "127.0.0.1") {
@@ -115,14 +115,14 @@ TEST_CASE("an unknown backend is refused with the known ones", "[rendezvous]") {
 
 RANK_TEST("the ranks meet again and again in one process", "[rendezvous][gloo]", 2, 3) {
   for (int round = 0; round < 20; ++round) {
-    // Rank 0 is the last to let go of a group in one round, and the first in the next.
+    // Rank 0 releases a group last in one round, and joins first in the next.
     const auto again = init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60)});
     torch::Tensor sum = torch::full({100}, round + again.rank());
     again.all_reduce(sum);
     CHECK(sum[99].item<int>() == round * again.world_size() + again.world_size() * (again.world_size() - 1) / 2);
     if ((round + again.rank()) % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  // Groups that live side by side.
+  // Two groups exist at the same time.
   const auto shm = init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60)});
   const auto gloo = init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(60)});
   for (const auto& member : {group, gloo, shm}) {
@@ -138,14 +138,14 @@ RANK_TEST("a child made by fork() may end without its parent's group", "[rendezv
     std::optional<ddpkit::ProcessGroup> own =
         shm ? ddpkit::testing::another_group(group, "forked")
             : init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(60)});
-    // The group has its own threads after this.
+    // Starts the group's threads.
     std::vector<torch::Tensor> tensors{torch::ones({10})};
     own->backend()->allreduce(tensors)->getFuture()->wait();
     const pid_t child = ::fork();
     if (child == 0) {
       ::alarm(20);
       own.reset();
-      std::exit(0);  // Statics and all.
+      std::exit(0);  // Runs the destructors of static objects.
     }
     int status = 0;
     REQUIRE(::waitpid(child, &status, 0) == child);

@@ -56,7 +56,7 @@ RANK_TEST("a run with a sharded optimizer goes on from its checkpoint, also with
     auto model = make_model();
     DistributedDataParallel ddp(model, group);
     ShardedOptimizer<FusedAdamW> optimizer(ddp, options, {.update_in_backward = in_backward});
-    train(ddp, optimizer, 20, 22);  // Whatever it did before is gone.
+    train(ddp, optimizer, 20, 22);  // The load below discards these steps.
     CHECK(ddpkit::train::load_checkpoint(path, *model, optimizer, group).step == 5);
     train(ddp, optimizer, 5, 10);
     CHECK(torch::equal(model->weight, whole->weight));
@@ -91,7 +91,7 @@ RANK_TEST("a checkpoint of parameters that differ between ranks is refused", "[t
   CHECK_THROWS_WITH(ddpkit::train::save_checkpoint(path, *model, optimizer, {.step = 3}, group),
                     ContainsSubstring("parameter bias"));
   CHECK(ddpkit::train::read_checkpoint_info(path).step == 2);
-  group.barrier();  // Before the folder is removed.
+  group.barrier();  // Waits before the folder is removed.
 
   ddpkit::train::Checkpoint unchecked(path, group, {.check_parameters = false});
   unchecked.save(*model, optimizer, {.step = 3});

@@ -27,15 +27,15 @@ namespace two_layers = ddpkit::testing::two_layers;
 
 namespace {
 
-/// Rank 0 has the fewest.
+/// Rank 0 has the fewest steps.
 int steps_of(int rank) { return 2 + 3 * rank; }
 
 double rate(int step) { return 0.1 / (1 + step); }
 
-/// What a program does after a backward, apart from step().
+/// The calls after a backward, apart from step().
 struct Way {
   bool clips = false;
-  bool skips = false;  ///< step() after the fourth backward.
+  bool skips = false;  ///< Skips step() after the fourth backward.
   ShardedOptions options = {};
 };
 
@@ -58,7 +58,7 @@ RANK_TEST("ranks that run out of inputs follow schedules, clipping and skipped s
     torch::optim::AdamW alone(reference->parameters(), options);
     DistributedDataParallel ddp(model, group);
     ShardedOptimizer<FusedAdamW> optimizer(ddp, options, way.options);
-    for (const int first : {0, 100}) {  // Two joins in a row.
+    for (const int first : {0, 100}) {  // Two joins in sequence.
       std::vector<double> norms;
       for (int step = 0; step < steps_of(ranks - 1); ++step) {
         alone.zero_grad();

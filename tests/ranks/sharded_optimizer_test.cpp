@@ -29,7 +29,7 @@ using ddpkit::testing::check_same_bits_on_all_ranks;
 
 namespace {
 
-constexpr std::int64_t kWidth = 70;  // Its layers do not divide by cache lines or ranks.
+constexpr std::int64_t kWidth = 70;  // The layers' sizes are not multiples of cache lines or ranks.
 
 torch::nn::Sequential make_model(torch::Dtype dtype = torch::kDouble) {
   torch::manual_seed(3);
@@ -46,7 +46,7 @@ torch::Tensor input(std::int64_t step, int rank, torch::Dtype dtype = torch::kDo
 
 torch::Tensor loss_of(const torch::Tensor& output) { return (output - 1).pow(2).mean(); }
 
-/// One process on the joined batch.
+/// Trains one step in one process on the joined batch.
 void step_alone(torch::nn::Sequential& model, torch::optim::Optimizer& optimizer, std::int64_t step, int ranks,
                 double max_norm = 0) {
   std::vector<torch::Tensor> inputs;
@@ -72,7 +72,7 @@ void check_equal(const torch::nn::Sequential& model, const torch::nn::Sequential
   }
 }
 
-/// The ways there are to train: what the ranks share, and when they update.
+/// Returns all training modes: what the ranks shard, and when they update.
 std::vector<ShardedOptions> ways(const ProcessGroup& group) {
   std::vector<ShardedOptions> all = {{.shared_weights = false}, {.shared_weights = false, .update_in_backward = true}};
   if (group.backend_name() == "shm" && group.world_size() > 1) {
@@ -179,7 +179,7 @@ RANK_TEST("a sharded optimizer clips by the norm of all gradients of all ranks",
       CHECK(norms.max().item<double>() == norms.min().item<double>());
       optimizer.step();
     }
-    check_equal(model, reference, 1e-9);  // torch's clip adds 1e-6 to the norm it divides by, as ours does.
+    check_equal(model, reference, 1e-9);  // Like torch, clipping adds 1e-6 to the norm that it divides by.
   }
 }
 
@@ -194,10 +194,10 @@ RANK_TEST("clipping and zero_grad() of a sharded optimizer by its base, and besi
     torch::optim::SGD alone(reference->parameters(), torch::optim::SGDOptions(0.5));
     for (const bool set_to_none : {true, false}) {
       loss_of(ddp(input(0, group.rank()))).backward();
-      optimizer.clip_grad_norm(1e-3);  // And no step.
+      optimizer.clip_grad_norm(1e-3);  // The program does not call step().
       base.zero_grad(set_to_none);     // Not virtual.
       loss_of(ddp(input(1, group.rank()))).backward();
-      // A parameter's gradient is in the slices of all ranks.
+      // A parameter's gradient is spread over the slices of all ranks.
       CHECK_THROWS_WITH(ddpkit::optim::clip_grad_norm_(model->parameters(), 1.0),
                         ContainsSubstring("clip_grad_norm() of that optimizer"));
       optimizer.step();
@@ -257,7 +257,7 @@ RANK_TEST("what all ranks write to shared weights is applied once", "[optim][sha
       step_sharded(ddp, optimizer, step);
       for (const auto& changed : {model, reference}) {
         const torch::NoGradGuard no_grad;
-        // With and without autograd's version counter, part of a tensor, and through a plain pointer.
+        // With and without autograd's version counter, in a part of a tensor, and through a plain pointer.
         if (step == 1) changed->parameters()[0].mul_(0.5);
         if (step == 2) changed->parameters()[2].data().clamp_(-0.01, 0.01);
         if (step == 3) changed->parameters()[2][7].zero_();
@@ -289,12 +289,12 @@ RANK_TEST("ranks that write differently to shared weights are told", "[optim][sh
 
 TEST_CASE("a sharded optimizer's state moves between world sizes", "[ranks][optim][sharded]") {
   constexpr const char* kName = "a sharded optimizer's state moves between world sizes";
-  // The same 12 samples a step, on however many ranks: rank r takes every world_size-th.
+  // The same 12 samples per step on any number of ranks: rank r takes every world_size-th sample.
   const auto batch = [](std::int64_t step, const ProcessGroup& group) {
     torch::manual_seed(static_cast<std::uint64_t>(step));
     return torch::randn({12, kWidth}, torch::kDouble).chunk(group.world_size())[static_cast<std::size_t>(group.rank())];
   };
-  // The ranks of 3 read what those of 2 have written.
+  // The 3 ranks read the checkpoint that the 2 ranks wrote.
   const ddpkit::testing::Folder made;
   const char* given = std::getenv("DDPKIT_TEST_STATE");
   const std::filesystem::path folder = given ? std::filesystem::path(given) : made.path();
@@ -332,7 +332,7 @@ TEST_CASE("a sharded optimizer's state moves between world sizes", "[ranks][opti
       kName, {2},
       [&](ProcessGroup& group) {
         run(group, {}, 0, 5, false, true);
-        // On the same ranks it goes on; torch's own optimizer reads what was saved, too.
+        // On the same number of ranks, training resumes; torch's optimizer reads the saved state too.
         const auto whole = run(group, {.shared_weights = false}, 5, 15, true, false);
         auto reference = make_model();
         torch::optim::AdamW alone(reference->parameters(), options);
@@ -426,7 +426,7 @@ RANK_TEST("a sharded optimizer refuses what it cannot do, in words", "[optim][sh
     CHECK_THROWS_WITH(ddp.register_comm_hook([](ddpkit::GradBucket&) { return ddpkit::PendingReduction{}; }),
                       ContainsSubstring("sharded"));
   }
-  // The model goes on without it.
+  // Another optimizer can train the model.
   torch::optim::SGD plain(model->parameters(), sgd);
   auto reference = make_model();
   torch::optim::SGD alone(reference->parameters(), sgd);

@@ -40,7 +40,7 @@ namespace {
 
 const torch::optim::SGDOptions kSgd(0.1);
 
-/// Plain SGD of one process on the inputs of all ranks.
+/// Runs a step of plain SGD in one process on the inputs of all ranks.
 void step_alone(torch::nn::Sequential& model, int step, int ranks) {
   model->zero_grad();
   for (int r = 0; r < ranks; ++r) (two_layers::loss_of(model->forward(two_layers::input(step, r))) / ranks).backward();
@@ -115,12 +115,12 @@ RANK_TEST("a wrapper and its sharded optimizer end in any order", "[optim][shard
     ddp = std::make_unique<Ddp>(model.ptr(), group);
     optimizer = std::make_unique<Sharded>(*ddp, kSgd, options);
     step_with(*ddp, *optimizer, 1);
-    // Over the living ones.
+    // Replaces a DDP object that still exists.
     ddp = std::make_unique<Ddp>(model.ptr(), group);
     CHECK_THROWS_WITH(optimizer->step(), ContainsSubstring("wrapped again"));
     optimizer = std::make_unique<Sharded>(*ddp, kSgd, options);
     step_with(*ddp, *optimizer, 2);
-    // Destroyed between forward and backward: the model's parameters get whole gradients again.
+    // Destroys DDP between forward and backward: the model's parameters get whole gradients again.
     auto loss = two_layers::loss_of((*ddp)(two_layers::input(3, group.rank())));
     optimizer.reset();
     loss.backward();
@@ -141,10 +141,10 @@ RANK_TEST("a sharded optimizer is replaced after a backward that threw", "[optim
         torch::Tensor in = two_layers::input(step, group.rank()).requires_grad_();
         in.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in backward"); });
         torch::Tensor out = ddp(in);
-        // After the last layer's gradient, before the first's.
+        // Throws after the last layer's gradient and before the first layer's.
         CHECK_THROWS_WITH((out.sum() + (in * 2).sum()).backward(), ContainsSubstring("in backward"));
         optimizer = std::make_unique<Sharded>(ddp, kSgd, options);
-        if (options.update_in_backward) return;  // Part of the weights has been updated.
+        if (options.update_in_backward) return;  // Some weights have been updated.
       }
       step_with(ddp, *optimizer, step);
       step_alone(reference, step, group.world_size());
@@ -267,7 +267,7 @@ RANK_TEST("a sharded optimizer follows a change of strides, or names it", "[opti
     const auto train = [&](int step) {
       optimizer.zero_grad();
       const auto loss = two_layers::loss_of(ddp(two_layers::input(step, group.rank())));
-      if (step == 3) transpose();  // Gradients come in the new layout.
+      if (step == 3) transpose();  // Gradients arrive in the new layout.
       loss.backward();
       optimizer.step();
       alone.zero_grad();

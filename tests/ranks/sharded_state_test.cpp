@@ -27,7 +27,7 @@ torch::nn::Linear make_model(torch::ScalarType dtype) {
   return model;
 }
 
-/// The same batch on all ranks, so that the mean of their gradients is each one's to the bit.
+/// All ranks use the same batch, so the mean of their gradients equals each rank's gradient bit for bit.
 template <class Forward, class Optimizer>
 void train(Forward& forward, Optimizer& optimizer, torch::ScalarType dtype, std::int64_t from, std::int64_t to) {
   for (std::int64_t step = from; step < to; ++step) {
@@ -73,7 +73,7 @@ RANK_TEST("a sharded optimizer's state goes through a state dict, master weights
       auto model = make_model(dtype);
       DistributedDataParallel ddp(model, group);
       ShardedOptimizer<FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(7), {.shared_weights = shared}, fused);
-      train(ddp, optimizer, dtype, 20, 22);  // Whatever it did before is gone.
+      train(ddp, optimizer, dtype, 20, 22);  // The load below discards these steps.
       load_module_state(*model, state.to_dict().at("model").to_dict());
       load_optimizer_state(optimizer, state.to_dict().at("optimizer").to_dict());
       train(ddp, optimizer, dtype, 5, 10);

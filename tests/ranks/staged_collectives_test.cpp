@@ -1,5 +1,5 @@
-// Collectives of a device's tensors by way of the host, with a thread in the device's place: float tensors are "on the
-// device", others on the host. Every copy takes its time, so that what does not keep the order is seen.
+// Collectives of device tensors that are staged through the host. A thread simulates the device: float tensors are on
+// the device, others on the host. Every copy is delayed, so that a wrong order fails the test.
 #include <torch/torch.h>
 
 #include <atomic>
@@ -48,7 +48,7 @@ class ThreadQueue final : public ddpkit::StagingQueue {
   }
 
   bool owns(const at::Tensor& tensor) const override { return tensor.scalar_type() == at::kFloat; }
-  void wait_for_caller() override {}  // The host is the caller's stream here: what it was given is done.
+  void wait_for_caller() override {}  // The host is the caller's stream here: earlier work has finished.
   at::Tensor host_memory(at::IntArrayRef sizes, at::ScalarType dtype) override {
     return at::full(sizes, 1e9, at::TensorOptions(dtype));
   }
@@ -154,11 +154,11 @@ RANK_TEST("staged collectives give what the host's give", "[staged]", 1, 2, 3) {
   device.all_to_all(exchanged, of_rank(rank, 2 * ranks));
   host.all_to_all(reference, of_rank(rank, 2 * ranks));
   CHECK(torch::equal(exchanged, reference));
-  // Transposed: neither copy is of one run of numbers.
+  // Transposed tensors: no copy is contiguous.
   auto transposed = of_rank(rank, 6).view({2, 3}).t();
   device.all_reduce(transposed);
   CHECK(torch::equal(transposed, (of_rank(0, 6) * ranks + 50 * ranks * (ranks - 1)).view({2, 3}).t()));
-  // The host's tensors do not pass through the queue, and bytes neither.
+  // Host tensors and byte tensors do not use the device's queue.
   auto on_host = torch::full({3}, rank, torch::kLong);
   device.all_reduce(on_host, ddpkit::ReduceOp::kMax);
   CHECK(on_host[0].item<int>() == ranks - 1);
@@ -169,7 +169,7 @@ RANK_TEST("staged collectives give what the host's give", "[staged]", 1, 2, 3) {
 
 RANK_TEST("a timeline is written where shm serves a device", "[staged][timeline]", 2) {
   const Staged staged(group);
-  // Nothing of a timeline may lie on the device: of this one a collective could not be read.
+  // A timeline must not use device memory: a collective cannot read this device's memory.
   const ddpkit::ProcessGroup device(staged.group.backend(), group.store(), torch::Device(torch::kMeta));
   const ddpkit::testing::Folder folder;
   const std::string path = folder / "timeline.json";
@@ -189,7 +189,7 @@ RANK_TEST("the host goes on while a staged collective waits in its queue", "[sta
     tensors.push_back(torch::full({100}, 10.F * i + group.rank()));
     works.push_back(staged.group.all_reduce_async(tensors.back()));
   }
-  // The group of the host's tensors is another: it does not wait for the queue.
+  // Host tensors have a separate group, which does not wait for the queue.
   staged.group.barrier();
   for (ddpkit::Work& work : works) CHECK_FALSE(work.is_completed());
   for (int i = 0; i < 5; ++i) CHECK(tensors[i][0].item<float>() == 10.F * i + group.rank());
@@ -211,7 +211,7 @@ RANK_TEST("what a staged collective fails with comes out of a later call on ever
     }
   };
   CHECK_THROWS_AS(use(), ddpkit::Error);
-  // It stays so.
+  // Later calls fail too.
   CHECK_THROWS_AS(staged.group.broadcast(torch::zeros({1})), ddpkit::Error);
 }
 
@@ -232,6 +232,6 @@ RANK_TEST("staged messages, and tensors of both kinds in one call, are refused",
   CHECK_THROWS_WITH(staged.group.send(torch::zeros({1}), 1 - group.rank()), ContainsSubstring("move it to the CPU"));
   CHECK_THROWS_AS(staged.group.reduce_scatter(torch::zeros({1}), torch::zeros({2}, torch::kLong)),
                   ddpkit::InvalidArgument);
-  // Nothing has been begun.
+  // No collective has been started.
   staged.group.all_reduce(torch::zeros({1}));
 }

@@ -1,4 +1,4 @@
-// Collectives that copy between tensors in symmetric memory, which the other ranks read where they lie.
+// Collectives that copy between tensors in symmetric memory: the other ranks read the tensors in place.
 #include <torch/torch.h>
 
 #include <ddpkit/error.h>
@@ -13,7 +13,7 @@ using ddpkit::testing::part;
 
 namespace {
 
-// On both sides of what is staged even so: below 256 bytes what is added, below 4 KiB what is copied.
+// Sizes on both sides of the staging limits: reductions stage below 256 bytes, copies below 4 KiB.
 const std::vector<std::int64_t> kSizes = {0, 1, 63, 64, 1023, 1024, 4095, 4096, 65537, 300001};
 
 torch::Tensor stacked_parts(int ranks, at::IntArrayRef sizes) {
@@ -50,7 +50,7 @@ RANK_TEST("all_gather of symmetric memory", "[shm]", 1, 2, 3) {
     CHECK(torch::equal(output, expected));
     CHECK(torch::equal(input, part(group.rank(), {size})));
 
-    // The input is this rank's row already.
+    // The input is this rank's row of the output.
     torch::Tensor all = group.allocate({ranks, size}, at::kFloat);
     all.fill_(-1);
     all[group.rank()].copy_(part(group.rank(), {size}));
@@ -72,7 +72,7 @@ RANK_TEST("reduce_scatter of symmetric memory", "[shm]", 1, 2, 3) {
     CHECK(torch::equal(output, highest));
     CHECK(torch::equal(input, part(group.rank(), {ranks, size})));
 
-    // Into this rank's row of the input.
+    // The output is this rank's row of the input.
     group.reduce_scatter(input[group.rank()], input);
     CHECK(torch::equal(input[group.rank()], sum));
   }

@@ -20,14 +20,14 @@ namespace {
 
 constexpr std::int64_t kChannels = 5;
 
-/// How many rows each rank brings. [rank]
+/// Returns the number of rows per rank. [rank]
 std::vector<std::int64_t> even(int ranks) { return std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 4); }
 std::vector<std::int64_t> uneven(int ranks) {
   std::vector<std::int64_t> rows;
   for (int r = 0; r < ranks; ++r) rows.push_back(1 + 3 * r);
   return rows;
 }
-/// Rank 1, where there is one, has nothing.
+/// Rank 1 has no rows, if there is a rank 1.
 std::vector<std::int64_t> one_empty(int ranks) {
   auto rows = uneven(ranks);
   rows[0] = 6;
@@ -45,11 +45,11 @@ torch::Tensor own_rows(const torch::Tensor& joined, const std::vector<std::int64
 
 torch::Tensor joined_input(std::vector<std::int64_t> shape, std::int64_t seed) {
   torch::manual_seed(static_cast<std::uint64_t>(seed));
-  // Far from zero mean, so that sums of squares would lose digits.
+  // Far from zero mean: sums of squares would lose digits.
   return torch::randn(shape, torch::kDouble) * 3 + 100;
 }
 
-/// Batch norm of LibTorch's own for inputs of any number of dimensions.
+/// Runs LibTorch's batch norm on an input of any number of dimensions.
 torch::Tensor reference_forward(torch::nn::BatchNorm1d& norm, const torch::Tensor& input) {
   if (input.dim() == 2) return norm(input);
   return norm(input.reshape({input.size(0), input.size(1), -1})).view(input.sizes());
@@ -60,7 +60,7 @@ void copy_parameters(torch::nn::Module& to, const torch::nn::Module& from) {
   for (const auto& item : from.named_parameters()) to.named_parameters()[item.key()].copy_(item.value());
 }
 
-/// Some steps of a synchronised batch norm on every rank's rows, against plain batch norm on all of them.
+/// Compares steps of synchronized batch norm on each rank's rows with plain batch norm on all rows.
 void check_against_joined_batch(const ProcessGroup& group, BatchNormOptions options,
                                 const std::vector<std::int64_t>& rows, const std::vector<std::int64_t>& trailing) {
   SyncBatchNorm sync(options, group);
@@ -89,7 +89,7 @@ void check_against_joined_batch(const ProcessGroup& group, BatchNormOptions opti
     output.backward(own_rows(gradient, rows, group.rank()));
     CHECK(largest_difference(own.grad(), own_rows(joined.grad(), rows, group.rank())) < 1e-10);
     if (options.affine()) {
-      // Each rank has the gradient of its own rows: their sum is that of the joined batch.
+      // Each rank has the gradient of its rows; the sum over ranks is the gradient of the joined batch.
       for (const auto& [mine, theirs] : {std::pair{sync->weight, plain->weight}, std::pair{sync->bias, plain->bias}}) {
         const auto sum = mine.grad().clone();
         group.all_reduce(sum);
@@ -201,7 +201,7 @@ RANK_TEST("gradients through SyncBatchNorm and DistributedDataParallel are those
   torch::manual_seed(1);
   const auto model = std::make_shared<Net>();
   CHECK(ddpkit::convert_sync_batchnorm(model, group) == std::vector<std::string>{"norm"});
-  // Small buckets: their reductions and batch norm's own take turns in backward.
+  // With small buckets, reductions of DDP and of batch norm alternate in backward.
   ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.0001, .first_bucket_cap_mb = 0.0001});
   ddpkit::optim::FusedSGD own_optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::optim::SGD optimizer(alone->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -229,7 +229,7 @@ RANK_TEST("gradients through SyncBatchNorm and DistributedDataParallel are those
 RANK_TEST("a joined batch of one value a channel is refused on every rank", "[sync_batch_norm]", 2, 3) {
   SyncBatchNorm sync(kChannels, group);
   CHECK_THROWS_WITH(sync(torch::randn({group.rank() == 0 ? 1 : 0, kChannels})), ContainsSubstring("together have one"));
-  // All empty: nothing to learn from, and the statistics stay.
+  // All ranks are empty: the running statistics do not change.
   CHECK(sync(torch::randn({0, kChannels})).sizes() == torch::IntArrayRef({0, kChannels}));
   CHECK(torch::equal(sync->running_mean, torch::zeros({kChannels})));
   CHECK(torch::equal(sync->running_var, torch::ones({kChannels})));

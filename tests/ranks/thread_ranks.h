@@ -1,6 +1,6 @@
-// Ranks that are threads of this process. They map the shared memory at one address, so that ThreadSanitizer sees both
-// ends of every exchange, which it cannot where ranks are processes. The data is written and checked in loops of this
-// file: what LibTorch's own operators do would be hidden from it.
+// Ranks that are threads of this process. All ranks map the shared memory at one address, so ThreadSanitizer sees both
+// sides of each exchange; with processes it cannot. Loops of this file write and check the data, because
+// ThreadSanitizer does not see the accesses of LibTorch's operators.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -25,11 +25,11 @@
 
 namespace ddpkit::testing {
 
-/// Of a group: only a hang reaches it.
+/// Timeout of a group: only a hang reaches it.
 constexpr std::chrono::seconds kPatience(120);
 
-/// Runs `body` on `ranks` threads, each a rank of one group; rethrows what the first of them threw. Catch2's assertions
-/// are for one thread only: bodies call require().
+/// Runs `body` on `ranks` threads, each a rank of one group. Rethrows the exception of the first rank that threw.
+/// Catch2's assertions are not thread-safe: bodies call require().
 inline void on_threads(int ranks, const std::function<void(ProcessGroup&)>& body) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(ranks));
@@ -52,12 +52,12 @@ inline void on_threads(int ranks, const std::function<void(ProcessGroup&)>& body
   }
 }
 
-/// CHECK for any thread.
+/// Replaces CHECK; any thread may call it.
 inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
-/// Element i of what rank `rank` brings to call `number`.
+/// Returns element i of rank `rank`'s input for call `number`.
 inline std::int32_t value(int number, int rank, std::int64_t i) {
   return static_cast<std::int32_t>((number * 7 + rank * 13 + i) % 1000);
 }

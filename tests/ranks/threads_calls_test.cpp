@@ -23,7 +23,7 @@ using ddpkit::Work;
 
 namespace {
 
-/// Calls of random kinds and sizes on one group, each rank waiting at times of its own.
+/// Calls of random kinds and sizes on one group. Each rank waits at different times.
 class MixedCalls {
  public:
   explicit MixedCalls(const ProcessGroup& group, unsigned seed = 1)
@@ -80,7 +80,7 @@ class MixedCalls {
         break;
       case 1:
       case 2:
-        // In symmetric memory; now and then one rank alone brings its own.
+        // In symmetric memory; sometimes only one rank uses private memory.
         finish_all();
         tensor = odd_one_out && me_ == root ? at::empty({numel}, at::kInt) : symmetric_.narrow(0, 0, numel);
         fill(tensor, mine);
@@ -113,7 +113,7 @@ class MixedCalls {
             "all_to_all");
         break;
       case 7: {
-        // A ring of messages. Nobody waits for the send: it finishes in the background.
+        // A ring of messages. No rank waits for the send, which finishes in the background.
         tensor = at::empty({numel}, at::kInt);
         (void)group_.send_async(input_of(numel, mine), next, number % 3);
         if (odd_one_out && ranks_ == 2) {
@@ -139,8 +139,8 @@ class MixedCalls {
     }
   }
 
-  /// Lives until no thread reads it any more: ThreadSanitizer does not see the reference counts inside LibTorch by
-  /// which the last one to let go of it would know that the others have.
+  /// Must live until no thread reads it. ThreadSanitizer does not see LibTorch's reference counts, by which the last
+  /// thread that releases the tensor knows that the others have released it.
   at::Tensor input_of(std::int64_t numel, const Values& values) {
     return inputs_.emplace_back(tensor_of(numel, values));
   }
@@ -148,7 +148,7 @@ class MixedCalls {
   void finish_one() {
     Expected& oldest = pending_.front();
     if (own_() % 4 == 0 && oldest.work.valid()) {
-      // The future completes in a thread of the engine's.
+      // A thread of the engine completes the future.
       oldest.work.c10d_work()->getFuture()->wait();
     }
     oldest.work.wait();
@@ -174,7 +174,7 @@ TEST_CASE("ranks that are threads: mixed calls on 3 ranks", "[shm][threads]") {
   on_threads(3, [](ProcessGroup& group) { MixedCalls(group, 2).run(400); });
 }
 
-// Without ThreadSanitizer, random_test.cpp makes such calls on processes.
+// Without ThreadSanitizer, random_test.cpp runs such calls on processes.
 #ifdef __SANITIZE_THREAD__
 TEST_CASE("ranks that are threads: mixed calls on 2 ranks", "[shm][threads]") {
   on_threads(2, [](ProcessGroup& group) { MixedCalls(group).run(400); });
@@ -190,7 +190,7 @@ TEST_CASE("ranks that are threads: mixed calls on 8 ranks", "[shm][threads]") {
 #endif
 
 TEST_CASE("ranks that are threads: many small all-reduces", "[shm][threads]") {
-  // Slots, tickets and headers are used again and again with nothing else in between.
+  // Reuses slots, tickets and headers with no other calls in between.
   on_threads(3, [](ProcessGroup& group) {
     const at::Tensor tensor = at::empty({5}, at::kInt);
     for (int number = 0; number < 1000; ++number) {

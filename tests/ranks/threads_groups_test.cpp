@@ -1,4 +1,4 @@
-// Ranks that are threads: how groups come and go, several threads of a rank, and calls that fail.
+// Ranks that are threads: creation and destruction of groups, several threads per rank, and calls that fail.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -39,7 +39,7 @@ TEST_CASE("ranks that are threads: groups come and go", "[shm][threads]") {
 }
 
 TEST_CASE("ranks that are threads: two threads of a rank call alike", "[shm][threads]") {
-  // In whatever order they come, the calls match; there are more of them than may be under way.
+  // The calls match in any order; there are more calls than may be in progress.
   on_threads(3, [](ProcessGroup& group) {
     std::array<std::exception_ptr, 2> failures;
     std::vector<std::thread> threads;
@@ -96,7 +96,7 @@ TEST_CASE("ranks that are threads: a future's callback is the last to hold the g
       std::future<void> over = last->over.get_future();
       std::promise<void>& let_go = last->let_go;
       {
-        // It is complete when the other rank has come, so that the callback runs on the group's thread.
+        // The other rank's call completes it, so that the callback runs on the group's thread.
         Work work = passing.all_reduce_async(tensor);
         work.c10d_work()->getFuture()->addCallback([last](c10::ivalue::Future&) {});
       }

@@ -1,4 +1,4 @@
-// Ranks that are threads: tensors that are reduced where they stand, in an arena, and in pieces through shared memory.
+// Ranks that are threads: tensors that are reduced in place, in an arena, and in pieces through shared memory.
 #include <ATen/ops/empty.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ using ddpkit::Work;
 
 namespace {
 
-/// Tensors that all ranks reduce where they stand: of one size everywhere, but each rank's at places of its own.
+/// Returns tensors that all ranks reduce in place: equal sizes on all ranks, but different places.
 std::vector<at::Tensor> scattered(const at::Tensor& memory, const std::vector<std::int64_t>& sizes, int rank,
                                   std::mt19937& own) {
   std::vector<at::Tensor> tensors;
@@ -66,13 +66,13 @@ void reduce_in_place(ProcessGroup& group) {
     pending.pop_front();
   };
   for (int number = 0; number < 120; ++number) {
-    // A tensor of private memory, which is staged, comes between.
+    // Between them is a tensor in private memory, which is staged.
     const bool staged = shared() % 4 == 0;
     constexpr std::int64_t kSizes[] = {1, 16, 17, 1000, 1024, 20000};
-    std::vector<std::int64_t> sizes(shared() % 10 == 0 ? 70 : 1 + shared() % 5);  // At most 64 go into one collective.
+    std::vector<std::int64_t> sizes(shared() % 10 == 0 ? 70 : 1 + shared() % 5);  // One collective takes at most 64.
     for (std::int64_t& size : sizes) size = kSizes[shared() % (sizes.size() > 5 ? 3 : 5)];
     if (shared() % 3 == 0) sizes[0] = kSizes[5];
-    // With at most two under way a third of the memory is free; which third differs between the ranks.
+    // With at most two calls in progress, a third of the memory is free. The free third differs between ranks.
     while (pending.size() > 2 || (!pending.empty() && own() % 2 == 0)) finish_one();
     std::vector<at::Tensor> tensors;
     if (staged) {
@@ -89,7 +89,7 @@ void reduce_in_place(ProcessGroup& group) {
   while (!pending.empty()) finish_one();
 }
 
-/// Tensors that the others read where they lie, and that this rank writes again as soon as it may.
+/// Copies tensors that the other ranks read in place. This rank writes them again as soon as it may.
 void copy_from_where_they_lie(ProcessGroup& group) {
   const int ranks = group.world_size(), me = group.rank();
   constexpr std::int64_t kNumel = 9000;
@@ -150,7 +150,7 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
     constexpr std::int64_t kNumel = 5000;
     std::vector<at::Tensor> outlives;
     for (int round = 0; round < 5; ++round) {
-      // Each rank has one of its own, and LibTorch's tensors come from the one that was opened last.
+      // Each rank has a separate arena; LibTorch allocates from the arena that was opened last.
       auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
       require(lease != nullptr, "an arena");
       require(lease == own_backend(group).open_arena(1, 0), "the arena there is");
@@ -177,7 +177,7 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
       }
       outlives.push_back(lease->empty(kNumel, at::kInt));
       fill(outlives.back(), [&](std::int64_t) { return round; });
-      group.barrier();  // Else one of them might find the other's arena in force when it opens the next.
+      group.barrier();  // Otherwise a rank might see the other rank's arena as current when it opens the next.
       lease.reset();
       group.barrier();
       check(
@@ -211,7 +211,7 @@ TEST_CASE("ranks that are threads: a child process of one with an arena", "[shm]
 }
 
 TEST_CASE("ranks that are threads: private memory of many chunks", "[shm][threads]") {
-  // From the fifth chunk of 64 KiB on, each is copied in while an earlier one is reduced, but for the last.
+  // From the fifth chunk of 64 KiB on, each chunk except the last is copied in while an earlier chunk is reduced.
   on_threads(2, [](ProcessGroup& group) {
     const int me = group.rank();
     std::mt19937 shared(3), own(static_cast<unsigned>(me));

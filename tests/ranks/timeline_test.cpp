@@ -30,14 +30,14 @@ torch::nn::Sequential deep_model() {
                                torch::nn::Linear(300, 300));
 }
 
-/// Trains with small buckets; leaves `timeline` recorded and not written.
+/// Trains with small buckets; `timeline` has recorded events and is not written.
 void train(const ProcessGroup& group, const Timeline* timeline) {
   auto model = deep_model();
   DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.3, .first_bucket_cap_mb = 0.3});
   if (timeline) ddp.set_timeline(*timeline);
   torch::optim::SGD optimizer(model->parameters(), 0.01);
   for (int step = 0; step < kSteps; ++step) {
-    // The ranks are far apart, so that their order in time shows.
+    // The ranks start far apart, so that a wrong clock would show.
     std::this_thread::sleep_for(std::chrono::milliseconds(20 * group.rank()));
     optimizer.zero_grad();
     ddp(torch::randn({16, 300})).sum().backward();
@@ -49,7 +49,7 @@ void train(const ProcessGroup& group, const Timeline* timeline) {
 struct Interval {
   double begin = 0, end = 0;
 };
-/// Of a rank's complete events by their name, in the order of the file. [name][occurrence]
+/// A rank's complete events by name, in file order. [name][occurrence]
 using Events = std::map<std::string, std::vector<Interval>>;
 
 Events check_rank(const json& trace, int rank) {
@@ -63,7 +63,7 @@ Events check_rank(const json& trace, int rank) {
     CHECK(end >= begin);
     last = begin;
     auto& around = open[event.at("tid")];
-    // Times are rounded to nanoseconds when they are written.
+    // The file rounds times to nanoseconds.
     while (!around.empty() && around.back().end <= begin + 0.0015) around.pop_back();
     if (!around.empty()) CHECK(end <= around.back().end + 0.0015);
     around.push_back({begin, end});
@@ -77,7 +77,7 @@ void check_inside(const Interval& inner, const Interval& outer) {
   CHECK(inner.end <= outer.end + 0.0015);
 }
 
-/// All ranks' events of a file that train() has left.
+/// Checks the events of all ranks in a file that train() wrote.
 void check_trace(const std::string& path, int ranks, bool spans) {
   const json trace = json::parse(ddpkit::testing::read_file(path));
   std::vector<Events> of_rank;
@@ -104,7 +104,7 @@ void check_trace(const std::string& path, int ranks, bool spans) {
     }
     of_rank.push_back(std::move(events));
   }
-  // One clock: no rank has a bucket's result before every rank has been ready with its part.
+  // All ranks use one clock: no rank has a bucket's result before every rank is ready.
   for (std::size_t step = 0; step < kSteps; ++step) {
     double all_ready = 0;
     for (const Events& events : of_rank) all_ready = std::max(all_ready, events.at("bucket 0")[step].begin);
@@ -122,7 +122,7 @@ RANK_TEST("a timeline holds all ranks' events, nested, ordered, on one clock", "
   CHECK(timeline.dropped() == 0);
   timeline.write();
   if (group.rank() == 0) check_trace(path, group.world_size(), true);
-  // Again, with what has come since.
+  // Writes again, with the later events.
   const std::size_t before = timeline.events();
   { const auto span = timeline.span("more"); }
   CHECK(timeline.events() == before + 1);
