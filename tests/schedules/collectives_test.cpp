@@ -15,14 +15,14 @@ namespace {
 
 constexpr std::size_t kSlotValues = kSlotBytes / sizeof(std::int64_t);
 
-/// A collective under way, and what it must give.
+/// A collective in progress, and its expected result.
 struct Call {
   PendingHandle pending;
   Values output, expected;
   Values input = {};
 };
 
-/// Starts the collective that `number` chooses, of `numel` values a piece.
+/// Starts the collective that `number` selects, with `numel` values per piece.
 std::unique_ptr<Call> start(ScenarioRank& rank, CollectiveKind kind, int number, std::size_t numel) {
   auto call = std::make_unique<Call>();
   const auto ranks = static_cast<std::size_t>(rank.ranks);
@@ -83,7 +83,7 @@ void finish(ScenarioRank& rank, Call& call) {
   rank.check(call.output == call.expected, "a collective gave a wrong result");
 }
 
-/// The same collective, several times, each waited for.
+/// The same collective several times; ranks wait for each before the next.
 Scenario one_by_one(int ranks, CollectiveKind kind, std::size_t numel, int times, int schedules) {
   return {.ranks = ranks,
           .body =
@@ -93,7 +93,7 @@ Scenario one_by_one(int ranks, CollectiveKind kind, std::size_t numel, int times
           .schedules = schedules};
 }
 
-/// So many collectives of different kinds, all under way at once.
+/// `in_flight` collectives of different kinds, all in progress at the same time.
 Scenario at_once(int ranks, int in_flight, int schedules) {
   return {.ranks = ranks,
           .body =
@@ -151,7 +151,7 @@ TEST_CASE("schedules: slots are used again", "[schedules]") {
 }
 
 TEST_CASE("schedules: an all-reduce of many chunks", "[schedules]") {
-  // Longer than the slots, and the last chunk is short. On three ranks each rank reduces a slice of each chunk.
+  // Longer than all slots, with a short last chunk. With three ranks, each rank reduces a slice of each chunk.
   explore("2 ranks", one_by_one(2, CollectiveKind::kAllReduce, kSlotValues * kSlots + kSlotValues + 100, 1, 150));
   explore("3 ranks", one_by_one(3, CollectiveKind::kAllReduce, kSlotValues * kSlots + 3000, 1, 100));
 }

@@ -73,7 +73,7 @@ Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Deat
       if (!scenario.explores_join) simulation->start();
       scenario.body(rank);
     } catch (const PeerLost& error) {
-      // What a survivor may learn instead of having its results.
+      // A survivor may get this error instead of its results.
       if (!death || error.context().rank != death->rank || !simulation->is_dead(death->rank))
         simulation->fail(fmt::format("unexpected error: {}", error.what()));
     } catch (const std::exception& error) {
@@ -90,7 +90,7 @@ Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Deat
     if (death && death->rank == r) result.victim_points = simulation->points(r);
     auto& engine = engines[static_cast<std::size_t>(r)];
     if (!engine || (result.fault.empty() && !simulation->is_dead(r))) continue;
-    // Its fiber has ended somewhere inside the engine, which nobody can use or destroy any more.
+    // The fiber ended inside the engine, so the engine can be neither used nor destroyed.
     shm::Engines::all().remove(engine.get());
     (void)engine.release();
   }
@@ -103,7 +103,7 @@ Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Deat
   return result;
 }
 
-/// Points of the schedule without preemptions.
+/// Counts the points of the schedule without preemptions.
 Result run_in_turn(const std::string& name, const Scenario& scenario, std::optional<Death> death = {}) {
   InTurn in_turn;
   const Result result = run_once(scenario, in_turn, death);
@@ -111,7 +111,7 @@ Result run_in_turn(const std::string& name, const Scenario& scenario, std::optio
   return result;
 }
 
-/// The first half of the seeds is the same in every run, the others are new; all follow DDPKIT_TEST_SEED if it is set.
+/// Seeds: half are the same in every run, the other half are new. All depend on DDPKIT_TEST_SEED if it is set.
 class Seeds {
  public:
   explicit Seeds(std::uint64_t count)
@@ -189,7 +189,7 @@ void explore_deaths(const std::string& name, const Scenario& scenario, int victi
   const Seeds seeds(count);
   Totals totals;
   for (std::uint64_t i = 0; i < count; ++i) {
-    // Some schedules have more points than the one without preemptions.
+    // Some schedules have more points than the schedule without preemptions.
     const std::uint64_t point = seeds[i] / 2 % (alive.victim_points + alive.victim_points / 4 + 1);
     Random random(seeds[i], alive.points);
     const Result result = run_once(scenario, random, Death{victim, point});

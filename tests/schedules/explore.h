@@ -15,7 +15,7 @@ namespace ddpkit::schedules {
 
 using Values = std::vector<std::int64_t>;
 
-/// One rank of a scenario. A check that fails is a fault of the schedule.
+/// One rank of a scenario. A failed check is a fault of the schedule.
 class ScenarioRank {
  public:
   const int rank;
@@ -27,34 +27,34 @@ class ScenarioRank {
   void check(bool holds, const std::string& what) {
     if (!holds) simulation.fail(what);
   }
-  /// What rank `of` gives to collective `number`: no other rank, collective or element has the same values.
+  /// Returns rank `of`'s input for collective `number`. All ranks, collectives and elements have different values.
   static Values values(int of, int number, std::size_t numel);
-  /// The sum over all ranks.
+  /// Returns the sum over all ranks.
   Values sum(int number, std::size_t numel) const;
 };
 
-/// A message of int64 `values`, which live until it is finished.
+/// Returns a message of int64 `values`. The caller keeps `values` alive until the message has finished.
 shm::MessageHandle message(shm::Message::Kind kind, int peer, int tag, Values& values);
 
 struct Scenario {
   int ranks = 2;
-  /// What each rank does with its engine.
+  /// Runs on each rank.
   std::function<void(ScenarioRank&)> body;
-  /// Schedules if DDPKIT_SCHEDULES does not give another number.
+  /// Number of schedules, unless DDPKIT_SCHEDULES gives another number.
   int schedules = 1000;
   /// Symmetric memory that each rank allocates before the schedule begins, in bytes.
   std::size_t symmetric = 0;
   bool naps_expire = false;
   std::chrono::milliseconds timeout = std::chrono::minutes(1);
-  /// The rendezvous itself is part of the schedules.
+  /// Whether the rendezvous is part of the schedules.
   bool explores_join = false;
 };
 
-/// Random schedules. Fails the test with the first fault and the seed that repeats it.
+/// Runs random schedules. Fails the test with the first fault and with the seed that reproduces it.
 void explore(const std::string& name, const Scenario& scenario);
-/// All schedules with at most `deviations` preemptions and loads of older values.
+/// Runs all schedules with at most `deviations` preemptions and loads of older values.
 void explore_all(const std::string& name, const Scenario& scenario, int deviations);
-/// `victim` dies at each of its points. Random schedules, an equal number for each point. A survivor may fail with a
+/// Runs random schedules in which `victim` dies, an equal number for each of its points. A survivor may fail with a
 /// PeerLost that names the victim.
 void explore_deaths(const std::string& name, const Scenario& scenario, int victim);
 

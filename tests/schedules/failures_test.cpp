@@ -18,7 +18,7 @@ using ddpkit::shm::RankBlock;
 
 namespace {
 
-/// Several all-reduces at once.
+/// Runs several all-reduces at the same time.
 void reduce_some(ScenarioRank& rank, int times, std::size_t numel) {
   std::vector<Values> data;
   std::vector<PendingHandle> pending;
@@ -36,8 +36,8 @@ void reduce_some(ScenarioRank& rank, int times, std::size_t numel) {
   }
 }
 
-/// The last rank ends its group by `end` after one collective. The others must learn it without waiting for the end of
-/// a nap.
+/// The last rank ends its group by `end` after one collective. The other ranks must learn this before their futex wait
+/// times out.
 Scenario ends_by(int ranks, const std::function<void(ScenarioRank&)>& end, const std::string& message) {
   return {.ranks = ranks,
           .body =
@@ -47,14 +47,14 @@ Scenario ends_by(int ranks, const std::function<void(ScenarioRank&)>& end, const
                   return end(rank);
                 }
                 try {
-                  // A rank that learns of the end before it has the result of the first call fails in that.
+                  // A rank that learns of the end before its first result fails in the first call.
                   reduce_some(rank, 1, 3);
                   rank.engine->run({.kind = CollectiveKind::kBarrier});
                   rank.check(false, "a barrier without the last rank");
                 } catch (const PeerLost& error) {
                   rank.check(error.context().rank == ranks - 1, std::string("another rank is named: ") + error.what());
                   rank.check(std::string(error.what()).find(message) != std::string::npos, error.what());
-                  rank.engine.reset();  // A survivor that leaves is not to blame.
+                  rank.engine.reset();  // The others must not blame a survivor that leaves.
                 }
               },
           .schedules = 2000};

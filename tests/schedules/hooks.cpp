@@ -1,5 +1,5 @@
-// What the protocol's sources, compiled with -fsanitize=thread, call for each access to memory, and the functions of
-// the C library that the linker replaces in this program (--wrap). Here they lead to the simulation.
+// The functions that sources compiled with -fsanitize=thread call for each memory access, and the C library functions
+// that the linker replaces in this program (--wrap). All of them call the simulation.
 #include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -162,13 +162,13 @@ long __wrap_syscall(long number, ...) {
   return 0;
 }
 
-/// No other rank need run meanwhile: the engine yields a few times only before it sleeps.
+/// Need not run another rank: the engine yields only a few times before it sleeps.
 int __wrap_sched_yield() {
   if (Simulation* const simulation = Simulation::current()) simulation->point();
   return 0;
 }
 
-/// One core for all ranks: waiting ranks sleep after a few turns.
+/// Reports one core for all ranks, so that waiting ranks sleep soon.
 int __wrap_sched_getaffinity(pid_t, std::size_t bytes, cpu_set_t* cores) {
   std::memset(cores, 0, bytes);
   CPU_SET(0, cores);
@@ -190,7 +190,7 @@ std::int64_t __wrap__ZNSt6chrono3_V212steady_clock3nowEv() {
   return simulation ? simulation->now() : __real__ZNSt6chrono3_V212steady_clock3nowEv();
 }
 
-/// A rank's process id is none of this machine.
+/// A rank's process id belongs to no process of this machine.
 int __wrap_kill(pid_t, int) { return 0; }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// The simulated memory itself: what it allows and what it forbids.
+// Tests the simulated memory: the results that it allows and forbids.
 #include <atomic>
 #include <set>
 #include <string>
@@ -16,7 +16,7 @@ struct Shared {
   std::uint64_t data = 0;
 };
 
-/// Results of all schedules with at most two preemptions or stale loads, and faults.
+/// Returns the results and faults of all schedules with at most two preemptions or stale loads.
 std::set<std::string> results_of(const std::function<void(Shared&, int rank, std::string& result)>& body) {
   std::set<std::string> results;
   Exhaustive exhaustive(2);

@@ -8,8 +8,8 @@
 namespace ddpkit::schedules {
 namespace {
 
-/// A store becomes visible in finite time: after this many loads in a row that read an older one, a rank reads the
-/// newest.
+/// A store becomes visible in finite time: after this number of consecutive loads that read an older store, a rank
+/// reads the newest.
 constexpr int kMostStale = 3;
 
 bool is_sequential(std::memory_order order) { return order == std::memory_order_seq_cst; }
@@ -29,7 +29,7 @@ T& object_at(void* at) {
   return *static_cast<T*>(at);
 }
 
-// memcpy() would be an access of the rank (hooks.cpp).
+// The instrumentation would count memcpy() as an access of the rank (hooks.cpp).
 std::uint64_t read_value(void* at, std::size_t bytes) {
   return bytes == 1   ? object_at<std::uint8_t>(at)
          : bytes == 2 ? object_at<std::uint16_t>(at)
@@ -37,7 +37,7 @@ std::uint64_t read_value(void* at, std::size_t bytes) {
                       : object_at<std::uint64_t>(at);
 }
 
-/// Returns the value as the object holds it.
+/// Returns the value as stored in the object.
 std::uint64_t write_value(void* at, std::size_t bytes, std::uint64_t value) {
   if (bytes == 1) return object_at<std::uint8_t>(at) = static_cast<std::uint8_t>(value);
   if (bytes == 2) return object_at<std::uint16_t>(at) = static_cast<std::uint16_t>(value);
@@ -67,7 +67,7 @@ Memory::Location& Memory::location(void* at, std::size_t bytes) {
   return location;
 }
 
-/// Counts an operation of the rank; its time.
+/// Counts an operation of the rank and returns its time.
 std::uint32_t Memory::tick(int rank) {
   View& view = ranks_[static_cast<std::size_t>(rank)].view;
   const std::uint32_t now = ++view.happened[static_cast<std::size_t>(rank)];
@@ -124,7 +124,7 @@ void Memory::store(int rank, void* at, std::size_t bytes, std::uint64_t value, s
   store.writer = rank;
   if (is_sequential(order)) store.ordered = ++ordered_;
   object.history.push_back(store);
-  tick(rank);  // Plain accesses that follow are not released.
+  tick(rank);  // Later plain accesses are not released.
 }
 
 std::uint64_t Memory::modify(int rank, void* at, std::size_t bytes, std::memory_order order,

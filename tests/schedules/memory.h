@@ -1,4 +1,4 @@
-// Memory as the C++ standard promises it, with every reordering that the standard allows a machine.
+// Memory as the C++ standard defines it, with every reordering that the standard allows.
 //
 // Each atomic object has a history of stores. A load may return any store of the history that is not hidden by what
 // happens before the load, by coherence, or by the order of sequentially consistent operations and fences (C++20,
@@ -24,10 +24,10 @@ namespace ddpkit::schedules {
 
 inline constexpr int kMaxRanks = 3;
 
-/// Operations of each rank that are known. [rank]
+/// The known operations of each rank. [rank]
 using Clock = std::array<std::uint32_t, kMaxRanks>;
 
-/// What a rank knows of the others.
+/// A rank's knowledge of the other ranks.
 struct View {
   Clock happened{};           ///< Operations that happen before the rank's next one.
   Clock visible{};            ///< The same, and operations that sequentially consistent fences order before it.
@@ -45,7 +45,7 @@ class Memory {
   // Atomic operations on the object of `bytes` bytes at `at`. The newest value is also stored at `at`.
   std::uint64_t load(int rank, void* at, std::size_t bytes, std::memory_order order);
   void store(int rank, void* at, std::size_t bytes, std::uint64_t value, std::memory_order order);
-  /// Returns the value before.
+  /// Returns the previous value.
   std::uint64_t modify(int rank, void* at, std::size_t bytes, std::memory_order order,
                        const std::function<std::uint64_t(std::uint64_t)>& change);
   void fence(int rank, std::memory_order order);
@@ -63,9 +63,9 @@ class Memory {
  private:
   struct Store {
     std::uint64_t value = 0;
-    View released;              ///< What an acquire load of this store learns.
-    Clock seen{};               ///< When each rank first read or wrote it; 0: never.
-    std::uint32_t ordered = 0;  ///< Its place among the sequentially consistent operations; 0: none.
+    View released;              ///< An acquire load of this store learns this.
+    Clock seen{};               ///< Time of each rank's first read or write; 0: never.
+    std::uint32_t ordered = 0;  ///< Its position among the sequentially consistent operations; 0: none.
     int writer = -1;
   };
   struct Location {
@@ -75,10 +75,10 @@ class Memory {
   };
   struct Rank {
     View view;
-    View acquired;  ///< What relaxed loads have read: known after an acquire fence.
-    View fenced;    ///< What the last release fence knew.
+    View acquired;  ///< Read by relaxed loads: known after an acquire fence.
+    View fenced;    ///< Known at the last release fence.
   };
-  /// Bytes with one past of plain accesses.
+  /// Bytes with the same history of plain accesses.
   struct Plain {
     std::uintptr_t end = 0;
     int writer = -1;

@@ -49,7 +49,7 @@ TEST_CASE("schedules: messages in both directions", "[schedules]") {
 }
 
 TEST_CASE("schedules: messages wrap around the end of their channel", "[schedules]") {
-  // Together twice the channel, and none ends where the channel does: the sender waits for the receiver.
+  // Together twice the channel's size, and no message ends at the channel's end: the sender waits for the receiver.
   constexpr std::size_t kValues = kChannelBytes / sizeof(std::int64_t) / 3 + 11;
   explore("2 ranks", {.body = [](ScenarioRank& rank) { send_all(rank, 0, 1, 6, kValues); }, .schedules = 300});
 }

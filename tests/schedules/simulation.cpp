@@ -13,12 +13,12 @@ namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{256} << 10;
 constexpr std::size_t kPage = 4096;
-/// More than any schedule that ends: only a livelock reaches it.
+/// More steps than any schedule that ends: only a livelock reaches it.
 constexpr std::uint64_t kMostSteps = 1'000'000;
 
 Simulation* running = nullptr;
 
-/// Stacks that are not in use.
+/// Unused stacks.
 std::vector<std::unique_ptr<char[]>>& spare_stacks() {
   static std::vector<std::unique_ptr<char[]>> stacks;
   return stacks;
@@ -170,7 +170,8 @@ void Simulation::fail(const std::string& text) {
   __builtin_unreachable();
 }
 
-/// Nobody can run: the ranks have finished, are all at the start, or wait for time to pass. False: all have finished.
+/// Called when no rank can run: the ranks have finished, wait in start(), or wait for time to pass. Returns false if
+/// all have finished.
 bool Simulation::pass_time() {
   Rank* first = nullptr;
   bool at_start = false, has_dead = false;

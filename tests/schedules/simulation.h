@@ -1,4 +1,4 @@
-// Ranks as fibers of one thread, of which one runs at a time, with simulated memory, time and futexes.
+// Ranks as fibers of one thread, with simulated memory, time and futexes. One fiber runs at a time.
 #pragma once
 
 #include <ucontext.h>
@@ -23,9 +23,9 @@ class Arena {
   bool contains(const void* at) const {
     return reinterpret_cast<std::uintptr_t>(at) - reinterpret_cast<std::uintptr_t>(begin_) < kBytes;
   }
-  /// Zeroes, on a page boundary.
+  /// Returns zeroed bytes on a page boundary.
   std::byte* take(std::size_t bytes);
-  /// Takes all memory back, which the caller has cleared.
+  /// Frees all memory. The caller has cleared it.
   void reset() { used_ = 0; }
 
  private:
@@ -35,7 +35,7 @@ class Arena {
   std::size_t used_ = 0;
 };
 
-/// A rank that ends at some point, as by SIGKILL.
+/// A rank that ends at a given point, as by SIGKILL.
 struct Death {
   int rank = -1;
   std::uint64_t point = 0;  ///< Of this rank, counted from start().
@@ -47,35 +47,35 @@ class Simulation {
     int ranks = 2;
     Strategy* strategy = nullptr;
     std::optional<Death> death = {};
-    bool naps_expire = false;  ///< A futex wait that only its timeout ends is no fault.
+    bool naps_expire = false;  ///< A futex wait that ends only by its timeout is no fault.
   };
   Simulation(const Options& options, std::function<void(int rank)> body);
   ~Simulation();
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  /// The running simulation while one of its ranks runs; null otherwise.
+  /// Returns the running simulation while one of its ranks runs; null otherwise.
   static Simulation* current();
 
-  /// Runs every rank to its end; the first fault, empty if there is none.
+  /// Runs every rank to its end. Returns the first fault; empty if there is none.
   std::string run();
 
   // Called by ranks.
   int rank() const { return running_; }
   Memory& memory() { return memory_; }
-  /// Waits until all ranks are here. Before it, ranks run in turn and loads read the newest store.
+  /// Waits until all ranks have called it. Before, ranks run in turn and loads read the newest store.
   void start();
-  /// Another rank may run now.
+  /// Allows another rank to run.
   void point();
   void sleep(std::int64_t nanoseconds);
-  /// False when the time limit ended the wait.
+  /// Returns false if the time limit ended the wait.
   bool wait(const std::uint32_t* word, std::uint32_t seen, std::int64_t nanoseconds);
   void wake(const std::uint32_t* word);
   std::int64_t now();
   [[noreturn]] void fail(const std::string& text);
 
   bool is_dead(int rank) const { return ranks_[static_cast<std::size_t>(rank)].state == State::kDead; }
-  /// Points of a rank since start(). [rank]
+  /// Returns a rank's number of points since start(). [rank]
   std::uint64_t points(int rank) const { return ranks_[static_cast<std::size_t>(rank)].points; }
   std::uint64_t switches() const { return switches_; }
 
@@ -89,14 +89,14 @@ class Simulation {
     std::int64_t deadline = 0;
     bool timed_out = false;
     std::uint64_t points = 0;
-    std::array<void*, 2> exceptions{};  ///< The C++ runtime's, of a thread.
+    std::array<void*, 2> exceptions{};  ///< The C++ runtime's exception state of a thread.
   };
 
   static void enter();
   Rank& self() { return ranks_[static_cast<std::size_t>(running_)]; }
   unsigned ready() const;
   int decide();
-  /// The running rank gives control to another one, and later continues.
+  /// Passes control to another rank; returns when this rank runs again.
   void leave(State state);
   void resume(int rank);
   bool pass_time();
@@ -109,8 +109,8 @@ class Simulation {
   InTurn in_turn_;
   bool started_ = false;
   int running_ = -1;
-  int last_ = -1;  ///< Has run last.
-  int next_ = -1;  ///< Chosen by a rank before it gave up control.
+  int last_ = -1;  ///< The rank that ran last.
+  int next_ = -1;  ///< The next rank, chosen before the running rank yielded.
   std::int64_t time_ = 1;
   std::uint64_t steps_ = 0;
   std::uint64_t switches_ = 0;

@@ -1,4 +1,4 @@
-// How the next rank to run, and the store that a load reads, are chosen.
+// Strategies that choose the next rank to run and the store that a load reads.
 #pragma once
 
 #include <array>
@@ -13,13 +13,13 @@ namespace ddpkit::schedules {
 class Strategy {
  public:
   virtual ~Strategy() = default;
-  /// The next rank to run: a bit of `ready`. `current` has run last and can continue if its bit is set; -1: none has.
+  /// Returns the next rank to run: a bit of `ready`. `current` ran last and can continue if its bit is set; -1: none.
   virtual int pick(unsigned ready, int current) = 0;
-  /// Which of `allowed` stores a load reads; 0 is the newest.
+  /// Returns which of `allowed` stores a load reads; 0 is the newest.
   virtual std::size_t pick_store(std::size_t allowed) = 0;
 };
 
-/// The next bit of `ready` after `current`, cyclically.
+/// Returns the next bit of `ready` after `current`, cyclically.
 int next_ready(unsigned ready, int current);
 
 /// Each rank runs until it waits.
@@ -33,7 +33,7 @@ class InTurn : public Strategy {
 /// random priorities, which change at two random points. Odd seeds: a random switch every few points.
 class Random : public Strategy {
  public:
-  /// `points`: about how many points a schedule has.
+  /// `points`: approximate number of points of a schedule.
   Random(std::uint64_t seed, std::uint64_t points);
   int pick(unsigned ready, int current) override;
   std::size_t pick_store(std::size_t allowed) override;
@@ -53,7 +53,7 @@ class Random : public Strategy {
 class Exhaustive : public Strategy {
  public:
   explicit Exhaustive(int bound) : bound_(bound) {}
-  /// Prepares the next schedule; false after the last.
+  /// Prepares the next schedule. Returns false after the last.
   bool next();
   int pick(unsigned ready, int current) override;
   std::size_t pick_store(std::size_t allowed) override { return choose(allowed); }
@@ -63,7 +63,7 @@ class Exhaustive : public Strategy {
     std::size_t taken = 0;
     std::size_t options = 1;
   };
-  /// 0 is the choice of InTurn.
+  /// Returns a choice below `options`; 0 is the choice of InTurn.
   std::size_t choose(std::size_t options);
 
   int bound_;

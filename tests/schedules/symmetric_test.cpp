@@ -12,10 +12,10 @@ using ddpkit::shm::Piece;
 
 namespace {
 
-constexpr std::size_t kPart = 600;  ///< Values of a tensor: enough to be read where it lies.
+constexpr std::size_t kPart = 600;  ///< Values of a tensor: large enough to be read in place.
 constexpr std::size_t kPartBytes = kPart * sizeof(std::int64_t);
 
-/// Tensor `index` of this rank's segment.
+/// Returns tensor `index` of this rank's segment.
 std::byte* tensor(const ScenarioRank& rank, std::size_t index) {
   return rank.segment->base[static_cast<std::size_t>(rank.rank)] + index * kPartBytes;
 }
@@ -63,7 +63,7 @@ TEST_CASE("schedules: all-reduces in symmetric memory, one of them staged by a r
                    check(rank, 0, rank.sum(0, kPart));
                    if (rank.rank != 1) check(rank, 1, rank.sum(1, kPart));
                    check(rank, 2, rank.sum(2, kPart));
-                   // Finished on all ranks: the memory can be used again.
+                   // The call has finished on all ranks, so the memory can be reused.
                    put(rank, 0, ScenarioRank::values(rank.rank, 9, kPart));
                    rank.engine->wait(all_reduce(rank, 0));
                    check(rank, 0, rank.sum(9, kPart));

@@ -1,5 +1,5 @@
-// Stand-ins for what the engine asks of the operating system and of the kernels: shared memory is the arena, processes
-// are the simulation's ranks, and a reduction reports what it reads and writes.
+// Replaces the operating system and the kernels for the engine: shared memory is the arena, processes are the
+// simulation's ranks, and a reduction reports its reads and writes.
 #include <cstring>
 #include <vector>
 
@@ -16,7 +16,7 @@
 namespace ddpkit::schedules {
 namespace {
 
-/// What was taken from the arena. [descriptor]
+/// Memory taken from the arena. [descriptor]
 std::vector<std::byte*>& files() {
   static std::vector<std::byte*> files;
   return files;
@@ -84,7 +84,7 @@ namespace ddpkit::kernels {
 
 using schedules::Simulation;
 
-/// The scenarios need no more than a sum of int64.
+/// The scenarios need only a sum of int64.
 void reduce(const ReduceArguments& arguments) {
   Simulation& simulation = *Simulation::current();
   if (arguments.dtype != DataType::kInt64 || arguments.op != Reduction::kSum) simulation.fail("not a sum of int64");

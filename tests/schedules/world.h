@@ -2,7 +2,7 @@
 
 namespace ddpkit::schedules {
 
-/// Process id of rank 0; the others' follow. No process has such an id.
+/// Process id of rank 0; the other ranks' ids follow. No process has such an id.
 inline constexpr int kFirstPid = 1 << 28;
 
 /// Ends all mappings.
