@@ -22,7 +22,7 @@ using ddpkit::shm::SymmetricSegment;
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-/// What stands before each block.
+/// Bytes before each block.
 constexpr std::size_t kHeader = 64;
 
 std::shared_ptr<SymmetricSegment> segment_of(std::size_t bytes) {
@@ -34,7 +34,7 @@ std::shared_ptr<SymmetricSegment> segment_of(std::size_t bytes) {
   return segment;
 }
 
-/// What `bytes` take of the arena.
+/// Returns the bytes that a request of `bytes` takes from the arena.
 std::size_t taken_by(Arena& arena, std::size_t bytes) {
   const std::size_t before = arena.stats().in_use;
   void* data = arena.allocate(bytes);
@@ -45,7 +45,7 @@ std::size_t taken_by(Arena& arena, std::size_t bytes) {
   return taken;
 }
 
-/// Blocks of `bytes` until there are no more.
+/// Allocates blocks of `bytes` until the arena is full.
 std::vector<void*> fill(Arena& arena, std::size_t bytes, bool urgent) {
   std::vector<void*> blocks;
   while (void* data = arena.allocate(bytes, urgent)) blocks.push_back(data);
@@ -102,7 +102,7 @@ TEST_CASE("an arena hands out first what was freed last") {
   arena.free(first);
   arena.free(second);
   CHECK(arena.stats().in_use == 0);
-  CHECK(arena.allocate(10010) == second);  // Of the same class.
+  CHECK(arena.allocate(10010) == second);  // The same size class.
   CHECK(arena.allocate(10000) == first);
   const ArenaStats stats = arena.stats();
   CHECK(stats.reserved == reserved);
@@ -147,7 +147,7 @@ TEST_CASE("an arena's free neighbours become one where nothing else is left") {
   auto blocks = fill(arena, 16384 - kHeader, false);
   REQUIRE(blocks.size() == 64);
   std::shuffle(blocks.begin(), blocks.end(), std::mt19937(1));
-  // Every other one is no neighbour.
+  // Every second block has no free neighbor.
   std::vector<void*> kept;
   for (void* data : blocks) {
     const bool is_even =
@@ -167,11 +167,11 @@ TEST_CASE("an arena's free neighbours become one where nothing else is left") {
 
 TEST_CASE("batches of all lengths share an arena that the longest just fits into") {
   constexpr std::size_t kLongest = 100;
-  constexpr std::size_t kStep = 2048;  // Bytes of a tensor, by the batch's length.
+  constexpr std::size_t kStep = 2048;  // Bytes of a tensor per unit of the batch's length.
   const std::vector<std::size_t> widths = {1, 3, 4, 2, 6, 1, 5};
   std::size_t widest = 0;
   for (const std::size_t width : widths) widest += width * kStep * kLongest;
-  // A quarter for the size classes, and the tensor that stays.
+  // A quarter more for the size classes, and the tensor that stays.
   Arena arena(segment_of(widest / 4 * 5 + 2 * kMiB), 0, 0);
   std::mt19937 random(7);
   std::size_t wrong = 0;
@@ -280,7 +280,7 @@ TEST_CASE("threads share an arena until it is closed") {
   std::atomic<int> wrong = 0;
   std::atomic<int> served = 0;
   std::mutex mutex;
-  std::vector<Held> handed_on;  // Freed by another thread than the one that asked for them.
+  std::vector<Held> handed_on;  // Another thread frees these blocks.
   const auto let_go = [&](const Held& held) {
     std::size_t other = 0;
     for (std::size_t i = 0; i < held.words; ++i) other += held.data[i] != held.mark;

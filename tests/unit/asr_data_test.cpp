@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kFlac = SF_FORMAT_FLAC | SF_FORMAT_PCM_16;
 
-// The tone's frequency, from the crossings of zero.
+// Returns the tone's frequency, computed from zero crossings.
 double frequency_of(const std::vector<float>& samples, int rate) {
   int crossings = 0;
   for (std::size_t i = 1; i < samples.size(); ++i) crossings += samples[i - 1] < 0 && samples[i] >= 0 ? 1 : 0;
@@ -71,7 +71,7 @@ TEST_CASE("recordings that are not whole are named", "[asr]") {
     CHECK_THAT(refusal(folder / "cut.wav"), ContainsSubstring("truncated") || ContainsSubstring("empty"));
     CHECK_THROWS_AS(asr::audio_info(folder / "cut.wav"), asr::AudioError);
   }
-  // A chunk behind the sound is no fault.
+  // A chunk after the sound is valid.
   write_file(folder / "more.wav", wav + "LIST\x04" + std::string(3, '\0') + "abcd");
   CHECK(asr::read_audio(folder / "more.wav", 8000).size() == 8000);
   std::vector<float> noise;

@@ -78,6 +78,6 @@ TEST_CASE("SpecAugment masks within its bounds, the same for the same seed", "[a
   CHECK(differs);
   CHECK(masks);
   CHECK(features.equal(torch::ones({100, 40})));
-  // An utterance that is shorter than the masks are wide.
+  // An utterance that is shorter than the masks.
   CHECK(asr::spec_augment(torch::ones({1, 40}), options, 3).size(0) == 1);
 }

@@ -11,7 +11,7 @@ using asr::LegendreMemory;
 
 namespace {
 
-// A signal without anything above `hz` cycles a step.
+// Returns a signal without frequencies above `hz` cycles per step.
 at::Tensor smooth_signal(std::int64_t steps, double hz) {
   at::Tensor signal = torch::zeros({steps}, torch::kDouble);
   const at::Tensor t = torch::arange(steps, torch::kDouble);
@@ -19,7 +19,7 @@ at::Tensor smooth_signal(std::int64_t steps, double hz) {
   return signal;
 }
 
-// The system as the papers have it, by a product with its transfer function: Chilkuri and Eliasmith's equation 26.
+// Computes the memory by a product with its transfer function: Chilkuri and Eliasmith's equation 26.
 at::Tensor by_fft(const at::Tensor& u, std::int64_t order, double theta) {
   const auto system = legendre_system(order, theta);
   std::vector<at::Tensor> impulse;
@@ -35,7 +35,7 @@ at::Tensor by_fft(const at::Tensor& u, std::int64_t order, double theta) {
   return torch::fft::irfft(product, length, 1).slice(1, 0, u.size(1)).flatten(2);
 }
 
-// The memories themselves, read by the identity.
+// Returns the memories, read by the identity.
 at::Tensor memories(LegendreMemory& memory, const at::Tensor& u) {
   const std::int64_t size = memory.order() * u.size(2);
   return memory.project(u, torch::eye(size), torch::zeros({size}));
@@ -115,14 +115,14 @@ TEST_CASE("the memory reconstructs its input, delayed by any part of its window"
     const at::Tensor truth = signal.slice(0, 200 - delay, kSteps - delay);
     const double error = (read.slice(0, 200) - truth).square().mean().sqrt().item<double>();
     CHECK(error < 0.1 * power);
-    // Not the signal of another time.
+    // The signal of another time does not match.
     const at::Tensor now = signal.slice(0, 200);
     CHECK((read.slice(0, 200) - now).square().mean().sqrt().item<double>() > 0.5 * power);
   }
 }
 
 TEST_CASE("the zero-order hold is exact for a constant input", "[asr]") {
-  // Then a step may be cut into a thousand finer ones.
+  // One step equals a thousand smaller steps.
   const auto system = legendre_system(4, 10);
   at::Tensor m = torch::zeros({4}, torch::kDouble);
   const auto fine = legendre_system(4, 10 * 1000.0);

@@ -59,7 +59,7 @@ TEST_CASE("greedy decoding drops repetitions, then blanks, also across pieces", 
 }
 
 TEST_CASE("a wide prefix beam finds the labels whose paths are likeliest together", "[asr]") {
-  // All paths, summed by the labels they give.
+  // Sums all paths by their labels.
   constexpr std::int64_t kSteps = 5, kLabels = 3;
   for (int seed = 0; seed < 20; ++seed) {
     CAPTURE(seed);
@@ -89,7 +89,7 @@ TEST_CASE("a wide prefix beam finds the labels whose paths are likeliest togethe
 }
 
 TEST_CASE("a prefix beam beats the best path where many paths share their labels", "[asr]") {
-  // Graves' example: blank is likeliest in both frames, yet "a" has three of the four other paths.
+  // Graves' example: blank is the most likely label in both frames, but "a" has three of the four other paths.
   const at::Tensor log_probs = torch::log(torch::tensor({{0.6, 0.4}, {0.6, 0.4}}));
   CHECK(asr::greedy_decode(log_probs).empty());
   CHECK(asr::prefix_beam_search(log_probs, 4).front().labels == Labels{1});

@@ -27,7 +27,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-/// A world of one.
+/// A world of one rank.
 class Alone : public Peers {
  public:
   void barrier() override {}
@@ -203,8 +203,8 @@ TEST_CASE("a plot is logarithmic, and leaves out what such a scale has no place 
   CHECK(x[1] - x[0] == Approx(x[2] - x[1]).margin(0.2));
   CHECK(y[1] - y[0] == Approx(y[2] - y[1]).margin(0.2));
   CHECK(x[0] < x[1]);
-  CHECK(y[0] > y[1]);  // SVG counts downwards.
-  // One point alone, or no panel at all, is no reason to divide by zero.
+  CHECK(y[0] > y[1]);  // SVG's y axis points down.
+  // One point or no panel must not divide by zero.
   CHECK(count_of(draw_log_log({{"one", {{"curve", {{64, 5}}}}}}, "y"), "nan") == 0);
   CHECK(draw_log_log({}, "y").ends_with("</svg>\n"));
 }
@@ -221,7 +221,7 @@ TEST_CASE("the median is of whole batches, as many as were asked for", "[bench]"
   };
   const double us = median_us(alone, slow, {.iterations = 9, .warmup = 3});
   CHECK(calls == 12);
-  CHECK(alone.batches == 9);  // A call that is longer than a batch is timed by itself.
+  CHECK(alone.batches == 9);  // A call that is longer than a batch is timed alone.
   CHECK(us >= 1000);
   int quick_calls = 0;
   median_us(alone, [&] { ++quick_calls; }, {.iterations = 0, .warmup = 0});
@@ -252,7 +252,7 @@ TEST_CASE("A bar chart shows each value from zero", "[bench]") {
   CHECK(svg.starts_with("<svg "));
   CHECK(count_of(svg, "<rect") == 1 + 3 + 2);  // Background, bars, legend.
   CHECK(count_of(svg, "a &amp; b") == 1);
-  // Heights are as the values.
+  // Heights are proportional to the values.
   std::vector<double> heights;
   for (std::size_t at = svg.find("height=\""); at != std::string::npos; at = svg.find("height=\"", at + 1))
     heights.push_back(std::atof(svg.c_str() + at + 8));

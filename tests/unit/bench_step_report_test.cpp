@@ -1,4 +1,4 @@
-// What `ddpkit bench step` makes of the times that its ranks report.
+// The results that `ddpkit bench step` computes from its ranks' times.
 #include <ddpkit/error.h>
 
 #include "bench/step_plan.h"
@@ -40,8 +40,8 @@ TEST_CASE("A step on ranks is over when the last has ended it, a step of strange
   StepSeries together, strangers;
   together.add_turn(turns, true);
   strangers.add_turn(turns, false);
-  CHECK(together.us() == 5);   // Over at 107, 110, 116, after the start at 102: 5, 3, 6.
-  CHECK(strangers.us() == 4);  // Of 1, 3, 3, 5, 6, 9.
+  CHECK(together.us() == 5);   // The ranks end at 107, 110 and 116; the last start is at 102: 5, 3, 6.
+  CHECK(strangers.us() == 4);  // The median of 1, 3, 3, 5, 6, 9.
   REQUIRE(together.exposed_us());
   CHECK(*together.exposed_us() == 2);
 }

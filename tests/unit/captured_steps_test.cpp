@@ -1,4 +1,4 @@
-// What a CUDA graph of step() relies on, on the CPU: the "device's" numbers are tensors here too.
+// What a CUDA graph of step() relies on, tested on the CPU: the device's scalars are CPU tensors here.
 #include <torch/torch.h>
 
 #include <sstream>
@@ -16,14 +16,14 @@ using torch::optim::SGDOptions;
 
 namespace {
 
-/// Shows the scalar that a kernel on a device would read.
+/// Exposes the scalar that a kernel on a device would read.
 class Scheduled final : public FusedSGD {
  public:
   using FusedSGD::FusedSGD;
   torch::Tensor rate() { return device_learning_rate(param_groups()[0].options(), torch::kCPU); }
 };
 
-/// The AdamW state's count, from which archives are written.
+/// Returns the step count of the AdamW state, which archives store.
 std::int64_t steps(const FusedAdamW& optimizer, const torch::Tensor& parameter) {
   const auto& state = optimizer.state().at(parameter.unsafeGetTensorImpl());
   return static_cast<const torch::optim::AdamWParamState&>(*state).step();
@@ -56,7 +56,7 @@ TEST_CASE("a captured step reads the learning rate and never writes it", "[optim
     optimizer.before_replay();
     CHECK(rate.item<float>() == now);
   }
-  // A schedule that is made later gives the group another options object.
+  // A later schedule gives the group another options object.
   optimizer.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.75));
   optimizer.before_replay();
   CHECK(optimizer.rate().is_same(rate));
@@ -69,7 +69,7 @@ TEST_CASE("replays count, and tell autograd of, the parameters that were capture
   const auto step = [&] {
     weight.mutable_grad() = torch::ones({2});
     optimizer.step();
-    optimizer.zero_grad();  // Last in the step: no gradient is left to say what was updated.
+    optimizer.zero_grad();  // Runs last in the step: no gradient shows which parameters were updated.
   };
   step();
   CHECK(steps(optimizer, weight) == 1);

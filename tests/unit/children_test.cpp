@@ -1,4 +1,4 @@
-// The processes that tests run in: a failure of one must not pass, and must not harm another.
+// The processes in which tests run: a failure of one must fail the test and must not affect another.
 #include "support/children.h"
 
 #include <signal.h>
@@ -23,7 +23,7 @@ const ChildrenOptions kPatient{.time_limit = std::chrono::seconds(100)};
   while (true) ::pause();
 }
 
-/// A zombie, which waits for its new parent, does not run.
+/// Returns whether a process runs. A zombie that waits for its new parent does not run.
 bool runs(const std::string& pid) {
   std::ifstream file("/proc/" + pid + "/stat");
   std::string number, name, state;
@@ -86,7 +86,7 @@ TEST_CASE("a hang is killed with all processes of its group", "[children]") {
 TEST_CASE("a process that outlives a child does not hold up its end", "[children]") {
   const auto result = run_children(1,
                                    [](int) {
-                                     if (::fork() == 0) hang();  // It keeps stdout open.
+                                     if (::fork() == 0) hang();  // Keeps stdout open.
                                      std::cout << "done" << std::endl;
                                      return 0;
                                    },

@@ -19,10 +19,10 @@ std::vector<torch::Tensor> with_gradients(torch::ScalarType dtype) {
     parameter.mutable_grad() = torch::randn(sizes, torch::kDouble).to(dtype);
     parameters.push_back(parameter);
   }
-  // Transposed, and with holes.
+  // Transposed, and not dense.
   parameters[4].mutable_grad() = torch::randn({500, 40}, torch::kDouble).to(dtype).t();
   parameters[5].mutable_grad() = torch::randn({4, 12}, torch::kDouble).to(dtype).slice(1, 0, 12, 2);
-  parameters.push_back(torch::zeros({3}, dtype).requires_grad_(true));  // Has none.
+  parameters.push_back(torch::zeros({3}, dtype).requires_grad_(true));  // No gradient.
   return parameters;
 }
 
@@ -44,7 +44,7 @@ TEST_CASE("clip_grad_norm_ equals LibTorch's", "[optim]") {
       for (const double max_norm : {0.1, 1e12}) {
         INFO("order " << order << ", max_norm " << max_norm);
         const auto ours = with_gradients(dtype), theirs = with_gradients(dtype);
-        // LibTorch's has no largest element of an empty gradient.
+        // LibTorch cannot compute the largest element of an empty gradient.
         if (order == kInfinity) theirs[3].mutable_grad() = torch::zeros({1}, dtype);
         const double expected = torch::nn::utils::clip_grad_norm_(theirs, max_norm, order);
         const double tolerance = dtype == torch::kDouble ? 1e-12 : 1e-5;
@@ -72,14 +72,14 @@ TEST_CASE("half types, complex and sparse gradients are clipped too", "[optim]")
   CHECK(clip_grad_norm_({complex}, 6.5) == Approx(13));
   CHECK(torch::allclose(torch::abs(complex.grad()), torch::tensor({2.5, 6.0}, torch::kDouble)));
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 1).sparse(true));
-  embedding(torch::tensor({1, 1, 2})).sum().backward();  // 2 and 1.
+  embedding(torch::tensor({1, 1, 2})).sum().backward();  // Index 1 occurs twice, index 2 once.
   CHECK(clip_grad_norm_(embedding->parameters(), 1.0) == Approx(std::sqrt(5.0)));
   CHECK(embedding->weight.grad().to_dense()[1].item<float>() == Approx(2 / std::sqrt(5.0)));
 }
 
 namespace {
 
-/// float16 gradients below that type's largest number, 65504, with a norm above it.
+/// Returns float16 gradients below the largest float16 number, 65504, whose norm is above it.
 torch::Tensor with_large_norm(std::int64_t step) {
   auto parameter = torch::zeros({100}, torch::kHalf).requires_grad_(true);
   parameter.mutable_grad() = torch::full({100 * step}, 30000, torch::kHalf).slice(0, 0, 100 * step, step);
@@ -97,7 +97,7 @@ TEST_CASE("a norm of float16 gradients may exceed float16", "[optim]") {
   check_clipped_from_300000(with_large_norm(1));
 }
 
-// LibTorch's _foreach_norm, which takes gradients with holes, has a float16 result unless told otherwise.
+// LibTorch's _foreach_norm, which handles gradients that are not dense, returns float16 by default.
 TEST_CASE("a norm of float16 gradients with holes may exceed float16", "[optim]") {
   check_clipped_from_300000(with_large_norm(2));
 }
@@ -124,7 +124,7 @@ TEST_CASE("the norm counts a weight under two names once", "[optim]") {
   CHECK(largest(parameter.grad()) == Approx(2));
 }
 
-// Ranks whose parameters differ in strides must agree on every bit, or their weights drift apart.
+// Ranks whose parameters differ in strides must compute equal bits; otherwise their weights diverge.
 TEST_CASE("the norm does not depend on the gradients' strides", "[optim]") {
   torch::manual_seed(3);
   for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kComplexFloat}) {
@@ -160,7 +160,7 @@ TEST_CASE("norms that are not finite", "[optim]") {
         CHECK(std::isnan(norm));
       else
         CHECK(std::isinf(norm));
-      // As in Python: everything is scaled by max_norm / norm.
+      // Python does the same: it multiplies all gradients by max_norm / norm.
       if (std::isinf(bad)) CHECK(parameters[1].grad().abs().max().item<float>() == 0);
       CHECK(std::isnan(parameters[0].grad()[50000].item<float>()));
     }

@@ -1,4 +1,4 @@
-// The trading environment, by hand, and what is said of a portfolio.
+// Compares the trading environment and portfolio metrics with results computed by hand.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,14 +19,14 @@ using namespace clstm_ppo;
 
 namespace {
 
-// `closes`: [asset][day], of the days that remain.
+// `closes`: [asset][day], of the days after the warm-up.
 Market market_of(const std::vector<std::vector<double>>& closes, const MarketOptions& options = {}) {
   std::vector<PriceSeries> all;
   for (const auto& kept : closes) {
     PriceSeries& one = all.emplace_back();
     one.name = fmt::format("A{}", all.size());
     std::vector<double> close(kFirstDayOfAll, kept.front());
-    // Something has to move, or there are no indicators to speak of.
+    // Prices must change, or the indicators are undefined.
     for (std::size_t day = 0; day < close.size(); ++day) close[day] *= 1 + 0.01 * std::sin(static_cast<double>(day));
     close.insert(close.end(), kept.begin(), kept.end());
     for (std::size_t day = 0; day < close.size(); ++day) {
@@ -46,16 +46,16 @@ double step(TradingEnvironment& environment, std::vector<float> actions) { retur
 TEST_CASE("trades move money and shares, and cost what they cost", "[clstm_ppo]") {
   const Market market = market_of({{10, 12, 12, 9}, {100, 100, 110, 110}});
   TradingEnvironment environment(market, {.initial_cash = 1000, .hmax = 20, .cost = 0.01});
-  // 10 shares at 10 and 2 of 20 at 100 hold 300; 3 are paid for it.
+  // Buys 10 shares at 10 and 2 at 100 for 300; costs are 3.
   CHECK(step(environment, {0.5F, 0.1F}) == Approx((1000 - 3 + 10 * 2) / 1000.0 - 1));
   CHECK(environment.cash() == Approx(697));
   CHECK(environment.holding(0) == Approx(10));
   CHECK(environment.holding(1) == Approx(2));
-  // Nobody sells more than there is: all 10 at 12. Actions beyond 1 count as 1.
+  // The environment sells only existing shares: all 10 at 12. It clips actions to 1.
   CHECK(step(environment, {-7, 0}) == Approx((697 + 120 - 1.2 + 220) / 1017 - 1));
   CHECK(environment.holding(0) == 0);
   CHECK(environment.costs() == Approx(3 + 1.2));
-  // Wants 20 at 12 and 20 at 110, together 2464.4 with costs, and has 815.8: both shrink alike.
+  // The actions ask for 20 at 12 and 20 at 110, 2464.4 with costs; the cash is 815.8. Both orders shrink by one factor.
   step(environment, {1, 1});
   const double factor = 815.8 / (2440 * 1.01);
   CHECK(environment.cash() == Approx(0).margin(1e-9));
@@ -71,7 +71,7 @@ TEST_CASE("without hmax one step turns the whole portfolio over, in either direc
   TradingEnvironment environment(market, {.initial_cash = 1000, .cost = 0});
   step(environment, {1, 0});
   CHECK(environment.value() == Approx(2000));
-  // What is sold pays for what is bought on the same day.
+  // Sales pay for purchases of the same day.
   step(environment, {-1, 1});
   CHECK(environment.holding(0) == Approx(0));
   CHECK(environment.holding(1) == Approx(400));
@@ -148,7 +148,7 @@ TEST_CASE("the best that knows the pattern is the best of all sequences of trade
   const Market market(series);
   const Period period{0, market.days()};
   const double cost = 0.004;
-  // Without noise the expected growth is the real one: try all 3^7 ways of being somewhere.
+  // Without noise the expected growth is the real growth: try all 3^7 sequences of positions.
   double best = 0;
   const std::function<void(std::size_t, std::size_t, double)> go = [&](std::size_t day, std::size_t place,
                                                                        double value) {
@@ -166,7 +166,7 @@ TEST_CASE("the best that knows the pattern is the best of all sequences of trade
   go(0, 0, 1);
   CHECK(best > 1.02);
   CHECK(best_with_pattern(market, period, 1, cost).back() == Approx(best));
-  // And the environment makes no more of it than that, whatever the actions.
+  // No sequence of actions earns more in the environment.
   ddpkit::train::Random random(1);
   for (int attempt = 0; attempt < 2000; ++attempt) {
     TradingEnvironment environment(market, {.initial_cash = 1, .cost = cost});

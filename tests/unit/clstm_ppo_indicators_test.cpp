@@ -1,4 +1,4 @@
-// Indicators beside published figures and beside computations by their definitions, day by day from nothing.
+// Compares indicators with published figures and with direct computations of their definitions for each day.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -31,7 +31,7 @@ Bars random_bars(std::size_t days, std::uint64_t seed) {
   return bars;
 }
 
-// The exponential average of all days up to `day`, as a weighted sum.
+// Returns the exponential average of all days up to `day`, computed as a weighted sum.
 double exponential_average(const Series& values, std::size_t day, int period) {
   const double weight = 2.0 / (period + 1);
   double sum = std::pow(1 - weight, static_cast<double>(day)) * values[0];
@@ -39,7 +39,8 @@ double exponential_average(const Series& values, std::size_t day, int period) {
   return sum;
 }
 
-// Wilder's average of values[first .. day], whose first `period` values are averaged plainly, as a weighted sum.
+// Returns Wilder's average of values[first .. day], computed as a weighted sum. The first `period` values have a plain
+// average.
 double wilder_average(const Series& values, std::size_t first, std::size_t day, int period) {
   const double keep = 1 - 1.0 / period;
   const std::size_t seeded = first + static_cast<std::size_t>(period) - 1;
@@ -59,7 +60,7 @@ std::size_t first_defined(const Series& values) {
 }  // namespace
 
 TEST_CASE("RSI gives the figures of a published example", "[clstm_ppo]") {
-  // StockCharts.com, ChartSchool, "Relative Strength Index", of QQQQ from 2009-12-14 on.
+  // StockCharts.com, ChartSchool, "Relative Strength Index", of QQQQ from 2009-12-14.
   const Series close = {44.3389, 44.0902, 44.1497, 43.6124, 44.3278, 44.8264, 45.0955, 45.4245, 45.8433,
                         46.0826, 45.8931, 46.0328, 45.6140, 46.2820, 46.2820, 46.0028, 46.0328, 46.4116,
                         46.2222, 45.6439, 46.2122, 46.2521, 45.7137, 46.4515, 45.7835, 45.3548, 44.0288,
@@ -141,7 +142,7 @@ TEST_CASE("indicators of a market that stands still or only rises are numbers", 
   for (int day = 0; day < 40; ++day) rising.push_back(10 + day);
   CHECK(rsi(rising).back() == 100);
   CHECK(adx(rising, rising, rising).back() == Approx(100));
-  // Twenty values that rise evenly: the last is 9.5 above their mean, and their mean deviation is 5.
+  // Twenty values with equal increments: the last is 9.5 above their mean; their mean deviation is 5.
   CHECK(cci(rising, rising, rising).back() == Approx(9.5 / (0.015 * 5)));
   CHECK(macd({}).empty());
   CHECK(rsi({1.0, 2.0}).size() == 2);
@@ -155,7 +156,7 @@ TEST_CASE("turbulence is the squared Mahalanobis distance from the days before",
   const std::vector<double> result = turbulence(returns, 4);
   CHECK(std::vector<double>(result.begin(), result.begin() + 4) == std::vector<double>(4, 0.0));
   CHECK(result[4] == Approx(4 / (4.0 / 3) + 16 / (16.0 / 3)).epsilon(1e-5));
-  // Assets that move alike have a covariance without an inverse.
+  // The covariance of equal assets has no inverse.
   const std::vector<double> alike = turbulence({{1, 1}, {-1, -1}, {2, 2}, {-2, -2}, {1, 1}}, 4);
   CHECK(alike[4] == Approx(1 / (10.0 / 3)).epsilon(1e-3));
 }

@@ -1,4 +1,4 @@
-// The model and PPO beside plain computations.
+// Compares the model and PPO with direct computations.
 #include <torch/torch.h>
 
 #include <cmath>
@@ -102,7 +102,7 @@ TEST_CASE("the model gives the same in one go, step by step, and from a memory t
   }
   CHECK(torch::allclose(memory.actor_h, after.actor_h, 1e-5, 1e-6));
   CHECK(torch::allclose(memory.critic_c, after.critic_c, 1e-5, 1e-6));
-  // The first LSTM sees the whole window, the second what came before it.
+  // The first LSTM processes the whole window, the second LSTM the earlier outputs.
   at::Tensor other = windows.clone();
   other.select(2, 0).select(1, 5).add_(1);
   CHECK_FALSE(torch::allclose(std::get<0>(model.forward(other, model.no_memory(3))).select(1, 5), mean.select(1, 5)));

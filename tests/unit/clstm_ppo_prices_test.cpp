@@ -1,4 +1,4 @@
-// What is wrong with a file of prices: file, line, reason.
+// Errors in price files: file, line, reason.
 #include <cmath>
 
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// What ranks read of each other while its owner goes on.
+// Fields that ranks read while the owner continues to write.
 #include "comm/shm/control.h"
 
 #include <atomic>

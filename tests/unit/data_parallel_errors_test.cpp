@@ -1,4 +1,4 @@
-// What DataParallel refuses, and what becomes of an exception in a replica.
+// Arguments that DataParallel refuses, and exceptions in replicas.
 #include <torch/torch.h>
 
 #include <exception>
@@ -42,7 +42,7 @@ TEST_CASE("an exception in a replica of DataParallel names it, and the next step
   dp.train_step(good, kStepLoss);
   check_same_gradients(net, reference);
 
-  // In backward, where some of the gradients are there already.
+  // In backward, after some gradients have arrived.
   struct Fails : torch::autograd::Function<Fails> {
     static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
     static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {

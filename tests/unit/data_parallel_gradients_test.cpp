@@ -1,4 +1,4 @@
-// DataParallel's gradients are those of one device on the joined batch, whatever shares, leaves out or asks for them.
+// DataParallel's gradients equal those of one device on the joined batch.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -40,7 +40,7 @@ TEST_CASE("DataParallel's gradients are those of the joined batch", "[dp]") {
         CHECK(loss.item<double>() == Approx(loss_of(wanted).item<double>()).epsilon(1e-12));
         CHECK_FALSE(loss.requires_grad());
         check_same_gradients(stepped, reference);
-        // And adds to what is there.
+        // Accumulates into existing gradients.
         step.train_step(batch, kStepLoss);
         for (const Tensor& parameter : reference->parameters()) {
           if (parameter.grad().defined()) parameter.mutable_grad() = parameter.grad() * 2;
@@ -66,14 +66,14 @@ TEST_CASE("DataParallel's large gradients are summed in pieces", "[dp]") {
     auto net = make();
     net->to(dtype);
     const Tensor batch = batch_of(6).to(dtype);
-    // The sum over replicas, in order, of what each has alone.
+    // The sum over replicas, in order, of each replica's gradient.
     for (int r = 0; r < 3; ++r) (loss_of(reference->forward(batch.slice(0, 2 * r, 2 * r + 2))) / 3).backward();
     DataParallel dp(net, {.replicas = 3});
     dp.train_step(batch, kStepLoss);
     for (std::size_t i = 0; i < net->parameters().size(); ++i) {
       const Tensor wanted = reference->parameters()[i].grad().to(torch::kDouble);
       const Tensor error = net->parameters()[i].grad().to(torch::kDouble) - wanted;
-      // Relative, as the gradients are small. bfloat16 has 8 bits, and rounds each of three sums.
+      // Relative, because the gradients are small. bfloat16 has 8 bits, and each of three sums is rounded.
       const double tolerance = dtype == torch::kDouble ? 1e-12 : 0.01;
       CHECK(error.norm().item<double>() < tolerance * wanted.norm().item<double>());
       CHECK(error.abs().max().item<double>() < 3 * tolerance * wanted.abs().max().item<double>());
@@ -109,7 +109,7 @@ TEST_CASE("DataParallel gives autograd::grad, inputs' gradients and a kept graph
 }
 
 TEST_CASE("DataParallel sums gradients that are one piece of memory once each", "[dp]") {
-  // Autograd hands the same memory on as the gradient of both.
+  // Autograd passes the same memory as the gradient of both.
   struct SharedImpl : torch::nn::Cloneable<SharedImpl> {
     SharedImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
     void reset() override {
@@ -164,7 +164,7 @@ TEST_CASE("DataParallel with tied weights, sparse gradients and unused parameter
   const auto alone = make();
   const auto net = make();
   DataParallel dp(net, {.replicas = 3, .bucket_cap_mb = 0.0001, .first_bucket_cap_mb = 0.0001});
-  // `sometimes` is used by no replica, by one, by all but one.
+  // No replica, one replica, or all replicas but one use `sometimes`.
   for (const auto& batch : {torch::tensor({1, 2, 3}), torch::tensor({1, 8, 3}), torch::tensor({8, 8, 1})}) {
     alone->zero_grad();
     Tensor wanted;
@@ -210,7 +210,7 @@ TEST_CASE("DataParallel without gradients", "[dp]") {
 
 namespace {
 
-/// Lets nothing through to its input: its gradient is undefined, not zero.
+/// Passes nothing to its input: the gradient is undefined, not zero.
 struct Stop : torch::autograd::Function<Stop> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& input) { return input.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {

@@ -1,4 +1,4 @@
-// What members of a module refer to: DataParallel's replicas refer to the same, or the module is refused by name.
+// Handles in a module's members: DataParallel's replicas keep them, or DataParallel refuses the module and names it.
 #include <torch/torch.h>
 
 #include <memory>
@@ -17,7 +17,7 @@ using torch::Tensor;
 
 namespace {
 
-/// A projection of a class outside LibTorch.
+/// A projection whose class is not from LibTorch.
 struct ProjectionImpl : torch::nn::Cloneable<ProjectionImpl> {
   ProjectionImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
   void reset() override { matrix = register_parameter("matrix", torch::randn({6, 6}, torch::kDouble)); }
@@ -54,7 +54,7 @@ struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
 };
 TORCH_MODULE(Tied);
 
-/// A module whose clone does not refer to what it refers to.
+/// A module whose clone does not keep its references.
 struct OddImpl : torch::nn::Cloneable<OddImpl> {
   explicit OddImpl(int kind) : kind(kind) {
     reset();  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
@@ -81,7 +81,7 @@ struct OddImpl : torch::nn::Cloneable<OddImpl> {
 };
 TORCH_MODULE(Odd);
 
-/// One batch norm, registered by two parents.
+/// Two parents register one batch norm.
 struct ParentImpl : torch::nn::Cloneable<ParentImpl> {
   explicit ParentImpl(torch::nn::BatchNorm1d given) : norm(std::move(given)) { register_module("norm", norm); }
   void reset() override { norm = register_module("norm", torch::nn::BatchNorm1d(6)); }
@@ -150,7 +150,7 @@ TEST_CASE("DataParallel's replicas keep a module that two parents share", "[dp]"
   net->to(torch::kDouble);
   DataParallel dp(net, {.replicas = 2});
   const Tensor half = batch_of(4);
-  // Both replicas have the same samples, and so the module's own statistics.
+  // Both replicas have the same samples, so each has the module's statistics.
   std::vector<Tensor> of_replicas(2);
   dp.train_step(half.repeat({2, 1}), [&](torch::nn::SequentialImpl& replica, const Tensor& part) {
     const Tensor loss = loss_of(replica.forward(part));

@@ -1,5 +1,5 @@
-// Where DataParallel's memory is: what each replica holds under train_step(), counted by an allocator around LibTorch's
-// own, and the arena.
+// DataParallel's memory: the bytes of each replica under train_step(), counted by a wrapper of LibTorch's allocator,
+// and the arena.
 #include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
@@ -23,10 +23,10 @@ namespace {
 
 constexpr std::size_t kReplicas = 4;
 
-/// The replica whose thread this is; kReplicas: none.
+/// The replica of this thread; kReplicas: none.
 thread_local std::size_t this_replica = kReplicas;
 
-/// Counts each replica's bytes, whoever frees them.
+/// Counts the allocated bytes per replica, whichever thread frees them.
 class CountingAllocator : public c10::Allocator {
  public:
   struct Count {
@@ -43,7 +43,7 @@ class CountingAllocator : public c10::Allocator {
     while (now > peak && !count.peak.compare_exchange_weak(peak, now)) {
     }
     new (memory) Header{bytes, &count};
-    // raw_allocate() wants the block itself as the context.
+    // raw_allocate() requires the block as the context.
     void* const data = static_cast<char*>(memory) + kHeader;
     return {data, data, &free_block, c10::kCPU};
   }
@@ -53,7 +53,7 @@ class CountingAllocator : public c10::Allocator {
   Count& operator[](std::size_t replica) { return counts_[replica]; }
 
  private:
-  /// Before each block.
+  /// Precedes each block.
   struct Header {
     std::size_t bytes;
     Count* count;
@@ -71,7 +71,7 @@ class CountingAllocator : public c10::Allocator {
   std::array<Count, kReplicas + 1> counts_;
 };
 
-/// LibTorch's CPU allocator for as long as it lives.
+/// Replaces LibTorch's CPU allocator during its lifetime.
 struct Counting {
   Counting() { c10::SetAllocator(c10::kCPU, &counter); }
   ~Counting() { c10::SetAllocator(c10::kCPU, before); }
@@ -79,7 +79,7 @@ struct Counting {
   CountingAllocator& counter = immortal();
 
  private:
-  /// Never deleted, as blocks refer to it; and remembered, so that it is no leak.
+  /// Never deleted, because blocks refer to it. A static pointer keeps it reachable for the leak checker.
   static CountingAllocator& immortal() {
     static auto& all = *new std::vector<CountingAllocator*>;
     return *all.emplace_back(new CountingAllocator);
@@ -100,7 +100,7 @@ TEST_CASE("DataParallel's replicas hold as much memory as each other under train
   const Counting counting;
   CountingAllocator& allocator = counting.counter;
   auto net = make_har_net();
-  ddpkit::DataParallel dp(net, {.replicas = kReplicas, .arena = false});  // Which would come before the counting one.
+  ddpkit::DataParallel dp(net, {.replicas = kReplicas, .arena = false});  // An arena would replace the counter.
   torch::optim::SGD optimizer(net->parameters(), 0.01);
   std::atomic<std::size_t> threads = 0;
   const auto x = torch::randn({256, 9, 64});
@@ -122,7 +122,7 @@ TEST_CASE("DataParallel's replicas hold as much memory as each other under train
   INFO("the smallest peak is " << smallest << " bytes, the largest " << largest);
   CHECK(smallest > std::int64_t{4} << 20);
   CHECK(static_cast<double>(largest) <= 1.15 * static_cast<double>(smallest));
-  // Between steps nothing but one set of gradients is left.
+  // Between steps, only one set of gradients remains.
   std::int64_t parameters = 0, left = 0;
   for (const auto& parameter : net->parameters()) parameters += static_cast<std::int64_t>(parameter.nbytes());
   for (std::size_t r = 0; r < kReplicas; ++r) left += allocator[r].bytes;
@@ -147,7 +147,7 @@ TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][are
     CHECK(warm.allocations > 0);
     CHECK(warm.peak > 512 * 64 * sizeof(float));
     for (int step = 0; step < 20; ++step) dp.train_step(batch, loss);
-    // The same blocks, again and again.
+    // The arena reuses its blocks.
     CHECK(dp.arena()->reserved <= warm.reserved + (4 << 20));
     kept = dp(batch).detach() + 0;
     DataParallel second(net, {.replicas = 2});
@@ -156,7 +156,7 @@ TEST_CASE("DataParallel's arena serves its tensors, which outlive it", "[dp][are
   CHECK(at::allclose(kept, net->forward(batch), 0, 1e-5));
   CHECK_FALSE(DataParallel(net, {.replicas = replicas, .arena = false}).arena());
   CHECK_THROWS_AS(DataParallel(net, {.replicas = replicas, .arena_mb = -1}), InvalidArgument);
-  // Full: the rest comes from malloc.
+  // The arena is full: malloc provides the rest.
   DataParallel small(net, {.replicas = replicas, .threads_per_replica = 1, .arena_mb = 0.1});
   net->zero_grad();
   small.train_step(batch, loss);

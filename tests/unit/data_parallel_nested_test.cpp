@@ -1,4 +1,4 @@
-// What DataParallel can scatter to its replicas and gather from them: tensors in tuples, containers and own types.
+// What DataParallel can scatter to replicas and gather from replicas: tensors in tuples, containers and custom types.
 #include <torch/torch.h>
 
 #include <array>
@@ -29,7 +29,7 @@ Pair map_tensors(const Pair& pair, const ddpkit::TensorMap& map) {
   return {map(pair.left), map(pair.right), pair.number};
 }
 
-/// Takes and gives all that can be nested.
+/// Takes and returns all supported nested types.
 struct NestedImpl : torch::nn::Cloneable<NestedImpl> {
   using Outputs = std::tuple<Tensor, std::map<std::string, Tensor>, std::vector<Tensor>, std::optional<Tensor>, Pair>;
   NestedImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
@@ -62,7 +62,7 @@ TEST_CASE("DataParallel scatters and gathers what is nested", "[dp]") {
   CHECK(torch::equal(std::get<0>(outputs), std::get<0>(wanted)));
   CHECK(torch::equal(std::get<1>(outputs).at("x"), std::get<1>(wanted).at("x")));
   CHECK(torch::equal(std::get<2>(outputs)[0], std::get<2>(wanted)[0]));
-  CHECK(std::get<2>(outputs)[1].sizes() == at::IntArrayRef({2}));  // A scalar of each replica.
+  CHECK(std::get<2>(outputs)[1].sizes() == at::IntArrayRef({2}));  // One scalar per replica.
   CHECK(torch::equal(std::get<2>(outputs)[1].sum(), std::get<2>(wanted)[1]));
   CHECK_FALSE(std::get<3>(outputs).has_value());
   CHECK(torch::equal(std::get<4>(outputs).left, column(41)));
@@ -71,7 +71,7 @@ TEST_CASE("DataParallel scatters and gathers what is nested", "[dp]") {
   std::get<4>(outputs).right.sum().backward();
   CHECK(torch::equal(net->weight.grad(), column(50).sum()));
 
-  // A batch as LibTorch's DataLoader makes it.
+  // A batch from LibTorch's DataLoader.
   auto classifier = make_net();
   DataParallel trains(classifier, {.replicas = 2});
   const torch::data::Example<> batch{batch_of(5), torch::tensor({0, 1, 2, 0, 1})};

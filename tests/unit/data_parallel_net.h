@@ -1,4 +1,4 @@
-// A network for the tests of DataParallel, and its gradients against another one's.
+// A network for the tests of DataParallel, and a comparison of gradients.
 #pragma once
 
 #include <torch/torch.h>
@@ -12,7 +12,7 @@ namespace ddpkit::testing {
 
 constexpr double kTolerance = 1e-10;
 
-/// Throws on a sample of fails_at; no forward uses `unused`.
+/// Throws on a sample equal to fails_at; no forward uses `unused`.
 struct NetImpl : torch::nn::Cloneable<NetImpl> {
   NetImpl() { reset(); }  // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall)
   void reset() override {
@@ -46,7 +46,7 @@ inline torch::Tensor loss_of(const torch::Tensor& output) { return (output - 0.5
 
 inline const auto kStepLoss = [](auto& replica, const torch::Tensor& part) { return loss_of(replica.forward(part)); };
 
-/// Also that both have none for the same parameters.
+/// Also checks that the same parameters have no gradient.
 template <class Module>
 void check_same_gradients(const Module& module, const Module& reference) {
   const auto mine = module->named_parameters();

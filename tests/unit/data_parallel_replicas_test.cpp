@@ -1,5 +1,5 @@
-// DataParallel's replicas follow the module: its weights, buffers and mode; each run gives the same bits, and the
-// caller's random numbers and threads are left alone.
+// DataParallel's replicas follow the module's weights, buffers and mode. Each run gives the same bits. DataParallel
+// does not change the caller's random numbers and threads.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -52,7 +52,7 @@ TEST_CASE("DataParallel's replicas follow the module", "[dp]") {
   };
   reference->first->weight.set_requires_grad(false);
   check();
-  // Thawed, other values in place, values from elsewhere, another type.
+  // Unfreezes a weight, writes values in place, assigns values, and changes the type.
   net->first->weight.set_requires_grad(true);
   reference->first->weight.set_requires_grad(true);
   check();
@@ -84,7 +84,7 @@ TEST_CASE("DataParallel's buffers follow replica 0", "[dp]") {
   DataParallel dp(net, {.replicas = 3});
   for (std::uint64_t step = 0; step < 5; ++step) {
     const Tensor batch = batch_of(7, step);
-    // Replica 0 has samples 0 to 2, and its statistics are what persists: as in Python.
+    // Replica 0 has samples 0 to 2. Its statistics persist, as in Python.
     alone->forward(batch.slice(0, 0, 3));
     if (step % 2 == 0) {
       dp.train_step(batch, kStepLoss);
@@ -95,12 +95,12 @@ TEST_CASE("DataParallel's buffers follow replica 0", "[dp]") {
   const auto buffers = net->named_buffers();
   const auto wanted = alone->named_buffers();
   for (const auto& item : wanted) CHECK(at::allclose(buffers[item.key()], item.value(), 0, kTolerance));
-  // All replicas evaluate with them.
+  // All replicas use these statistics in evaluation.
   net->eval();
   alone->eval();
   const Tensor batch = batch_of(8);
   CHECK(at::allclose(dp(batch), alone->forward(batch), 0, kTolerance));
-  // One layer in another mode than the rest.
+  // One layer has another mode than the rest.
   net->train();
   net[1]->eval();
   const Tensor before = net->buffers()[0].clone();
@@ -125,7 +125,7 @@ TEST_CASE("DataParallel's buffers leave the graphs of earlier forwards valid", "
     (loss_of(first) + loss_of(second)).backward();
     check_same_gradients(net, reference);
   }
-  // A change that autograd knows of: as in the module alone, the graph is not valid any longer.
+  // Autograd sees this change, so it invalidates the graph, as without DataParallel.
   auto net = make_norm_net();
   net->eval();
   DataParallel dp(net, {.replicas = 2});
@@ -152,7 +152,7 @@ TEST_CASE("replicas on several devices tell autograd of a write between forward 
   for (const bool writes : {false, true}) {
     auto net = std::make_shared<KeepsOutputsImpl>();
     net->to(torch::kDouble);
-    // Two devices in name: weights are copied between them, not shared.
+    // Two device names: DataParallel copies weights between them and does not share.
     DataParallel dp(net, {.devices = {torch::Device("cpu"), torch::Device("cpu:0")}});
     calls.clear();
     const Tensor gathered = dp(batch_of(6).requires_grad_());
@@ -188,7 +188,7 @@ TEST_CASE("DataParallel trains 1,000 steps as one device, the same bits in each 
       }
       optimizer.step();
       if (step % 250 != 249) continue;
-      // Each replica has the same weights and buffers: it gives the same on the same input.
+      // All replicas have the same weights and buffers, so equal inputs give equal outputs.
       net->eval();
       const Tensor same = batch_of(2, step).repeat({3, 1});
       const auto parts = dp(same).chunk(3);
@@ -226,13 +226,13 @@ TEST_CASE("DataParallel with dropout and noise gives the same bits in each run",
     torch::manual_seed(seed);
     std::vector<Tensor> all;
     for (int step = 0; step < 50; ++step) all.push_back(dp(torch::ones({8, 6})).detach());
-    const Tensor own = torch::rand({4});  // The caller's numbers go on alike.
+    const Tensor own = torch::rand({4});  // The caller's generator is in the same state.
     return torch::cat({torch::stack(all).flatten(), own});
   };
   const Tensor first = outputs(1);
   for (int run = 0; run < 5; ++run) CHECK(outputs(1).equal(first));
   CHECK_FALSE(outputs(2).equal(first));
-  // Replicas, steps and samples all differ.
+  // The values differ between replicas, steps and samples.
   const Tensor steps = first.slice(0, 0, 50 * 8 * 3).view({50 * 8, 3});
   CHECK(std::get<0>(at::unique_dim(steps.slice(0, 0, 80), 0)).size(0) > 60);
 }

@@ -140,14 +140,14 @@ TEST_CASE("Any number of ranks goes on where another number stopped, each sample
         DistributedSampler sampler(kSize, after, rank, {.seed = 5});
         load(sampler, state);
         const Indices rest = sampler.indices();
-        sampler.set_epoch(2);  // As a loop over epochs does.
-        sampler.reset();       // As a data loader does.
+        sampler.set_epoch(2);  // As in a loop over epochs.
+        sampler.reset();       // As in a data loader.
         Indices taken;
         while (const auto batch = sampler.next(4)) taken.insert(taken.end(), batch->begin(), batch->end());
         CHECK(taken == rest);
         seen.insert(taken.begin(), taken.end());
         left += taken.size();
-        // The next epoch is whole again.
+        // The next epoch has all samples.
         sampler.set_epoch(3);
         sampler.reset();
         DistributedSampler fresh(kSize, after, rank, {.seed = 5});
@@ -180,7 +180,7 @@ TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
   dropping.set_position(2);
   DistributedSampler shorter(5, 1, 0);
   CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
-  // The same where the sampler shrinks after the load.
+  // The same result if the sampler shrinks after the load.
   const Indices left = third.indices();
   CHECK_THROWS_WITH(third.reset(10), "the saved sampler stands at sample 14, but an epoch has only 10 here");
   CHECK_THROWS_AS(third.reset(0), ddpkit::InvalidArgument);
@@ -352,7 +352,7 @@ TEST_CASE("impossible samplers are refused", "[sampler]") {
 
 TEST_CASE("A forgotten set_epoch is warned of, once, on rank 0", "[sampler]") {
   const auto epoch = [](DistributedSampler& sampler) {
-    sampler.reset();  // As a data loader's begin() does.
+    sampler.reset();  // A data loader's begin() does this.
     while (sampler.next(4)) {
     }
   };

@@ -32,7 +32,7 @@ TEST_CASE("ranks take disjoint places of one sequence, all equally many", "[weig
     }
     CHECK(joined == all);
   }
-  // Rounded up where it does not divide.
+  // Rounded up if it is not a multiple of the ranks.
   for (int rank = 0; rank < 4; ++rank) CHECK(DistributedWeightedSampler(some_weights(), 4, rank).num_samples() == 3);
 }
 
@@ -53,7 +53,7 @@ TEST_CASE("indices come as often as their weights say, and never at weight 0", "
 
 TEST_CASE("the draw depends on seed and epoch alone", "[weighted_sampler]") {
   DistributedWeightedSampler sampler(some_weights(), 2, 0, {.seed = 1, .num_samples = 100});
-  DistributedWeightedSampler copy = sampler;  // What a data loader keeps.
+  DistributedWeightedSampler copy = sampler;  // The copy of a data loader.
   const auto first = sampler.indices();
   sampler.set_epoch(1);
   CHECK(copy.indices() != first);

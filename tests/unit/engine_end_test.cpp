@@ -1,5 +1,5 @@
-// Ranks that end while the others meet them or map their memory. Rank 1 is a child process, which does by hand what a
-// rank does up to some moment and ends there, so that the moment is the same in every run.
+// Ranks that end while other ranks rendezvous with them or map their memory. Rank 1 is a child process that performs a
+// rank's first steps by hand and then ends, so the moment is the same in every run.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -38,7 +38,7 @@ class Control {
   Mapping mapping_;
 };
 
-/// Forks a process that does `body` and ends; its id.
+/// Forks a process that runs `body` and ends. Returns its id.
 pid_t child_that(const std::function<void()>& body) {
   const pid_t child = ::fork();
   if (child != 0) return child;
@@ -84,7 +84,7 @@ TEST_CASE("a rank that ends before the others have mapped its memory is named") 
   });
   check_ended(child);
   check_names_rank_1([&] { Engine(control.open(), 0, {::getpid(), child}, kPatience); });
-  // A third rank, which might have been in time, hears of it.
+  // A third rank would be notified too.
   CHECK(static_cast<FailureKind>(control.block(0).failure.load()) == FailureKind::kPeerLost);
   CHECK(control.block(0).culprit == 1);
 }
@@ -115,7 +115,7 @@ TEST_CASE("a rank that ends while the others map its part of a new segment is na
   const int parent = ::getpid();
   const pid_t child = child_that([&] {
     auto* engine = new Engine(control.open(), 1, {parent, ::getpid()}, kPatience);
-    // Both exchanges of an allocation: what it offers, and that it has mapped what the others offer.
+    // The two exchanges of an allocation: the offered memory, and that all offered memory is mapped.
     SegmentOffer own{.bytes = kSegmentBytes, .fd = 9999};
     for (int exchange = 0; exchange < 2; ++exchange) {
       static SegmentOffer offers[2];

@@ -71,7 +71,7 @@ TEST_CASE("Slurm's variables", "[environment]") {
   CHECK(environment.local_world_size == 2);
   CHECK(environment.master_addr == "gpu003");
   CHECK(environment.launcher == "slurm");
-  // A batch script's own shell is no step: one process, not a world that nobody else joins.
+  // A batch script's shell is no Slurm step: one process, not a world that no other process joins.
   CHECK(read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}}).world_size == 1);
 }
 
@@ -142,7 +142,7 @@ TEST_CASE("the variables of Flux", "[environment]") {
 }
 
 TEST_CASE("an MPI launcher in a Slurm allocation", "[environment]") {
-  // Slurm's variables are those of the daemon on this host.
+  // Slurm's variables describe the daemon on this host.
   const auto environment = read({{"OMPI_COMM_WORLD_RANK", "3"},
                                  {"OMPI_COMM_WORLD_SIZE", "4"},
                                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
@@ -151,7 +151,7 @@ TEST_CASE("an MPI launcher in a Slurm allocation", "[environment]") {
                                  {"SLURM_PROCID", "0"}});
   CHECK(environment.rank == 3);
   CHECK(environment.launcher == "openmpi");
-  // srun --mpi=pmi2 sets both. Slurm's say more.
+  // srun --mpi=pmi2 sets both. Slurm's variables contain more.
   const auto step = read({{"PMI_RANK", "3"},
                           {"PMI_SIZE", "4"},
                           {"SLURM_STEP_NUM_TASKS", "4"},

@@ -34,7 +34,7 @@ TEST_CASE("a page that no process has taken says so", "[flight]") {
 }
 
 TEST_CASE(kName, "[flight]") {
-  // In a rank: leaves a history longer than the page.
+  // In a rank: writes a history that is longer than the page.
   if (std::getenv("DDPKIT_TEST_FLIGHT")) {
     const ddpkit::ProcessGroup group = ddpkit::init_process_group({.backend = "shm"});
     ddpkit::note_step(41);
@@ -53,13 +53,14 @@ TEST_CASE(kName, "[flight]") {
   CHECK_THAT(result.first_failure->state, ContainsSubstring("at step 41; its last one was all_reduce number"));
   CHECK_THAT(result.first_failure->state, ContainsSubstring("(4096 bytes, group 0)"));
   const std::string history = ddpkit::testing::read_file(logs.path() / "attempt_0" / "1" / "collectives.txt");
-  CHECK(std::count(history.begin(), history.end(), '\n') == 257);  // 256, and the heading.
+  CHECK(std::count(history.begin(), history.end(), '\n') == 257);  // 256 entries and the heading.
 }
 
 TEST_CASE(kFailuresName, "[flight]") {
   using ddpkit::flight::Failure;
   using ddpkit::flight::Page;
-  // In a process of its own, as one has a single recorder: with a page of ours, which is emptied for each round.
+  // Needs a separate process, because a process has only one recorder. Its page belongs to the test and is cleared for
+  // each round.
   if (std::getenv("DDPKIT_TEST_FLIGHT")) {
     const ddpkit::flight::View view;
     ::setenv(ddpkit::flight::kPageVariable, std::to_string(view.descriptor()).c_str(), 1);

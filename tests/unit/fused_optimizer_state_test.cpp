@@ -1,5 +1,4 @@
-// The state of the fused optimizers: how it is laid out, and its archives, which LibTorch's own optimizers read and
-// write.
+// The state of the fused optimizers: its layout, and archives that LibTorch's optimizers read and write.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -36,7 +35,7 @@ void load_archive(Optimizer& optimizer, const std::string& archive) {
   torch::load(optimizer, stream);
 }
 
-/// Trains one, moves its state into the other, and trains on with the other.
+/// Trains the first optimizer, moves its state into the second, and continues to train with the second.
 template <class First, class Second, class Options>
 void check_archive(const Options& options) {
   const auto parameters = make_parameters(torch::kDouble);
@@ -44,7 +43,7 @@ void check_archive(const Options& options) {
   First first(parameters, options);
   Second throughout(references, options);
   take_steps(0, 10, parameters, first, references, throughout);
-  // Other options, and a step of its own: both must give way.
+  // The load must replace other options and the own step.
   Options other(0.5);
   const auto continued = copies_of(parameters);
   Second second(continued, other);
@@ -136,7 +135,7 @@ TEST_CASE("archives count a weight under two names once, whoever wrote them", "[
   torch::optim::AdamW of_torch(first, AdamWOptions(0.1));
   FusedAdamW ours(second, AdamWOptions(0.1));
   for (const auto& parameters : {first, second}) parameters[0].mutable_grad() = torch::full({3}, 2.0f);
-  of_torch.step();  // Twice, as LibTorch does.
+  of_torch.step();  // Two updates per step, like LibTorch.
   ours.step();
   for (const std::string& archive : {archive_of(of_torch), archive_of(ours)}) {
     FusedAdamW loaded(reference, AdamWOptions(0.5));

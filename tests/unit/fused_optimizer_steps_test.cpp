@@ -1,5 +1,4 @@
-// The updates of the fused optimizers against LibTorch's own, with the same parameters and gradients; and what they
-// refuse.
+// Compares the fused optimizers with LibTorch's on equal parameters and gradients, and tests the errors.
 #include <torch/torch.h>
 
 #include <memory>
@@ -66,7 +65,7 @@ TEST_CASE("half types are updated in float", "[optim]") {
     std::vector<torch::Tensor> references;
     for (const auto& parameter : parameters)
       references.push_back(parameter.detach().to(torch::kFloat).requires_grad_(true));
-    // One step, whose state is not rounded yet: what float32 gives, rounded once.
+    // After one step the state is not rounded yet: the result of float32, rounded once.
     FusedAdamW adam(parameters, AdamWOptions(0.1));
     torch::optim::AdamW adam_reference(references, AdamWOptions(0.1));
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -78,7 +77,7 @@ TEST_CASE("half types are updated in float", "[optim]") {
     const double half_unit = dtype == torch::kHalf ? 1.0 / 1024 : 1.0 / 128;
     check_same(parameters, references, half_unit);
     REQUIRE(adam.flat_state()[0].tensors[0].scalar_type() == dtype);
-    // And it goes down.
+    // The loss decreases.
     auto weight = torch::full({100}, 3.0, torch::dtype(dtype)).requires_grad_(true);
     FusedSGD sgd({weight}, SGDOptions(0.1).momentum(0.5));
     for (int step = 0; step < 60; ++step) {
@@ -184,7 +183,7 @@ TEST_CASE("clipping changes the gradients that it has seen, and no others", "[op
   torch::optim::Optimizer& base = optimizer;
   for (const float bad : {1e30f, NAN}) {
     weight.mutable_grad() = torch::full({4}, bad);
-    optimizer.clip_grad_norm(1.0);  // And no step, because of the norm.
+    optimizer.clip_grad_norm(1.0);  // The program skips step() because of the norm.
     base.zero_grad();               // Not virtual.
     weight.mutable_grad() = torch::full({4}, 0.25f);
     optimizer.step();
@@ -209,7 +208,7 @@ TEST_CASE("a step tells autograd that it has written to the weights", "[optim]")
     optimizer->step();
     CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("modified by an inplace operation"));
     CHECK_THROWS_WITH(other.backward(), ContainsSubstring("modified by an inplace operation"));
-    // Without a gradient there is no write.
+    // A parameter without a gradient is not written.
     weight.mutable_grad().reset();
     loss = (weight * weight).sum();
     optimizer->step();
@@ -238,7 +237,7 @@ TEST_CASE("a weight under two names is one parameter", "[optim]") {
   }
   check_same({a, b}, references, 1e-5);
   CHECK(ours.param_groups()[0].params().size() == 2);
-  // LibTorch's function to add a group keeps what it is given, and it is not virtual.
+  // LibTorch's add_param_group keeps duplicates, and it is not virtual.
   auto c = torch::ones({2}).requires_grad_(true);
   c.mutable_grad() = torch::ones({2});
   ours.add_param_group(OptimizerParamGroup({c, c}));
@@ -249,7 +248,7 @@ TEST_CASE("a weight under two names is one parameter", "[optim]") {
                     ContainsSubstring("parameter 1 of group 1") && ContainsSubstring("in an earlier parameter group"));
 }
 
-#if !defined(__SANITIZE_THREAD__)  // Which does not see how libgomp's threads are sent to work and waited for.
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not see the synchronization of libgomp's threads.
 TEST_CASE("bits do not depend on the number of threads", "[optim]") {
   const int before = at::get_num_threads();
   std::vector<std::vector<torch::Tensor>> results;

@@ -1,4 +1,4 @@
-// Shared pages that a rank may write to as if they were its own.
+// Shared pages that a rank can write privately.
 #include "comm/shm/guarded_view.h"
 
 #include <setjmp.h>
@@ -91,7 +91,7 @@ TEST_CASE("other faults still end the process") {
   Shared shared;
   const pid_t child = ::fork();
   if (child == 0) {
-    shared.view.data()[0] = std::byte{1};  // Let through.
+    shared.view.data()[0] = std::byte{1};  // The view's handler permits this write.
     ::alarm(20);
     volatile char* nowhere = nullptr;
     *nowhere = 1;
@@ -99,7 +99,7 @@ TEST_CASE("other faults still end the process") {
   }
   int status = 0;
   REQUIRE(::waitpid(child, &status, 0) == child);
-  // The sanitizers' own handler exits instead.
+  // The sanitizers' handlers exit instead.
   const bool ended = WIFSIGNALED(status) ? WTERMSIG(status) == SIGSEGV : WEXITSTATUS(status) != 0;
   CHECK(ended);
 }
@@ -126,7 +126,7 @@ TEST_CASE("a program that recovers from faults of its own goes on doing so") {
       ::sigaction(SIGSEGV, &action, nullptr);
       Shared shared;
       void* own = ::mmap(nullptr, 8 * 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      static int recovered = 0;  // Static: what a jump leaves alone.
+      static int recovered = 0;  // Static: a jump does not change it.
       for (static int i = 0; i < 4; ++i) {
         shared.view.data()[static_cast<std::size_t>(i) * shared.view.granule_bytes()] = std::byte{1};
         if (sigsetjmp(after_fault, 1) == 0) {

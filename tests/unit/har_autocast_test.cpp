@@ -11,7 +11,7 @@
 
 namespace {
 
-/// The mean loss over the last epoch, from the same weights on the same batches in the same order.
+/// Returns the mean loss of the last epoch. Weights, batches and their order are the same in each call.
 double final_loss(const har::Dataset& data, std::optional<torch::ScalarType> autocast_type) {
   constexpr std::int64_t kBatch = 30, kEpochs = 8;
   torch::manual_seed(11);
@@ -53,7 +53,7 @@ TEST_CASE("the CNN trained in bfloat16 autocast reaches float32's loss within 2 
   const har::Dataset data = har::normalised(har::read_recordings(folder / "data"));
   const double single = final_loss(data, std::nullopt), mixed = final_loss(data, torch::kBFloat16);
   INFO("float32 " << single << ", bfloat16 " << mixed);
-  CHECK(single < 0.7 * std::log(6));  // It has learned: the comparison is not one of two beginnings.
+  CHECK(single < 0.7 * std::log(6));  // The model has learned: the comparison is not of two initial states.
   CHECK(mixed == Approx(single).epsilon(0.02));
   CHECK(mixed != single);
 }

@@ -17,7 +17,7 @@ using ddpkit::testing::write_file;
 
 namespace {
 
-// Three training and two test windows of two steps; the value tells signal, window and step: 100 s + 10 w + t.
+// Writes three training and two test windows of two steps. A value encodes signal, window and step: 100 s + 10 w + t.
 void write_ucihar(const std::filesystem::path& root) {
   for (const auto& [split, windows] : {std::pair{"train", 3}, std::pair{"test", 2}}) {
     const std::string name = split;
@@ -64,7 +64,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
   return text.replace(at, from.size(), to);
 }
 
-// A training file that differs from kTs, with what is wrong with it.
+// Checks the error for a training file that differs from kTs.
 void check_ts_error(const std::string& from, const std::string& to, const std::string& message) {
   CAPTURE(from, to);
   CHECK_THROWS_WITH(TsFolder(replaced(kTs, from, to), kTs).read(), ContainsSubstring(message));
@@ -184,7 +184,7 @@ TEST_CASE("a wrong .ts file is one sentence with file and line", "[har]") {
   check_ts_error("@data\n", "@seriesWidth 3\n@data\n", "Toy_TRAIN.ts:10: unknown tag '@seriesWidth'");
   CHECK_THROWS_WITH(TsFolder("@classLabel true a\n", kTs).read(), ContainsSubstring("Toy_TRAIN.ts has no @data line"));
   CHECK_THROWS_WITH(TsFolder("@classLabel true a\n@data\n", kTs).read(), ContainsSubstring("Toy_TRAIN.ts is empty"));
-  // A length that a header claims is believed only when the data bears it out.
+  // The reader trusts a length in a header only if the data has that length.
   CHECK_THROWS_WITH(TsFolder(replaced(kTs, "@seriesLength 3", "@seriesLength 2000000000"), kTs).read(),
                     ContainsSubstring("where @seriesLength is 2000000000"));
 }

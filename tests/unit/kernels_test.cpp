@@ -23,7 +23,7 @@ struct Kernel {
   bool (*reduce)(const ReduceArguments&);
 };
 
-/// All variants that this processor can run; the baseline first.
+/// Returns all variants that this processor can run, the baseline first.
 std::vector<Kernel> variants() {
   std::vector<Kernel> kernels{{"baseline", &reduce<Variant::kBaseline>}};
 #if defined(__x86_64__)
@@ -43,7 +43,7 @@ at::Tensor numbers(at::ScalarType dtype, std::int64_t numel, std::int64_t seed) 
 at::Tensor run(DataType dtype, Reduction op, const std::vector<at::Tensor>& inputs, const Kernel& kernel) {
   std::vector<const void*> pointers;
   for (const auto& input : inputs) pointers.push_back(input.const_data_ptr());
-  // One element more at both ends, which the kernel must leave alone.
+  // One more element at both ends, which the kernel must not change.
   const at::Tensor around = at::ones({inputs[0].numel() + 2}, inputs[0].options());
   at::Tensor output = around.narrow(0, 1, inputs[0].numel());
   void* outputs[] = {output.data_ptr()};
@@ -70,13 +70,13 @@ const std::vector<std::pair<DataType, at::ScalarType>> kTypes = {
     {DataType::kBool, at::kBool}};
 constexpr const char* kReductionNames[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
 
-/// LibTorch's result.
+/// Returns LibTorch's result.
 at::Tensor expected_of(Reduction op, const std::vector<at::Tensor>& inputs) {
   return ddpkit::testing::reduced(inputs, static_cast<ddpkit::ReduceOp>(op));
 }
 
-/// Equal bits, or both NaN: the sign and the payload of a NaN depend on the order in which an instruction takes its
-/// operands.
+/// Returns whether the bits are equal or both values are NaN. The sign and payload of a NaN depend on the order of an
+/// instruction's operands.
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (!at::isFloatingType(a.scalar_type())) return a.equal(b);
   return same(a, b) && a.nan_to_num().signbit().equal(b.nan_to_num().signbit());

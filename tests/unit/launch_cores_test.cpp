@@ -39,6 +39,6 @@ TEST_CASE("ranks share the cores out", "[launch]") {
   CHECK(divide_cores(two, 3, NumaBinding::kExclusive) == Nodes{{0, 1}, {2, 3}, {4, 5, 6, 7}});
   CHECK(divide_cores({{0, 1}}, 2, NumaBinding::kNode) == Nodes{{}, {}});
   CHECK(divide_cores({{0, 1}}, 2, NumaBinding::kExclusive) == Nodes{{0}, {1}});
-  // Fewer cores than ranks: none is for one alone.
+  // Fewer cores than ranks: no rank has an exclusive core.
   CHECK(divide_cores({{0, 1}}, 3, NumaBinding::kExclusive) == Nodes{{}, {}, {}});
 }

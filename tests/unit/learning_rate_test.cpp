@@ -56,7 +56,7 @@ TEST_CASE("the learning rate follows the number of ranks", "[learning_rate]") {
   CHECK(learning_rate_scale(LearningRateScaling::kSquareRoot, 16) == 4);
   CHECK_THROWS_AS(learning_rate_scale(LearningRateScaling::kLinear, 0), ddpkit::InvalidArgument);
   auto optimizer = two_groups();
-  // Goyal's gradual warm-up: from the rate of one rank to that of all.
+  // Goyal's gradual warm-up: from the rate of one rank to the rate of all ranks.
   LearningRateScheduler scheduler(optimizer, warmup(3, 1.0 / 4),
                                   {.scaling = LearningRateScaling::kLinear, .world_size = 4});
   check(scheduler.learning_rates(), {0.1, 0.01});
@@ -80,10 +80,10 @@ TEST_CASE("a schedule made after the optimizer's load starts from the rates befo
   torch::load(resumed, saved);
   LearningRateScheduler after(resumed, step_decay(1));
   check(after.base_learning_rates(), {0.1, 0.01});
-  // As in Python the first schedule's base is also that of a second one.
+  // As in Python, the first schedule's base is also the base of a second schedule.
   LearningRateScheduler second(resumed, step_decay(1));
   check(second.base_learning_rates(), {0.1, 0.01});
-  // An optimizer that never had a schedule has its rates.
+  // An optimizer that never had a schedule has its own rates as base.
   auto plain = two_groups();
   plain.param_groups()[0].options().set_lr(0.7);
   std::istringstream saved_plain(archive(plain));
@@ -109,7 +109,7 @@ TEST_CASE("a schedule resumes, on another number of ranks too", "[learning_rate]
     auto resumed_optimizer = two_groups();
     std::istringstream saved_optimizer(optimizer_archive.str());
     torch::load(resumed_optimizer, saved_optimizer);
-    // Its rates are those of step 4 now, which are no base rates: the archive has those.
+    // The optimizer has the rates of step 4, which are no base rates; the archive has the base rates.
     LearningRateScheduler resumed(resumed_optimizer, cosine_decay(10), options(ranks));
     std::istringstream saved(archive.str());
     torch::serialize::InputArchive input;
@@ -124,7 +124,7 @@ TEST_CASE("a schedule resumes, on another number of ranks too", "[learning_rate]
     check(resumed.learning_rates(), {0.1 * ranks * expected[2], 0.01 * ranks * expected[2]});
     CHECK_THROWS_WITH(resumed.set_step(-1), ContainsSubstring("step -1"));
 
-    // An optimizer that did not load its own archive has the base rates of the schedule's.
+    // An optimizer that did not load its archive gets the base rates of the schedule's archive.
     FusedSGD fresh(
         {torch::optim::OptimizerParamGroup({torch::ones({1})}), torch::optim::OptimizerParamGroup({torch::ones({1})})},
         torch::optim::SGDOptions(7));

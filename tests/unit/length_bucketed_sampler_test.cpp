@@ -18,7 +18,7 @@ using Lengths = std::vector<std::int64_t>;
 
 namespace {
 
-// As utterances: most short, few long.
+// Like utterances: most are short, few are long.
 Lengths some_lengths(std::size_t count) {
   std::mt19937 random(5);
   Lengths lengths;
@@ -42,11 +42,11 @@ TEST_CASE("an epoch of length buckets holds every sample once, on any number of 
         LengthBucketedSampler sampler(lengths, ranks, rank, {.batch_size = 8, .seed = 3});
         sampler.set_epoch(2);
         if (rank == 0) steps = sampler.num_batches();
-        CHECK(sampler.num_batches() == steps);  // All ranks take as many.
+        CHECK(sampler.num_batches() == steps);  // All ranks have the same number of batches.
         CHECK(sampler.num_batches() == (count + 7) / 8);
         for (const auto& batch : sampler.batches()) {
           REQUIRE_FALSE(batch.indices.empty());
-          // Padding only where there is not one for each rank.
+          // A batch has padding only if it has fewer samples than ranks.
           CHECK((batch.repeated == 0 || batch.batch_size < static_cast<std::size_t>(ranks)));
           const std::size_t own = batch.indices.size() - batch.repeated;
           const std::size_t share = batch.batch_size / static_cast<std::size_t>(ranks);
@@ -141,7 +141,7 @@ TEST_CASE("a saved position of length buckets goes on with the very next batch, 
     loaded.load(archive);
     CHECK(loaded.epoch() == 4);
     CHECK(loaded.position() == 5);
-    loaded.set_epoch(4);  // As a loop over epochs does.
+    loaded.set_epoch(4);  // As in a loop over epochs.
     CHECK(loaded.position() == 5);
     const auto batch = loaded.next();
     indices.insert(batch->indices.begin(), batch->indices.end());

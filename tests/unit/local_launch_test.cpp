@@ -136,28 +136,28 @@ TEST_CASE("the rank that others lost is the first failure, whichever ends first"
   const Evidence failed = {.running = false, .has_left = true, .ended_by_itself = true};
   const Evidence ended_well = {.running = false, .ended_by_itself = true, .ended_well = true};
   const Evidence aborted = {.failure = Failure::kAborted, .culprit = 1};
-  // Nobody is blamed.
+  // No rank is blamed.
   CHECK(suspects(0, {failed, trains}, {0}) == Ranks{});
   // The blamed rank is known, whether it has ended or not.
   CHECK(suspects(0, {lost(1), left}, {0}) == Ranks{1});
   CHECK(suspects(0, {lost(1), failed}, {0, 1}) == Ranks{1});
   CHECK(suspects(0, {lost(1), ended_well}, {1, 0}) == Ranks{1});
   CHECK(suspects(0, {lost(1), aborted}, {0}) == Ranks{1});
-  // It blames another one.
+  // The blamed rank blames another rank.
   CHECK(suspects(0, {lost(1), lost(2), left}, {0, 1}) == Ranks{2});
-  // They blame each other.
+  // The ranks blame each other.
   CHECK(suspects(1, {lost(1), lost(0)}, {1, 0}) == Ranks{});
-  // The backend blames nobody: a failure counts more than an end, and a rank that runs in the group not at all.
+  // The backend blames no rank. A failure ranks before an exit; a rank that still runs in the group is never a suspect.
   CHECK(suspects(0, {lost({}), trains, left}, {0}) == Ranks{2});
   CHECK(suspects(0, {lost({}), failed, ended_well}, {2, 0, 1}) == Ranks{1});
   CHECK(suspects(0, {lost({}), lost({}), ended_well}, {2, 0, 1}) == Ranks{2});
   CHECK(suspects(0, {lost({}), trains}, {0}) == Ranks{});
-  // A rank for which others waited too long is silent.
+  // A rank that still runs is no suspect if others waited too long for it.
   CHECK(suspects(0, {Evidence{.failure = Failure::kTimeout, .culprit = 1}, trains}, {0}) == Ranks{});
 }
 
 TEST_CASE("ranks are reaped in the order of their ends", "[launch]") {
-  // Ended while the launcher looks away.
+  // The ranks end before the launcher checks.
   ddpkit::launch::EndOrder order;
   std::vector<int> children, descriptors;
   for (std::size_t rank = 0; rank < 3; ++rank) {

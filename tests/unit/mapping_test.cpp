@@ -1,4 +1,4 @@
-// Pages shared between processes, and between the threads of one.
+// Pages shared between processes, and between the threads of one process.
 #include "comm/shm/mapping.h"
 
 #include <fcntl.h>
@@ -25,7 +25,7 @@ using ddpkit::shm::Mapping;
 namespace {
 
 constexpr std::size_t kMappedBytes = 16384;
-/// At run time: each test case has its own process.
+/// Computed at run time: each test case has a separate process.
 ddpkit::shm::Owner this_process() { return {.rank = 0, .pid = ::getpid()}; }
 
 }  // namespace
@@ -78,7 +78,7 @@ TEST_CASE("threads open and let go of the same pages") {
       for (int i = 0; i < 200; ++i) {
         const Mapping shared = Mapping::open(this_process(), created.descriptor(), kMappedBytes);
         if (shared.data() != created.data()) ++wrong;
-        // Of another length, these have no mapping but the threads', which come and go.
+        // With another length, only the threads map these pages, again and again.
         const Mapping part = Mapping::open(this_process(), descriptor, kMappedBytes / 2, Mapping::Fill::kOnTouch);
         if (part.data() == nullptr || part.size() != kMappedBytes / 2 || part.data()[0] != std::byte{0}) ++wrong;
       }
@@ -117,7 +117,7 @@ TEST_CASE("memory of a rank whose process has ended: the rank is named, not the 
       CHECK_THAT(error.what(), ContainsSubstring("rank 3 (pid " + std::to_string(child) + ") ended"));
     }
   };
-  check_named();  // Its parent has not reaped it yet.
+  check_named();  // The parent has not reaped the process yet.
   REQUIRE(::waitpid(child, nullptr, 0) == child);
   check_named();
 }

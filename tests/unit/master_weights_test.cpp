@@ -51,7 +51,7 @@ void check_rounded(const std::vector<torch::Tensor>& parameters, const std::vect
   }
 }
 
-/// Equal to a run in float32 that is rounded each step, bit for bit.
+/// Checks that weights equal, bit for bit, a float32 run whose weights are rounded after each step.
 template <class Optimizer, class Options>
 void check_against_float(const Options& options) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
@@ -125,7 +125,7 @@ TEST_CASE("master weights are in archives, which others read and need not have",
     throughout.step();
   };
   for (int step = 0; step < 10; ++step) both(step, first, parameters);
-  // The copy's low bits go along: without them it would drift from the float32 run.
+  // The copy must include the low bits; otherwise training diverges from the float32 run.
   std::vector<torch::Tensor> copies;
   for (const auto& parameter : parameters) copies.push_back(parameter.detach().clone().requires_grad_(true));
   FusedAdamW second(copies, AdamWOptions(0.5), {.master_weights = true});
@@ -133,7 +133,7 @@ TEST_CASE("master weights are in archives, which others read and need not have",
   for (int step = 10; step < 20; ++step) both(step, second, copies);
   check_rounded(copies, references);
 
-  // LibTorch's, and one without master weights, read it; and the other way round.
+  // LibTorch's optimizer and an optimizer without master weights read the archive, and the reverse.
   torch::optim::AdamW plain(copies, options);
   copy_archive(second, plain);
   set_gradients(20, copies, references);

@@ -1,5 +1,4 @@
-// All instruction sets give the same bits; what they compute is checked against LibTorch in
-// fused_optimizer_steps_test.cpp.
+// All instruction sets give the same bits. fused_optimizer_steps_test.cpp compares the results with LibTorch.
 #include <torch/torch.h>
 
 #include "kernels/optimizer.h"
@@ -23,7 +22,7 @@ constexpr Kernels kernels_of(const char* name) {
   return {name, adam<kVariant>, sgd<kVariant>, norm<kVariant>, scale<kVariant>};
 }
 
-/// Those that this processor can run beside the baseline.
+/// Returns the kernels that this processor can run, without the baseline.
 std::vector<Kernels> others() {
   std::vector<Kernels> others;
 #if defined(__x86_64__)
@@ -36,7 +35,7 @@ std::vector<Kernels> others() {
 constexpr Kernels kBaseline = kernels_of<Variant::kBaseline>("baseline");
 constexpr std::int64_t kNumel = 1003;
 
-/// Everything that the kernels write, one after the other.
+/// Returns all results of the kernels in sequence.
 torch::Tensor results_of(const Kernels& kernels, DataType type, torch::ScalarType dtype) {
   torch::manual_seed(1);
   const auto numbers = [&] { return torch::randn({kNumel}).to(dtype); };
@@ -92,7 +91,7 @@ torch::Tensor results_of(const Kernels& kernels, DataType type, torch::ScalarTyp
   return torch::cat(results);
 }
 
-/// The same of updates with master weights, some of which the parameter no longer is what they round to.
+/// The same for updates with master weights. Some parameters are not the rounded master weight.
 torch::Tensor master_results_of(const Kernels& kernels, DataType type, torch::ScalarType dtype) {
   torch::manual_seed(2);
   auto master = torch::randn({kNumel}), exp_avg = torch::randn({kNumel}), exp_avg_sq = torch::rand({kNumel});
@@ -162,7 +161,7 @@ TEST_CASE("parallel_for does each number once", "[kernels]") {
         for (std::int64_t i = begin; i < end; ++i) ++seen[static_cast<std::size_t>(i)];
       });
       CHECK(std::all_of(seen.begin(), seen.end(), [](const auto& n) { return n == 1; }));
-      // All of LibTorch's threads take part where there is enough to do.
+      // All of LibTorch's threads work if there is enough work.
       if (count == 1000) CHECK(calls == threads);
     }
   }

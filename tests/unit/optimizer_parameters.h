@@ -1,4 +1,4 @@
-// Parameters of all layouts for two optimizers that are compared, and their gradients.
+// Parameters of all layouts and their gradients, to compare two optimizers.
 #pragma once
 
 #include <torch/torch.h>
@@ -10,7 +10,8 @@
 
 namespace ddpkit::testing {
 
-/// Contiguous, transposed, channels-last, of one element, empty, several blocks long, and a part of a larger tensor.
+/// Returns contiguous, transposed, channels-last, one-element, empty, and several blocks long parameters, and a part of
+/// a larger tensor.
 inline std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
   torch::manual_seed(0);
   const auto values = [&](torch::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).to(dtype); };
@@ -27,7 +28,7 @@ inline std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
   return parameters;
 }
 
-/// The same values in the same layouts.
+/// Returns copies with the same values and layouts.
 inline std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> copies;
   for (const auto& parameter : parameters) {
@@ -39,7 +40,7 @@ inline std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& pa
   return copies;
 }
 
-/// New gradients for both; some parameters have none in some steps, some have them in another layout.
+/// Sets new gradients for both. In some steps, some parameters have no gradient or a gradient of another layout.
 inline void set_gradients(int step, const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
   torch::manual_seed(static_cast<std::uint64_t>(1000 + step));
   for (std::size_t i = 0; i < a.size(); ++i) {
@@ -53,7 +54,7 @@ inline void set_gradients(int step, const std::vector<torch::Tensor>& a, const s
   }
 }
 
-/// Steps of both optimizers with the same gradients, from number `begin` to before `end`.
+/// Runs both optimizers with the same gradients, for steps `begin` to `end` - 1.
 template <class A, class B>
 void take_steps(int begin, int end, const std::vector<torch::Tensor>& parameters, A& optimizer,
                 const std::vector<torch::Tensor>& references, B& reference) {

@@ -15,10 +15,10 @@ using ddpkit::optim::Precision;
 
 namespace {
 
-/// The type that matrix products give on this thread, now.
+/// Returns the type of matrix products on this thread.
 torch::ScalarType product_type() { return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type(); }
 
-/// A weight of equal elements, whose product says which of them it was made with.
+/// A weight of equal elements. Its product shows which value the cast copied.
 struct Weight {
   float product() const { return torch::mm(torch::ones({2, 2}), tensor)[0][0].item<float>(); }
   void fill(float value) const {
@@ -35,7 +35,7 @@ TEST_CASE("autocast holds for its scope, nests, and is the thread's own", "[opti
   {
     const Autocast outer(torch::kCPU, torch::kBFloat16);
     CHECK(product_type() == torch::kBFloat16);
-    // What needs the range.
+    // exp() needs the range.
     CHECK(torch::ones({2}, torch::kBFloat16).exp().scalar_type() == torch::kBFloat16);
     CHECK(torch::mse_loss(torch::ones({2}, torch::kBFloat16), torch::ones({2}, torch::kBFloat16)).scalar_type() ==
           torch::kFloat);
@@ -64,7 +64,7 @@ TEST_CASE("the casts of weights end with the outermost scope", "[optim][precisio
       CHECK(weight.product() == 2);
     }
     weight.fill(3);
-    CHECK(weight.product() == 2);  // Still the cast of before.
+    CHECK(weight.product() == 2);  // Still the earlier cast.
     const Autocast uncached(torch::kCPU, torch::kBFloat16, {.cache = false});
   }
   const Autocast next(torch::kCPU, torch::kBFloat16);
@@ -88,7 +88,7 @@ TEST_CASE("scopes on DataParallel's threads leave the casts of others alone", "[
   });
   CHECK(scopes == 2);
   CHECK(uncached == 2);
-  CHECK(weight.product() == 2);  // Still the cast of before.
+  CHECK(weight.product() == 2);  // Still the earlier cast.
 }
 
 TEST_CASE("autocast names what it does not take", "[optim][precision]") {
@@ -100,7 +100,7 @@ TEST_CASE("TensorFloat-32 and cuDNN's benchmark are refused without a GPU", "[op
   const Precision before = ddpkit::optim::precision();
   CHECK_THROWS_WITH(ddpkit::optim::set_precision({.matmul_tf32 = true}, torch::kCPU),
                     ContainsSubstring("cpu has no TensorFloat-32"));
-  // All or nothing.
+  // On an error, no setting changes.
   CHECK_THROWS_WITH(ddpkit::optim::set_precision({.cudnn_tf32 = false, .cudnn_benchmark = true}, torch::kCPU),
                     ContainsSubstring("needs a GPU"));
   CHECK(ddpkit::optim::precision().cudnn_tf32 == before.cudnn_tf32);

@@ -20,7 +20,7 @@ TEST_CASE("batches come in order whatever the number of workers", "[prefetcher]"
         50,
         [&](std::int64_t index) {
           ++calls;
-          // Later ones are made faster.
+          // Later batches are faster.
           std::this_thread::sleep_for(std::chrono::microseconds(50 * (index % 5)));
           return std::vector<std::int64_t>{index, 2 * index};
         },
@@ -38,7 +38,7 @@ TEST_CASE("workers are no further ahead than prefetch_factor says", "[prefetcher
   std::atomic<int> calls = 0;
   Prefetcher<int> batches(100, [&](std::int64_t) { return ++calls; }, {.num_workers = 2, .prefetch_factor = 3});
   for (int taken = 0; taken < 20; ++taken) {
-    // As far as they go.
+    // Waits until the workers stop.
     while (calls < taken + 6) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     CHECK(calls <= taken + 6);
@@ -64,7 +64,7 @@ TEST_CASE("an exception comes out in the place of its batch", "[prefetcher]") {
 }
 
 TEST_CASE("a prefetcher ends in the middle of its work", "[prefetcher]") {
-  std::atomic<bool> gone = false, was_late = false;  // Catch's macros are one thread's.
+  std::atomic<bool> gone = false, was_late = false;  // Catch2's macros are not thread-safe.
   for (int i = 0; i < 20; ++i) {
     Prefetcher<int> batches(1000,
                             [&](std::int64_t) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kMiB = 1 << 20;
 
-/// All-reduces that take the same time whatever their size.
+/// Returns a model whose all-reduces take the same time for each size.
 AllReduceModel constant(double us) {
   return [us](double, int ranks) { return AllReduceTime{ranks > 1 ? us : 0, "constant"}; };
 }
@@ -28,7 +28,7 @@ TEST_CASE("alpha-beta models cost what their formulas say", "[scaling]") {
   CHECK(in_switch(link)(10e6, 8).us == Approx(3 + 1000));
   CHECK(ring({.alpha_us = 0, .bandwidth_GBps = 10, .reduce_GBps = 5})(10e6, 2).us == Approx(1000 + 1000));
   CHECK(ring(link)(10e6, 1).us == 0);
-  // A small one by the tree, a large one by the ring.
+  // The tree is faster for a small size, the ring for a large size.
   const auto both = fastest({ring(link), double_tree(link)});
   CHECK(both(1000, 64).algorithm == "tree");
   CHECK(both(1e9, 64).algorithm == "ring");
@@ -62,7 +62,7 @@ TEST_CASE("an assumed step has DistributedDataParallel's buckets", "[scaling]") 
   const StepProfile profile = assume_step({.compute_us = 300, .other_us = 10, .parameter_bytes = 60 * kMiB});
   CHECK(profile.step_us() == Approx(310));
   CHECK(profile.backward_us == Approx(200));
-  REQUIRE(profile.buckets.size() == 4);  // 1, 25, 25 and what is left.
+  REQUIRE(profile.buckets.size() == 4);  // 1, 25, 25 and the remainder.
   CHECK(profile.buckets[0].bytes == kMiB);
   CHECK(profile.buckets[3].bytes == 9 * kMiB);
   CHECK(profile.buckets[1].ready_us == Approx(200. * 26 / 60));
@@ -71,7 +71,7 @@ TEST_CASE("an assumed step has DistributedDataParallel's buckets", "[scaling]") 
   CHECK_THROWS_AS(assume_step({.compute_us = -1}), std::invalid_argument);
   CHECK_THROWS_AS(assume_step({.compute_us = NAN}), std::invalid_argument);
   CHECK_THROWS_AS(assume_step({.compute_us = 1, .backward_share = 1.5}), std::invalid_argument);
-  // More buckets than memory holds.
+  // More buckets than memory can hold.
   CHECK_THROWS_WITH(assume_step({.compute_us = 1, .parameter_bytes = 4e30}),
                     ContainsSubstring("4e+30 bytes take 1.53e+23 buckets of 2.62e+07 bytes"));
   CHECK_THROWS_AS(assume_step({.compute_us = 1, .parameter_bytes = 4e6, .bucket_bytes = 1e-3}), std::invalid_argument);
@@ -89,14 +89,14 @@ TEST_CASE("what backward cannot hide is exposed", "[scaling]") {
   CHECK(step.communication_us == Approx(90));
   CHECK(step.exposed_us == Approx(30));
   CHECK(step.us == Approx(190));
-  // One waits for the other: 20 to 80, 80 to 140, 140 to 200.
+  // Each waits for the previous: 20 to 80, 80 to 140, 140 to 200.
   step = predict_step(profile, constant(60), 2);
   CHECK(step.exposed_us == Approx(100));
-  // Of 90, 60 are hidden, and slow compute down.
+  // 60 of 90 overlap and slow compute down.
   step = predict_step(profile, constant(30), 2, {.contention = 1.5});
   CHECK(step.contention_us == Approx(30));
   CHECK(step.us == Approx(220));
-  // Nobody else's processor to reduce on.
+  // The all-reduce needs the processor that computes.
   step = predict_step(profile, constant(30), 2, {.overlap = false});
   CHECK(step.exposed_us == Approx(90));
   CHECK(predict_step(profile, constant(30), 1).us == Approx(160));
@@ -105,8 +105,8 @@ TEST_CASE("what backward cannot hide is exposed", "[scaling]") {
 
 TEST_CASE("each step waits for the slowest rank", "[scaling]") {
   StepProfile profile{.forward_us = 50, .backward_us = 45, .other_us = 5};
-  for (int us = 50; us <= 150; ++us) profile.steps_us.push_back(us);  // Evenly; the median is 100.
-  // The largest of two is above 50 + 100 q with probability 1 - q^2.
+  for (int us = 50; us <= 150; ++us) profile.steps_us.push_back(us);  // Evenly distributed; the median is 100.
+  // The larger of two values exceeds 50 + 100 q with probability 1 - q^2.
   CHECK(predict_step(profile, constant(0), 2).straggler_us == Approx(100 * std::sqrt(.5) - 50));
   CHECK(predict_step(profile, constant(0), 1).straggler_us == 0);
   CHECK(predict_step(profile, constant(0), 2, {.stragglers = false}).straggler_us == 0);
@@ -133,7 +133,7 @@ TEST_CASE("speed-up, efficiency, time and cost", "[scaling]") {
 TEST_CASE("a fixed global batch divides compute, a sharded update the update", "[scaling]") {
   StepProfile profile{.forward_us = 40, .backward_us = 80, .other_us = 8, .buckets = {{40, 1}, {80, 1}}};
   const StepOptions fixed{.fixed_global_batch = true};
-  // Backward takes 20; the buckets are ready at 10 and 20, and done at 25 and 40.
+  // Backward takes 20. The buckets are ready at 10 and 20; their all-reduces end at 25 and 40.
   const StepPrediction step = predict_step(profile, constant(15), 4, fixed);
   CHECK(step.exposed_us == Approx(20));
   CHECK(step.us == Approx(10 + 20 + 8 + 20));
@@ -150,7 +150,7 @@ TEST_CASE("a fixed global batch divides compute, a sharded update the update", "
   CHECK(estimates[1].cost == Approx(4 * 2 * 58. / 128));
   CHECK(devices_at_efficiency(profile, constant(15), .5, 64) == 0);
   CHECK(devices_at_efficiency(profile, constant(15), .6, 64, fixed) == 4);
-  // Steps scatter as much in proportion.
+  // The steps' deviations scale in proportion.
   for (int us = 50; us <= 150; ++us) profile.steps_us.push_back(us);
   CHECK(predict_step(profile, constant(0), 2, fixed).straggler_us == Approx((100 * std::sqrt(.5) - 50) / 2));
 }
@@ -159,14 +159,14 @@ TEST_CASE("NCCL's model has NCCL's figures", "[scaling]") {
   GpuCluster h100 = gpu_cluster("h100");
   h100.launch_us = 0;
   const auto model = nccl(h100);
-  // As NCCL's own tables give them for eight H100: ring/LL 15 us + n / 80.6 GB/s, NVLS 25 us + n / 272 GB/s.
+  // From NCCL's tables for eight H100: ring/LL 15 us + n / 80.6 GB/s, NVLS 25 us + n / 272 GB/s.
   CHECK(model(1024, 8).us == Approx(15.0).epsilon(.01));
   CHECK(model(1024, 8).algorithm == "ring/LL");
   CHECK(model(1 << 20, 8).us == Approx(28.0).epsilon(.01));
   CHECK(model(1 << 30, 8).us == Approx(3973).epsilon(.01));
   CHECK(model(1 << 30, 8).algorithm == "NVLS/Simple");
   CHECK(bus_GBps(1 << 30, model(1 << 30, 8).us, 8) == Approx(473).epsilon(.01));
-  // Between nodes the network bounds it.
+  // Between nodes, the network is the limit.
   for (const int gpus : {16, 64, 256}) {
     CAPTURE(gpus);
     const double busbw = bus_GBps(1 << 30, model(1 << 30, gpus).us, gpus);

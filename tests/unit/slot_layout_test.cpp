@@ -1,4 +1,4 @@
-// How tensors are divided among ranks and slots.
+// The partition of tensors into ranks' slices and slots.
 #include <random>
 
 #include "comm/shm/operation.h"

@@ -1,4 +1,4 @@
-// Streams of a device that only writes down what it is told: the order in which work would run is in what is said.
+// Streams of a device that only logs its calls: the log shows the order in which work would run.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <string>
@@ -15,17 +15,17 @@ namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 std::vector<std::string> said;
-c10::StreamId current_stream = 0;   // Of every device.
-c10::StreamId streams_of_pool = 0;  // From 100 on.
+c10::StreamId current_stream = 0;   // The current stream of every device.
+c10::StreamId streams_of_pool = 0;  // Ids start at 100.
 int events = 0;
 
-/// "7" on the first device, "1:7" on the second.
+/// Returns "7" for the first device, "1:7" for the second.
 std::string name_of(const c10::Stream& stream) {
   return stream.device_index() == 0 ? fmt::format("{}", stream.id())
                                     : fmt::format("{}:{}", int{stream.device_index()}, stream.id());
 }
 
-/// No devices are counted, so that autograd starts no thread for them.
+/// Reports no devices, so that autograd starts no thread for them.
 struct WritingGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override { return device; }
@@ -81,7 +81,7 @@ TEST_CASE("the current stream waits for each other stream of a set once", "[stre
   CHECK(set.add_current());
   CHECK_FALSE(set.add_current());
   set.current_waits();
-  CHECK(since_the_last_time().empty());  // One stream alone needs no event.
+  CHECK(since_the_last_time().empty());  // A single stream needs no event.
   current_stream = 4;
   CHECK(set.add_current());
   current_stream = 5;
@@ -105,7 +105,7 @@ TEST_CASE("the CPU has no streams", "[streams]") {
 
 TEST_CASE("replicas compute after the caller, and the caller goes on after them and their sums", "[streams]") {
   begin_on(7);
-  // Two replicas on one device, one on another: 100 and 102 are side streams, 101 is the second replica's own.
+  // Two replicas on one device, one on another: 100 and 102 are side streams, 101 is the second replica's stream.
   const c10::Device first(kType, 0), second(kType, 1);
   ddpkit::ReplicaStreams streams({first, first, second});
   CHECK(streams.used());
@@ -118,7 +118,7 @@ TEST_CASE("replicas compute after the caller, and the caller goes on after them 
   streams.join();
   CHECK(since_the_last_time() == std::vector<std::string>{"100 records 2", "7 waits for 2", "101 records 3",
                                                           "7 waits for 3", "1:102 records 4", "1:7 waits for 4"});
-  // Another stream of the caller's: replicas follow.
+  // The caller changes its stream: replicas follow.
   current_stream = 8;
   streams.fork();
   CHECK(since_the_last_time() == std::vector<std::string>{"8 records 5", "101 waits for 5"});
@@ -130,7 +130,7 @@ TEST_CASE("what backward brings in and out of the caller's streams keeps its ord
   ddpkit::ReplicaStreams streams({first, second});
   streams.fork();
   since_the_last_time();
-  current_stream = 9;  // Of the thread that runs backward.
+  current_stream = 9;  // The current stream of the thread that runs backward.
   {
     const ddpkit::ReplicaStreams::CallerScope scope(streams);
     CHECK(since_the_last_time() ==

@@ -1,4 +1,4 @@
-// What needs no second rank; tests/ranks/sync_batch_norm_test.cpp has the rest.
+// Tests that need only one rank. tests/ranks/sync_batch_norm_test.cpp has the other tests.
 #include <torch/torch.h>
 
 #include <sstream>
@@ -19,7 +19,7 @@ ddpkit::ProcessGroup world_of_one() {
   return ddpkit::init_process_group({.backend = "shm", .environment = ddpkit::LaunchEnvironment{}});
 }
 
-/// Calls its batch norm by a member, which nobody outside can exchange.
+/// Calls its batch norm through a private member, which convert_sync_batchnorm cannot replace.
 struct WithMemberImpl : torch::nn::Module {
   WithMemberImpl() { norm = register_module("norm", torch::nn::BatchNorm2d(2)); }
   torch::Tensor forward(const torch::Tensor& x) { return norm(x); }
@@ -33,7 +33,7 @@ struct OwnNormImpl : torch::nn::BatchNorm1dImpl {
 };
 TORCH_MODULE(OwnNorm);
 
-/// A Sequential with a batch norm beside its list.
+/// A Sequential with an additional batch norm outside its list.
 struct OwnSequentialImpl : torch::nn::SequentialImpl {
   OwnSequentialImpl() : torch::nn::SequentialImpl(torch::nn::BatchNorm1d(2)) {
     beside = register_module("beside", torch::nn::BatchNorm1d(2));
@@ -119,10 +119,10 @@ TEST_CASE("conversion replaces batch norms in containers, on the same tensors an
   CHECK(list[2]->as<torch::nn::ReLU>());
   CHECK_FALSE(list[0]->as<SyncBatchNorm>()->weight.requires_grad());
   CHECK_FALSE(dict["a"]->is_training());
-  // Forward goes through the new one.
+  // Forward calls the new module.
   sequential->forward(torch::randn({4, 2}));
   CHECK(sequential->ptr(1)->as<SyncBatchNorm>()->num_batches_tracked.item<std::int64_t>() == 1);
-  // Again: nothing left to replace.
+  // A second conversion replaces nothing.
   CHECK(ddpkit::convert_sync_batchnorm(root, group) == names);
 }
 
@@ -138,6 +138,6 @@ TEST_CASE("conversion names what it cannot reach, and changes nothing then", "[s
   CHECK_THROWS_WITH(ddpkit::convert_sync_batchnorm(OwnSequential(), group), ContainsSubstring("beside is a member of"));
   CHECK_THROWS_WITH(ddpkit::convert_sync_batchnorm(torch::nn::BatchNorm1d(2), group),
                     ContainsSubstring("itself a batch norm"));
-  // Instance norm is no batch norm.
+  // Instance norm is not batch norm.
   CHECK(ddpkit::convert_sync_batchnorm(torch::nn::Sequential(torch::nn::InstanceNorm1d(2)), group).empty());
 }

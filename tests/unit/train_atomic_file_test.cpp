@@ -70,7 +70,7 @@ TEST_CASE("two writers of one file at the same time are refused by the file's na
 TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic_file]") {
   const Folder folder;
   write_file(folder / "file", "old");
-  // A limit on file sizes fails as a full disk does, without root or a file system of our own.
+  // A limit on file sizes fails like a full disk, without root or a separate file system.
   std::signal(SIGXFSZ, SIG_IGN);
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);

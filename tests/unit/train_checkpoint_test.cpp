@@ -58,13 +58,13 @@ bool same(const torch::nn::Module& a, const torch::nn::Module& b) {
   return equal(a.named_parameters(), b.named_parameters()) && equal(a.named_buffers(), b.named_buffers());
 }
 
-// As a wrapper does it: a checkpoint of parameters that differ between ranks is refused.
+// Does what a wrapper does: a checkpoint refuses parameters that differ between ranks.
 void replicate(const Net& net, const ddpkit::ProcessGroup& group) {
   const torch::NoGradGuard no_grad;
   for (const at::Tensor& parameter : net->parameters()) group.broadcast(parameter, 0);
 }
 
-// A checkpoint of a net that has been trained a little.
+// A checkpoint of a net after a few steps.
 struct Trained {
   Trained() {
     for (int i = 0; i < 3; ++i) step(net, optimizer);
@@ -128,7 +128,7 @@ TEST_CASE("a checkpoint of another model names the first parameter that differs,
 }
 
 RANK_TEST("a checkpoint holds what else a run needs", "[checkpoint]", 1, 2) {
-  const Folder folder;  // Only rank 0's is used.
+  const Folder folder;  // Only rank 0's folder is used.
   Net net;
   replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
@@ -150,7 +150,7 @@ RANK_TEST("a checkpoint holds what else a run needs", "[checkpoint]", 1, 2) {
   CHECK(other_schedule.steps() == 4);
   CHECK(other_schedule.learning_rates() == schedule.learning_rates());
   CHECK(other_scaler.get_scale() == 17);
-  // Who needs a part that is not there is told, and has lost nothing.
+  // A load that needs a missing part fails and changes nothing.
   const auto before = other->conv->weight.clone();
   step(other, other_optimizer);
   const auto stepped = other->conv->weight.clone();
@@ -281,7 +281,8 @@ TEST_CASE("an archive that holds code is not read", "[checkpoint]") {
       "def __setstate__(self, state: int):\n    print('this was run')\ndef __getstate__(self) -> int:\n    return 1\n");
   std::ostringstream stream;
   module.save(stream);
-  // As a checkpoint ends: a comment, of whose length the archive's last two bytes tell, with a checksum (RFC 3720).
+  // The end of a checkpoint: a comment with a checksum (RFC 3720). The archive's last two bytes give the comment's
+  // length.
   std::string bytes = stream.str();
   bytes[bytes.size() - 2] = 22;
   std::uint32_t checksum = ~0U;
@@ -297,7 +298,7 @@ TEST_CASE("an archive that holds code is not read", "[checkpoint]") {
 }
 
 RANK_TEST("the last checkpoints and the best one stay", "[checkpoint]", 1, 2) {
-  const Folder folder;  // Only rank 0's is used.
+  const Folder folder;  // Only rank 0's folder is used.
   Net net;
   replicate(net, group);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
@@ -331,7 +332,7 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
   Checkpoint checkpoint(path, group, {.keep = 3});
   for (int i = 1; i <= 3; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = i});
   checkpoint.wait();
-  // A hard link: both names of the newest one are damaged.
+  // A hard link: the damage affects both names of the newest checkpoint.
   if (group.rank() == 0) std::filesystem::resize_file(path, 1000);
   group.barrier();
   std::string said;
@@ -352,7 +353,7 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
 
 RANK_TEST("what is written behind the training's back is the state of the call, and its failure is told",
           "[checkpoint]", 2) {
-  const Folder folder;  // Only rank 0's is used.
+  const Folder folder;  // Only rank 0's folder is used.
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   step(net, optimizer);
@@ -375,7 +376,7 @@ RANK_TEST("what is written behind the training's back is the state of the call, 
   CHECK_THROWS_WITH(nowhere.wait(), ContainsSubstring("/nonexistent/checkpoint.pt") && ContainsSubstring("No such"));
   nowhere.save(*net, optimizer, {});
   CHECK_THROWS_WITH(nowhere.save(*net, optimizer, {}), ContainsSubstring("No such"));
-  nowhere.wait();  // It has been told.
+  nowhere.wait();  // The error has been reported.
   group.barrier();
 }
 
@@ -385,7 +386,7 @@ RANK_TEST("each rank finds its own generators, buffers and parts again", "[check
   torch::manual_seed(group.rank());
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
-  for (int i = 0; i < 2; ++i) step(net, optimizer);  // The batch norms differ from now on.
+  for (int i = 0; i < 2; ++i) step(net, optimizer);  // The batch norms differ after this.
   replicate(net, group);
   struct Own {
     std::int64_t value = 0;
@@ -407,7 +408,7 @@ RANK_TEST("each rank finds its own generators, buffers and parts again", "[check
   CHECK(own.value == 7 + group.rank());
   CHECK(torch::rand({5}).equal(drawn));
   CHECK(other->norm->running_mean.equal(mean));
-  // One process alone takes the weights, and the rest as it finds it.
+  // A single process loads the weights and keeps the rest.
   own.value = 1;
   read_checkpoint(path, *other, other_optimizer, {checkpoint_part("own", own, true)});
   CHECK(own.value == (group.world_size() == 1 ? 7 : 1));
@@ -415,7 +416,7 @@ RANK_TEST("each rank finds its own generators, buffers and parts again", "[check
 }
 
 RANK_TEST("one rank's checkpoint reaches all ranks", "[checkpoint]", 1, 2, 3) {
-  const Folder folder;  // Each rank's own: only rank 0's is used.
+  const Folder folder;  // Each rank has a folder; only rank 0's is used.
   torch::manual_seed(group.rank());
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));

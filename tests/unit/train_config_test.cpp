@@ -96,7 +96,7 @@ TEST_CASE("configs that include themselves, or grow without bound, are refused",
   write_file(folder / "a.yaml", "defaults: [b]\n");
   write_file(folder / "b.yaml", "x: 1\ndefaults:\n  - a\n");
   CHECK_THROWS_WITH(Config::load(folder / "a.yaml"), ContainsSubstring("b.yaml:3: ") && ContainsSubstring("itself"));
-  // 2^7 files by way of two defaults each.
+  // 2^7 files through two defaults per file.
   for (int i = 0; i < 8; ++i)
     write_file(folder / fmt::format("d{}.yaml", i), fmt::format("defaults: [d{}, d{}]\n", i + 1, i + 1));
   write_file(folder / "d8.yaml", "x: 1\n");

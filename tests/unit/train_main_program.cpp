@@ -1,4 +1,4 @@
-// A program that fails in the way it is told to, for train_main_test.cpp.
+// A program that fails as its arguments specify, for train_main_test.cpp.
 #include <c10/util/Exception.h>
 
 #include <ATen/ops/zeros.h>

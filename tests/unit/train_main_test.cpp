@@ -17,7 +17,7 @@ namespace {
 
 struct Outcome {
   ddpkit::LocalLaunchResult result;
-  std::string text;  // Of all ranks.
+  std::string text;  // Output of all ranks.
   std::vector<int> speakers;
 
   bool all_exited_with(int code) const {
@@ -47,7 +47,7 @@ Outcome fail(int ranks, const std::string& how, int at_rank = -1) {
   return outcome;
 }
 
-// The exit code, as a shell has it, of the failing program with what a shell makes of `rest`.
+// Returns the exit code of the failing program in a shell. The shell interprets `rest`.
 int run_in_shell(const std::string& rest, const std::string& before = "") {
   const int status = std::system((before + "'" DDPKIT_TEST_FAILING_PROGRAM "' " + rest).c_str());
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);

@@ -36,7 +36,7 @@ RANK_TEST("metrics over ranks are those of the whole set, without duplicates", "
 
   const IndexRange share = evaluation_share(kSamples, group.rank(), group.world_size());
   ClassificationMetrics metrics(5);
-  // In batches of one or two, the last smaller.
+  // Batches of two; the last may have one.
   for (std::int64_t begin = share.begin; begin < share.end; begin += 2) {
     const std::int64_t end = std::min(begin + 2, share.end);
     const at::Tensor x = logits.slice(0, begin, end);
@@ -62,7 +62,7 @@ RANK_TEST("a rank without samples takes part in the metrics", "[metrics]", 3) {
 }
 
 RANK_TEST("confusion and F1 are over all ranks", "[metrics]", 1, 2, 3) {
-  // Of four classes the last never appears. [sample]
+  // The last of four classes never occurs. [sample]
   const std::vector<std::int64_t> targets = {0, 0, 0, 1, 1, 2, 0, 1};
   const std::vector<std::int64_t> predicted = {0, 0, 1, 1, 0, 1, 0, 1};
   const IndexRange share = evaluation_share(8, group.rank(), group.world_size());
@@ -76,7 +76,7 @@ RANK_TEST("confusion and F1 are over all ranks", "[metrics]", 1, 2, 3) {
   using Row = std::vector<std::int64_t>;
   CHECK(result.confusion == std::vector<Row>{Row{3, 1, 0, 0}, Row{1, 2, 0, 0}, Row{0, 1, 0, 0}, Row{0, 0, 0, 0}});
   CHECK(result.accuracy == 5.0 / 8);
-  // Precision 3/4 and recall 3/4; 2/4 and 2/3; none; nothing there.
+  // Precision 3/4 and recall 3/4; 2/4 and 2/3; no correct prediction; no sample.
   const std::vector<double> f1 = result.f1();
   CHECK(f1[0] == Approx(0.75));
   CHECK(f1[1] == Approx(2 * 0.5 * (2.0 / 3) / (0.5 + 2.0 / 3)));
@@ -104,7 +104,7 @@ RANK_TEST("threads add predictions to the same metrics", "[metrics]", 1) {
 }
 
 RANK_TEST("the peak memory of each rank", "[metrics]", 1, 3) {
-  // Rank 2 has touched 64 MiB more.
+  // Rank 2 touches 64 MiB more.
   std::vector<char> touched(group.rank() == 2 ? 64 << 20 : 1, 1);
   const auto bytes = peak_memory_of_ranks(group);
   REQUIRE(static_cast<int>(bytes.size()) == group.world_size());
@@ -114,7 +114,7 @@ RANK_TEST("the peak memory of each rank", "[metrics]", 1, 3) {
 }
 
 RANK_TEST("sums of counts are exact", "[metrics]", 2, 4) {
-  const double large = 9007199254740992.0 / 4 - 1;  // Four of them are just below 2^53.
+  const double large = 9007199254740992.0 / 4 - 1;  // The sum of four is just below 2^53.
   const std::vector<double> sums = sum_over_ranks({large, static_cast<double>(group.rank())}, group);
   CHECK(sums[0] == large * group.world_size());
   CHECK(sums[1] == group.world_size() * (group.world_size() - 1) / 2);

@@ -1,4 +1,4 @@
-// tests/peers/state_dicts.py compares with Python's optimizers; this is what it cannot see.
+// tests/peers/state_dicts.py compares with Python's optimizers. These tests check the rest.
 #include <torch/torch.h>
 
 #include <ddpkit/error.h>
@@ -47,7 +47,7 @@ TEST_CASE("an optimizer's state is copied, at its own size", "[state_dict]") {
   step(optimizer);
   CHECK(torch::equal(moment, before));
   CHECK_FALSE(state_of(state, 0).contains("max_exp_avg_sq"));
-  // Where the state goes it is copied too, and laid out flat at once.
+  // A load copies the state too, and stores it flat immediately.
   FusedAdamW other({a, b}, AdamWOptions(0.7));
   step(other);
   load_optimizer_state(other, state);

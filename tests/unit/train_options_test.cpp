@@ -90,7 +90,7 @@ TEST_CASE("a config file that is wrong says where", "[options]") {
   CHECK_THROWS_WITH(parse_config("- 1\n"), ContainsSubstring("must hold KEY: VALUE lines"));
   CHECK_THROWS_WITH(parse_config("epochs: 0\n"), ContainsSubstring("--epochs: must be at least 1, not 0"));
   CHECK_THROWS_AS(parse({"--config", "/nonexistent.yaml"}), UsageError);
-  // Aliases: one that holds itself, and some that double what they stand for.
+  // YAML aliases: one that contains itself, and some that double their content.
   CHECK_THROWS_WITH(parse_config("x: &a\n  y: *a\n"), ContainsSubstring("run.yaml:2: nested more than 64 levels deep"));
   std::string doubled = "a0: &a0 {}\n";
   for (int i = 1; i < 40; ++i)

@@ -13,7 +13,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// A terminal of our own: what is written to stream() can be read back.
+// A private terminal: the test reads the text written to stream().
 class Terminal {
  public:
   Terminal() {
@@ -56,7 +56,7 @@ TEST_CASE("a terminal sees the bar grow, and a clean line behind it", "[progress
     bar.advance();
     CHECK_THAT(terminal.written(),
                ContainsSubstring("epoch 1/2 [=") && ContainsSubstring("1/4 loss 0.5") && ContainsSubstring("2/4"));
-    // More steps than were announced do not overflow it.
+    // More steps than announced do not overflow the bar.
     for (int i = 0; i < 10; ++i) bar.advance();
     CHECK_THAT(terminal.written(), ContainsSubstring("4/4"));
   }

@@ -39,7 +39,7 @@ struct Run {
   std::string before;
 };
 
-// The environment of attempt `restart` of a job, for as long as it lives.
+// Sets the environment of attempt `restart` of a job during its lifetime.
 struct Attempt {
   explicit Attempt(int restart, const char* job = "one") {
     ::setenv("TORCHELASTIC_RESTART_COUNT", std::to_string(restart).c_str(), 1);
@@ -89,7 +89,7 @@ TEST_CASE("a run that is there is gone on with", "[run_folder]") {
     }
   }
   CHECK_FALSE(Run(2).open(kConfig, {.overwrite = true}).to_resume);
-  // More epochs, another number of ranks: still the same run.
+  // More epochs and another number of ranks are still the same run.
   CHECK(Run(2).open(R"({"epochs":5,"lr":0.1,"world_size":2})").to_resume);
 }
 
@@ -114,7 +114,7 @@ TEST_CASE("a folder that cannot be made is an error before the training", "[run_
 }
 
 RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) {
-  const Run run(2);  // Each rank has its own folder; rank 0's counts.
+  const Run run(2);  // Each rank has a separate folder; only rank 0's is used.
   const RunFolder found = open_run_folder(group.rank() == 0 ? run.folder.path() : std::filesystem::path("/proc/none"),
                                           kConfig, {.resume = true}, group);
   REQUIRE(found.to_resume);
@@ -133,7 +133,7 @@ RANK_TEST("all ranks learn what rank 0 found in the folder", "[run_folder]", 2) 
 TEST_CASE("a folder into which another one trains is refused until that one ends", "[run_folder]") {
   const Run run(2);
   std::optional<RunFolder> first = run.open(kConfig);
-  // Not even the file that is being written is touched.
+  // The file that is being written stays unchanged too.
   AtomicFile writing(run.path);
   writing.write("new", 3);
   CHECK_THROWS_WITH(run.open(kConfig, {.overwrite = true}),
@@ -167,7 +167,7 @@ TEST_CASE("a folder whose run is just ending is waited for", "[run_folder]") {
 TEST_CASE("a run that a launcher starts anew overwrites what was there before the job, and no more", "[run_folder]") {
   const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
   const Run run(3);
-  for (const int restart : {0, 1, 2}) {  // None has come as far as a checkpoint.
+  for (const int restart : {0, 1, 2}) {  // No attempt has reached a checkpoint.
     const Attempt attempt(restart);
     CHECK_FALSE(run.open(other, {.overwrite = true}).to_resume);
     CHECK(read_file(run.path) == run.before);

@@ -13,7 +13,7 @@ using ddpkit::testing::write_file;
 
 namespace {
 
-/// A file of this header and as many bytes behind it.
+/// Returns a file of this header and `bytes` bytes of data.
 std::string file_of(const std::string& header, std::size_t bytes) {
   std::string file;
   for (int i = 0; i < 8; ++i) file.push_back(static_cast<char>(header.size() >> (8 * i)));
@@ -98,7 +98,7 @@ TEST_CASE("a damaged safetensors file is refused in one sentence", "[safetensors
     refuse(file_of(a, 8).substr(0, file_of(a, 8).size() - cut), "");
   refuse(file_of(a, 9), "take 8 bytes, and 9 are there");
   std::string huge = file_of(a, 8);
-  huge[7] = 0x10;  // 2^60 and some.
+  huge[7] = 0x10;  // Slightly more than 2^60.
   refuse(huge, "100000000 are the most");
   huge[7] = 0;
   huge[3] = 1;

@@ -45,7 +45,7 @@ StateDict example() {
           {5, StateDict{{-1, "int keys"}}}};
 }
 
-/// Whether both hold the same, tensors bit by bit.
+/// Returns whether both are equal, tensors bit by bit.
 bool same(const StateValue& a, const StateValue& b) {
   if (a.variant().index() != b.variant().index()) return false;
   if (const auto* tensor = a.get_if<at::Tensor>())
@@ -78,7 +78,7 @@ StateValue unpickled(const std::string& pickle) {
   return unpickle(pickle, [](const std::string&) { return torch::zeros({16}).storage(); });
 }
 
-/// A tensor of float storage "0", of 16 elements; the numbers are pickled as they are given.
+/// Returns the pickle of a tensor in the float storage "0" of 16 elements. The numbers are inserted as given.
 std::string tensor_pickle(const std::string& offset, const std::string& size, const std::string& stride,
                           const std::string& elements = "K\x10") {
   return "\x80\x02"
@@ -115,7 +115,7 @@ TEST_CASE("a state dict comes back as it was saved", "[state_dict]") {
   CHECK(same(state, loaded));
   CHECK_FALSE(same(StateDict{}, loaded));
   const auto tensor = [&](const char* name) { return loaded.to_dict().at(name).to_tensor(); };
-  // One storage, as it was.
+  // Both still share one storage.
   CHECK(tensor("row").storage().is_alias_of(tensor("base").storage()));
   CHECK(tensor("transposed").storage().is_alias_of(tensor("base").storage()));
   CHECK_FALSE(tensor("bfloat16").storage().is_alias_of(tensor("base").storage()));
@@ -158,7 +158,7 @@ TEST_CASE("a truncated or damaged state dict is refused in one sentence", "[stat
   refuse("hello, this is no archive", "no zip archive");
   CHECK_THROWS_WITH(load_state_dict(folder / "none.pt"), ContainsSubstring("No such file"));
   CHECK_THROWS_WITH(load_state_dict(folder.path()), ContainsSubstring("no regular file"));
-  // Any flipped bit is found, or changes nothing.
+  // Each flipped bit is detected or changes nothing.
   std::size_t found = 0;
   for (std::size_t i = 0; i < good.size(); i += 3) {
     std::string bad = good;
@@ -172,7 +172,7 @@ TEST_CASE("a truncated or damaged state dict is refused in one sentence", "[stat
     }
   }
   CHECK(found > 100);
-  // One in a weight in particular.
+  // Flips one bit in a weight.
   const auto& base = state.at("base").to_tensor();
   const std::size_t weight = good.find(std::string(static_cast<const char*>(base.const_data_ptr()), 16));
   REQUIRE(weight != std::string::npos);
@@ -254,7 +254,7 @@ TEST_CASE("a pickle is data: what it wants to call is named and not called", "[s
     CHECK_THROWS_WITH(unpickled(pickle), ContainsSubstring(reason));
   };
   using namespace std::string_view_literals;
-  // As parts of one text: GCC 12 sees an overflow in a sum of strings.
+  // Separate parts of a text: GCC 12 warns about an overflow in a sum of strings.
   constexpr std::string_view kSystem =
       "\x80\x02"
       "cos\nsystem\nX\x04\0\0\0"
@@ -272,7 +272,7 @@ TEST_CASE("a pickle is data: what it wants to call is named and not called", "[s
       "\x80\x02"
       "csubprocess\nPopen\n)\x81.",
       "wants to make a subprocess.Popen");
-  // Of other protocols: STACK_GLOBAL, INST, OBJ.
+  // Opcodes of other protocols: STACK_GLOBAL, INST, OBJ.
   refuse("\x80\x04N.", "protocol 4");
   refuse("(ios\nsystem\n.", "opcode 0x69");
   refuse("\x80\x02(\x93.", "opcode 0x93");
@@ -289,7 +289,7 @@ TEST_CASE("a pickle's numbers are not trusted", "[state_dict]") {
   const auto tensor = at::Tensor(unpickled(tensor_pickle("K\x04", "K\x06", "K\x02")).to_tensor());
   CHECK(tensor.sizes() == torch::IntArrayRef({6}));
   CHECK(tensor.storage_offset() == 4);
-  // 4 + 5 * 2 is the 15th of 16 elements; one more would be the first behind them.
+  // 4 + 5 * 2 is the 15th of 16 elements; one more is beyond the end.
   refuse(tensor_pickle("K\x06", "K\x06", "K\x02"), "beyond its storage of 16");
   refuse(tensor_pickle("K\x04", "K\x07", "K\x02"), "beyond its storage of 16");
   refuse(tensor_pickle(kHuge, "K\x06", "K\x02"), "beyond its storage of 16");
@@ -298,7 +298,7 @@ TEST_CASE("a pickle's numbers are not trusted", "[state_dict]") {
   refuse(tensor_pickle("J\xff\xff\xff\xff", "K\x06", "K\x02"), "beyond its storage of 16");
   refuse(tensor_pickle("K\x04", "K\x06", "J\xff\xff\xff\xff"), "beyond its storage of 16");
   refuse(tensor_pickle("K\x04", "K\x06", "K\x02", kHuge), "wants 1152921504606846976 elements");
-  // A string of 4 GiB less a byte, of which 3 are there.
+  // A string of 4 GiB - 1 bytes, of which 3 exist.
   refuse(
       "\x80\x02X\xff\xff\xff\xff"
       "abc.",
@@ -314,7 +314,7 @@ TEST_CASE("a pickle's numbers are not trusted", "[state_dict]") {
   refuse("\x80\x02j\xff\xff\xff\xff.", "has not noted");
   refuse("\x80\x02}(Nu.", "key without a value");
   refuse("\x80\x02" + std::string(200, '(') + std::string(200, 't') + ".", "nested deeper than 100");
-  // A list that holds itself, and ten lists that each hold the one before it ten times.
+  // A list that contains itself, and ten lists that each contain the previous list ten times.
   refuse(
       "\x80\x02]q\x01h\x01"
       "a.",

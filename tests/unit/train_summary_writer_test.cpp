@@ -1,4 +1,4 @@
-// That TensorBoard itself reads the files is checked with it, in tests/peers/tensorboard.py.
+// tests/peers/tensorboard.py checks that TensorBoard reads the files.
 #include <ddpkit/train/summary_writer.h>
 
 #include <cstring>
@@ -16,7 +16,7 @@ using ddpkit::train::SummaryWriter;
 
 namespace {
 
-// Data of the records of a TFRecord file, by their lengths alone.
+// Returns the data of a TFRecord file's records; reads only their lengths.
 std::vector<std::string> records(const std::string& bytes) {
   std::vector<std::string> found;
   std::size_t at = 0;
@@ -43,11 +43,11 @@ TEST_CASE("an event file is a sequence of records", "[summary_writer]") {
   const auto found = records(bytes);
   REQUIRE(found.size() == 3);
   CHECK_THAT(found[0], ContainsSubstring("brain.Event:2"));
-  // Step 3, then the summary: tag and, as a float, the value.
+  // Step 3, then the summary: tag and value as a float.
   CHECK_THAT(found[1], ContainsSubstring(std::string("\x10\x03\x2a", 3)));
   CHECK_THAT(found[1], ContainsSubstring("\x0a\x0aloss/train") && ContainsSubstring(std::string("\x15\0\0\0\x3f", 5)));
   CHECK_THAT(found[2], ContainsSubstring("config/text_summary") && ContainsSubstring("lr 0.1"));
-  // The masked CRC-32C of a record of 24 bytes' length is known from TensorFlow's own files.
+  // TensorFlow's files give the masked CRC-32C of a record of 24 bytes.
   const std::uint64_t length = found[0].size();
   CHECK(length == 24);
   CHECK(bytes.substr(8, 4) == "\xa3\x7f\x4b\x22");

@@ -69,7 +69,7 @@ TEST_CASE("a trial that cannot be used is named with file and line", "[video]") 
     CHECK_THROWS_WITH(read("", policy), ContainsSubstring("is empty"));
     CHECK_THROWS_WITH(read(header, policy), ContainsSubstring("holds no trial to use"));
   }
-  // Any order, other columns between, classes as they come.
+  // Any row order, additional columns, classes in any order.
   const auto [set, summary] =
       read("label,note,end_frame,video,start_frame\nwalk,x,30,\"a,b.mp4\",4\nfly,,20,c.mp4,0\n", OnBadData::kStop, {});
   CHECK(summary.empty());
@@ -216,7 +216,7 @@ TEST_CASE("the generated classes are as uneven as the study's", "[video]") {
 }
 
 TEST_CASE("a single frame says as little of one behaviour as of another", "[video]") {
-  // Each number of the pose has the same mean and spread in every class and frame.
+  // Each number of the pose has the same mean and variance in every class and frame.
   constexpr int kTrials = 4000;
   const auto moments = [&](Behaviour behaviour, int frame) {
     std::vector<double> sums(14);
@@ -237,7 +237,7 @@ TEST_CASE("a single frame says as little of one behaviour as of another", "[vide
     for (const int frame : {0, 8, 16}) {
       CAPTURE(kBehaviours[behaviour].name, frame);
       const auto found = moments(static_cast<Behaviour>(behaviour), frame);
-      // Six standard errors of a value within -1 .. 1.5 whose spread is below 0.75.
+      // Six standard errors of a value within -1 .. 1.5 whose standard deviation is below 0.75.
       for (std::size_t k = 0; k < rest.size(); ++k)
         CHECK(std::abs(found[k] - rest[k]) < 6 * 0.75 * std::sqrt(2.0 / kTrials));
     }
@@ -257,7 +257,7 @@ TEST_CASE("the same seed generates the same files", "[video]") {
   CHECK(read_file(folder / "a/videos/000.mp4") != read_file(folder / "c/videos/000.mp4"));
   CHECK_THROWS_WITH(generate(folder / "a", options), ContainsSubstring("is not an empty folder"));
   CHECK_FALSE(std::filesystem::exists(folder / "a.partial"));
-  // Every trial lies within its video.
+  // Every trial is inside its video.
   DataFaults faults(trials_file(folder / "a"), OnBadData::kStop);
   const TrialSet set = read_trials(folder / "a", {}, 17, faults);
   CHECK(set.trials.size() == 30);

@@ -1,4 +1,4 @@
-// Videos for tests whose every frame says its number.
+// Test videos whose frames encode their number.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ using ddpkit::testing::Folder;
 using ddpkit::testing::read_file;
 using ddpkit::testing::write_file;
 
-/// Frame `number` in eight bars, black or white, of its bits: [height, width].
+/// Returns frame `number`: eight black or white bars for its bits. [height, width]
 inline std::vector<std::uint8_t> numbered_frame(std::int64_t number, FrameSize size) {
   std::vector<std::uint8_t> pixels(static_cast<std::size_t>(size.pixels()));
   for (int row = 0; row < size.height; ++row) {
@@ -27,7 +27,7 @@ inline std::vector<std::uint8_t> numbered_frame(std::int64_t number, FrameSize s
   return pixels;
 }
 
-/// What such a frame says after decoding and scaling.
+/// Returns the number of a frame after decoding and scaling.
 inline std::int64_t number_in(const std::uint8_t* pixels, FrameSize size) {
   std::int64_t number = 0;
   for (int bit = 0; bit < 8; ++bit) {
@@ -43,7 +43,7 @@ inline void write_numbered(const std::filesystem::path& path, int frames, const 
   writer.finish();
 }
 
-/// The numbers of frames first .. first + count - 1.
+/// Returns the numbers of frames first .. first + count - 1.
 inline std::vector<std::int64_t> read_numbers(VideoReader& reader, std::int64_t first, std::int64_t count,
                                               FrameSize size) {
   std::vector<std::uint8_t> pixels(static_cast<std::size_t>(count * size.pixels()));

@@ -29,7 +29,7 @@ TEST_CASE("prepared clips hold brightness and its change", "[video]") {
   CHECK(at::allclose(clips.select(1, 0), grey, 0, 1e-6));
   CHECK(clips.select(1, 1).select(1, 0).abs().max().item<float>() == 0);
   CHECK(at::allclose(clips.select(1, 1).narrow(1, 1, 3), 4 * (grey.narrow(1, 1, 3) - grey.narrow(1, 0, 3)), 0, 1e-5));
-  // A frame that is repeated has no change at all.
+  // A repeated frame has no change.
   const at::Tensor still = pixels.narrow(1, 1, 1).expand_as(pixels).contiguous();
   CHECK(prepare_clips(still, {}).select(1, 1).abs().max().item<float>() == 0);
 }

@@ -38,7 +38,7 @@ TEST_CASE("every clip begins with the frame that was asked for", "[video]") {
     VideoReader reader(index);
     ddpkit::train::Random random(1);
     for (int clip = 0; clip < 25; ++clip) {
-      // Also right behind the last one, across keyframes, at the very beginning and end.
+      // Also directly after the last clip, across keyframes, and at the beginning and end.
       const std::int64_t count = 1 + random.below(17);
       const std::int64_t first = clip == 0 ? 0 : clip == 1 ? kFrames - count : random.below(kFrames - count + 1);
       std::vector<std::int64_t> expected(static_cast<std::size_t>(count));
