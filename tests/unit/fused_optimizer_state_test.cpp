@@ -43,7 +43,7 @@ void check_archive(const Options& options) {
   First first(parameters, options);
   Second throughout(references, options);
   take_steps(0, 10, parameters, first, references, throughout);
-  // The load must replace other options and the own step.
+  // The load must replace these options and the state after a step.
   Options other(0.5);
   const auto continued = copies_of(parameters);
   Second second(continued, other);
