@@ -107,7 +107,7 @@ RANK_TEST("all_reduce by every reduction", "[shm]", 2, 3) {
   CHECK(torch::equal(mean, sequential_sum(group.world_size(), {100000}, at::kFloat) / group.world_size()));
 }
 
-RANK_TEST("non-contiguous tensors are reduced where they stand", "[shm]", 2) {
+RANK_TEST("non-contiguous tensors are reduced in place", "[shm]", 2) {
   torch::Tensor matrix = part(group.rank(), {300, 400}, at::kFloat);
   torch::Tensor transposed = matrix.t();
   group.all_reduce(transposed);

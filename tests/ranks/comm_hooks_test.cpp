@@ -285,7 +285,7 @@ RANK_TEST("a hook that throws is an error that names the bucket, here and on the
   }
 }
 
-RANK_TEST("a hook that returns a tensor of another shape is told so", "[comm_hooks]", 2) {
+RANK_TEST("a hook that returns a tensor of another shape is refused", "[comm_hooks]", 2) {
   const ProcessGroup own = ddpkit::testing::another_group(group, "shape");
   torch::nn::Linear model(3, 2);
   DistributedDataParallel ddp(model, own);

@@ -213,7 +213,7 @@ RANK_TEST("a layer that is added or replaced after wrapping is named", "[ddp]", 
   }
 }
 
-RANK_TEST("what one rank refuses to wrap, all ranks refuse", "[ddp]", 2, 3) {
+RANK_TEST("a model that one rank refuses to wrap is refused on all ranks", "[ddp]", 2, 3) {
   const auto wrap = [&](const DistributedDataParallelOptions& options, bool is_frozen = false) {
     Net net;
     for (torch::Tensor& parameter : net->parameters()) parameter.requires_grad_(!is_frozen);

@@ -45,7 +45,7 @@ RANK_TEST(
   }
 }
 
-RANK_TEST("without gradient_as_bucket_view each gradient is a tensor of its own", "[ddp]", 2, 3) {
+RANK_TEST("without gradient_as_bucket_view each gradient is a separate tensor", "[ddp]", 2, 3) {
   auto model = many_kinds(0);
   DistributedDataParallel ddp(model, group, {.arena = false});
   const auto backward = [&](int step) {
@@ -69,8 +69,8 @@ namespace {
 
 /// Autograd passes the same tensor to `offset` as its gradient and to the function that computes the gradient of
 /// `weight`.
-struct HandsOnImpl : torch::nn::Module {
-  HandsOnImpl() {
+struct SharedGradientImpl : torch::nn::Module {
+  SharedGradientImpl() {
     weight = register_parameter("weight", torch::linspace(0.1, 1, 1024, torch::kDouble));
     offset = register_parameter("offset", torch::linspace(1, 2, 1024, torch::kDouble));
   }
@@ -88,7 +88,7 @@ struct HandsOnImpl : torch::nn::Module {
 RANK_TEST("a gradient is not reduced where backward still reads it", "[ddp]", 2, 3) {
   for (const bool arena : {true, false}) {
     for (const bool as_view : {true, false}) {
-      const auto model = std::make_shared<HandsOnImpl>();
+      const auto model = std::make_shared<SharedGradientImpl>();
       // Each parameter has a separate bucket; the bucket of `offset` is first.
       DistributedDataParallel ddp(
           model, group,
@@ -189,7 +189,7 @@ void check_average(DistributedDataParallel<torch::nn::LinearImpl>& ddp, const Pr
 
 }  // namespace
 
-RANK_TEST("ranks let go of a wrapped model at different times", "[ddp]", 2, 3) {
+RANK_TEST("ranks release a wrapped model at different times", "[ddp]", 2, 3) {
   const auto first_model = linear_model(), second_model = linear_model();
   using Wrapped = DistributedDataParallel<torch::nn::LinearImpl>;
   auto first = std::make_unique<Wrapped>(first_model, group);

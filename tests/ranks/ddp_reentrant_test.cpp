@@ -81,8 +81,7 @@ void check_steps(const ddpkit::ProcessGroup& group, const std::vector<bool>& che
 
 }  // namespace
 
-RANK_TEST("checkpointed layers, wherever they stand, give the gradients of the joined batch", "[ddp][reentrant]", 1, 2,
-          3) {
+RANK_TEST("checkpointed layers, at any position, give the gradients of the joined batch", "[ddp][reentrant]", 1, 2, 3) {
   for (DistributedDataParallelOptions options : kMemories) {
     for (const double cap_mb : {0.01, 25.0}) {
       options.bucket_cap_mb = options.first_bucket_cap_mb = cap_mb;
@@ -91,7 +90,7 @@ RANK_TEST("checkpointed layers, wherever they stand, give the gradients of the j
   }
 }
 
-RANK_TEST("checkpointed layers of a static graph that leaves out a parameter", "[ddp][reentrant]", 1, 2, 3) {
+RANK_TEST("checkpointed layers of a static graph with an unused parameter", "[ddp][reentrant]", 1, 2, 3) {
   for (const bool arena : {true, false}) {
     for (const double cap_mb : {0.01, 25.0}) {
       for (const auto& checkpointed : kCheckpointed) {
@@ -267,7 +266,7 @@ struct OpaqueImpl : ChainImpl {
 
 }  // namespace
 
-RANK_TEST("checkpointed layers whose output has a type of its own", "[ddp][reentrant]", 1, 2, 3) {
+RANK_TEST("checkpointed layers whose output has a custom type", "[ddp][reentrant]", 1, 2, 3) {
   for (const bool static_graph : {false, true}) {
     for (const auto& checkpointed : kCheckpointed) {
       const auto model = std::make_shared<OpaqueImpl>(checkpointed);

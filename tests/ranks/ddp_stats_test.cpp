@@ -74,7 +74,7 @@ RANK_TEST("stats: one bucket hides nothing", "[ddp][stats]", 2, 3) {
   CHECK(stats.hidden_us == 0);
 }
 
-RANK_TEST("stats: a bucket that is over within backward is seen to be", "[ddp][stats]", 2, 3) {
+RANK_TEST("stats: a bucket that finishes within backward is reported as finished", "[ddp][stats]", 2, 3) {
   auto model = deep_model();
   DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 0.3, .first_bucket_cap_mb = 0.3});
   backward(ddp);

@@ -93,7 +93,7 @@ RANK_TEST("a parameter whose gradient was reset after a backward is not used", "
   }
 }
 
-RANK_TEST("unused parameters hold up no bucket when forward's outputs tell", "[ddp][options]", 2, 3) {
+RANK_TEST("unused parameters found from forward's outputs delay no bucket", "[ddp][options]", 2, 3) {
   Branches model;
   DistributedDataParallel ddp(model, group,
                               {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01, .find_unused_parameters = true});

@@ -160,7 +160,7 @@ RANK_TEST("symmetric memory of two sizes is a mismatch on every rank", "[shm][er
              ContainsSubstring("rank 1"));
 }
 
-RANK_TEST("too much symmetric memory is an error that tells sizes, and the group goes on", "[shm][errors]", 2) {
+RANK_TEST("too much symmetric memory is an error with the sizes, and the group stays usable", "[shm][errors]", 2) {
   const auto error = caught<ddpkit::Error>([&] { group.allocate({std::int64_t{1} << 42}, at::kFloat); });
   CHECK_THAT(error.what(), ContainsSubstring("16777216.0 MiB asked for"));
   group.barrier();
@@ -212,7 +212,7 @@ RANK_TEST("a silent rank is named when the timeout ends", "[shm][errors]", 2) {
   group.barrier();
 }
 
-RANK_TEST("a rank that gives up tells the others why", "[shm][errors]", 3) {
+RANK_TEST("a rank that aborts sends its reason to the other ranks", "[shm][errors]", 3) {
   const ProcessGroup inner = another_group(group, "inner", std::chrono::seconds(60));
   if (group.rank() == 2) {
     inner.abort("the loss is NaN");

@@ -203,7 +203,7 @@ TEST_CASE("the scaler unscales a weight under two names once", "[grad_scaler]") 
   CHECK(weight.grad()[0].item<float>() == 2);
 }
 
-RANK_TEST("a step that is left out takes its clipping with it", "[grad_scaler][optim][sharded]", 1, 2) {
+RANK_TEST("a skipped step skips its clipping too", "[grad_scaler][optim][sharded]", 1, 2) {
   for (const bool sharded : {false, true}) {
     for (const bool scaled : {true, false}) {
       for (const float bad : {kInfinity, NAN}) {

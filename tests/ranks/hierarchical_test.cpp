@@ -207,7 +207,7 @@ RANK_TEST("DistributedDataParallel over hosts has the gradient of the joined bat
   }
 }
 
-RANK_TEST("ranks that are not dealt out evenly over hosts are told so", "[hierarchical]", 3) {
+RANK_TEST("unequal numbers of ranks per host are refused", "[hierarchical]", 3) {
   // Two ranks on the first host, one on the second.
   const int local = group.rank() < 2 ? 2 : 1, number = group.rank() < 2 ? group.rank() : 0;
   CHECK_THROWS_WITH(on_hosts_of(group, local, number), ContainsSubstring("equally many ranks on each host"));

@@ -74,17 +74,17 @@ RANK_TEST("a send that nobody waits for still arrives", "[shm][messages]", 2) {
   group.barrier();
 }
 
-RANK_TEST("a receive from any rank says from which", "[shm][messages]", 3) {
+RANK_TEST("a receive from any rank returns the sender", "[shm][messages]", 3) {
   if (group.rank() == 0) {
-    std::vector<int> heard;
+    std::vector<int> sources;
     for (int i = 0; i < 4; ++i) {
       torch::Tensor tensor = torch::empty({100});
       const int source = group.recv_any(tensor, 7);
       CHECK(torch::equal(tensor, numbers(100, source)));
-      heard.push_back(source);
+      sources.push_back(source);
     }
-    CHECK(std::count(heard.begin(), heard.end(), 1) == 2);
-    CHECK(std::count(heard.begin(), heard.end(), 2) == 2);
+    CHECK(std::count(sources.begin(), sources.end(), 1) == 2);
+    CHECK(std::count(sources.begin(), sources.end(), 2) == 2);
   } else {
     for (int i = 0; i < 2; ++i) group.send(numbers(100, group.rank()), 0, 7);
   }

@@ -195,7 +195,7 @@ RANK_TEST("a result that cannot be put into its tensor is refused before anythin
   group.barrier();
 }
 
-RANK_TEST("what a result's way back fails with comes out of its own wait", "[shm][errors]", 1, 2) {
+RANK_TEST("an error while a result is copied back is thrown by its wait", "[shm][errors]", 1, 2) {
   // An inference tensor cannot be written outside inference mode. Only a tensor that is not contiguous is copied back.
   torch::Tensor frozen;
   {
@@ -224,7 +224,7 @@ RANK_TEST("futures end with their group, and one of nothing at once", "[shm][err
   empty->getFuture()->wait();
   CHECK_FALSE(empty->getFuture()->hasError());
   CHECK(empty->sourceRank() == -1);
-  auto own = std::make_optional(ddpkit::testing::another_group(group, "let-go"));
+  auto own = std::make_optional(ddpkit::testing::another_group(group, "released"));
   if (group.rank() == 0) {
     std::vector<torch::Tensor> tensors{torch::ones({10})};
     const auto future = own->backend()->allreduce(tensors)->getFuture();
@@ -281,7 +281,7 @@ RANK_TEST("a wait in one group moves the others on", "[shm]", 2) {
   CHECK((small == 2).all().item<bool>());
 }
 
-RANK_TEST("several groups at once, each from a thread of its own", "[shm]", 2) {
+RANK_TEST("several groups at once, each from a separate thread", "[shm]", 2) {
   std::vector<ProcessGroup> groups;
   for (int i = 0; i < 3; ++i) groups.push_back(group.split({0, 1}).value());
   std::vector<std::thread> threads;

@@ -29,7 +29,7 @@ RANK_TEST("the first bucket's all-reduce starts before backward's last gradient"
   CHECK(stats.buckets.back().started_us >= stats.last_gradient_us);
 }
 
-RANK_TEST("one bucket cannot overlap, and the statistics say so", "[ddp]", 2) {
+RANK_TEST("one bucket cannot overlap, and the statistics report no overlap", "[ddp]", 2) {
   const auto stats = stats_of(group, {.bucket_cap_mb = 100, .first_bucket_cap_mb = 100});
   REQUIRE(stats.buckets.size() == 1);
   CHECK(stats.buckets.front().started_us >= stats.last_gradient_us);

@@ -193,7 +193,7 @@ RANK_TEST("PowerSGD of rank 1 sends little, deterministically, the same bits to 
   }
 }
 
-RANK_TEST("PowerSGD: what compression leaves out comes with the next gradients", "[power_sgd]", 2, 3) {
+RANK_TEST("PowerSGD: the next gradients include the error of compression", "[power_sgd]", 2, 3) {
   // The gradients are the same in each step, differ between ranks, and have full rank.
   torch::manual_seed(static_cast<std::uint64_t>(5 + group.rank()));
   const torch::Tensor own = torch::randn({24, 24});

@@ -62,7 +62,7 @@ TEST_CASE("ranks that do not come are named", "[rendezvous]") {
       ContainsSubstring("timed out: rank 1 of 2 did not come within 0.3 s"));
 }
 
-TEST_CASE("a rank that waits says for whom, whatever the backend", "[rendezvous]") {
+TEST_CASE("a waiting rank reports the missing ranks, with each backend", "[rendezvous]") {
   LaunchEnvironment environment = rank_of_two(0, free_port());
   environment.launcher = "torchrun";
   environment.run_id = "none/0";
@@ -75,7 +75,7 @@ TEST_CASE("a rank that waits says for whom, whatever the backend", "[rendezvous]
              ContainsSubstring("rank 0 has waited 5 s for rank 1 of 2") && ContainsSubstring("unset RANK WORLD_SIZE"));
 }
 
-TEST_CASE("two processes with one rank are told so", "[rendezvous]") {
+TEST_CASE("two processes with the same rank are an error", "[rendezvous]") {
   const std::uint16_t port = free_port();
   const auto start = [&](int rank) {
     const pid_t child = ::fork();
@@ -113,7 +113,7 @@ TEST_CASE("an unknown backend is refused with the known ones", "[rendezvous]") {
                     ContainsSubstring("\"mpi\" is not one of shm, gloo, nccl, hierarchical"));
 }
 
-RANK_TEST("the ranks meet again and again in one process", "[rendezvous][gloo]", 2, 3) {
+RANK_TEST("ranks can rendezvous repeatedly in one process", "[rendezvous][gloo]", 2, 3) {
   for (int round = 0; round < 20; ++round) {
     // Rank 0 releases a group last in one round, and joins first in the next.
     const auto again = init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60)});

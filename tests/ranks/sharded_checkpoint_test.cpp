@@ -38,7 +38,7 @@ void train(Forward& forward, Optimizer& optimizer, std::int64_t from, std::int64
 
 }  // namespace
 
-RANK_TEST("a run with a sharded optimizer goes on from its checkpoint, also without sharding", "[optim][sharded]", 2,
+RANK_TEST("a run with a sharded optimizer resumes from its checkpoint, also without sharding", "[optim][sharded]", 2,
           3) {
   const ddpkit::testing::Folder made;
   const auto folders = group.all_gather_bytes(made.path().string());

@@ -270,7 +270,7 @@ RANK_TEST("what all ranks write to shared weights is applied once", "[optim][sha
   }
 }
 
-RANK_TEST("ranks that write differently to shared weights are told", "[optim][sharded]", 2, 3) {
+RANK_TEST("ranks that write different values to shared weights get an error", "[optim][sharded]", 2, 3) {
   for (const bool in_backward : {false, true}) {
     auto model = make_model();
     const auto own = ddpkit::testing::another_group(group, in_backward ? "in backward" : "in step");

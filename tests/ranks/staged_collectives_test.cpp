@@ -180,7 +180,7 @@ RANK_TEST("a timeline is written where shm serves a device", "[staged][timeline]
   group.barrier();
 }
 
-RANK_TEST("the host goes on while a staged collective waits in its queue", "[staged]", 2) {
+RANK_TEST("the host continues while a staged collective waits in its queue", "[staged]", 2) {
   Staged staged(group);
   std::vector<torch::Tensor> tensors;
   std::vector<ddpkit::Work> works;
@@ -215,7 +215,7 @@ RANK_TEST("what a staged collective fails with comes out of a later call on ever
   CHECK_THROWS_AS(staged.group.broadcast(torch::zeros({1})), ddpkit::Error);
 }
 
-RANK_TEST("a rank that gives up ends the staged collectives of the others", "[staged]", 2) {
+RANK_TEST("a rank that aborts ends the staged collectives of the other ranks", "[staged]", 2) {
   Staged staged(group);
   if (group.rank() == 0) {
     staged.group.abort("out of patience");

@@ -251,7 +251,7 @@ RANK_TEST("an input that SyncBatchNorm refuses on one rank is an error on all ra
   CHECK(sync->num_batches_tracked.item<std::int64_t>() == 1);
 }
 
-RANK_TEST("SyncBatchNorm says that it has no second derivative", "[sync_batch_norm]", 2) {
+RANK_TEST("SyncBatchNorm refuses a second derivative", "[sync_batch_norm]", 2) {
   SyncBatchNorm sync(kChannels, group);
   const auto input = torch::randn({4, kChannels}).requires_grad_(true);
   CHECK_THROWS_WITH(torch::autograd::grad({sync(input).sum()}, {input}, {}, {}, /*create_graph=*/true),

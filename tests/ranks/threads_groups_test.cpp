@@ -73,10 +73,10 @@ TEST_CASE("ranks that are threads: two threads of a rank call alike", "[shm][thr
 TEST_CASE("ranks that are threads: a future's callback is the last to hold the group", "[shm][threads]") {
   struct Last {
     std::optional<ProcessGroup> group;
-    std::promise<void> let_go;
+    std::promise<void> released;
     std::promise<void> over;
     ~Last() {
-      let_go.get_future().wait();
+      released.get_future().wait();
       group.reset();
       over.set_value();
     }
@@ -94,7 +94,7 @@ TEST_CASE("ranks that are threads: a future's callback is the last to hold the g
       }
       auto last = std::make_shared<Last>();
       std::future<void> over = last->over.get_future();
-      std::promise<void>& let_go = last->let_go;
+      std::promise<void>& released = last->released;
       {
         // The other rank's call completes it, so that the callback runs on the group's thread.
         Work work = passing.all_reduce_async(tensor);
@@ -103,7 +103,7 @@ TEST_CASE("ranks that are threads: a future's callback is the last to hold the g
       last->group.emplace(std::move(passing));
       last.reset();
       group.barrier();
-      let_go.set_value();
+      released.set_value();
       over.wait();
     }
   });
@@ -122,7 +122,7 @@ TEST_CASE("ranks that are threads: calls that do not match fail everywhere", "[s
   });
 }
 
-TEST_CASE("ranks that are threads: one gives up", "[shm][threads]") {
+TEST_CASE("ranks that are threads: one rank aborts", "[shm][threads]") {
   on_threads(3, [](ProcessGroup& group) {
     for (int number = 0; number < 10; ++number) group.barrier();
     if (group.rank() == 2) return group.abort("enough");

@@ -134,11 +134,11 @@ void copy_from_where_they_lie(ProcessGroup& group) {
 
 }  // namespace
 
-TEST_CASE("ranks that are threads: tensors copied from where they lie", "[shm][threads]") {
+TEST_CASE("ranks that are threads: tensors read in place", "[shm][threads]") {
   for (const int ranks : {2, 3, 4}) on_threads(ranks, copy_from_where_they_lie);
 }
 
-TEST_CASE("ranks that are threads: tensors reduced where they stand", "[shm][threads]") {
+TEST_CASE("ranks that are threads: tensors reduced in place", "[shm][threads]") {
   for (const int ranks : {2, 3, 4}) on_threads(ranks, reduce_in_place);
 }
 

@@ -131,7 +131,7 @@ RANK_TEST("a timeline holds all ranks' events, nested, ordered, on one clock", "
   group.barrier();
 }
 
-RANK_TEST("a timeline is bounded, and says what it has left out", "[ddp][timeline]", 2) {
+RANK_TEST("a timeline is bounded, and reports the events that it omits", "[ddp][timeline]", 2) {
   const Folder folder;
   const std::string path = folder / "trace.json";
   const Timeline timeline(group, path, {.max_events = 5});

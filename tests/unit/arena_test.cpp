@@ -234,7 +234,7 @@ TEST_CASE("an arena knows its own pages") {
   CHECK_FALSE(arena.contains(nullptr));
 }
 
-TEST_CASE("a closed arena lets go of its pages with the last block") {
+TEST_CASE("a closed arena releases its pages with the last block") {
   auto segment = segment_of(kMiB);
   const std::weak_ptr<SymmetricSegment> pages = segment;
   Arena arena(std::move(segment), 0, 0);
@@ -258,7 +258,7 @@ TEST_CASE("a closed arena lets go of its pages with the last block") {
   CHECK(arena.allocate(10000) == nullptr);
 }
 
-TEST_CASE("a closed arena without blocks lets go of its pages at once") {
+TEST_CASE("a closed arena without blocks releases its pages at once") {
   auto segment = segment_of(kMiB);
   const std::weak_ptr<SymmetricSegment> pages = segment;
   Arena arena(std::move(segment), 0, 0);
@@ -280,8 +280,8 @@ TEST_CASE("threads share an arena until it is closed") {
   std::atomic<int> wrong = 0;
   std::atomic<int> served = 0;
   std::mutex mutex;
-  std::vector<Held> handed_on;  // Another thread frees these blocks.
-  const auto let_go = [&](const Held& held) {
+  std::vector<Held> passed_on;  // Another thread frees these blocks.
+  const auto free_block = [&](const Held& held) {
     std::size_t other = 0;
     for (std::size_t i = 0; i < held.words; ++i) other += held.data[i] != held.mark;
     if (other != 0 || !arena.contains(held.data)) ++wrong;
@@ -310,27 +310,27 @@ TEST_CASE("threads share an arena until it is closed") {
           held.pop_back();
           if (random() % 2 == 0) {
             const std::lock_guard lock(mutex);
-            handed_on.push_back(last);
-            if (handed_on.size() < 10) continue;
-            std::swap(last, handed_on[random() % handed_on.size()]);
-            handed_on.pop_back();
+            passed_on.push_back(last);
+            if (passed_on.size() < 10) continue;
+            std::swap(last, passed_on[random() % passed_on.size()]);
+            passed_on.pop_back();
           }
-          let_go(last);
+          free_block(last);
         }
       }
-      for (const Held& last : held) let_go(last);
+      for (const Held& last : held) free_block(last);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(pages.expired() == handed_on.empty());
-  for (const Held& last : handed_on) let_go(last);
+  CHECK(pages.expired() == passed_on.empty());
+  for (const Held& last : passed_on) free_block(last);
   CHECK(wrong == 0);
   CHECK(served > 0);
   CHECK(arena.stats().in_use == 0);
   CHECK(pages.expired());
 }
 
-TEST_CASE("no pointer elsewhere is an arena's, not even while it lets go of its pages") {
+TEST_CASE("an arena owns no foreign pointer, also while it releases its pages") {
   const auto elsewhere = std::make_unique<int>(0);
   int outside = 0;
   std::atomic<int> wrong = 0;

@@ -157,7 +157,7 @@ TEST_CASE("a model's stream gives what its forward gives, whatever the pieces", 
   }
 }
 
-TEST_CASE("what fills up a batch changes nothing before it", "[asr]") {
+TEST_CASE("padding of a batch does not change the samples", "[asr]") {
   torch::manual_seed(4);
   asr::Recognizer model({.mels = 6, .width = 16, .layers = 2, .memory_channels = 4, .order = 6, .theta = 9});
   model.eval();

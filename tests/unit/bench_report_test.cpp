@@ -103,7 +103,7 @@ TEST_CASE("bus factors are those of nccl-tests", "[bench]") {
   CHECK_THROWS_AS(find_collective("allreduce"), ddpkit::InvalidArgument);
 }
 
-TEST_CASE("bytes are rounded to what can be shared out", "[bench]") {
+TEST_CASE("bytes are rounded to a size that the ranks can divide", "[bench]") {
   CHECK(exact_bytes(find_collective("all_reduce"), 4099, 3) == 4096);
   CHECK(exact_bytes(find_collective("all_gather"), 4096, 3) == 4092);
   CHECK(exact_bytes(find_collective("all_gather"), 4, 8) == 32);
@@ -190,7 +190,7 @@ TEST_CASE("a plot has a curve for each backend and kind of memory", "[bench]") {
   CHECK_THAT(svg, ContainsSubstring("64 KiB"));
 }
 
-TEST_CASE("a plot is logarithmic, and leaves out what such a scale has no place for", "[bench]") {
+TEST_CASE("a plot is logarithmic, and omits values that are not positive", "[bench]") {
   const std::string svg = draw_log_log(
       {{"title", {{"curve", {{1024, 1}, {4096, 10}, {16384, 100}, {1, 0}, {0, 1}}}}}, {"nothing", {{"empty", {}}}}},
       "y");

@@ -34,7 +34,7 @@ TEST_CASE("A rank's reports of steps are read as they were written", "[bench]") 
   }
 }
 
-TEST_CASE("A step on ranks is over when the last has ended it, a step of strangers counts by itself", "[bench]") {
+TEST_CASE("A step on ranks ends with its last rank, and each step of independent processes counts alone", "[bench]") {
   const std::vector<StepTurn> turns = {{.start_us = 100, .us = {1, 9, 3}, .exposed_us = {1, 1, 1}},
                                        {.start_us = 102, .us = {5, 3, 6}, .exposed_us = {3, 3, 3}}};
   StepSeries together, strangers;

@@ -63,7 +63,7 @@ TEST_CASE("a captured step reads the learning rate and never writes it", "[optim
   CHECK(rate.item<float>() == 0.75);
 }
 
-TEST_CASE("replays count, and tell autograd of, the parameters that were captured", "[optim][graph]") {
+TEST_CASE("replays count the captured parameters, and notify autograd of the writes", "[optim][graph]") {
   auto weight = torch::ones({2}).requires_grad_(true), idle = torch::ones({2}).requires_grad_(true);
   FusedAdamW optimizer({weight, idle}, AdamWOptions(0.1), {.capturable = true});
   const auto step = [&] {
@@ -90,7 +90,7 @@ TEST_CASE("replays count, and tell autograd of, the parameters that were capture
   CHECK(steps(optimizer, weight) == 2);
 }
 
-TEST_CASE("what a replay would do wrong is refused", "[optim][graph]") {
+TEST_CASE("changes that a replay cannot follow are refused", "[optim][graph]") {
   auto weight = torch::ones({2}).requires_grad_(true), late = torch::ones({2}).requires_grad_(true);
   const auto give = [](const torch::Tensor& parameter) { parameter.mutable_grad() = torch::ones({2}); };
   FusedAdamW optimizer({weight, late}, AdamWOptions(0.1), {.capturable = true});

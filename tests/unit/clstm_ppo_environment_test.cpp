@@ -78,7 +78,7 @@ TEST_CASE("without hmax one step turns the whole portfolio over, in either direc
   CHECK(environment.value() == Approx(2000));
 }
 
-TEST_CASE("the state says what is there, without units", "[clstm_ppo]") {
+TEST_CASE("the state describes prices and holdings without units", "[clstm_ppo]") {
   const std::vector<double> a = {10, 12, 12, 9}, b = {100, 100, 110, 110};
   std::array<float, 13> state{}, cash{}, other{};
   REQUIRE(TradingEnvironment::state_size(2) == 13);
@@ -98,11 +98,11 @@ TEST_CASE("the state says what is there, without units", "[clstm_ppo]") {
   CHECK(state[7] == Approx(market.signal(1, 0, kRsi)));
   CHECK(state[12] == Approx(market.signal(1, 1, kAdx)));
   // The same at ten times the prices and the money.
-  std::vector<double> dear_a = a, dear_b = b;
-  for (double& price : dear_a) price *= 10;
-  for (double& price : dear_b) price *= 10;
-  const Market dear = market_of({dear_a, dear_b});
-  TradingEnvironment rich(dear, {.initial_cash = 10000, .hmax = 20, .cost = 0});
+  std::vector<double> expensive_a = a, expensive_b = b;
+  for (double& price : expensive_a) price *= 10;
+  for (double& price : expensive_b) price *= 10;
+  const Market expensive = market_of({expensive_a, expensive_b});
+  TradingEnvironment rich(expensive, {.initial_cash = 10000, .hmax = 20, .cost = 0});
   step(rich, {0.5F, 0.1F});
   rich.state(other);
   for (std::size_t i = 0; i < state.size(); ++i) CHECK(other[i] == Approx(state[i]).margin(1e-5));
@@ -127,7 +127,7 @@ TEST_CASE("a turbulent day sells everything and buys nothing", "[clstm_ppo]") {
   CHECK(environment.cash() == Approx(800));
 }
 
-TEST_CASE("return, Sharpe ratio and drawdown are what their definitions say", "[clstm_ppo]") {
+TEST_CASE("return, Sharpe ratio and drawdown match their definitions", "[clstm_ppo]") {
   const Performance performance = performance_of({100, 110, 99, 118.8}, 252);
   CHECK(performance.total_return == Approx(0.188));
   CHECK(performance.max_drawdown == Approx(0.1));

@@ -72,7 +72,7 @@ TEST_CASE("RSI gives the figures of a published example", "[clstm_ppo]") {
   for (std::size_t i = 0; i < published.size(); ++i) CHECK(result[14 + i] == Approx(published[i]).margin(0.006));
 }
 
-TEST_CASE("MACD, RSI, CCI and ADX are what their definitions say", "[clstm_ppo]") {
+TEST_CASE("MACD, RSI, CCI and ADX match their definitions", "[clstm_ppo]") {
   const Bars bars = random_bars(120, 3);
   const std::size_t days = bars.close.size();
   Series gains(days, 0), losses(days, 0), rise(days, 0), fall(days, 0), range(days, 0), index(days, 0);
@@ -132,7 +132,7 @@ TEST_CASE("indicators see nothing of later days", "[clstm_ppo]") {
   }
 }
 
-TEST_CASE("indicators of a market that stands still or only rises are numbers", "[clstm_ppo]") {
+TEST_CASE("indicators of a constant or rising market are finite", "[clstm_ppo]") {
   const Series flat(40, 7.3);
   CHECK(macd(flat).back() == Approx(0).margin(1e-12));
   CHECK(rsi(flat).back() == 50);

@@ -66,7 +66,7 @@ TEST_CASE("prices that are wrong are named with file, line and reason", "[clstm_
   CHECK_THROWS_WITH(read_price_folder(folder.path(), {}), ContainsSubstring("holds no .csv file"));
 }
 
-TEST_CASE("prices are read as they stand", "[clstm_ppo]") {
+TEST_CASE("prices are read unchanged", "[clstm_ppo]") {
   const Folder folder;
   write_file(folder / "B.csv",
              "\xEF\xBB\xBFVolume,Close,Low,High,Open,Date,Note\r\n7,10.5,9,11,10,2024-01-02 09:30:15,\"a, b\"\r\n"
@@ -92,7 +92,7 @@ TEST_CASE("several assets are joined on the days that all have", "[clstm_ppo]") 
   CHECK_THROWS_WITH(joined(both, 3), ContainsSubstring("A, B have only 2 dates in common: at least 3 are needed"));
 }
 
-TEST_CASE("a generated market is the same from file and from memory, and its pattern is what it says", "[clstm_ppo]") {
+TEST_CASE("a synthetic market is the same from file and from memory, and has the specified pattern", "[clstm_ppo]") {
   const Folder folder;
   const GenerateOptions options{.assets = 2, .days = 6000, .seed = 4};
   generate(folder / "set", options);

@@ -35,7 +35,7 @@ bool same(const CollectiveHeader& a, const CollectiveHeader& b) {
 
 }  // namespace
 
-TEST_CASE("a rank's last call is read whole though it goes on calling") {
+TEST_CASE("a rank's last call is read whole while the rank continues to call") {
   const auto block = std::make_unique<RankBlock>();
   CHECK_FALSE(last_header(*block));
   std::atomic<bool> over{false};

@@ -135,7 +135,7 @@ TEST_CASE("DataParallel's buffers leave the graphs of earlier forwards valid", "
   CHECK_THROWS_WITH(loss_of(first).backward(), ContainsSubstring("modified by an inplace operation"));
 }
 
-TEST_CASE("replicas on several devices tell autograd of a write between forward and backward", "[dp]") {
+TEST_CASE("replicas on several devices notify autograd of a write between forward and backward", "[dp]") {
   static std::vector<std::pair<Tensor, Tensor>> calls;  // Inputs and outputs of the replicas.
   static std::mutex mutex;
   struct KeepsOutputsImpl : torch::nn::Cloneable<KeepsOutputsImpl> {

@@ -73,7 +73,7 @@ TEST_CASE("set_epoch reaches the copy inside a data loader", "[sampler]") {
   CHECK(first != second);
 }
 
-TEST_CASE("a loaded sampler goes on with the next sample", "[sampler]") {
+TEST_CASE("a loaded sampler resumes with the next sample", "[sampler]") {
   DistributedSampler sampler(50, 2, 0, {.seed = 9});
   sampler.set_epoch(4);
   sampler.reset();
@@ -115,7 +115,7 @@ void load(Sampler& sampler, const std::string& bytes) {
 
 }  // namespace
 
-TEST_CASE("Any number of ranks goes on where another number stopped, each sample once", "[sampler]") {
+TEST_CASE("Any number of ranks resumes after another number stopped, each sample once", "[sampler]") {
   constexpr std::size_t kSize = 60;
   for (const int before : {1, 2, 3, 4}) {
     for (const int after : {1, 2, 3, 5}) {
@@ -162,7 +162,7 @@ TEST_CASE("Any number of ranks goes on where another number stopped, each sample
   }
 }
 
-TEST_CASE("Who takes the indices ahead says how many were used", "[sampler]") {
+TEST_CASE("A caller that takes indices ahead reports the number of used indices", "[sampler]") {
   DistributedSampler sampler(20, 2, 1, {.seed = 1});
   const Indices all = sampler.indices();
   sampler.set_position(4);

@@ -36,7 +36,7 @@ TEST_CASE("ranks take disjoint places of one sequence, all equally many", "[weig
   for (int rank = 0; rank < 4; ++rank) CHECK(DistributedWeightedSampler(some_weights(), 4, rank).num_samples() == 3);
 }
 
-TEST_CASE("indices come as often as their weights say, and never at weight 0", "[weighted_sampler]") {
+TEST_CASE("indices are drawn in proportion to their weights, and never at weight 0", "[weighted_sampler]") {
   const std::vector<double> weights = some_weights();
   constexpr std::size_t kDraws = 200'000;
   DistributedWeightedSampler sampler(weights, 2, 1, {.seed = 3, .num_samples = 2 * kDraws});
@@ -63,7 +63,7 @@ TEST_CASE("the draw depends on seed and epoch alone", "[weighted_sampler]") {
   CHECK(DistributedWeightedSampler(some_weights(), 2, 0, {.seed = 2, .num_samples = 100}).indices() != first);
 }
 
-TEST_CASE("a loaded weighted sampler goes on with the next sample", "[weighted_sampler]") {
+TEST_CASE("a loaded weighted sampler resumes with the next sample", "[weighted_sampler]") {
   DistributedWeightedSampler sampler(some_weights(), 2, 1, {.seed = 5, .num_samples = 40});
   sampler.set_epoch(3);
   sampler.reset();

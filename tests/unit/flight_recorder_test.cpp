@@ -24,7 +24,7 @@ constexpr const char* kFailuresName = "the first to be recorded of failures on s
 
 }  // namespace
 
-TEST_CASE("a page that no process has taken says so", "[flight]") {
+TEST_CASE("a page that no process has taken is reported as unused", "[flight]") {
   const ddpkit::flight::View view;
   CHECK(view.state(false) == "has not come to init_process_group");
   CHECK(view.state(true).empty());
@@ -70,21 +70,21 @@ TEST_CASE(kFailuresName, "[flight]") {
     REQUIRE(memory != MAP_FAILED);
     constexpr int kRounds = 2000;
     const std::vector<Failure> failures = {Failure::kPeerLost, Failure::kTimeout};
-    std::barrier<> meet(3);
+    std::barrier<> all_here(3);
     std::vector<std::thread> threads;
     for (int culprit = 0; culprit < 2; ++culprit)
       threads.emplace_back([&, culprit] {
         for (int round = 0; round < kRounds; ++round) {
-          meet.arrive_and_wait();
+          all_here.arrive_and_wait();
           recorder.fail(failures[static_cast<std::size_t>(culprit)], culprit);
-          meet.arrive_and_wait();
+          all_here.arrive_and_wait();
         }
       });
     int torn = 0, changed = 0;
     for (int round = 0; round < kRounds; ++round) {
       static_cast<Page*>(memory)->outcome.store({});
-      meet.arrive_and_wait();
-      meet.arrive_and_wait();
+      all_here.arrive_and_wait();
+      all_here.arrive_and_wait();
       const int culprit = view.culprit().value_or(-1);
       torn += culprit < 0 || view.failure() != failures.at(static_cast<std::size_t>(culprit));
       recorder.fail(Failure::kMismatch, 2);

@@ -196,7 +196,7 @@ TEST_CASE("clipping changes the gradients that it has seen, and no others", "[op
   CHECK(torch::allclose(weight.detach(), torch::full({4}, -2.0f)));
 }
 
-TEST_CASE("a step tells autograd that it has written to the weights", "[optim]") {
+TEST_CASE("a step notifies autograd of its write to the weights", "[optim]") {
   const auto check = [](const auto& make) {
     auto weight = torch::ones({3}).requires_grad_(true);
     auto strided = torch::ones({3, 2}).t().slice(0, 0, 1).detach().requires_grad_(true);

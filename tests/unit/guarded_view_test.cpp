@@ -115,7 +115,7 @@ void let_pass(int, siginfo_t* info, void*) {
 
 }  // namespace
 
-TEST_CASE("a program that recovers from faults of its own goes on doing so") {
+TEST_CASE("a program that recovers from its faults continues to do so") {
   for (const auto handler : {recover, let_pass}) {
     const pid_t child = ::fork();
     if (child == 0) {

@@ -201,7 +201,7 @@ TEST_CASE("a train and a test file that disagree are refused", "[har]") {
   CHECK_THROWS_WITH(ts.read(), ContainsSubstring("there is no file") && ContainsSubstring("Toy_TEST.ts"));
 }
 
-TEST_CASE("a folder without a data set says what was looked for", "[har]") {
+TEST_CASE("a folder without a data set is an error that names the expected files", "[har]") {
   const Folder folder;
   CHECK_THROWS_WITH(read_recordings(folder / "none"), ContainsSubstring("there is no data folder"));
   CHECK_THROWS_WITH(read_recordings(folder.path()), ContainsSubstring("neither the UCI-HAR layout"));

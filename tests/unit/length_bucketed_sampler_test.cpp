@@ -62,7 +62,7 @@ TEST_CASE("an epoch of length buckets holds every sample once, on any number of 
   }
 }
 
-TEST_CASE("the same samples meet in a batch on any number of ranks", "[sampler]") {
+TEST_CASE("a batch has the same samples on any number of ranks", "[sampler]") {
   const Lengths lengths = some_lengths(203);
   std::vector<std::set<std::size_t>> alone;
   for (const int ranks : {1, 2, 3, 5}) {
@@ -121,7 +121,7 @@ TEST_CASE("length buckets can be dropped, unshuffled and refused", "[sampler]") 
   CHECK_THROWS_WITH(LengthBucketedSampler({1}, 2, 2), ContainsSubstring("no rank 2"));
 }
 
-TEST_CASE("a saved position of length buckets goes on with the very next batch, on other ranks too", "[sampler]") {
+TEST_CASE("a saved position of length buckets resumes with the next batch, on other ranks too", "[sampler]") {
   const Lengths lengths = some_lengths(90);
   LengthBucketedSampler first(lengths, 1, 0, {.batch_size = 6});
   first.set_epoch(4);

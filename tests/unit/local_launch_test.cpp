@@ -74,7 +74,7 @@ TEST_CASE("a failing rank ends the others and is named", "[launch]") {
   CHECK(failed.result.ranks[0].ended_by_launcher);
 }
 
-TEST_CASE("a rank killed by a signal is told apart", "[launch]") {
+TEST_CASE("a rank killed by a signal is reported with the signal", "[launch]") {
   const Run killed = run(2, "if [ $RANK = 0 ]; then kill -9 $$; fi; exec sleep 60");
   CHECK(killed.result.exit_code() == 128 + SIGKILL);
   CHECK(killed.result.first_failure->describe() == "was killed by signal 9 (SIGKILL)");

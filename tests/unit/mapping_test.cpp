@@ -68,7 +68,7 @@ TEST_CASE("pages that nobody maps any more are mapped afresh, with what they hol
   ::close(descriptor);
 }
 
-TEST_CASE("threads open and let go of the same pages") {
+TEST_CASE("threads open and release the same pages") {
   const Mapping created = Mapping::create("test", kMappedBytes);
   const int descriptor = ::dup(created.descriptor());
   std::atomic<int> wrong = 0;

@@ -34,7 +34,7 @@ TEST_CASE("batches come in order whatever the number of workers", "[prefetcher]"
   }
 }
 
-TEST_CASE("workers are no further ahead than prefetch_factor says", "[prefetcher]") {
+TEST_CASE("workers are at most prefetch_factor batches ahead", "[prefetcher]") {
   std::atomic<int> calls = 0;
   Prefetcher<int> batches(100, [&](std::int64_t) { return ++calls; }, {.num_workers = 2, .prefetch_factor = 3});
   for (int taken = 0; taken < 20; ++taken) {
@@ -46,7 +46,7 @@ TEST_CASE("workers are no further ahead than prefetch_factor says", "[prefetcher
   }
 }
 
-TEST_CASE("an exception comes out in the place of its batch", "[prefetcher]") {
+TEST_CASE("an exception is thrown instead of its batch", "[prefetcher]") {
   for (const int workers : {0, 2}) {
     CAPTURE(workers);
     Prefetcher<std::int64_t> batches(6,

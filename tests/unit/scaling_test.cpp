@@ -19,7 +19,7 @@ AllReduceModel constant(double us) {
 
 }  // namespace
 
-TEST_CASE("alpha-beta models cost what their formulas say", "[scaling]") {
+TEST_CASE("alpha-beta models match their formulas", "[scaling]") {
   const AlphaBeta link{.alpha_us = 3, .bandwidth_GBps = 10};
   // 10 MB over 10 GB/s: 1,000 us.
   CHECK(ring(link)(10e6, 4).us == Approx(2 * 3 * 3 + 2 * .75 * 1000));

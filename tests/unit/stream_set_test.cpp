@@ -14,7 +14,7 @@
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-std::vector<std::string> said;
+std::vector<std::string> calls_made;
 c10::StreamId current_stream = 0;   // The current stream of every device.
 c10::StreamId streams_of_pool = 0;  // Ids start at 100.
 int events = 0;
@@ -40,10 +40,10 @@ struct WritingGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return 0; }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     *event = reinterpret_cast<void*>(static_cast<std::uintptr_t>(++events));
-    said.push_back(fmt::format("{} records {}", name_of(stream), events));
+    calls_made.push_back(fmt::format("{} records {}", name_of(stream), events));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    said.push_back(fmt::format("{} waits for {}", name_of(stream), reinterpret_cast<std::uintptr_t>(event)));
+    calls_made.push_back(fmt::format("{} waits for {}", name_of(stream), reinterpret_cast<std::uintptr_t>(event)));
   }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 
@@ -54,13 +54,13 @@ struct WritingGuard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, WritingGuard)
 
-std::vector<std::string> since_the_last_time() { return std::exchange(said, {}); }
+std::vector<std::string> since_the_last_time() { return std::exchange(calls_made, {}); }
 
 void begin_on(c10::StreamId stream) {
   current_stream = stream;
   streams_of_pool = 0;
   events = 0;
-  said.clear();
+  calls_made.clear();
 }
 
 }  // namespace
@@ -103,7 +103,7 @@ TEST_CASE("the CPU has no streams", "[streams]") {
   CHECK(since_the_last_time().empty());
 }
 
-TEST_CASE("replicas compute after the caller, and the caller goes on after them and their sums", "[streams]") {
+TEST_CASE("replicas compute after the caller, and the caller continues after them and their sums", "[streams]") {
   begin_on(7);
   // Two replicas on one device, one on another: 100 and 102 are side streams, 101 is the second replica's stream.
   const c10::Device first(kType, 0), second(kType, 1);
@@ -124,7 +124,7 @@ TEST_CASE("replicas compute after the caller, and the caller goes on after them 
   CHECK(since_the_last_time() == std::vector<std::string>{"8 records 5", "101 waits for 5"});
 }
 
-TEST_CASE("what backward brings in and out of the caller's streams keeps its order in another thread", "[streams]") {
+TEST_CASE("work of the caller's streams keeps its order if backward runs in another thread", "[streams]") {
   begin_on(7);
   const c10::Device first(kType, 0), second(kType, 1);
   ddpkit::ReplicaStreams streams({first, second});

@@ -30,7 +30,7 @@ TEST_CASE("an atomic file appears only when it is committed", "[atomic_file]") {
   CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
 }
 
-TEST_CASE("an atomic file that is given up leaves the old one and no rest", "[atomic_file]") {
+TEST_CASE("an aborted atomic file leaves the old file and no temporary file", "[atomic_file]") {
   const Folder folder;
   write_file(folder / "file", "old");
   {
@@ -41,7 +41,7 @@ TEST_CASE("an atomic file that is given up leaves the old one and no rest", "[at
   CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
 }
 
-TEST_CASE("what a killed writer left behind is no hindrance", "[atomic_file]") {
+TEST_CASE("a killed writer's temporary file does not block the next writer", "[atomic_file]") {
   const Folder folder;
   write_file(folder / "file.tmp", "a much longer text than the new one");
   AtomicFile file(folder / "file");
@@ -67,7 +67,7 @@ TEST_CASE("two writers of one file at the same time are refused by the file's na
   CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
 }
 
-TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic_file]") {
+TEST_CASE("a full disk leaves the old file and is reported", "[atomic_file]") {
   const Folder folder;
   write_file(folder / "file", "old");
   // A limit on file sizes fails like a full disk, without root or a separate file system.
@@ -91,12 +91,12 @@ TEST_CASE("a disk that takes no more leaves the old file and says why", "[atomic
   CHECK(names_in(folder.path()) == std::vector<std::string>{"file"});
 }
 
-TEST_CASE("an atomic file in no folder says so", "[atomic_file]") {
+TEST_CASE("an atomic file in a missing folder is an error", "[atomic_file]") {
   CHECK_THROWS_WITH(AtomicFile("/nonexistent/folder/file"),
                     ContainsSubstring("/nonexistent/folder/file") && ContainsSubstring("No such file or directory"));
 }
 
-TEST_CASE("what is no plain file is not replaced by one", "[atomic_file]") {
+TEST_CASE("an atomic file replaces only plain files", "[atomic_file]") {
   const Folder folder;
   const auto pipe = folder / "pipe";
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);

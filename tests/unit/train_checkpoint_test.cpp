@@ -78,7 +78,7 @@ struct Trained {
 
 }  // namespace
 
-TEST_CASE("a run goes on from its checkpoint as if it had never stopped", "[checkpoint]") {
+TEST_CASE("a run resumes from its checkpoint as if it had never stopped", "[checkpoint]") {
   torch::manual_seed(1);
   Trained trained;
   Net other;
@@ -236,7 +236,7 @@ TEST_CASE("a checkpoint of another optimizer is refused", "[checkpoint]") {
                     ContainsSubstring("torch::optim::AdamW") && ContainsSubstring("torch::optim::SGD"));
 }
 
-TEST_CASE("what is no checkpoint is refused with a sentence", "[checkpoint]") {
+TEST_CASE("a file that is not a checkpoint is refused with a sentence", "[checkpoint]") {
   Trained trained;
   const auto info_of = [&](const std::string& bytes) {
     write_file(trained.folder / "bad", bytes);
@@ -335,12 +335,12 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
   // A hard link: the damage affects both names of the newest checkpoint.
   if (group.rank() == 0) std::filesystem::resize_file(path, 1000);
   group.barrier();
-  std::string said;
+  std::string printed;
   CheckpointInfo info;
-  said = ddpkit::testing::stderr_of([&] { info = checkpoint.load(*net, optimizer); });
+  printed = ddpkit::testing::stderr_of([&] { info = checkpoint.load(*net, optimizer); });
   CHECK(info.step == 2);
   if (group.rank() == 0) {
-    CHECK_THAT(said, ContainsSubstring("is truncated") && ContainsSubstring("going on from") &&
+    CHECK_THAT(printed, ContainsSubstring("is truncated") && ContainsSubstring("going on from") &&
                          ContainsSubstring("checkpoint-2.pt"));
     CHECK(names_in(folder) == std::vector<std::string>{"checkpoint-1.pt", "checkpoint-2.pt", "checkpoint-3.pt",
                                                        "checkpoint.pt", "checkpoint.pt.damaged"});
@@ -351,8 +351,7 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
   CHECK(read_checkpoint_info(folder / "checkpoint-3.pt").step == 3);
 }
 
-RANK_TEST("what is written behind the training's back is the state of the call, and its failure is told",
-          "[checkpoint]", 2) {
+RANK_TEST("an asynchronous checkpoint has the state at its call, and its failure is reported", "[checkpoint]", 2) {
   const Folder folder;  // Only rank 0's folder is used.
   Net net;
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));

@@ -53,7 +53,7 @@ TEST_CASE("a config is composed of its defaults in their order, then its own key
   CHECK(read.epochs == 7);
 }
 
-TEST_CASE("what is wrong with a config is said with file and line", "[config]") {
+TEST_CASE("errors in a config are reported with file and line", "[config]") {
   const Folder folder;
   const auto refusal = [&](const std::string& text, const std::string& override_ = "") -> std::string {
     write_file(folder / "c.yaml", text);
@@ -117,7 +117,7 @@ TEST_CASE("configs that include themselves, or grow without bound, are refused",
   CHECK_THROWS_WITH(Config::load(folder / "big.yaml"), ContainsSubstring("larger than 1 MiB"));
 }
 
-TEST_CASE("what a config came out as can be read back", "[config]") {
+TEST_CASE("a composed config can be read back", "[config]") {
   Config config = Config::parse("a: {b: 2, text: 'x: y', list: [p, q], on: true}\n", "here");
   int b = 0, c = 5;
   double d = 0.1;

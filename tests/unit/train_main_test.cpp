@@ -55,7 +55,7 @@ int run_in_shell(const std::string& rest, const std::string& before = "") {
 
 }  // namespace
 
-TEST_CASE("what happens to every rank is said once, by rank 0", "[main]") {
+TEST_CASE("an error of all ranks is reported once, by rank 0", "[main]") {
   for (const char* how : {"usage", "early", "together", "alone", "torch"}) {
     CAPTURE(how);
     const Outcome outcome = fail(3, how);
@@ -69,7 +69,7 @@ TEST_CASE("what happens to every rank is said once, by rank 0", "[main]") {
   CHECK(fail(2, "usage").text == "failing: a wrong option\n");
 }
 
-TEST_CASE("what happens to one rank is said by that rank, and ends them all", "[main]") {
+TEST_CASE("an error of one rank is reported by that rank, and ends all ranks", "[main]") {
   for (const int rank : {0, 2}) {
     CAPTURE(rank);
     for (const char* how : {"together", "alone", "torch", "out-of-range", "unknown"}) {
@@ -93,7 +93,7 @@ TEST_CASE("a rank that was killed is named by one of the others", "[main]") {
   }
 }
 
-TEST_CASE("ranks that call different collectives say so once", "[main]") {
+TEST_CASE("ranks that call different collectives report it once", "[main]") {
   const Outcome outcome = fail(2, "mismatch", 1);
   CHECK(outcome.all_exited_with(1));
   CHECK(outcome.speakers.size() == 1);
@@ -124,7 +124,7 @@ TEST_CASE("a full stdout is an error, a full stderr is none", "[main]") {
   CHECK(run_in_shell("--how early 2>/dev/full") == 1);
 }
 
-TEST_CASE("a limit on a file's size is said", "[main]") {
+TEST_CASE("a limit on a file's size is reported", "[main]") {
   const ddpkit::testing::Folder folder;
   const std::string errors = folder / "errors", file = folder / "large";
   CHECK(run_in_shell("--how writes --file '" + file + "' 2>'" + errors + "'", "ulimit -f 16; ") == 1);

@@ -61,7 +61,7 @@ RANK_TEST("a rank without samples takes part in the metrics", "[metrics]", 3) {
   CHECK(result.loss == 1.5);
 }
 
-RANK_TEST("confusion and F1 are over all ranks", "[metrics]", 1, 2, 3) {
+RANK_TEST("confusion and F1 include all ranks", "[metrics]", 1, 2, 3) {
   // The last of four classes never occurs. [sample]
   const std::vector<std::int64_t> targets = {0, 0, 0, 1, 1, 2, 0, 1};
   const std::vector<std::int64_t> predicted = {0, 0, 1, 1, 0, 1, 0, 1};

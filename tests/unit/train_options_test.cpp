@@ -74,7 +74,7 @@ TEST_CASE("a config file sets options, in sections or not, and the command line 
   CHECK(parse_config("").epochs == TrainerOptions{}.epochs);
 }
 
-TEST_CASE("a config file that is wrong says where", "[options]") {
+TEST_CASE("an error in a config file is reported with its line", "[options]") {
   CHECK_THROWS_WITH(parse_config("lr: 1\n\nepoch: 3\n"),
                     ContainsSubstring("run.yaml:3: unknown option 'epoch'; did you mean epochs?"));
   CHECK_THROWS_WITH(parse_config("a:\n  bach-size: 3\n"),
@@ -117,7 +117,7 @@ TEST_CASE("a wrong option is one sentence that names it", "[options]") {
   CHECK_THROWS_WITH(parse({"--save-dir", "x", "--resume", "--overwrite"}), ContainsSubstring("excludes --"));
 }
 
-TEST_CASE("the nearest name is one slip of the pen away", "[options]") {
+TEST_CASE("the suggested name differs by one typing error", "[options]") {
   const std::vector<std::string> names = {"epochs", "lr", "batch-size"};
   CHECK(nearest("epoch", names) == "epochs");
   CHECK(nearest("batchsize", names) == "batch-size");

@@ -79,7 +79,7 @@ TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folde
   CHECK(read_file(run.path) == run.before);
 }
 
-TEST_CASE("a run that is there is gone on with", "[run_folder]") {
+TEST_CASE("an existing run is resumed", "[run_folder]") {
   for (const std::int64_t epoch : {2, 3}) {
     for (const bool resume : {false, true}) {
       const RunFolder resumed = Run(epoch).open(kConfig, {.resume = resume});
@@ -164,7 +164,7 @@ TEST_CASE("a folder whose run is just ending is waited for", "[run_folder]") {
   CHECK(second->to_resume);
 }
 
-TEST_CASE("a run that a launcher starts anew overwrites what was there before the job, and no more", "[run_folder]") {
+TEST_CASE("a run that a launcher restarts overwrites only files from before the job", "[run_folder]") {
   const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";
   const Run run(3);
   for (const int restart : {0, 1, 2}) {  // No attempt has reached a checkpoint.

@@ -215,7 +215,7 @@ TEST_CASE("the generated classes are as uneven as the study's", "[video]") {
   CHECK_THROWS_WITH(trials_of_classes(60, 8), ContainsSubstring("60 trials are too few"));
 }
 
-TEST_CASE("a single frame says as little of one behaviour as of another", "[video]") {
+TEST_CASE("a single frame does not reveal the behaviour", "[video]") {
   // Each number of the pose has the same mean and variance in every class and frame.
   constexpr int kTrials = 4000;
   const auto moments = [&](Behaviour behaviour, int frame) {

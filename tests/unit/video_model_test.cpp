@@ -34,7 +34,7 @@ TEST_CASE("prepared clips hold brightness and its change", "[video]") {
   CHECK(prepare_clips(still, {}).select(1, 1).abs().max().item<float>() == 0);
 }
 
-TEST_CASE("augmentation mirrors, shifts and brightens each clip by itself", "[video]") {
+TEST_CASE("augmentation mirrors, shifts and brightens each clip separately", "[video]") {
   const at::Tensor pixels = torch::randint(0, 256, {3, 2, 10, 20}, torch::kByte);
   const at::Tensor clips = prepare_clips(
       pixels, {{}, {.mirror_x = true, .shift_x = 0.1}, {.mirror_y = true, .shift_y = -0.2, .gain = 2, .offset = 0.25}});
