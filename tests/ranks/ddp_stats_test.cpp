@@ -88,7 +88,7 @@ RANK_TEST("stats: a bucket that finishes within backward is reported as finished
   CHECK(stats.buckets[0].done_us < stats.last_gradient_us);
 }
 
-RANK_TEST("stats: what hooks send", "[ddp][stats][comm_hooks]", 2, 3) {
+RANK_TEST("stats: bytes that hooks send", "[ddp][stats][comm_hooks]", 2, 3) {
   auto model = deep_model();
   DistributedDataParallel ddp(model, group);
   const auto sent_by = [&](ddpkit::CommHook hook) {

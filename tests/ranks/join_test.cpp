@@ -292,7 +292,7 @@ RANK_TEST("join: a gradient that no rank has used is not divided", "[ddp][join]"
   ddpkit::join(ddp, loop, {.divide_by_initial_world_size = false});
 }
 
-RANK_TEST("join: what one rank's JoinState refuses, all ranks refuse", "[ddp][join][optim]", 2, 3) {
+RANK_TEST("join: an error of one rank's JoinState is an error on all ranks", "[ddp][join][optim]", 2, 3) {
   auto model = make_model(torch::nn::Identity()), other = make_model(torch::nn::Identity());
   DistributedDataParallel ddp(model, group);
   torch::optim::SGD averaged(model->parameters(), 0.1), not_averaged(other->parameters(), 0.1);

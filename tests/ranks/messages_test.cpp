@@ -61,7 +61,7 @@ RANK_TEST("a large message may be overtaken by another tag", "[shm][messages]", 
   }
 }
 
-RANK_TEST("a send that nobody waits for still arrives", "[shm][messages]", 2) {
+RANK_TEST("a send without a wait still arrives", "[shm][messages]", 2) {
   if (group.rank() == 0) {
     (void)group.send_async(numbers(1000000, 3), 1);  // Larger than any buffer.
     // This rank does not call the group while the other rank receives.

@@ -236,7 +236,7 @@ RANK_TEST("futures end with their group, and one of nothing at once", "[shm][err
   group.barrier();
 }
 
-RANK_TEST("a future completes though nobody waits for the work", "[shm]", 1, 2) {
+RANK_TEST("a future completes without a wait for the work", "[shm]", 1, 2) {
   std::vector<torch::Tensor> tensors{part(group.rank(), {500000})};
   const auto future = group.backend()->allreduce(tensors)->getFuture();
   future->waitAndThrow();

@@ -244,7 +244,7 @@ RANK_TEST("an overflow in one rank's gradients skips a sharded step on all", "[o
   }
 }
 
-RANK_TEST("what all ranks write to shared weights is applied once", "[optim][sharded]", 2, 3) {
+RANK_TEST("a write by all ranks to shared weights is applied once", "[optim][sharded]", 2, 3) {
   for (const bool in_backward : {false, true}) {
     auto model = make_model();
     auto reference = make_model();

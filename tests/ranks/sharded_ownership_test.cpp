@@ -183,7 +183,7 @@ RANK_TEST("groups of a sharded optimizer are fixed", "[optim][sharded]", 2) {
   }
 }
 
-RANK_TEST("what one rank's sharded optimizer refuses, all ranks refuse", "[optim][sharded]", 2, 3) {
+RANK_TEST("an error of one rank's sharded optimizer is an error on all ranks", "[optim][sharded]", 2, 3) {
   auto model = two_layers::make_model();
   DistributedDataParallel ddp(model, group);
   Sharded optimizer(ddp, kSgd);

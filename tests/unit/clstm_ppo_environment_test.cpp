@@ -43,7 +43,7 @@ double step(TradingEnvironment& environment, std::vector<float> actions) { retur
 
 }  // namespace
 
-TEST_CASE("trades move money and shares, and cost what they cost", "[clstm_ppo]") {
+TEST_CASE("trades move money and shares, and cost their fees", "[clstm_ppo]") {
   const Market market = market_of({{10, 12, 12, 9}, {100, 100, 110, 110}});
   TradingEnvironment environment(market, {.initial_cash = 1000, .hmax = 20, .cost = 0.01});
   // Buys 10 shares at 10 and 2 at 100 for 300; costs are 3.

@@ -84,7 +84,7 @@ TEST_CASE("PPO's total is policy, value and entropy by their weights", "[clstm_p
   CHECK(loss.total.item<double>() == Approx(-1 + 0.5 * 4 - 0.01 * entropy));
 }
 
-TEST_CASE("the model gives the same in one go, step by step, and from a memory that was kept", "[clstm_ppo]") {
+TEST_CASE("the model gives the same in one call, step by step, and from a saved memory", "[clstm_ppo]") {
   torch::manual_seed(2);
   const torch::NoGradGuard no_grad;
   CascadedLSTM model({.state_size = 5, .assets = 2, .hidden = 8});

@@ -77,7 +77,7 @@ TEST_CASE("an exception in a replica of DataParallel names it, and the next step
   CHECK(breaks->parameters()[1].grad()[0].item<float>() == 6);
 }
 
-TEST_CASE("DataParallel refuses what it cannot do", "[dp]") {
+TEST_CASE("DataParallel refuses unsupported calls and options", "[dp]") {
   struct Plain : torch::nn::Module {
     Tensor forward(const Tensor& x) { return x; }
   };
@@ -109,7 +109,7 @@ TEST_CASE("DataParallel refuses what it cannot do", "[dp]") {
   CHECK_NOTHROW(dp.train_step(batch_of(4), kStepLoss));
 }
 
-TEST_CASE("DataParallel names what it cannot replicate", "[dp]") {
+TEST_CASE("DataParallel names members that it cannot replicate", "[dp]") {
   struct HasBuffer : torch::nn::Cloneable<HasBuffer> {
     explicit HasBuffer(Tensor given) : like(std::move(given)) { reset(); }
     void reset() override {

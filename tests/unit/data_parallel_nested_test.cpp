@@ -47,7 +47,7 @@ TORCH_MODULE(Nested);
 
 }  // namespace
 
-TEST_CASE("DataParallel scatters and gathers what is nested", "[dp]") {
+TEST_CASE("DataParallel scatters and gathers nested tensors", "[dp]") {
   Nested reference;
   Nested net;
   DataParallel dp(net, {.replicas = 2});
@@ -85,7 +85,7 @@ TEST_CASE("DataParallel scatters and gathers what is nested", "[dp]") {
   check_same_gradients(classifier, alone);
 }
 
-TEST_CASE("with_tensors rebuilds what it can look into", "[dp]") {
+TEST_CASE("with_tensors rebuilds supported containers", "[dp]") {
   const Tensor one = torch::ones({1});
   const auto doubled = [](const Tensor& tensor) { return tensor * 2; };
   const std::pair<std::array<Tensor, 2>, std::string> value{{one, one}, "name"};

@@ -277,7 +277,7 @@ TEST_CASE("bits do not depend on the number of threads", "[optim]") {
 }
 #endif
 
-TEST_CASE("what the fused optimizers refuse", "[optim]") {
+TEST_CASE("the fused optimizers refuse unsupported parameters and options", "[optim]") {
   auto weight = torch::ones({3}).requires_grad_(true);
   FusedAdamW optimizer({weight});
   CHECK_THROWS_WITH(optimizer.step([] { return torch::zeros({}); }), ContainsSubstring("take no closure"));

@@ -43,7 +43,7 @@ TEST_CASE("a view shows what is written to the shared pages") {
   CHECK_FALSE(shared.view.is_written());
 }
 
-TEST_CASE("what is written to a view stays there, is known, and can be forgotten") {
+TEST_CASE("writes to a view stay, are tracked, and can be discarded") {
   Shared shared;
   GuardedView other({.rank = 0, .pid = ::getpid()}, shared.mapping.descriptor(), kBytes);
   std::memset(shared.mapping.data(), 1, kBytes);

@@ -81,7 +81,7 @@ TEST_CASE("an assumed step has DistributedDataParallel's buckets", "[scaling]") 
             .buckets.size() == 999'999);
 }
 
-TEST_CASE("what backward cannot hide is exposed", "[scaling]") {
+TEST_CASE("communication that does not overlap with backward is exposed", "[scaling]") {
   const StepProfile profile{
       .forward_us = 50, .backward_us = 100, .other_us = 10, .buckets = {{20, 1}, {60, 1}, {100, 1}}};
   // 20 to 50, 60 to 90, 100 to 130.

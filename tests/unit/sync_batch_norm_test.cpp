@@ -126,7 +126,7 @@ TEST_CASE("conversion replaces batch norms in containers, on the same tensors an
   CHECK(ddpkit::convert_sync_batchnorm(root, group) == names);
 }
 
-TEST_CASE("conversion names what it cannot reach, and changes nothing then", "[sync_batch_norm]") {
+TEST_CASE("conversion names a module that it cannot replace, and changes nothing then", "[sync_batch_norm]") {
   const auto group = world_of_one();
   torch::nn::Sequential model(torch::nn::BatchNorm2d(2), WithMember());
   CHECK_THROWS_WITH(ddpkit::convert_sync_batchnorm(model, group),

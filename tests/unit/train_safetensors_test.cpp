@@ -65,7 +65,7 @@ TEST_CASE("safetensors hold complex numbers and floats of 8 and 4 bits", "[safet
   CHECK(load_safetensors(folder / "more").size() == 1);
 }
 
-TEST_CASE("what safetensors cannot hold is refused before anything is written", "[safetensors]") {
+TEST_CASE("tensors that safetensors cannot hold are refused before anything is written", "[safetensors]") {
   const Folder folder;
   const auto refuse = [&](const StateDict& tensors) {
     CHECK_THROWS_AS(save_safetensors(folder / "t", tensors), ddpkit::InvalidArgument);
