@@ -31,23 +31,23 @@ using namespace bench;
 struct CollectivesOptions {
   Plan plan;
   std::vector<int> ranks = {};             ///< Empty: ranks_on() the device.
-  std::vector<std::string> backends = {};  ///< Empty: all that the device has.
+  std::vector<std::string> backends = {};  ///< Empty: all backends of the device.
   bool backends_asked_for = false;
   bool batch_asked_for = false;
   int rounds = 1;
   std::string csv;
   std::string plot;
-  std::string as_rank;  ///< Hidden: the backend that this process measures as one of its ranks.
+  std::string as_rank;  ///< Hidden option: this process is one of the ranks, with this backend.
 };
 
-/// What follows from other options.
+/// Derives defaults from the other options.
 void complete(CollectivesOptions& options) {
   const std::string& device = options.plan.device;
   const bool on_cpu = device == "cpu";
   if (options.ranks.empty()) options.ranks = {ranks_on(device, 0)};
   for (const int ranks : options.ranks) {
     ranks_on(device, ranks);
-    // A GPU alone shows what a call costs; cores alone share memory with nobody.
+    // One GPU shows the cost of a call. One CPU rank shares memory with no other rank.
     if (on_cpu && ranks < 2) throw InvalidArgument("--ranks: at least 2 on the CPU");
   }
   if (options.backends.empty())
@@ -76,14 +76,14 @@ void check(CollectivesOptions& options) {
   }
 }
 
-/// Runs the measurements one after the other and keeps what they found: of several rounds, each row's best.
+/// Runs the measurements and keeps the best result of each row over all rounds.
 class Bench {
  public:
   explicit Bench(const CollectivesOptions& options) : options_(options) {}
 
   int run() {
     std::cout << table_header() << std::endl;
-    // In turns, so that a disturbance of the machine meets all of them.
+    // Backends take turns, so a disturbance of the machine affects all backends.
     for (int round = 1; round <= options_.rounds; ++round) {
       if (options_.rounds > 1) std::cerr << fmt::format("round {} of {}\n", round, options_.rounds);
       for (const int ranks : options_.ranks) {
@@ -115,7 +115,8 @@ class Bench {
       return 0;
     }
     Plan plan = options_.plan;
-    // Ranks that take turns on a core: every batch must hold a turn of each, or the median would miss the waiting.
+    // With more ranks than cores, a batch must be longer than the time slice of each rank. Otherwise the median misses
+    // the waiting time.
     if (ranks > available_cores() && !options_.batch_asked_for) plan.timing.batch_us = 20'000;
     if (backend == "openmpi") return launch(1, backend, openmpi_command(ranks, plan));
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(), "bench",
@@ -131,7 +132,7 @@ class Bench {
       std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
   }
 
-  /// A backend that is not here ends the command only when it was asked for by name. Said in one round, not in each.
+  /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
   int leave_out(const std::string& backend, const std::string& reason) {
     if (left_out_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
     return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;

@@ -23,14 +23,14 @@ using namespace bench;
 
 struct StepCommandOptions {
   StepOptions step;
-  std::int64_t hidden = 128;  ///< Of an MLP of the user's own.
+  std::int64_t hidden = 128;  ///< For a custom MLP.
   int layers = 3;
   std::string csv;
-  std::string as_rank;  ///< Hidden: this process is one of the ranks, with this backend.
-  std::string control;  ///< Hidden: the pipes by which it is asked.
+  std::string as_rank;  ///< Hidden option: this process is one of the ranks, with this backend.
+  std::string control;  ///< Hidden option: the pipes for questions.
 };
 
-/// What follows from other options.
+/// Derives defaults from the other options.
 void complete(StepOptions& step) {
   const bool on_cpu = step.plan.device == "cpu";
   step.plan.ranks = ranks_on(step.plan.device, step.plan.ranks);
@@ -54,7 +54,7 @@ void check(const StepCommandOptions& options) {
   if (!options.csv.empty()) check_output(options.csv);
 }
 
-/// How many times as fast as Python each of our systems was, with its best bucket cap.
+/// Prints the speed-up of each ddpkit system over Python, each with its best bucket cap.
 void compare_with_python(const std::vector<StepRow>& rows, const std::string& python_system) {
   const auto python =
       std::find_if(rows.begin(), rows.end(), [&](const StepRow& r) { return r.system == python_system; });

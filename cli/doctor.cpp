@@ -29,11 +29,11 @@ namespace {
 
 struct DoctorOptions {
   ModelPlan model;
-  int ranks = 0;  ///< 0: a rank a GPU, or two.
+  int ranks = 0;  ///< 0: one rank per GPU, or two ranks.
   std::string master_addr;
   int master_port = 0;
   bool json = false;
-  std::string as_rank;  ///< Hidden: this process is one of the ranks of a live all-reduce.
+  std::string as_rank;  ///< Hidden option: this process is one rank of a live all-reduce.
 };
 
 std::optional<std::string> variable(const char* name) {

@@ -3,8 +3,8 @@
 
 namespace ddpkit::cli {
 
-/// Of an environment variable, `otherwise` when it is not set. Throws InvalidArgument, also for what is outside of the
-/// bounds.
+/// Returns the value of an environment variable, or `otherwise` if it is not set. Throws InvalidArgument if the value
+/// is not a number from `low` to `high`.
 int number_from_environment(const char* name, int low, int high, int otherwise);
 
 }  // namespace ddpkit::cli

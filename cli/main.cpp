@@ -10,7 +10,7 @@
 
 namespace {
 
-/// A command that has done what it should has also said it: stdout may be a file on a full disk.
+/// Fails if stdout cannot be flushed: it may be a file on a full disk.
 int said_all(int code) {
   if (std::cout.flush() && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
   std::cerr << "ddpkit: not all of the output could be written to stdout\n";
@@ -41,7 +41,7 @@ int main(int argc, char** argv) {
       arguments.resize(1);
       arguments.insert(arguments.end(), own.begin(), own.end());
     }
-    std::reverse(arguments.begin(), arguments.end());  // As CLI11 wants them.
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 expects reversed arguments.
     app.parse(arguments);
     return said_all(run());
   } catch (const CLI::ParseError& error) {

@@ -24,7 +24,7 @@ void write_output(const std::string& path, const std::string& text) {
     if (!(file << text).flush()) throw Error(fmt::format("cannot write {}", path));
     return;
   }
-  // A link stays one.
+  // Writes to the target of a symbolic link; the link stays.
   const std::filesystem::path file = std::filesystem::weakly_canonical(path, error);
   train::AtomicFile whole(error ? std::filesystem::path(path) : file);
   whole.write(text.data(), text.size());

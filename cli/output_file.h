@@ -1,15 +1,14 @@
-// Tier 0: the standard library only. Files that a command writes when it has measured or drawn.
+// Tier 0: the standard library only. Output files of commands.
 #pragma once
 
 #include <string>
 
 namespace ddpkit::cli {
 
-/// Throws InvalidArgument when no file can be written there: now rather than after minutes of measuring.
+/// Throws InvalidArgument if the file cannot be written. Checks before the measurements, which take minutes.
 void check_output(const std::string& path);
 
-/// Replaces the file by one with this text, whole or not at all; what is no file, such as a pipe, is given the text.
-/// Throws Error.
+/// Replaces the file atomically. Writes directly to anything that is not a regular file, such as a pipe. Throws Error.
 void write_output(const std::string& path, const std::string& text);
 
 }  // namespace ddpkit::cli

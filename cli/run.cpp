@@ -21,15 +21,15 @@
 namespace ddpkit::cli {
 namespace {
 
-/// torchrun's port where several hosts must agree on one.
+/// torchrun's default port, for launches on several hosts.
 constexpr int kPortOfSeveralHosts = 29500;
 
 struct RunOptions {
-  std::string ranks = "1";  ///< As train::count_ranks() takes it.
+  std::string ranks = "1";  ///< Format of train::count_ranks().
   int nodes = 1;
   int node_rank = 0;
   std::string master_addr = {};
-  std::optional<int> master_port = std::nullopt;  ///< 0: a free one.
+  std::optional<int> master_port = std::nullopt;  ///< 0: a free port.
   bool standalone = false;
   int max_restarts = 0;
   std::string log_dir = {};
@@ -38,7 +38,7 @@ struct RunOptions {
   NumaBinding numa_binding = NumaBinding::kNode;
 };
 
-/// GPUs that the ranks will see.
+/// Returns the number of GPUs that the ranks will see.
 int visible_gpus() {
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   const auto all = static_cast<int>(read_gpus().gpus.size());
@@ -76,7 +76,7 @@ LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::str
   launch.master_addr = !options.master_addr.empty() ? options.master_addr : address ? address : "";
   if (launch.master_addr.empty())
     throw InvalidArgument("--nnodes above 1 needs --master-addr (or MASTER_ADDR): the host that has --node-rank 0");
-  // Each launcher sees its own host's ranks alone: they would not start anew together.
+  // Each launcher watches only the ranks of its host, so the hosts would not restart together.
   if (options.max_restarts > 0)
     throw InvalidArgument(
         "--max-restarts is for one host: with --nnodes above 1 let the scheduler start the whole job anew (Slurm "
@@ -184,7 +184,7 @@ std::vector<std::string> split_program(const CLI::App& command, std::vector<std:
     std::string& argument = arguments[at];
     if (argument.empty() || argument[0] != '-') break;
     marked = argument == "--";
-    // As torchrun: --nproc_per_node as well.
+    // Accepts --nproc_per_node too, as torchrun does.
     const auto name_end = argument.begin() + static_cast<std::ptrdiff_t>(std::min(argument.find('='), argument.size()));
     std::replace(argument.begin(), name_end, '_', '-');
     const bool value_follows = argument.find('=') == std::string::npos && (argument[1] == '-' || argument.size() == 2);

@@ -7,13 +7,13 @@
 
 namespace ddpkit::bench {
 
-/// Bars that stand together, each with its name and height. Names are the same in all groups of a drawing.
+/// A group of bars, each with its name and height. All groups of a chart have the same names.
 struct BarGroup {
   std::string name;
   std::vector<std::pair<std::string, double>> bars;
 };
 
-/// An SVG document: a bar chart from 0, with a legend and each bar's height above it.
+/// Returns an SVG document: a bar chart that starts at 0, with a legend and the height above each bar.
 std::string draw_bars(const std::string& title, const std::string& y_label, const std::vector<BarGroup>& groups);
 
 }  // namespace ddpkit::bench

@@ -10,7 +10,7 @@
 namespace ddpkit::bench {
 namespace {
 
-// What crosses the busiest link of a rank, in parts of the row's bytes (nccl-tests, doc/PERFORMANCE.md).
+// Bus factors: bytes on the busiest link of a rank, per byte of the row (nccl-tests, doc/PERFORMANCE.md).
 double once(int) { return 1; }
 double all_but_own(int ranks) { return (ranks - 1.0) / ranks; }
 double twice_all_but_own(int ranks) { return 2 * all_but_own(ranks); }
@@ -80,7 +80,7 @@ void fill_input(int rank, float* elements, std::size_t count) {
 std::uint64_t count_wrong(const Collective& collective, const Place& place, const float* output, std::size_t count) {
   if (collective.root_only && place.rank != 0) return 0;
   std::uint64_t wrong = 0;
-  // Not `!=` turned around: a NaN must count.
+  // `==` and not `!=`: a NaN must count as wrong.
   for (std::size_t i = 0; i < count; ++i) wrong += output[i] == collective.expected(place, i) ? 0 : 1;
   return wrong;
 }

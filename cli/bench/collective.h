@@ -9,42 +9,41 @@
 
 namespace ddpkit::bench {
 
-/// Where one rank stands in a collective: `slice` is the number of elements in one rank's share.
+/// The position of one rank in a collective. `slice`: elements in the share of one rank.
 struct Place {
   int rank = 0;
   int ranks = 1;
   std::size_t slice = 0;
 };
 
-/// How much a rank's buffer holds: all the bytes of the row, or one rank's share of them.
+/// The size of a rank's buffer: all bytes of the row, or the share of one rank.
 enum class Extent { kWhole, kSlice };
 
-/// What there is to know about a collective apart from how to call it. The root is rank 0 everywhere. Elements are
-/// float32.
+/// Describes a collective: everything except the call. Rank 0 is the root of all collectives. Elements are float32.
 struct Collective {
   std::string_view name;
-  /// Bytes that cross a rank's link for each byte of the row: busbw = algbw * bus_factor(ranks), as nccl-tests has it.
+  /// busbw = algbw * bus_factor(ranks), as in nccl-tests.
   double (*bus_factor)(int ranks);
   Extent input;
   Extent output;
-  bool is_cut;     ///< The row's bytes are cut into one share for each rank.
-  bool in_place;   ///< The output is the input's buffer.
-  bool root_only;  ///< Only the root gets a result.
-  /// Element i of the output on a correct rank, when rank r's input is input_value(r, i).
+  bool is_cut;     ///< The row's bytes are split into one share per rank.
+  bool in_place;   ///< The output buffer is the input buffer.
+  bool root_only;  ///< Only the root receives a result.
+  /// Returns the expected element i of a rank's output, if the input of rank r is input_value(r, i).
   float (*expected)(const Place& place, std::size_t i);
 };
 
-/// Every collective that a backend may be measured at, in the table's order.
+/// Returns all collectives that the benchmark can measure, in the order of the table.
 const std::vector<Collective>& collectives();
 
-/// The one of this name. Throws InvalidArgument.
+/// Returns the collective with this name. Throws InvalidArgument.
 const Collective& find_collective(std::string_view name);
 
-/// Bytes that a row of about `bytes` really has: whole elements, and as many in each rank's share; at least one.
+/// Rounds `bytes` to whole elements and equal shares per rank. Returns at least one element per share.
 std::uint64_t exact_bytes(const Collective& collective, std::uint64_t bytes, int ranks);
 
-/// Element i of rank r's input: an integer of 0 to 255, so that sums over up to 65,536 ranks are exact in float32, and
-/// unlike at every rank and offset, so that a misplaced element shows.
+/// Returns element i of rank r's input: an integer from 0 to 255, so sums over up to 65,536 ranks are exact in float32.
+/// Values differ between ranks and offsets, so a misplaced element is detected.
 inline float input_value(int rank, std::size_t i) {
   const auto mixed = static_cast<std::uint32_t>(i) * 0x9E3779B1u + static_cast<std::uint32_t>(rank + 1) * 0x85EBCA6Bu;
   return static_cast<float>((mixed ^ (mixed >> 15)) >> 24);
@@ -52,7 +51,7 @@ inline float input_value(int rank, std::size_t i) {
 
 void fill_input(int rank, float* elements, std::size_t count);
 
-/// How many of the output's elements are not what they must be.
+/// Returns the number of wrong elements in the output.
 std::uint64_t count_wrong(const Collective& collective, const Place& place, const float* output, std::size_t count);
 
 }  // namespace ddpkit::bench

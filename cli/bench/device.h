@@ -9,12 +9,12 @@
 
 namespace ddpkit::bench {
 
-/// Where `--device` ("cpu" or "cuda") puts this rank. On the CPU it pins the calling thread to a core of its own, if it
-/// is to (`pin`) and there are enough; beside a GPU more threads are at work than one: autograd's, NCCL's.
+/// Returns the device of this rank for `--device` ("cpu" or "cuda"). On the CPU, pins the calling thread to one core if
+/// `pin` is set and there are enough cores. On a GPU it does not pin, because autograd and NCCL have further threads.
 c10::Device place_rank(const std::string& device, const LaunchEnvironment& environment, bool pin);
 
-/// How many ranks a command measures: `asked`, if any; else two on CPUs, and as many as there are GPUs. Throws
-/// InvalidArgument when there are fewer GPUs than ranks.
+/// Returns the number of ranks that a command measures: `asked` if not 0, else 2 on the CPU and the number of GPUs on
+/// CUDA. Throws InvalidArgument if there are fewer GPUs than ranks.
 int ranks_on(const std::string& device, int asked);
 
 }  // namespace ddpkit::bench

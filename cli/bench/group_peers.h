@@ -15,7 +15,7 @@
 
 namespace ddpkit::bench {
 
-/// The ranks of a process group, which must outlive it, as who times them together needs them.
+/// The ranks of a process group, for median_us(). The process group must outlive this object.
 class GroupPeers : public Peers {
  public:
   explicit GroupPeers(const ProcessGroup& group) : group_(group) {}

@@ -18,8 +18,8 @@
 
 #include "collective.h"
 
-// The compiler vectorizes the loop once for each instruction set, and the loader takes what the processor has. (The
-// sanitizers are not there yet when it does.)
+// The compiler vectorizes the loop once per instruction set. The loader selects one when the program starts, before the
+// sanitizers are initialized.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define DDPKIT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -29,7 +29,7 @@
 namespace ddpkit::bench {
 namespace {
 
-/// Memory as processes share it: an unlinked file in memory, in huge pages where the system grants them.
+/// Memory that processes can share: an unlinked file in memory, in huge pages if the system provides them.
 class SharedBuffer {
  public:
   explicit SharedBuffer(std::size_t bytes) : bytes_(bytes) {
@@ -63,7 +63,7 @@ class ThreadPeers : public Peers {
   ThreadPeers(Shared& shared, int rank) : shared_(shared), rank_(rank) {}
   void barrier() override { shared_.barrier.arrive_and_wait(); }
   double from_rank_zero(double value) override {
-    barrier();  // Everybody has taken the value before.
+    barrier();  // All threads have read the previous value.
     if (rank_ == 0) shared_.values = {value};
     barrier();
     return shared_.values[0];
@@ -97,7 +97,7 @@ DDPKIT_CLONES void add(float* __restrict sum, const float* __restrict more, std:
 
 void sum_into_all(float* const* buffers, int count, std::size_t begin, std::size_t end) {
   if (count == 2) return sum_two(buffers[0] + begin, buffers[1] + begin, end - begin);
-  constexpr std::size_t kBlock = 1024;  // Stays in the first-level cache.
+  constexpr std::size_t kBlock = 1024;  // Fits into the L1 cache.
   float sum[kBlock];
   for (; begin < end; begin += kBlock) {
     const std::size_t numel = std::min(kBlock, end - begin);
@@ -116,7 +116,7 @@ void measure_limit(int ranks, const Plan& plan, const std::function<void(const R
     memory.push_back(std::make_unique<SharedBuffer>(exact_bytes(all_reduce, sizes.back(), ranks)));
     buffers[static_cast<std::size_t>(rank)] = memory.back()->data();
   }
-  // More threads than cores would only take turns at the same work.
+  // More threads than cores do not raise the bandwidth.
   const int workers = std::min(ranks, usable_cores());
   ThreadPeers::Shared shared(workers);
   std::atomic<std::uint64_t> wrong = 0;
@@ -131,7 +131,7 @@ void measure_limit(int ranks, const Plan& plan, const std::function<void(const R
     for (const std::uint64_t wanted : sizes) {
       const std::uint64_t bytes = exact_bytes(all_reduce, wanted, ranks);
       const std::size_t count = bytes / sizeof(float);
-      // Slices begin at whole cache lines.
+      // Slices begin at cache line boundaries.
       const auto border = [&](int of) {
         return of == workers ? count
                              : count * static_cast<std::size_t>(of) / static_cast<std::size_t>(workers) / 16 * 16;

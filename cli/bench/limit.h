@@ -8,12 +8,12 @@
 
 namespace ddpkit::bench {
 
-/// The machine's own limit: the memory traffic that an in-place all-reduce cannot do without, and nothing else. One
-/// thread a core and at most one a rank, pinned, on memory such as processes can share: each reads its slice of every
-/// rank's buffer and writes the sum to all of them, without waiting for anybody. Rows of backend "limit".
+/// Measures the limit of the machine: only the memory traffic that an in-place all-reduce needs. Starts one pinned
+/// thread per core, at most one per rank, on memory that processes can share. Each thread reads its slice of the
+/// buffers of all ranks and writes the sum to all buffers, without synchronization. Rows have backend "limit".
 void measure_limit(int ranks, const Plan& plan, const std::function<void(const Row&)>& on_row);
 
-/// The loop: sums[i] over the buffers, written to each of them, for begin <= i < end.
+/// Computes the sum over all buffers for begin <= i < end and writes it to each buffer.
 void sum_into_all(float* const* buffers, int count, std::size_t begin, std::size_t end);
 
 }  // namespace ddpkit::bench

@@ -26,7 +26,7 @@ bool is_in_path(const std::string& name) {
   return false;
 }
 
-/// There are other MPIs, whose mpirun takes other options.
+/// Other MPI implementations have an mpirun with other options.
 bool mpirun_is_open_mpi() {
   std::string output;
   local_launch({.command = {"mpirun", "--version"},

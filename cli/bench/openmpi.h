@@ -8,13 +8,13 @@
 
 namespace ddpkit::bench {
 
-/// Name of the program that benchmarks/openmpi_collectives.cpp becomes, beside ddpkit.
+/// Name of the program built from benchmarks/openmpi_collectives.cpp, in the folder of ddpkit.
 inline constexpr const char* kOpenMpiProgram = "openmpi_collectives";
 
-/// Why Open MPI cannot be measured here, in one sentence; empty when it can.
+/// Returns the reason why Open MPI cannot be measured here, in one sentence. Empty if it can.
 std::string why_no_openmpi();
 
-/// The command that measures the plan with Open MPI and prints the rows, as to_report() writes them.
+/// Returns the command that measures the plan with Open MPI and prints the rows in the format of to_report().
 std::vector<std::string> openmpi_command(int ranks, const Plan& plan);
 
 }  // namespace ddpkit::bench

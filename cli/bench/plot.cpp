@@ -20,7 +20,7 @@ using train::svg::text_at;
 constexpr double kPanelWidth = 560, kPanelHeight = 460;
 constexpr double kLeft = 70, kRight = 20, kTop = 40, kBottom = 110;
 
-/// A logarithmic scale of the numbers from `low` to `high` onto the pixels from `from` to `to`.
+/// Maps the numbers from `low` to `high` to the pixels from `from` to `to`, on a logarithmic scale.
 struct Scale {
   double low, high, from, to;
   double operator()(double value) const {
@@ -48,7 +48,7 @@ class PanelDrawing {
     has_points_ = high[0] > 0;
     if (!has_points_) return;
     x_ = {low[0] / 1.3, high[0] * 1.3, kLeft, kPanelWidth - kRight};
-    // Whole decades.
+    // Full decades.
     y_ = {std::pow(10, std::floor(std::log10(low[1]))), std::pow(10, std::floor(std::log10(high[1]) - 1e-9) + 1),
           kPanelHeight - kBottom, kTop};
   }
@@ -67,7 +67,7 @@ class PanelDrawing {
                                             curve.dashed ? "#444444" : kColours[colour++ % std::size(kColours)],
                                             curve.dashed ? " stroke-dasharray=\"6 4\"" : "");
       svg += draw_curve(curve, style);
-      // The legend stands below, in columns of two.
+      // The legend is at the bottom, in two columns.
       const double x = kLeft + static_cast<double>(at % 2) * 240;
       const double y = kPanelHeight - kBottom + 60 + static_cast<double>(at / 2) * 17;
       svg += line(x, y - 4, x + 26, y - 4, style);

@@ -6,10 +6,10 @@
 
 namespace ddpkit::bench {
 
-/// Why Python's PyTorch cannot be measured here, in one sentence; empty when it can.
+/// Returns the reason why PyTorch for Python cannot be measured here, in one sentence. Empty if it can.
 std::string why_no_python();
 
-/// Python with one of the scripts in benchmarks/peers.
+/// Returns the command that runs a script of benchmarks/peers with Python.
 std::vector<std::string> python_command(const std::string& script);
 
 }  // namespace ddpkit::bench

@@ -33,7 +33,7 @@ struct GroupCall {
   void (*call)(Call& c);
 };
 
-/// How a ProcessGroup's user calls each collective: one line is all that another one needs.
+/// One line per collective: its name and the call on a ProcessGroup.
 const std::vector<GroupCall>& group_calls() {
   static const std::vector<GroupCall> calls = {
       {"all_reduce", [](Call& c) { c.group.all_reduce(c.output); }},
@@ -62,7 +62,7 @@ const std::vector<GroupCall>& group_calls() {
   return calls;
 }
 
-/// Buffers of the largest size, of which every row takes the beginning.
+/// Buffers of the largest size. Each row uses the beginning of the buffers.
 class Measurement {
  public:
   Measurement(const ProcessGroup& group, const GroupCall& call, const std::string& memory, std::uint64_t max_bytes)
@@ -78,7 +78,7 @@ class Measurement {
     Call arguments{group_, input_.narrow(0, 0, extent(what_.input, whole)),
                    output_.narrow(0, 0, extent(what_.output, whole))};
     std::uint64_t wrong = check(arguments, whole);
-    // Zeros stay zeros however often they are summed.
+    // Sums of zeros stay zero in all repetitions.
     arguments.input.zero_();
     const double us = median_us(
         peers_, [&] { call_.call(arguments); }, timing);
@@ -97,10 +97,10 @@ class Measurement {
     return at::empty({numel}, at::device(group_.device()).dtype(at::kFloat));
   }
 
-  /// One call on fresh inputs; returns the wrong elements of this rank.
+  /// Makes one call on fresh inputs. Returns the number of wrong elements on this rank.
   std::uint64_t check(Call& arguments, std::size_t whole) const {
     if (!what_.in_place) arguments.output.fill_(std::numeric_limits<float>::quiet_NaN());
-    // On the host: the buffer itself, or a copy of what is on a GPU.
+    // The CPU buffer, or a copy of the GPU buffer.
     const at::Tensor input = arguments.input.cpu();
     fill_input(group_.rank(), input.data_ptr<float>(), static_cast<std::size_t>(input.numel()));
     arguments.input.copy_(input);
@@ -112,7 +112,7 @@ class Measurement {
     const auto numel = static_cast<std::size_t>(output.numel());
     const auto wanted = static_cast<std::size_t>(extent(what_.output, whole));
     const std::uint64_t wrong = numel == wanted ? count_wrong(what_, place, output.data_ptr<float>(), wanted) : wanted;
-    // No rank may write again what another still reads.
+    // No rank may overwrite a buffer that another rank still reads.
     group_.barrier();
     return wrong;
   }
@@ -146,7 +146,7 @@ int run_rank(const std::string& backend, const Plan& plan) {
     std::cout << kReason << error.what() << std::endl;
     return kNoBackend;
   }
-  // Elsewhere allocate() gives the same memory as anybody.
+  // With other backends, allocate() returns normal memory.
   const bool has_own = (backend == "shm" && device.is_cpu()) || backend == "nccl";
   const std::vector<std::string> memory = has_own ? plan.memory : std::vector<std::string>{"private"};
   const std::vector<std::uint64_t> sizes = plan.sizes();
@@ -162,7 +162,7 @@ int run_rank(const std::string& backend, const Plan& plan) {
       }
     }
   }
-  group->barrier();  // A rank that leaves early looks like one that died.
+  group->barrier();  // A rank that exits early looks like a failed rank.
   return 0;
 }
 

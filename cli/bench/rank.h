@@ -8,15 +8,16 @@
 
 namespace ddpkit::bench {
 
-/// Exit code of a rank whose backend this build or host lacks; the reason is in its output, behind kReason.
+/// Exit code of a rank whose backend is not available in this build or on this host. The rank prints the reason after
+/// kReason.
 inline constexpr int kNoBackend = 77;
 inline constexpr std::string_view kReason = "ddpkit bench has no backend: ";
 
-/// Collectives that a ProcessGroup has.
+/// Returns the collectives that a ProcessGroup has.
 std::vector<std::string> group_collectives();
 
-/// What one rank of a `ddpkit bench collectives` does: joins the group that its environment names, checks and measures
-/// all of the plan; rank 0 prints the rows, as to_report() writes them. Returns the exit code.
+/// Runs one rank of `ddpkit bench collectives`: joins the group of its environment, checks and measures the plan. Rank
+/// 0 prints the rows in the format of to_report(). Returns the exit code.
 int run_rank(const std::string& backend, const Plan& plan);
 
 }  // namespace ddpkit::bench

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::string_view kRowFormat = "{:<14} {:<8} {:>5} {:>12} {:<9} {:>12} {:>11} {:>11} {:>7}";
 
-/// Three digits even of what is slow.
+/// Five decimals below 0.1 keep three significant digits.
 std::string format_GBps(double value) { return fmt::format("{:.{}f}", value, value < 0.1 ? 5 : 3); }
 
 }  // namespace

@@ -31,7 +31,7 @@ void StepClock::lap() {
     times_.push_back(std::chrono::steady_clock::now());
     return;
   }
-  // PYTORCH_DEFAULT would be an event without a time.
+  // A PYTORCH_DEFAULT event has no timing.
   events_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   events_.back().record(current_stream(device_));
 }

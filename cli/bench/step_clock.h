@@ -9,18 +9,17 @@
 
 namespace ddpkit::bench {
 
-/// Times steps that follow each other: on the CPU by the host's clock; on a GPU by events in its queue, so that the
-/// host runs ahead of it as it does in a training.
+/// Times consecutive steps: on the CPU by the host clock, on a GPU by events in its stream. The host can run ahead of
+/// the GPU, as in training.
 class StepClock {
  public:
-  /// Of `steps` steps, whose work is in the current stream of `device`, if that has any. Waits for what is queued
-  /// there, and begins.
+  /// For `steps` steps in the current stream of `device`. Waits for the queued work, then starts the clock.
   StepClock(c10::Device device, int steps);
-  /// A step has been called for.
+  /// Marks the end of a step's calls.
   void lap();
-  /// When the first step began, by the clock that the host's processes share. Microseconds.
+  /// Start of the first step in microseconds. All processes of the host share this clock.
   double start_us() const { return start_us_; }
-  /// What each step took, in microseconds. Waits for the device. [step]
+  /// Waits for the device. Returns the time of each step in microseconds. [step]
   std::vector<double> us() const;
 
  private:
@@ -30,7 +29,7 @@ class StepClock {
   std::vector<c10::Event> events_;                            ///< On a GPU. [step + 1]
 };
 
-/// Waits for all that is queued in the current stream of `device`, if that has any.
+/// Waits for the work queued in the current stream of `device`. Does nothing on the CPU.
 void wait_for(c10::Device device);
 
 }  // namespace ddpkit::bench

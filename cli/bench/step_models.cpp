@@ -37,7 +37,7 @@ class Mlp : public StepModel {
   torch::nn::Sequential layers_;
 };
 
-/// Pictures of 3 x 32 x 32; batch norm, so that there are buffers to broadcast.
+/// Images of 3 x 32 x 32. Batch norm adds buffers to broadcast.
 class Cnn : public StepModel {
  public:
   Cnn() {
@@ -75,7 +75,7 @@ class Lstm : public StepModel {
   torch::nn::Linear output_{100, kClasses};
 };
 
-/// The next of 1,000 tokens, for each of 32; output weights tied to the embedding.
+/// Predicts the next of 1,000 tokens for each of 32 tokens. The output weights are tied to the embedding.
 class Transformer : public StepModel {
  public:
   using StepModel::to;
@@ -83,8 +83,9 @@ class Transformer : public StepModel {
 
   Transformer() {
     register_module("embedding", embedding_);
-    // As GPT-2 does: with LibTorch's deviation of 1 the tied output's softmax is so sharp that, in the twentieth step,
-    // 46 % of its gradient are subnormal numbers, which some processors take several times as long for.
+    // As in GPT-2. LibTorch's default deviation of 1 makes the softmax of the tied output too sharp: in the twentieth
+    // step, 46 % of its gradient are subnormal numbers. Some processors take several times as long for subnormal
+    // numbers.
     torch::nn::init::normal_(embedding_->weight, 0, 0.02);
     position_ = register_parameter("position", 0.02 * torch::randn({kLength, 1, kWidth}));
     for (int layer = 0; layer < 2; ++layer) {
@@ -108,7 +109,7 @@ class Transformer : public StepModel {
   torch::nn::Embedding embedding_{kTokens, kWidth};
   at::Tensor position_;
   torch::nn::ModuleList layers_;
-  at::Tensor mask_;  // Not a buffer, which would be broadcast.
+  at::Tensor mask_;  // Not a buffer, because DistributedDataParallel broadcasts buffers.
 };
 
 const torch::optim::SGDOptions kSgd(1e-3);

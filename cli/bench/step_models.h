@@ -20,34 +20,35 @@ class FusedOptimizer;
 
 namespace ddpkit::bench {
 
-/// A model that classifies: from a batch to one row of logits each prediction.
+/// A classifier. Returns one row of logits per prediction.
 class StepModel : public torch::nn::Module {
  public:
   virtual at::Tensor forward(const at::Tensor& input) = 0;
 };
 
-/// A model with one rank's batch. The same weights on every rank, a batch of its own.
+/// A model and the batch of one rank. All ranks have the same weights and different batches.
 struct StepTask {
   std::shared_ptr<StepModel> model;
   at::Tensor input;
   at::Tensor target;
 };
 
-/// `model`: an argument of model_argument(). The same numbers on every device. benchmarks/peers/step.py has the same
-/// models. Throws InvalidArgument.
+/// Creates a task. `model`: a result of model_argument(). Weights and batch are equal on every device.
+/// benchmarks/peers/step.py has the same models. Throws InvalidArgument.
 StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device = at::kCPU);
 
-/// What a step needs of an optimizer: one that is no torch::optim::Optimizer can be measured too.
+/// The functions of an optimizer that a step needs. Also wraps optimizers that are not a torch::optim::Optimizer.
 struct StepOptimizer {
   std::function<void()> zero_grad;
   std::function<void()> step;
-  optim::FusedOptimizer* capturable = nullptr;  ///< The one behind them, where a CUDA graph may hold its step.
+  optim::FusedOptimizer* capturable = nullptr;  ///< The wrapped optimizer, if a CUDA graph can capture its step.
 };
 
-/// `name`: "sgd" or "adamw"; `update`: torch's, ddpkit's fused one, or that one capturable. Throws InvalidArgument.
+/// Creates an optimizer. `name`: "sgd" or "adamw". `update`: torch's, ddpkit's fused optimizer, or a capturable fused
+/// optimizer. Throws InvalidArgument.
 StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
                                   std::vector<at::Tensor> parameters);
-/// ddpkit's fused one, sharded over the ranks of `ddp`.
+/// Creates ddpkit's fused optimizer, sharded over the ranks of `ddp`.
 StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp);
 
 }  // namespace ddpkit::bench

@@ -17,7 +17,7 @@ constexpr std::pair<std::string_view, MlpShape> kNamedMlps[] = {
     {"mlp-10k", {16, 3}}, {"mlp-106k", {128, 3}}, {"mlp-1m", {600, 3}}, {"mlp-7.6m", {1500, 4}}, {"mlp-50m", {4000, 4}},
 };
 
-/// Python's default, and ours.
+/// The default of PyTorch and of ddpkit.
 constexpr double kFirstBucketMb = 1;
 constexpr double kNoCapMb = 1 << 20;
 

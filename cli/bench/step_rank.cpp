@@ -29,7 +29,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Behind `name` in a file of /proc/self, in bytes; 0 where it is not.
+/// Returns the bytes after `name` in a file of /proc/self; 0 if `name` is not in the file.
 std::uint64_t proc_bytes(const char* file, const std::string& name) {
   std::ifstream lines(file);
   for (std::string line; std::getline(lines, line);) {
@@ -40,13 +40,13 @@ std::uint64_t proc_bytes(const char* file, const std::string& name) {
   return 0;
 }
 
-/// What tensors take of a GPU that has been used.
+/// Returns the memory of tensors on a GPU that has been used.
 c10::CachingAllocator::Stat allocated_on(c10::Device gpu) {
   constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   return c10::getDeviceAllocator(gpu.type())->getDeviceStats(gpu.index()).allocated_bytes[kAll];
 }
 
-/// Memory of this process, of what it shares with others its part.
+/// Returns the proportional set size of this process: private memory plus its share of shared memory.
 std::uint64_t proportional_bytes() { return proc_bytes("/proc/self/smaps_rollup", "Pss"); }
 
 DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
@@ -56,8 +56,8 @@ DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
   return options;
 }
 
-/// One training loop: with a DistributedDataParallel around the model (`exchanges`), or without; a group that exchanges
-/// nothing has a barrier in each step.
+/// One training loop. With `exchanges`, DistributedDataParallel wraps the model. Without, each step has a barrier if
+/// there is a group.
 class Training {
  public:
   Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank, c10::Device device)
@@ -97,7 +97,8 @@ class Training {
     StepEnd end;
     if (device_.is_cpu()) {
       const std::uint64_t bytes = proportional_bytes();
-      end.peak_bytes = proc_bytes("/proc/self/status", "VmHWM");  // getrusage's counts what was there before exec.
+      end.peak_bytes = proc_bytes("/proc/self/status", "VmHWM");  // VmHWM, because getrusage includes memory from
+                                                                  // before exec.
       end.memory_bytes = bytes > bytes_before_ ? bytes - bytes_before_ : 0;
     } else {
       const auto allocated = allocated_on(device_);
@@ -149,7 +150,7 @@ class Training {
   std::optional<optim::GraphedStep> graphed_;
 };
 
-/// "turn WARMUP STEPS".
+/// Answers "turn WARMUP STEPS".
 StepTurn answer_turn(Training& training, const std::string& question) {
   int warmup = 0, steps = 0;
   if (std::sscanf(question.c_str(), "turn %d %d", &warmup, &steps) != 2 || warmup < 0 || steps < 1)
@@ -194,7 +195,7 @@ std::uint64_t count_wrong_weights(const std::vector<at::Tensor>& weights, const 
     const at::Tensor own = weight.detach().contiguous();
     at::Tensor reference = own.clone();
     group.broadcast(reference);
-    // As bits: -0 is not 0.
+    // Compares bits: -0 is not 0.
     const at::Tensor is_wrong =
         own.view(at::kInt).ne(reference.view(at::kInt)).logical_or(own.isfinite().logical_not());
     wrong += static_cast<std::uint64_t>(is_wrong.sum().item<std::int64_t>());

@@ -76,7 +76,7 @@ std::optional<StepEnd> parse_step_end(std::string_view text) {
   if (!text.starts_with(kStepReport)) return std::nullopt;
   const auto fields = split(text.substr(kStepReport.size()), ' ');
   StepEnd end;
-  // Python's ranks do not say the last.
+  // Ranks of Python omit the last field.
   if ((fields.size() != 6 && fields.size() != 7) || fields[0] != "end" || !parse_number(fields[1], end.params) ||
       !parse_number(fields[2], end.buckets) || !parse_number(fields[3], end.reduced_bytes) ||
       !parse_number(fields[4], end.peak_bytes) || !parse_number(fields[5], end.wrong) ||

@@ -19,35 +19,35 @@
 namespace ddpkit::bench {
 namespace {
 
-/// One that is measured, as it has been started: a row of the table.
+/// A running system: one row of the table.
 struct System {
   std::string name;
   std::string bucket_cap_mb;
   std::shared_ptr<Workers> workers;
   bool together = true;
-  int ranks = 1;       ///< Processes that take its turn at once.
-  bool roams = false;  ///< Takes its turns on one core after the other.
+  int ranks = 1;       ///< Processes that run at the same time.
+  bool roams = false;  ///< Moves to another core after each turn.
 };
 
-/// What all its starts have found.
+/// The results of one system over all starts.
 struct Measured {
-  int steps = 0;  ///< A turn; 0: not chosen yet.
+  int steps = 0;  ///< Steps per turn; 0: not chosen yet.
   StepSeries series;
-  std::vector<StepEnd> ends;  ///< Of each rank of each start.
+  std::vector<StepEnd> ends;  ///< One per rank and start.
 };
 
-/// What is measured of one model.
+/// Measures one model.
 class ModelBench {
  public:
   ModelBench(const StepOptions& options, const std::string& model) : options_(options), model_(model) {}
 
-  /// Nothing: a backend that was asked for is not here.
+  /// Returns nothing if a requested backend is not available.
   std::optional<std::vector<StepRow>> run() {
     const int starts = options_.starts, steps = options_.plan.steps;
     int rounds = std::max(kRounds, kRoundsAStart * starts);
     if (steps > 0) rounds = std::clamp(steps, starts, rounds);
     for (int start = 0; start < starts; ++start) {
-      systems_.clear();  // Their ranks end before others start.
+      systems_.clear();  // The ranks of one start end before the next start.
       std::cerr << fmt::format("{}: starting the ranks{}\n", model_,
                                starts > 1 ? fmt::format(", {} of {} times", start + 1, starts) : "");
       if (!start_all()) return std::nullopt;
@@ -72,14 +72,14 @@ class ModelBench {
     const auto alone = start_workers("alone", kAlone, kTorchUpdate, "default");
     systems_.push_back({.name = "alone", .bucket_cap_mb = "", .workers = alone, .together = false, .roams = true});
     const bool on_cpu = options_.plan.device == "cpu";
-    // Cores share memory, and their ranks wait for each other by shm.
+    // Independent processes: the cost of the memory bandwidth that CPU ranks share.
     if (on_cpu)
       systems_.push_back({.name = fmt::format("alone-x{}", ranks),
                           .bucket_cap_mb = "",
                           .workers = alone,
                           .together = false,
                           .ranks = ranks});
-    // What waiting for the slower one costs, before anything is exchanged.
+    // Measures the cost of waiting for the slower rank, without any exchange.
     if (on_cpu && std::find(options_.backends.begin(), options_.backends.end(), "shm") != options_.backends.end())
       systems_.push_back({.name = "alone-barrier",
                           .bucket_cap_mb = "",
@@ -103,7 +103,7 @@ class ModelBench {
     return true;
   }
 
-  /// False: a backend that was asked for is not here.
+  /// Returns false if a requested backend is not available.
   bool start_ranks(const std::string& backend, const std::string& update) {
     const std::string name = "ddpkit-" + backend + (update == kTorchUpdate ? "" : "-" + update);
     for (const std::string& cap : options_.plan.bucket_caps_mb) {
@@ -159,7 +159,7 @@ class ModelBench {
                                                       .no_backend_prefix = std::string(kReason)});
   }
 
-  /// By a turn that nobody counts, which also says how many steps fill one.
+  /// Runs a turn that is not counted. Also chooses the number of steps per turn.
   void warm_up(std::size_t i, int rounds) {
     const System& system = systems_[i];
     int& steps = measured_[i].steps;
@@ -180,13 +180,13 @@ class ModelBench {
     if (is_first) steps = fill(us);
   }
 
-  /// The rounds from `begin` to before `end`.
+  /// Runs the rounds [begin, end).
   void take_turns(int begin, int end, int rounds) {
     std::cerr << fmt::format("{}: {} systems take turns in {} rounds\n", model_, systems_.size(), end - begin);
     const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
     for (int round = begin; round < end; ++round) {
       if (is_terminal) std::cerr << fmt::format("{}: round {} of {}\r", model_, round + 1, rounds);
-      // Nobody always comes behind the same neighbour.
+      // The order rotates, so no system always follows the same system.
       for (std::size_t i = 0; i < systems_.size(); ++i) {
         const std::size_t next = (i + static_cast<std::size_t>(round)) % systems_.size();
         const System& system = systems_[next];
@@ -232,7 +232,7 @@ class ModelBench {
 
   const StepOptions& options_;
   std::string model_;
-  std::vector<System> systems_;     ///< Of this start.
+  std::vector<System> systems_;     ///< Systems of the current start.
   std::vector<Measured> measured_;  ///< [system]
 };
 

@@ -10,22 +10,22 @@
 
 namespace ddpkit::bench {
 
-/// The system that `--peers` is about: Python's DistributedDataParallel with the backend that it has for the device.
+/// Returns the name of the system for `--peers`: PyTorch's DistributedDataParallel with its backend for the device.
 std::string python_ddp(const StepPlan& plan);
 
-/// What the command measures: the plan, and with what.
+/// The plan and the systems to measure.
 struct StepOptions {
   StepPlan plan;
-  std::vector<std::string> backends = {};  ///< Of DistributedDataParallel.
-  bool backends_asked_for = false;         ///< By name: then one that is not here is an error.
-  bool peers = false;                      ///< Python's DistributedDataParallel too.
-  /// Times that every system's processes are started anew, over which the rounds are spread. Part of what a step takes
-  /// stays with a process until it ends: where its memory came to lie, on which core its threads sleep.
+  std::vector<std::string> backends = {};  ///< Backends of DistributedDataParallel.
+  bool backends_asked_for = false;         ///< The backends were requested by name: a missing backend is an error.
+  bool peers = false;                      ///< Also measure PyTorch's DistributedDataParallel.
+  /// Number of restarts of all processes. The rounds are distributed over the restarts. The step time depends in part
+  /// on the process: on its memory addresses and on the cores of its threads.
   int starts = 1;
 };
 
-/// Starts every system's ranks for this model and lets them take turns on the cores; progress goes to stderr.
-/// Nothing, after a sentence on stderr, when a backend that was asked for is not here. Throws WorkerFailed when a rank
+/// Starts the ranks of all systems for this model and runs them in turns on the cores. Prints progress to stderr. If a
+/// requested backend is not available, prints one sentence to stderr and returns nothing. Throws WorkerFailed if a rank
 /// ends early.
 std::optional<std::vector<StepRow>> bench_step_of(const std::string& model, const StepOptions& options);
 

@@ -15,7 +15,7 @@ constexpr int kMinBatches = 5;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-/// Calls until it is warm; returns the seconds that a call takes by then, as rank 0 saw it.
+/// Calls until it is warm. Returns the seconds per call after warm-up, measured on rank 0.
 double warm_up(Peers& peers, const std::function<void()>& call, int wanted) {
   double seconds_per_call = 0;
   double spent = 0;
@@ -37,7 +37,7 @@ double warm_up(Peers& peers, const std::function<void()>& call, int wanted) {
 
 double median_us(Peers& peers, const std::function<void()>& call, const TimingOptions& options) {
   const double seconds_per_call = warm_up(peers, call, options.warmup);
-  // The same numbers on every rank, since they come from rank 0.
+  // Equal on all ranks: computed from rank 0's time.
   int calls_per_batch = static_cast<int>(std::ceil(options.batch_us * 1e-6 / seconds_per_call));
   int batches = std::max(kMinBatches, static_cast<int>(kTimedSeconds / (seconds_per_call * calls_per_batch)));
   if (options.iterations > 0) {

@@ -11,40 +11,40 @@ inline double microseconds(std::chrono::steady_clock::duration time) {
   return std::chrono::duration<double, std::micro>(time).count();
 }
 
-/// How often a call is made; 0 chooses by time.
+/// The number of calls; 0: chosen by time.
 struct TimingOptions {
   int iterations = 0;
   int warmup = 0;
-  int batch_us = 100;  ///< The clock is read after as many calls as take this long.
+  int batch_us = 100;  ///< The clock is read once per batch of calls, which takes about this long.
 };
 
-/// What the ranks that are timed together need from each other.
+/// The communication between the ranks that are timed together.
 class Peers {
  public:
   virtual ~Peers() = default;
   virtual void barrier() = 0;
-  /// Waits for what calls have only queued: on a GPU.
+  /// Waits for queued calls on a GPU.
   virtual void finish() {}
-  /// Rank 0's value.
+  /// Returns rank 0's value on all ranks.
   virtual double from_rank_zero(double value) = 0;
-  /// Each element's largest over the ranks.
+  /// Replaces each element by the maximum over the ranks.
   virtual void max_over_ranks(std::vector<double>& values) = 0;
 };
 
-/// Microseconds of one `call`, which all ranks make together.
+/// Returns the microseconds of one `call`. Collective: all ranks make the calls.
 ///
-/// Calls follow each other without a barrier between, and the clock is read after each batch of them has finished, so
-/// that reading it costs nothing even where a call takes less than a microsecond. A batch took what its slowest rank
-/// took; the result is the median over the batches of their time a call. The same on every rank.
+/// There is no barrier between calls. The clock is read after each batch of calls, so the cost of reading is negligible
+/// even for calls below a microsecond. The time of a batch is that of its slowest rank. Returns the median over the
+/// batches of the time per call, equal on all ranks.
 double median_us(Peers& peers, const std::function<void()>& call, const TimingOptions& options);
 
-/// The middle one, or the mean of the two in the middle. Not of an empty vector.
+/// Returns the median, for an even count the mean of the two middle values. `values` must not be empty.
 double median(std::vector<double> values);
 
-/// Cores that the calling thread may run on.
+/// Returns the number of cores that the calling thread may run on.
 int usable_cores();
 
-/// Puts the calling thread on a core of its own when there is one for each of `ranks`. Returns whether it did.
+/// Pins the calling thread to one core if there is at least one core per rank. Returns whether it did.
 bool pin_to_core(int rank, int ranks);
 
 }  // namespace ddpkit::bench

@@ -24,13 +24,13 @@ Workers::Workers(Options options)
       close_pipes();
       throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
     }
-    // Only this process holds it, so that the ranks see its end.
+    // Only this process holds the write end, so the ranks detect its end.
     ::fcntl(ends[1], F_SETFD, FD_CLOEXEC);
     pipes_.push_back({ends[0], ends[1]});
     read_ends.push_back(ends[0]);
   }
   options_.command.insert(options_.command.end(), {"--control", fmt::format("{}", fmt::join(read_ends, ","))});
-  // The ranks die with the thread that starts them, which therefore lives as long as they.
+  // The kernel kills the ranks when the thread that started them ends, so this thread lives as long as the ranks.
   thread_ = std::thread([this] { launch(); });
   try {
     wait_for_answers(0, options_.ranks);
@@ -87,7 +87,7 @@ void Workers::take_line(int rank, const std::string& line) {
 std::vector<std::string> Workers::ask(const std::string& question, int first, int count) {
   const std::string line = question + '\n';
   for (int rank = first; rank < first + count; ++rank) {
-    // The read end stays open here, so that no signal comes of a rank that has ended; and a pipe takes a line at once.
+    // The read end stays open here, so a write to an ended rank raises no SIGPIPE. A pipe accepts a line in one write.
     const int fd = pipes_[static_cast<std::size_t>(rank)].write_end;
     if (::write(fd, line.data(), line.size()) != static_cast<ssize_t>(line.size()))
       throw Error(fmt::format("cannot ask rank {} of {}: {}", rank, options_.system, std::strerror(errno)));

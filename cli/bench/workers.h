@@ -14,7 +14,7 @@
 
 namespace ddpkit::bench {
 
-/// A rank ended before it had answered. The message says which, and how.
+/// A rank ended before it answered. The message has the rank and the cause.
 class WorkerFailed : public Error {
  public:
   WorkerFailed(const std::string& message, int exit_code) : Error(message), exit_code_(exit_code) {}
@@ -24,36 +24,36 @@ class WorkerFailed : public Error {
   int exit_code_;
 };
 
-/// The backend that the workers were to use is not here. The message says why.
+/// The backend of the workers is not available. The message has the reason.
 class NoBackend : public Error {
  public:
   using Error::Error;
 };
 
-/// The ranks of one system that is measured: processes that sleep until they are asked to do something, so that several
-/// systems can take turns on the same cores.
+/// The ranks of one measured system. The processes sleep between questions, so several systems can take turns on the
+/// same cores.
 ///
-/// Each rank reads its questions, a line each, from a pipe whose number stands at its place in the list behind
-/// `--control`, and prints one line that begins with `answer_prefix` to each, the first when it is ready to be asked.
-/// At the pipe's end it ends too. Any other line that it prints goes to stderr behind the system's name and its rank.
+/// Each rank reads one question per line from its pipe: the descriptor at its index in the list after `--control`. The
+/// rank answers each question with one line that begins with `answer_prefix`. Its first such line reports that the rank
+/// is ready. At the end of the pipe the rank exits. Other output goes to stderr, prefixed with system and rank.
 class Workers {
  public:
   struct Options {
     std::string system;                ///< For messages.
-    std::vector<std::string> command;  ///< `--control` and its list are added.
+    std::vector<std::string> command;  ///< `--control` and its list are appended.
     int ranks = 1;
     std::string answer_prefix;
-    std::string no_backend_prefix;  ///< A rank says so behind this, and ends, when its backend is not here.
+    std::string no_backend_prefix;  ///< A rank without its backend prints the reason after this prefix and exits.
   };
 
-  /// Returns when all are ready. Throws WorkerFailed or NoBackend.
+  /// Returns when all ranks are ready. Throws WorkerFailed or NoBackend.
   explicit Workers(Options options);
-  /// Lets them end and waits for that.
+  /// Ends the ranks and waits for them.
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  /// Asks the ranks `first` to `first + count - 1` and waits for all their answers. [rank - first]
+  /// Sends a question to `count` ranks from `first` on and waits for all answers. [rank - first]
   std::vector<std::string> ask(const std::string& question, int first, int count);
   std::vector<std::string> ask_all(const std::string& question) { return ask(question, 0, options_.ranks); }
 
@@ -74,7 +74,7 @@ class Workers {
 
   Options options_;
   std::vector<Pipe> pipes_;           ///< [rank]
-  std::vector<std::string> pending_;  ///< Output that is no whole line yet. [rank]
+  std::vector<std::string> pending_;  ///< Incomplete lines of output. [rank]
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::deque<std::string>> answers_;  ///< [rank]
@@ -85,10 +85,10 @@ class Workers {
   std::thread thread_;
 };
 
-/// The rank's end: the next question, or nothing at the pipe's end.
+/// The reader in the rank. Returns the next question, or nothing at the end of the pipe.
 class Questions {
  public:
-  /// `control`: the list behind `--control`. Throws InvalidArgument.
+  /// `control`: the list after `--control`. Throws InvalidArgument.
   Questions(const std::string& control, int rank);
   bool next(std::string& question);
 

@@ -74,7 +74,7 @@ std::string doctor_json(const Findings& findings) {
                                     {"what", finding.what},
                                     {"advice", finding.advice}});
   for (const Finding& finding : to_do(findings)) document["to_do"].push_back(finding.advice);
-  // Names from the environment may be no UTF-8.
+  // Names from the environment may be invalid UTF-8.
   return train::json_text(document);
 }
 

@@ -7,25 +7,25 @@
 namespace ddpkit::cli {
 
 enum class Severity {
-  kFine,     ///< As it should be, or worth knowing.
-  kAdvice,   ///< Training works, but could be better.
-  kProblem,  ///< Training cannot start, or not in this way.
+  kFine,     ///< Correct, or information.
+  kAdvice,   ///< Training works but can be improved.
+  kProblem,  ///< Training cannot start, or not with these settings.
 };
 
-/// One thing that `ddpkit doctor` has looked at.
+/// One check of `ddpkit doctor`.
 struct Finding {
   std::string section;  ///< "host", "GPUs", "network", "all-reduce", "model".
   Severity severity = Severity::kFine;
   std::string what;         ///< One sentence, with the value.
-  std::string advice = {};  ///< What to do about it; empty when there is nothing to do.
-  double gain = 0;          ///< By which advice is sorted: about how many times as fast training gets.
+  std::string advice = {};  ///< The action; empty if none is needed.
+  double gain = 0;          ///< Approximate speed-up of training. Sorts the advice.
 };
 
 using Findings = std::vector<Finding>;
 
-/// What people read: the sections, then what to do, problems first and advice by gain.
+/// Returns the report: the sections, then the actions: problems first, then advice by gain.
 std::string doctor_report(const Findings& findings);
-/// The same as one JSON object on one line.
+/// Returns the findings as one JSON object on one line.
 std::string doctor_json(const Findings& findings);
 bool can_train(const Findings& findings);
 

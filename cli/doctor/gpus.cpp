@@ -11,7 +11,7 @@
 namespace ddpkit::cli {
 namespace {
 
-/// A library that may not be here.
+/// A shared library that may be missing.
 class Library {
  public:
   explicit Library(const char* name) : handle_(::dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {}
@@ -22,7 +22,7 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   explicit operator bool() const { return handle_ != nullptr; }
-  /// Null when it has none of this name.
+  /// Returns null if the library has no function with this name.
   template <class Function>
   Function* get(const char* name) const {
     return handle_ ? reinterpret_cast<Function*>(::dlsym(handle_, name)) : nullptr;
@@ -32,7 +32,7 @@ class Library {
   void* handle_;
 };
 
-/// What is asked of NVML, in its own names (nvml.h, API version 2); 0 is success everywhere.
+/// Functions of NVML, with the names of nvml.h (API version 2). 0 is success.
 class Nvml {
  public:
   using Device = void*;

@@ -10,7 +10,7 @@
 
 namespace ddpkit::cli {
 
-/// One GPU as the driver sees it, whatever CUDA_VISIBLE_DEVICES says.
+/// One GPU that the driver reports. CUDA_VISIBLE_DEVICES has no effect.
 struct Gpu {
   std::string name = {};
   std::string uuid = {};
@@ -18,9 +18,9 @@ struct Gpu {
   int compute_major = 0, compute_minor = 0;
 };
 
-/// What the driver's own library (NVML) and NCCL tell, both looked for when the program runs.
+/// Reports of the driver's library (NVML) and of NCCL. Both are loaded at run time.
 struct GpuSystem {
-  std::string driver = {};  ///< Version; empty: there is no driver.
+  std::string driver = {};  ///< Version; empty: no driver.
   std::vector<Gpu> gpus = {};
   std::vector<std::string> links = {};  ///< "GPU 0 - GPU 1: NVLink, peer access".
   bool all_nvlink = false;
@@ -28,7 +28,8 @@ struct GpuSystem {
 };
 GpuSystem read_gpus();
 
-/// `visible`: CUDA_VISIBLE_DEVICES, if it is set; `built_for_cuda`: this ddpkit; `usable`: GPUs that LibTorch can use.
+/// `visible`: CUDA_VISIBLE_DEVICES, if set. `built_for_cuda`: this build of ddpkit. `usable`: number of GPUs that
+/// LibTorch can use.
 Findings examine_gpus(const GpuSystem& system, const std::optional<std::string>& visible, bool built_for_cuda,
                       int usable);
 

@@ -19,9 +19,9 @@ namespace ddpkit::cli {
 namespace {
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
-constexpr double kRankBytes = 150 * kMiB;  ///< A rank with nothing but LibTorch's CPU libraries.
-/// Address space of a rank on the CPU: LibTorch's, and the arena of gradients of each rank of the host, whose size
-/// without arena_mb and limits that is at least.
+constexpr double kRankBytes = 150 * kMiB;  ///< A rank with only LibTorch's CPU libraries.
+/// Address space of a CPU rank: LibTorch, plus the gradient arena of each rank of the host. An arena without arena_mb
+/// and limits has at least this size.
 constexpr double kRankAddresses = 600 * kMiB, kArenaAddresses = kGiB;
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
@@ -46,7 +46,7 @@ std::optional<double> cpu_quota(const std::string& root) {
   return least;
 }
 
-/// The word in brackets: "always within_size [advise] never".
+/// Returns the word in brackets: "always within_size [advise] never".
 std::string chosen_word(const std::string& line) {
   const std::size_t open = line.find('['), close = line.find(']');
   return open == std::string::npos || close == std::string::npos ? "" : line.substr(open + 1, close - open - 1);
@@ -133,7 +133,8 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
   } else {
     add(Severity::kFine, fmt::format("OMP_NUM_THREADS={} on {} ranks fits the cores", *threads, ranks));
   }
-  // RLIMIT_AS is of each process by itself, and of what it maps rather than of what it holds: a finding of its own.
+  // RLIMIT_AS limits each process separately and counts mapped memory, not resident memory. So it is a separate
+  // finding.
   const auto usable = static_cast<double>(std::min(limits.available, limits.memory_limit.value_or(limits.available)));
   std::string bound;
   if (limits.memory_limit)

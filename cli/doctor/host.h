@@ -9,30 +9,31 @@
 
 namespace ddpkit::cli {
 
-/// What limits a process on this host. Bytes.
+/// The limits of a process on this host. Bytes.
 struct HostLimits {
-  int cores = 1;  ///< That this process may run on.
+  int cores = 1;  ///< Cores that this process may run on.
   int cores_of_host = 1;
-  std::optional<double> cpu_quota = std::nullopt;             ///< Cores that the container may use, of cgroup v2 or v1.
-  std::uint64_t memory = 0;                                   ///< Of the host.
-  std::uint64_t available = 0;                                ///< That could be had now.
-  std::optional<std::uint64_t> memory_limit = std::nullopt;   ///< Of the container.
+  std::optional<double> cpu_quota = std::nullopt;             ///< Cores that the container may use (cgroup v2 or v1).
+  std::uint64_t memory = 0;                                   ///< Total memory of the host.
+  std::uint64_t available = 0;                                ///< Memory available now.
+  std::optional<std::uint64_t> memory_limit = std::nullopt;   ///< Limit of the container.
   std::optional<std::uint64_t> address_limit = std::nullopt;  ///< RLIMIT_AS.
-  std::uint64_t shm = 0;                                      ///< Size of /dev/shm; 0: there is none.
+  std::uint64_t shm = 0;                                      ///< Size of /dev/shm; 0: not mounted.
   std::uint64_t open_files = 0;                               ///< RLIMIT_NOFILE.
-  std::string huge_pages = {};                                ///< Of shared memory: "never", "advise", "always".
+  std::string huge_pages = {};                                ///< Setting for shared memory: "never", "advise",
+                                                              ///< "always".
 
-  /// What training may take: the least of what is available and the limits.
+  /// Returns the memory that training can use: the minimum of the available memory and the limits.
   std::uint64_t usable_memory() const;
 };
 
-/// `root`: where /proc, /sys and /dev are; another one in tests.
+/// `root`: the folder of /proc, /sys and /dev; tests pass another one.
 HostLimits read_host_limits(const std::string& root = "");
 
-/// `ranks`: that are to be started here. `omp_threads`: OMP_NUM_THREADS, if it is set.
+/// `ranks`: ranks to start on this host. `omp_threads`: OMP_NUM_THREADS, if set.
 Findings examine_host(const HostLimits& limits, int ranks, const std::optional<std::string>& omp_threads, bool has_gpu);
 
-/// "1.5 GiB".
+/// Formats bytes: "1.5 GiB".
 std::string in_units(double bytes);
 
 }  // namespace ddpkit::cli

@@ -23,7 +23,8 @@ namespace {
 constexpr const char* kAnswer = "ddpkit doctor: ";
 constexpr std::int64_t kLargeBytes = 16 << 20;
 
-/// Microseconds of one all-reduce, which is checked: the median, so that a machine that is busy otherwise hides little.
+/// Returns the median microseconds of one all-reduce and checks its result. The median reduces the effect of other
+/// load.
 double time_all_reduce(const ProcessGroup& group, std::int64_t bytes, int calls) {
   const at::Tensor tensor = group.allocate({bytes / 4}, at::kFloat);
   tensor.fill_(group.rank() + 1.0);
@@ -33,12 +34,12 @@ double time_all_reduce(const ProcessGroup& group, std::int64_t bytes, int calls)
     throw Error(fmt::format("all_reduce of {} ranks gave {}, not {}", ranks, sum, ranks * (ranks + 1) / 2));
   tensor.zero_();
   group.barrier();
-  constexpr int kTogether = 5;  // Reading the clock costs nothing then.
+  constexpr int kTogether = 5;  // Calls per reading of the clock, so the cost of reading is negligible.
   std::vector<double> times;
   for (int i = 0; i < calls; i += kTogether) {
     const auto begin = std::chrono::steady_clock::now();
     for (int k = 0; k < kTogether; ++k) group.all_reduce(tensor);
-    if (tensor.is_cuda()) tensor[0].item<float>();  // Until it is done.
+    if (tensor.is_cuda()) tensor[0].item<float>();  // Waits for the GPU.
     times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
   }
   std::sort(times.begin(), times.end());

@@ -7,11 +7,11 @@
 
 namespace ddpkit::cli {
 
-/// Starts `ranks` processes that all-reduce with `backend` for real, and says how fast; a problem when they fail, with
-/// what the first of them said.
+/// Starts `ranks` processes that run all-reduce with `backend`, and reports the speed. If they fail, returns a problem
+/// with the first rank's error.
 Findings live_all_reduce(const std::string& backend, int ranks);
 
-/// What such a process does. Returns its exit code.
+/// Runs one of these processes. Returns its exit code.
 int run_doctor_rank(const std::string& backend);
 
 }  // namespace ddpkit::cli

@@ -7,7 +7,7 @@
 namespace ddpkit::cli {
 namespace {
 
-/// 32-bit numbers of state that an optimizer keeps for each parameter.
+/// Returns the number of float32 state values that an optimizer keeps per parameter.
 double state_of(const std::string& optimizer) {
   if (optimizer == "sgd") return 0;
   return optimizer == "momentum" ? 1 : 2;
@@ -41,7 +41,7 @@ Findings examine_model(const ModelPlan& plan, const std::string& where, double f
     findings.push_back({"model", Severity::kFine, fmt::format("{:<32} {:>12}", item.name, in_units(item.bytes))});
     total += item.bytes;
   }
-  // CPU ranks take from one memory.
+  // CPU ranks share the host memory.
   const double needed = on_gpu ? total : total * plan.ranks;
   const std::string sum =
       on_gpu ? fmt::format("{} on each GPU", in_units(total))

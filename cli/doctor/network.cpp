@@ -16,7 +16,7 @@ namespace {
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-/// `error` is empty when it is found.
+/// `error` is empty on success.
 Addresses resolve(const std::string& name, int port, std::string& error) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -27,11 +27,12 @@ Addresses resolve(const std::string& name, int port, std::string& error) {
   return {found, &::freeaddrinfo};
 }
 
-/// Why nobody can listen there; empty: somebody can. `elsewhere`: the address is none of this host's.
+/// Returns why a process cannot listen on the address; empty if it can. `elsewhere`: the address belongs to another
+/// host.
 std::string why_not_listen(const addrinfo& address, bool& elsewhere) {
   const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (fd < 0) return std::strerror(errno);
-  // As the store does: a port that is only waiting for old connections to end is free.
+  // SO_REUSEADDR, as the store sets it: a port with connections in TIME_WAIT counts as free.
   const int on = 1;
   ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   std::string reason;

@@ -7,8 +7,8 @@
 
 namespace ddpkit::cli {
 
-/// Whether ranks can meet at `master_addr`:`master_port`: the name resolves, and where it is this host, nobody listens
-/// there yet. Also whether this host's own name resolves, as launchers of several hosts need it.
+/// Checks whether ranks can rendezvous at `master_addr`:`master_port`: the name resolves and, on this host, the port is
+/// free. Also checks whether the host's own name resolves, because launchers on several hosts need it.
 Findings examine_network(const std::string& master_addr, int master_port);
 
 }  // namespace ddpkit::cli

@@ -15,7 +15,7 @@
 namespace ddpkit::cli {
 namespace {
 
-/// The largest number of ranks that the file has all-reduces of, on the backend that comes first: shm before others.
+/// Reads the all-reduces of the file's first backend (shm before others), for its largest number of ranks.
 LinkModel read_collectives(const std::string& path) {
   std::ifstream file(path);
   if (!file) throw InvalidArgument(fmt::format("{}: cannot be read", path));

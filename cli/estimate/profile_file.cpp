@@ -23,7 +23,7 @@ namespace {
 using bench::median;
 using nlohmann::json;
 
-constexpr std::size_t kFewest = 5;  ///< Steps, to take a median of.
+constexpr std::size_t kFewest = 5;  ///< Minimum number of steps for a median.
 
 struct Span {
   double begin = 0, end = 0;
@@ -31,7 +31,7 @@ struct Span {
 
 struct Step {
   Span forward, backward;
-  std::map<int, scaling::BucketProfile> buckets;  ///< ready_us on the file's clock.
+  std::map<int, scaling::BucketProfile> buckets;  ///< ready_us is on the clock of the file.
 };
 
 double number(const json& event, const char* key) {
@@ -40,7 +40,7 @@ double number(const json& event, const char* key) {
   return value;
 }
 
-/// A number that Integer can hold, which json's own get() does not look at.
+/// Checks that the number fits into Integer; json's get() does not check.
 template <std::signed_integral Integer>
 Integer integer(const json& event, const char* key) {
   const json& value = event.at(key);
@@ -55,7 +55,7 @@ Span span_of(const json& event) {
   return {begin, begin + number(event, "dur")};
 }
 
-/// Puts rank 0's events together: a step is a backward, with the last forward that begins before it.
+/// Assembles rank 0's events into steps. A step is a backward and the last forward that begins before it.
 class Timeline {
  public:
   void add(const json& event) {
@@ -89,7 +89,7 @@ class Timeline {
     std::sort(steps.begin(), steps.end(),
               [](const Step& a, const Step& b) { return a.backward.begin < b.backward.begin; });
     const std::size_t warmup = std::max<std::size_t>(3, steps.size() / 10);
-    // The last step has no next one, by whose beginning it would end.
+    // A step ends where the next one begins, so the last step is incomplete.
     if (steps.size() < warmup + kFewest + 1)
       throw InvalidArgument(fmt::format("it holds {} steps of rank 0, but {} are needed: run longer", steps.size(),
                                         warmup + kFewest + 1));
@@ -108,7 +108,7 @@ class Timeline {
         last = std::max(last, bucket.ready_us);
         ready[track].push_back(bucket.ready_us - step.backward.begin);
       }
-      forward.push_back(step.backward.begin - step.forward.begin);  // With the loss.
+      forward.push_back(step.backward.begin - step.forward.begin);  // Includes the loss.
       backward.push_back((ranks_.size() > 1 ? last : step.backward.end) - step.backward.begin);
       const double waited = ranks_.size() > 1 ? step.backward.end - last : 0;
       period.push_back(steps[i + 1].forward.begin - step.forward.begin - waited);

@@ -7,10 +7,10 @@
 
 namespace ddpkit::cli {
 
-/// The step that a run has recorded as a timeline (Chrome trace of ddpkit::Timeline, DDPKIT_TIMELINE): rank 0's, the
-/// median over its steps. The first steps, a tenth and at least three, are left out: they warm up. Of a run on several
-/// ranks the waiting is taken off: backward ends with its last gradient. Throws InvalidArgument, with the file's name,
-/// when it cannot be read, is no timeline, or holds fewer than five steps behind the first ones.
+/// Reads the profile of a step from a timeline (Chrome trace of ddpkit::Timeline, DDPKIT_TIMELINE): the median over
+/// rank 0's steps. Skips the first tenth of the steps, at least three, as warm-up. For several ranks, subtracts the
+/// waiting time: backward ends with its last gradient. Throws InvalidArgument with the file's name if the file cannot
+/// be read, is not a timeline, or has fewer than five steps after warm-up.
 scaling::StepProfile read_profile(const std::string& path);
 
 }  // namespace ddpkit::cli

@@ -27,8 +27,8 @@ void add_h100_all_reduce(std::vector<PublishedPoint>& points) {
     points.push_back({"all-reduce, 8 x H100", point.what, "us", point.us, model(point.bytes, 8).us});
 }
 
-/// pytorch/benchmarks/distributed/ddp/README.md: seconds a step, batch 32, 25 MB buckets; the step on one GPU under
-/// DistributedDataParallel is what the model is given.
+/// pytorch/benchmarks/distributed/ddp/README.md: seconds per step, batch 32, 25 MB buckets. The input of the model is
+/// the step on one GPU under DistributedDataParallel.
 void add_v100_ddp(std::vector<PublishedPoint>& points) {
   struct Measured {
     const char* model;
@@ -51,9 +51,9 @@ void add_v100_ddp(std::vector<PublishedPoint>& points) {
   }
 }
 
-/// The Ultra-Scale Playbook of nanotron (dp_scaling.html): tokens a second of each GPU. What it does not give is
-/// assumed: a global batch of 1 M tokens whatever the number of GPUs, so that each accumulates 256 / GPUs sequences of
-/// 4,096; 1.2 G parameters; and 110 ms a step that nothing hides, fitted to the points from 16 to 128 GPUs.
+/// The Ultra-Scale Playbook of nanotron (dp_scaling.html): tokens per second and GPU. Assumptions for unpublished
+/// values: a global batch of 1 M tokens for any number of GPUs, so each GPU accumulates 256 / GPUs sequences of 4,096
+/// tokens; 1.2 G parameters; and 110 ms per step that are not overlapped, fitted to the points from 16 to 128 GPUs. See
 /// docs/scaling.md.
 void add_nanotron(std::vector<PublishedPoint>& points) {
   struct Measured {
@@ -67,7 +67,7 @@ void add_nanotron(std::vector<PublishedPoint>& points) {
   const GpuCluster& cluster = gpu_cluster("h100");
   for (const Measured& point : kCurve) {
     const double sequences = kSequences / point.gpus;
-    // Only the last sequence's backward has the gradients to exchange.
+    // Gradients are exchanged only in the backward of the last sequence.
     const StepProfile profile = assume_step({.compute_us = kSequenceUs,
                                              .other_us = (sequences - 1) * kSequenceUs + kFixedUs,
                                              .parameter_bytes = 4 * kParameters});

@@ -6,9 +6,9 @@
 
 namespace ddpkit::cli {
 
-/// One point of a curve that somebody has measured and published, beside what the model says.
+/// A published measurement and the model's prediction.
 struct PublishedPoint {
-  std::string curve;  ///< Which, and where it stands.
+  std::string curve;  ///< The name and the source.
   std::string what;   ///< "64 KiB", "resnet50, 8 GPUs".
   std::string unit;
   double measured = 0;
@@ -17,8 +17,9 @@ struct PublishedPoint {
   double error() const noexcept { return predicted / measured - 1; }
 };
 
-/// All-reduce on eight H100, the DistributedDataParallel table of PyTorch's own benchmark on V100, and nanotron's pure
-/// data-parallel curve, predicted by ddpkit::scaling. docs/scaling.md says where each comes from and what was assumed.
+/// Returns predictions of ddpkit::scaling for three published curves: all-reduce on eight H100, PyTorch's
+/// DistributedDataParallel benchmark on V100, and nanotron's pure data-parallel curve. docs/scaling.md lists the
+/// sources and assumptions.
 std::vector<PublishedPoint> published_points();
 
 }  // namespace ddpkit::cli

@@ -12,28 +12,28 @@
 
 namespace ddpkit::cli {
 
-/// Where devices begin to be wasted: the first power of two of them at which efficiency is below 80 and below 50 %, up
-/// to the most that `links` describes; 0: nowhere. Nothing for links that are known for one number of devices alone.
+/// The first power of two of devices with an efficiency below 80 % and below 50 %, up to the maximum of `links`; 0:
+/// none. Not computed if `links` is valid for only one number of devices.
 struct Limits {
   int below_80 = 0, below_50 = 0;
 };
 std::optional<Limits> limits_of(const scaling::StepProfile& profile, const LinkModel& links,
                                 const scaling::StepOptions& options);
 
-/// What `ddpkit estimate` prints: a line on the step of one device, a row for each number of devices, with hours and
-/// cost where they are known, and where devices begin to be wasted.
+/// Returns the output of `ddpkit estimate`: a line for the step of one device, one row per number of devices (with
+/// hours and cost if known), and the numbers of devices with low efficiency.
 std::string estimate_table(const scaling::StepProfile& profile, const LinkModel& links,
                            const std::vector<scaling::TrainingEstimate>& estimates,
                            const std::optional<Limits>& limits);
 
-/// The same as one JSON object on one line.
+/// Returns the same as one JSON object on one line.
 std::string estimate_json(const scaling::StepProfile& profile, const LinkModel& links,
                           const std::vector<scaling::TrainingEstimate>& estimates, const std::optional<Limits>& limits);
 
-/// An SVG document: speed-up over devices, beside the ideal line.
+/// Returns an SVG document: speed-up over devices, and the ideal line.
 std::string estimate_plot(const LinkModel& links, const std::vector<scaling::TrainingEstimate>& estimates);
 
-/// Each published point with the prediction and its error.
+/// Returns a table of the published points with prediction and error.
 std::string published_table(const std::vector<PublishedPoint>& points);
 
 }  // namespace ddpkit::cli
