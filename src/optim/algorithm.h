@@ -1,4 +1,4 @@
-// Tier 2: torch/optim/optimizer.h. What differs between the fused optimizers.
+// Tier 2: torch/optim/optimizer.h. The parts that differ between the fused optimizers.
 #pragma once
 
 #include <ATen/ops/full.h>
@@ -25,7 +25,7 @@
 
 namespace ddpkit::optim {
 
-/// torch::optim's state of a parameter with its master weight.
+/// torch::optim's state of a parameter, with a master weight.
 template <class State>
 class WithMaster final : public State, public MasterWeight {
  public:
@@ -45,7 +45,7 @@ class WithMaster final : public State, public MasterWeight {
   }
 };
 
-/// The state and the update of one optimizer of torch::optim. Has no state itself.
+/// The state and the update of one optimizer of torch::optim. Stateless.
 class Algorithm {
  public:
   using AnyOptions = torch::optim::OptimizerOptions;
@@ -53,28 +53,28 @@ class Algorithm {
   static constexpr std::size_t kMaster = 3;
   using StateTensors = std::array<at::Tensor, kMaster + 1>;  ///< [kind]; the last is the master weight.
 
-  /// A parameter that has a gradient, in one step.
+  /// The update of one parameter with a gradient in one step.
   struct Update {
-    at::Tensor original;             ///< As in the parameter group.
+    at::Tensor original;             ///< The tensor in the parameter group.
     at::Tensor parameter, gradient;  ///< Of the same type and, on the CPU, the same dense layout.
     StateTensors tensors;            ///< Of the same layout.
     AnyState* state = nullptr;
-    bool fresh = false;     ///< This is its first step: the state is zero.
-    at::Tensor steps = {};  ///< With FusedOptions::capturable, on a device: the count before this step.
+    bool fresh = false;     ///< First step: the state is zero.
+    at::Tensor steps = {};  ///< With FusedOptions::capturable, on a device: the step count before this step.
   };
 
   virtual ~Algorithm() = default;
-  /// Throws InvalidArgument for options of another optimizer, and for values out of their range.
+  /// Throws InvalidArgument for options of another optimizer and for values out of range.
   virtual void check(const AnyOptions& options) const = 0;
-  /// How many tensors a parameter's state has with these options.
+  /// Returns the number of state tensors per parameter with these options.
   virtual std::size_t tensor_count(const AnyOptions& options) const = 0;
-  /// Of the state and into it, except the master weight.
+  /// Read and write the state tensors, except the master weight.
   virtual StateTensors tensors_of(const AnyState& state) const = 0;
   virtual void set_tensors(AnyState& state, const StateTensors& tensors) const = 0;
-  /// A state's count of steps; null if it has none.
+  /// Returns the step count of a state; null if it has none.
   virtual std::int64_t* steps_of(AnyState&) const { return nullptr; }
-  /// All parameters of one group, type and device that have a gradient; counts their step. `rate`: the learning rate on
-  /// the device, with FusedOptions::capturable; else undefined.
+  /// Updates all parameters of one group, type and device that have a gradient, and increments their step counts.
+  /// `rate`: the learning rate on the device with FusedOptions::capturable, else undefined.
   virtual void update(const AnyOptions& options, std::vector<Update>& updates, double gradient_factor,
                       const at::Tensor& rate) const = 0;
 
@@ -84,7 +84,7 @@ class Algorithm {
   virtual void read(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer, bool master) const = 0;
 };
 
-/// What follows from the types.
+/// The type-dependent part.
 template <class Options, class State>
 class AlgorithmOf : public Algorithm {
  public:
@@ -106,12 +106,12 @@ class AlgorithmOf : public Algorithm {
   }
 };
 
-/// Elements [begin, begin + count) of an update, for one call of a kernel for the CPU.
+/// Elements [begin, begin + count) of an update, for one call of a CPU kernel.
 struct UpdateBlock {
-  kernels::DataType dtype;  ///< Of the parameter and the gradient.
+  kernels::DataType dtype;  ///< Type of the parameter and the gradient.
   std::size_t begin, count;
 
-  /// Null for an undefined tensor.
+  /// Returns null for an undefined tensor.
   void* of(const at::Tensor& tensor) const {
     return tensor.defined() ? advance(tensor.data_ptr(), begin, tensor.element_size()) : nullptr;
   }
@@ -128,27 +128,27 @@ void for_update_blocks(const std::vector<Algorithm::Update>& updates, const Body
   });
 }
 
-/// What LibTorch's kernels for devices divide gradients by. Empty for 1.
+/// Returns the divisor of the gradients for LibTorch's device kernels. Empty for 1.
 inline std::optional<at::Tensor> scale_of(double factor, at::Device device) {
   if (std::abs(factor) == 1) return std::nullopt;
   return at::full({}, 1 / std::abs(factor), at::device(device).dtype(at::kFloat));
 }
 
-/// Learning rates and step counts where kernels of a captured step() read them. The graph holds their addresses, so the
-/// tensors live as long as the optimizer, and they are written outside a capture only: a write within it would be
+/// Learning rates and step counts that the kernels of a captured step() read. The graph holds their addresses, so the
+/// tensors live as long as the optimizer. They are written only outside a capture: a write within a capture would be
 /// replayed.
 struct FusedOptimizer::Capture {
-  /// A number of the host in memory of a device.
+  /// A number of the host, stored in device memory.
   struct Number {
     at::Tensor tensor;
     double value = 0;
   };
-  std::map<std::pair<std::size_t, at::DeviceIndex>, Number> learning_rates;  ///< By group and device.
-  std::unordered_map<const void*, at::Tensor> steps;                         ///< By parameter.
+  std::map<std::pair<std::size_t, at::DeviceIndex>, Number> learning_rates;  ///< Key: group and device.
+  std::unordered_map<const void*, at::Tensor> steps;                         ///< Key: parameter.
 
   bool capturing = false;
-  std::vector<at::Tensor> parameters;  ///< That the captured steps update; once for each step.
-  std::vector<const void*> places;     ///< Where their memory began. [parameters]
+  std::vector<at::Tensor> parameters;  ///< Parameters of the captured steps; one entry per captured step.
+  std::vector<const void*> places;     ///< Memory addresses of the parameters at capture. [parameters]
   const Layout* layout = nullptr;
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;  ///< [group]
 };

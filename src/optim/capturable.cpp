@@ -41,7 +41,8 @@ at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOpt
   return tensor;
 }
 
-/// The state's count of steps as a scalar of the device. The graph counts on. Undefined if the state has no count.
+/// Returns the state's step count as a device scalar, which the graph increments. Undefined if the state has no step
+/// count.
 at::Tensor FusedOptimizer::device_steps(const at::Tensor& parameter, torch::optim::OptimizerParamState& state) {
   const std::int64_t* count = algorithm_.steps_of(state);
   if (!count) return {};
@@ -66,7 +67,8 @@ void FusedOptimizer::end_capture() {
     capture_->places.push_back(parameter.const_data_ptr());
     const auto found = state_.find(parameter.unsafeGetTensorImpl());
     if (found == state_.end()) continue;
-    if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // Counted, but not done.
+    if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // The step was counted during capture but not
+                                                                      // executed.
   }
   for (const auto& group : std::as_const(param_groups_)) capture_->options.push_back(group.options().clone());
 }
@@ -86,7 +88,7 @@ void FusedOptimizer::before_replay() {
   }
   for (auto& [key, rate] : capture_->learning_rates)
     device_learning_rate(std::as_const(param_groups_)[key.first].options(), rate.tensor.device());
-  // On the host: archives are written from these counts. The graph counts on the device.
+  // Increments the host counts, which archives contain. The graph increments the device counts.
   for (const at::Tensor& parameter : capture_->parameters) {
     parameter.unsafeGetTensorImpl()->bump_version();
     const auto found = state_.find(parameter.unsafeGetTensorImpl());

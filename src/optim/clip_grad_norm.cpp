@@ -24,12 +24,12 @@
 namespace ddpkit::optim {
 namespace {
 
-/// The numbers that make up a gradient.
+/// Returns the elements of a gradient: for a sparse gradient, its values.
 at::Tensor values_of(const at::Tensor& gradient) {
   return gradient.layout() == at::kSparse ? gradient._values() : gradient;
 }
 
-/// Whether the kernels can go over it as one run of numbers.
+/// Returns whether the kernels can process the values as one contiguous range.
 bool suits_kernels(const at::Tensor& values) {
   return values.device().is_cpu() && values.layout() == at::kStrided && has_update_kernels(values.scalar_type()) &&
          values.is_non_overlapping_and_dense();
@@ -42,11 +42,11 @@ std::optional<kernels::NormKind> kind_of(double norm_type) {
   return std::nullopt;
 }
 
-/// Norms of parts make the norm of the whole.
+/// Computes the norm of a whole from the norms of its parts.
 class NormOfParts {
  public:
   explicit NormOfParts(double norm_type) : norm_type_(norm_type) {}
-  /// A sum of powers of this order, or the largest absolute.
+  /// Adds a sum of powers of this order, or the largest absolute value.
   void add_raw(double value) {
     if (std::isinf(norm_type_))
       total_ = value > total_ || std::isnan(value) ? value : total_;
@@ -72,7 +72,7 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, kernels::N
     first_block.push_back(blocks);
     blocks += blocks_of(numels.back());
   }
-  // A number for each block, added in order afterwards, so that the result does not depend on who did which.
+  // One result per block, added in order afterwards. The sum does not depend on the assignment of blocks to threads.
   std::vector<double> results(blocks);
   for_blocks(numels, [&](std::size_t task, std::size_t begin, std::size_t count) {
     const kernels::DataType dtype = *dtype_of(tensors[task].scalar_type());
@@ -88,7 +88,8 @@ std::vector<double> raw_norms(const std::vector<at::Tensor>& tensors, kernels::N
   return results;
 }
 
-/// LibTorch splits a long tensor between a rank's threads, of which each rank may have another number.
+/// Splits a long tensor into parts of fixed size. LibTorch would split it by the number of threads, which may differ
+/// between ranks.
 void append_parts(const at::Tensor& gradient, std::vector<at::Tensor>& parts) {
   if (!gradient.device().is_cpu() || gradient.layout() != at::kStrided) return parts.push_back(gradient);
   for (at::Tensor& part : gradient.view(-1).split(kBlockElements)) parts.push_back(std::move(part));
@@ -104,10 +105,10 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
           fmt::join(parameter.sizes(), ", ")));
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
-    // A sparse gradient may hold an element several times.
+    // An uncoalesced sparse gradient may hold an element several times.
     const at::Tensor values = values_of(gradient.layout() == at::kSparse ? gradient.coalesce() : gradient).detach();
     if (values.numel() == 0) continue;
-    // A rank's gradients may have other strides. Sums in the order of memory would round differently there.
+    // Gradients may have different strides on each rank. The order of memory would change the rounding of the sum.
     gradients.push_back(values.layout() == at::kStrided ? values.contiguous() : values);
   }
   return gradients;
@@ -130,7 +131,7 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   const at::NoGradGuard no_grad;
   const auto kind = kind_of(norm_type);
   std::vector<at::Tensor> simple;
-  std::map<std::string, std::vector<at::Tensor>> others;  // by device and type
+  std::map<std::string, std::vector<at::Tensor>> others;  // Key: device and type.
   for (const at::Tensor& gradient : gradients_of(parameters)) {
     if (kind && suits_kernels(gradient))
       simple.push_back(gradient);
@@ -142,7 +143,7 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
     for (const double value : raw_norms(simple, *kind)) parts.add_raw(value);
   }
   for (const auto& [key, gradients] : others) {
-    // Powers of a type's numbers, and their sums, can exceed that type.
+    // Powers of the elements, and their sums, can overflow the element type.
     const at::ScalarType dtype = gradients[0].is_complex() ? at::kComplexDouble : at::kDouble;
     const at::Tensor norms = at::stack(at::_foreach_norm(gradients, norm_type, dtype)).to(at::kDouble).cpu();
     for (std::int64_t i = 0; i < norms.numel(); ++i) parts.add_norm(norms.const_data_ptr<double>()[i]);
@@ -189,7 +190,8 @@ void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor) 
                     .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
                     .factor = factor});
   });
-  for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // As an operator does.
+  for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // Operators increment the
+                                                                                         // version too.
 }
 
 }  // namespace ddpkit::optim

@@ -18,7 +18,7 @@
 namespace ddpkit::optim {
 namespace {
 
-/// Options of both, which LibTorch gives two types with the same members.
+/// Options of Adam and AdamW: LibTorch has two types with the same members.
 template <class Options>
 const Options& checked(const torch::optim::OptimizerOptions& any) {
   const auto* options = dynamic_cast<const Options*>(&any);
@@ -75,7 +75,7 @@ void update_on_cpu(const Options& options, bool decoupled, const std::vector<Upd
   });
 }
 
-/// `rate`: a number, or a scalar of the device. `state_steps` counts this step already.
+/// `rate`: a number or a device scalar. `state_steps`: step counts that include this step.
 template <class Options, class Rate>
 void update_on_device(const Options& options, bool decoupled, const std::vector<Update>& updates, double factor,
                       const std::vector<at::Tensor>& state_steps, const Rate& rate) {
@@ -99,10 +99,10 @@ void update_on_device(const Options& options, bool decoupled, const std::vector<
     fused([](const auto&... arguments) { at::_fused_adam_(arguments...); });
 }
 
-/// The step counts, brought to the device. [update]
+/// Returns the step counts on the device. [update]
 template <class State>
 std::vector<at::Tensor> steps_on_device(const std::vector<Update>& updates) {
-  // Pinned: from pageable memory the copy would make the host wait.
+  // Pinned memory: the host would wait for a copy from pageable memory.
   const auto count = static_cast<std::int64_t>(updates.size());
   const at::Tensor steps = at::empty({count}, at::dtype(at::kFloat).pinned_memory(true));
   auto* next = steps.data_ptr<float>();
@@ -110,7 +110,7 @@ std::vector<at::Tensor> steps_on_device(const std::vector<Update>& updates) {
   return steps.to(updates[0].parameter.device(), /*non_blocking=*/true).unbind();
 }
 
-/// LibTorch gives the options and states of both optimizers two types with the same members.
+/// LibTorch has two types of options and two of states with the same members.
 template <class Options, class State, bool kDecoupled>
 class Adam final : public AlgorithmOf<Options, State> {
  public:

@@ -35,16 +35,16 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-/// Where the state of each parameter lies.
+/// The location of each parameter's state.
 struct FusedOptimizer::Layout {
   struct Slot {
     at::Tensor parameter;
-    std::vector<std::int64_t> strides;  ///< The parameter's when the layout was made.
+    std::vector<std::int64_t> strides;  ///< Strides of the parameter when the layout was created.
     at::ScalarType dtype;
     at::Device device;
     std::size_t flat = 0;
     std::int64_t offset = 0;
-    bool dense = false;         ///< The parameter is one run of numbers, whose order the state follows.
+    bool dense = false;         ///< The parameter is one contiguous range. The state has the same order of elements.
     StateTensors tensors = {};  ///< Views of the flat state. [kind]
 
     bool fits(const at::Tensor& other) const {
@@ -53,15 +53,15 @@ struct FusedOptimizer::Layout {
     }
   };
   std::vector<std::vector<Slot>> slots;  ///< [group][param]
-  std::vector<std::size_t> counts;       ///< Tensors of a parameter's state. [group]
+  std::vector<std::size_t> counts;       ///< State tensors per parameter. [group]
   std::vector<FlatState> flats;
   std::vector<std::int64_t> lengths;       ///< In elements. [flat]
-  std::vector<bool> masters;               ///< Whether there are master weights. [flat]
-  std::vector<Algorithm::Update> updates;  ///< Kept for its memory.
+  std::vector<bool> masters;               ///< Whether master weights exist. [flat]
+  std::vector<Algorithm::Update> updates;  ///< Kept to reuse its memory.
 
   void add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master);
   bool is_stateless(const Slot& slot) const { return counts[flats[slot.flat].group] == 0 && !masters[slot.flat]; }
-  /// The slot's part of the flat state, which is allocated, all zero, when first asked for.
+  /// Returns the slot's part of the flat state. Allocates zeros on first use.
   StateTensors& tensors_of(Slot& slot);
 };
 
@@ -109,7 +109,8 @@ FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
   while (flat.tensors.size() < count) flat.tensors.push_back(zeros());
   for (std::size_t k = 0; k < count && !slot.tensors[k].defined(); ++k) slot.tensors[k] = part_of(flat.tensors[k]);
   if (master && !slot.tensors[kMaster].defined()) {
-    // Zero is what no parameter but zero is rounded from: the first update takes the parameter over.
+    // A zero master marks it as uninitialized: it differs from every nonzero parameter, so the first update copies the
+    // parameter.
     if (!flat.master.defined()) flat.master = zeros();
     slot.tensors[kMaster] = part_of(flat.master);
   }
@@ -127,7 +128,7 @@ FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGro
 
 FusedOptimizer::~FusedOptimizer() = default;
 
-/// A parameter is one tensor, however many names it has.
+/// A parameter with several names counts once.
 void FusedOptimizer::drop_duplicates() {
   std::unordered_set<const void*> seen;
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
@@ -156,7 +157,7 @@ bool FusedOptimizer::fits_layout() const {
 
 FusedOptimizer::Layout& FusedOptimizer::layout() {
   if (fits_layout()) return *layout_;
-  drop_duplicates();  // add_param_group() of torch::optim::Optimizer keeps them.
+  drop_duplicates();  // add_param_group() of torch::optim::Optimizer keeps duplicates.
   if (fits_layout()) return *layout_;
   auto fresh = std::make_unique<Layout>();
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
@@ -171,7 +172,7 @@ FusedOptimizer::Layout& FusedOptimizer::layout() {
   return *layout_;
 }
 
-/// Moves the state that there is into the flat one.
+/// Moves existing state into the flat state.
 void FusedOptimizer::adopt(Layout& layout) {
   const at::NoGradGuard no_grad;
   for (std::size_t g = 0; g < layout.slots.size(); ++g) {
@@ -180,7 +181,7 @@ void FusedOptimizer::adopt(Layout& layout) {
       if (found == state_.end() || layout.is_stateless(slot)) continue;
       StateTensors before = tensors_of(*found->second);
       StateTensors& tensors = layout.tensors_of(slot);
-      // What has not begun must stay undefined: momentum begins with the next gradient.
+      // State that has not started stays undefined: momentum starts with the next gradient.
       StateTensors adopted;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!before[k].defined() || !tensors[k].defined()) continue;
@@ -213,7 +214,7 @@ void FusedOptimizer::step_scaled(double factor) {
   for (std::size_t f = 0; f < layout.flats.size(); ++f) {
     const std::size_t g = layout.flats[f].group;
     layout.updates.clear();
-    std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // a parameter that is no one run of numbers, and its copy
+    std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // Noncontiguous parameters and their copies.
     for (std::size_t i = 0; i < layout.slots[g].size(); ++i) {
       Layout::Slot& slot = layout.slots[g][i];
       if (slot.flat != f) continue;
@@ -243,7 +244,7 @@ void FusedOptimizer::step_scaled(double factor) {
       bool same = true;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined() || before[k].is_same(tensors[k])) continue;
-        // Somebody gave the state tensors of their own, or it is new.
+        // The state is new, or the program has replaced the state tensors.
         if (capturing)
           refuse(parameter, g, i,
                  "has no state yet in the step that GraphedStep captures, and every replay would reset it: raise "
@@ -257,7 +258,7 @@ void FusedOptimizer::step_scaled(double factor) {
     if (!layout.updates.empty()) update(param_groups_[g].options(), layout, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
     for (const Algorithm::Update& update : layout.updates) {
-      // Kernels that write through a pointer do not tell autograd, which may have saved the parameter for backward.
+      // Kernels that write through a pointer do not notify autograd, which may have saved the parameter for backward.
       update.original.unsafeGetTensorImpl()->bump_version();
       if (capturing) capture_->parameters.push_back(update.original);
     }
@@ -265,7 +266,7 @@ void FusedOptimizer::step_scaled(double factor) {
   layout.updates.clear();
 }
 
-/// The kernels for the CPU know master weights; those of LibTorch for GPUs are given them as the parameters.
+/// CPU kernels support master weights. LibTorch's GPU kernels receive the master weights as parameters.
 void FusedOptimizer::update(const torch::optim::OptimizerOptions& options, Layout& layout, double factor) {
   std::vector<Algorithm::Update>& updates = layout.updates;
   if (updates[0].parameter.is_cpu()) return algorithm_.update(options, updates, factor, {});
@@ -320,7 +321,7 @@ double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool er
 const std::vector<FlatState>& FusedOptimizer::flat_state() { return layout().flats; }
 
 void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  // A view would be written with all the storage that it is a view of.
+  // torch::save() would write the whole storage of a view.
   const at::NoGradGuard no_grad;
   std::vector<std::pair<torch::optim::OptimizerParamState*, StateTensors>> views;
   const auto restore = [&] {
@@ -349,7 +350,7 @@ void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
 
 void FusedOptimizer::replace_state(const std::function<void()>& fill) {
   const at::NoGradGuard no_grad;
-  // All of it or nothing.
+  // Restores the state if an exception is thrown.
   auto state = std::exchange(state_, {});
   auto layout_before = std::move(layout_);
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;

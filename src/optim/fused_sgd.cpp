@@ -51,7 +51,7 @@ void update_on_cpu(const Options& options, const std::vector<Update>& updates, d
   });
 }
 
-/// `rate`: a number, or a scalar of the device.
+/// `rate`: a number or a device scalar.
 template <class Rate>
 void update_on_device(const Options& options, const std::vector<Update>& updates, double factor, const Rate& rate) {
   const std::optional<at::Tensor> scale = scale_of(factor, updates[0].parameter.device());

@@ -25,7 +25,7 @@
 namespace ddpkit::optim {
 namespace {
 
-/// Those that have a gradient.
+/// Returns the parameters that have a gradient.
 std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
   for (const auto& group : std::as_const(optimizer).param_groups()) {
@@ -36,10 +36,10 @@ std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
   return distinct_parameters(parameters);
 }
 
-/// Multiplies all gradients by `factor` in place; returns whether one of them was not finite.
+/// Multiplies all gradients by `factor` in place. Returns whether a gradient was not finite.
 bool unscale(const std::vector<at::Tensor>& parameters, double factor) {
   const at::NoGradGuard no_grad;
-  std::map<std::string, std::vector<at::Tensor>> gradients;  // by device and type
+  std::map<std::string, std::vector<at::Tensor>> gradients;  // Key: device and type.
   for (const at::Tensor& parameter : parameters) {
     if (parameter.grad().scalar_type() == at::kHalf)
       throw InvalidArgument(
@@ -146,7 +146,7 @@ void GradScaler::update(std::optional<double> new_scale) {
       scale_ *= options_.backoff_factor;
       growth_tracker_ = 0;
     } else if (++growth_tracker_ == options_.growth_interval) {
-      // As in Python the scale stays where float32 ends.
+      // As in Python, the scale stays finite in float32.
       const double grown = scale_ * options_.growth_factor;
       if (std::isfinite(static_cast<float>(grown))) scale_ = grown;
       growth_tracker_ = 0;

@@ -38,7 +38,7 @@ class GraphedStep::Impl {
     Tensors outputs;
     {
       const c10::StreamGuard on_stream(stream_);
-      stream_waits(stream_, caller);  // The inputs, and weights that the caller may have touched.
+      stream_waits(stream_, caller);  // Waits for the inputs and for writes of the caller to the weights.
       if (!graph_ && eager_calls_ > 0) {
         --eager_calls_;
         outputs = step_(inputs);
@@ -48,8 +48,8 @@ class GraphedStep::Impl {
         outputs = outputs_;
       }
     }
-    stream_waits(caller, stream_);  // The outputs, the weights.
-    // Allocated on the one stream and let go of on the other. A graph's memory is its own.
+    stream_waits(caller, stream_);  // The caller waits for the outputs and the weights.
+    // Inputs are allocated on one stream and released on the other. The graph's memory is private.
     for (const at::Tensor& input : inputs) {
       if (input.is_cuda()) input.record_stream(stream_);
     }
@@ -69,7 +69,7 @@ class GraphedStep::Impl {
             fmt::format("GraphedStep: the inputs must be on {}, not on {}", device_.str(), input.device().str()));
       inputs_.push_back(input.detach().clone());
     }
-    // Nothing that is still under way may be waited for within the graph.
+    // A capture must not wait for work that is still running.
     cuda_guard().synchronizeDevice(device_.index());
     auto graph = cuda::create_graph();
     for (FusedOptimizer* optimizer : optimizers_) optimizer->begin_capture();
@@ -80,7 +80,7 @@ class GraphedStep::Impl {
       try {
         graph->end_capture();
       } catch (const std::exception&) {
-        // The first error says more.
+        // The first error has the cause.
       }
       for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
       inputs_.clear();

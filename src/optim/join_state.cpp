@@ -26,7 +26,7 @@ constexpr const char* kCall = "JoinState";
 
 using Names = std::unordered_map<const void*, std::string>;
 
-/// Throws InvalidArgument for a parameter that is not in `averaged`, except a frozen one without state.
+/// Throws InvalidArgument for a parameter that is not in `averaged`, except a frozen parameter without state.
 std::string names_of(const torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
                      const Names& averaged) {
   std::vector<std::string> names;

@@ -27,7 +27,7 @@ void check_ascending(const std::vector<std::int64_t>& milestones, const char* wh
         fmt::format("{}'s milestones [{}] are not ascending step numbers", what, fmt::join(milestones, ", ")));
 }
 
-/// How many milestones have been reached.
+/// Returns the number of milestones reached.
 std::size_t reached(const std::vector<std::int64_t>& milestones, std::int64_t step) {
   return static_cast<std::size_t>(std::upper_bound(milestones.begin(), milestones.end(), step) - milestones.begin());
 }

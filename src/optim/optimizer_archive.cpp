@@ -14,7 +14,7 @@
 namespace ddpkit::optim {
 namespace {
 
-/// Calls `action` with the types of torch::optim's optimizers, until it returns true.
+/// Calls `action` with each optimizer type of torch::optim until it returns true.
 template <class Action>
 bool for_each_kind(const Action& action) {
   namespace lib = torch::optim;

@@ -1,5 +1,5 @@
-// Tier 2: torch/optim/optimizer.h. What ddpkit adds to LibTorch's archives of optimizers: a parameter counts once, and
-// parameter groups keep the rate that their schedule started from.
+// Tier 2: torch/optim/optimizer.h. Extends LibTorch's optimizer archives: duplicate parameters count once, and
+// parameter groups keep the initial rate of their schedule.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -21,22 +21,22 @@
 
 namespace ddpkit::optim {
 
-/// Python's `initial_lr` of a parameter group: the learning rate before any schedule. Empty before the first
-/// LearningRateScheduler.
+/// Returns `initial_lr` of a parameter group, as in Python: the learning rate before any schedule. Empty before the
+/// first LearningRateScheduler.
 std::optional<double> initial_rate(const torch::optim::OptimizerOptions& options);
-/// Replaces the group's options by a copy that keeps the rate, in archives too. Without effect on options whose type is
-/// none of torch::optim's.
+/// Replaces the group's options by a copy that keeps the rate, in archives too. No effect on options of types that are
+/// not in torch::optim.
 void set_initial_rate(torch::optim::OptimizerParamGroup& group, double rate);
 
-/// In options that keep their initial rate.
+/// Base of options that keep their initial rate.
 class InitialRate {
  public:
   virtual ~InitialRate() = default;
   double initial_lr = 0;
 };
 
-/// Options with their `initial_lr`, which clones and archives keep. torch::load() of a torch::optim optimizer ignores
-/// the number; read_archive() restores it.
+/// Options with `initial_lr`. Clones and archives include the rate. torch::load() of a torch::optim optimizer ignores
+/// it; read_archive() restores it.
 template <class Options>
 class WithInitialRate final : public Options, public InitialRate {
  public:
@@ -57,8 +57,8 @@ inline c10::IValue read_value(torch::serialize::InputArchive& archive, const cha
   return value;
 }
 
-/// torch::optim::serialize() of an archive, with these differences: a parameter or key that a group lists twice counts
-/// once, initial rates are restored, and nothing has changed if an exception is thrown.
+/// Like torch::optim::serialize(), with these differences: duplicate parameters or keys in a group count once, initial
+/// rates are restored, and an exception leaves everything unchanged.
 template <class State, class Options>
 void read_archive(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer) {
   torch::serialize::InputArchive state_archive, groups_archive;
@@ -87,7 +87,7 @@ void read_archive(torch::serialize::InputArchive& archive, torch::optim::Optimiz
   }
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::size_t i = 0; i < parameters[g].size(); ++i) {
-      // LibTorch's keys are the addresses that the parameters had.
+      // LibTorch's keys are the addresses that the parameters had when saved.
       const auto found = saved_state.find(reinterpret_cast<void*>(std::stoull(saved_groups[g].first[i])));
       if (found != saved_state.end())
         optimizer.state()[parameters[g][i].unsafeGetTensorImpl()] = std::move(found->second);

@@ -16,8 +16,8 @@ namespace {
 
 thread_local bool keeps_casts = true;
 
-/// Of a GPU: whether it is an Ampere or later (compute capability 8.0), which brought bfloat16 and TensorFloat-32.
-/// LibTorch answers that to the CPU libraries, which know no CUDA, under the name of one thing that needs it.
+/// Returns whether a GPU is Ampere or later (compute capability 8.0), which added bfloat16 and TensorFloat-32. CPU
+/// libraries without CUDA can ask LibTorch only for one feature that needs Ampere.
 bool is_ampere(c10::Device device) {
   if (!device.is_cuda() || !at::hasCUDA()) return false;
   const c10::DeviceGuard guard(device);
@@ -58,7 +58,7 @@ Autocast::~Autocast() {
 }
 
 c10::ScalarType fastest_type(c10::Device device) {
-  // The matrix units must be asked for, once a process.
+  // A process must request the AMX units once.
   if (device.is_cpu()) return at::cpu::init_amx() ? c10::ScalarType::BFloat16 : c10::ScalarType::Float;
   return is_ampere(device) ? c10::ScalarType::BFloat16 : c10::ScalarType::Half;
 }

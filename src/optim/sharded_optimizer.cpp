@@ -45,7 +45,7 @@ ShardedOptimizerBase::ShardedOptimizerBase(std::shared_ptr<Shards> shards)
 
 ShardedOptimizerBase::~ShardedOptimizerBase() = default;
 
-// A session of join() stays with the object that was passed to join().
+// A join() session stays with the object that was passed to join().
 ShardedOptimizerBase::ShardedOptimizerBase(ShardedOptimizerBase&& other) noexcept
     : torch::optim::Optimizer(std::move(other)), shards_(std::move(other.shards_)) {
   shards_->owner = this;
@@ -95,7 +95,7 @@ void ShardedOptimizerBase::update(double factor) {
     const auto lent = shards_->lend_groups();
     shards_->inner->step_scaled(factor);
   }
-  // Slices have version counters of their own, but what autograd saved is the parameter.
+  // Slices have separate version counters, but autograd saved the parameter.
   for (std::size_t i = 0; i < shards_->slices.size(); ++i) {
     if (shards_->slices[i].grad().defined()) shards_->parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
   }
@@ -131,7 +131,7 @@ void ShardedOptimizerBase::step_together(double factor) {
             "there; write to it after step()");
     } else {
       factor = follow_active_ranks({factor})[0];
-      // From here on nobody reads the weights, and all have the same.
+      // After this line no rank reads the weights, and all ranks have the same weights.
       if (shards.weights) shards.weights->settle();
       update(factor);
       shards.drop_gradients();
@@ -148,7 +148,7 @@ void ShardedOptimizerBase::step_together(double factor) {
 }
 
 void ShardedOptimizerBase::zero_grad(bool set_to_none) {
-  // Not torch::optim's, which detaches gradients in place: a slice's may be a view.
+  // torch::optim's zero_grad() detaches gradients in place, but the gradient of a slice may be a view.
   const at::NoGradGuard no_grad;
   if (set_to_none) {
     shards_->drop_gradients();
@@ -242,7 +242,7 @@ void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
   shards_->take_state(whole);
 }
 
-// ---- join: ranks without inputs still update their slices, with the settings of the others
+// ---- join: ranks without inputs still update their slices, with the settings of the active ranks
 
 const ProcessGroup& ShardedOptimizerBase::join_group() const { return shards_->group; }
 
@@ -269,8 +269,8 @@ void ShardedOptimizerBase::announce(int event) {
         "join({ddp, optimizer}, loop)");
 }
 
-/// Collective. Within join(), after a rank has run out of inputs: such ranks take what the programs of the others have
-/// set since. `arguments`: of the call that the others make; returns theirs on all ranks.
+/// Collective. Called within join() by ranks without inputs. These ranks copy the settings that the active ranks have
+/// changed. `arguments`: of the active ranks' call. Returns the active ranks' arguments on all ranks.
 std::vector<double> ShardedOptimizerBase::follow_active_ranks(std::vector<double> arguments) {
   Shards& shards = *shards_;
   if (!join_ || join_->active() == shards.group.world_size()) {
@@ -287,7 +287,7 @@ std::vector<double> ShardedOptimizerBase::follow_active_ranks(std::vector<double
 std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments) const {
   torch::serialize::OutputArchive archive;
   archive.write("arguments", c10::IValue(arguments));
-  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but leaves no gradient.
+  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but removes all gradients.
   const bool none = std::none_of(shards_->slices.begin(), shards_->slices.end(),
                                  [](const at::Tensor& slice) { return slice.grad().defined(); });
   archive.write("dropped", c10::IValue(shards_->dropped || none));

@@ -18,11 +18,11 @@
 namespace ddpkit::optim {
 namespace {
 
-/// Weights are gathered in messages of about this many bytes.
+/// Approximate message size for gathering weights.
 constexpr std::int64_t kMessageBytes = std::int64_t{32} << 20;
 
-/// Names two parameters that share part of their memory; empty if there are none. All of it may be shared: two names of
-/// one weight.
+/// Names two parameters that share part of their memory; empty if there are none. `may_be_same` allows two names of one
+/// weight, which share all memory.
 std::string find_overlap(const std::vector<NamedParameter>& parameters, bool may_be_same) {
   std::vector<const NamedParameter*> sorted;
   for (const NamedParameter& parameter : parameters) {
@@ -63,7 +63,7 @@ ShardedOptimizerBase::Shards::Shards(const DistributedDataParallelBase& ddp, con
   inner = factory(groups);
 }
 
-/// Also fills `group_of`.
+/// Also sets `group_of`.
 std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups) {
   std::unordered_map<const void*, std::size_t> index_of;
   for (std::size_t i = 0; i < parameters.size(); ++i) index_of[parameters[i].tensor.unsafeGetTensorImpl()] = i;
@@ -96,7 +96,7 @@ std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups)
   return find_overlap(parameters, !options.update_in_backward);
 }
 
-/// What must be the same on all ranks, in lines.
+/// Returns, in lines, the properties that must be equal on all ranks.
 std::string ShardedOptimizerBase::Shards::signature() const {
   std::string text =
       fmt::format("shared_weights {}, update_in_backward {}\n", options.shared_weights, options.update_in_backward);
@@ -126,7 +126,7 @@ void ShardedOptimizerBase::Shards::gather_weights() const {
   const int ranks = group.world_size();
   if (ranks == 1) return;
   for (std::size_t begin = 0; begin < parameters.size();) {
-    // As many parameters of one type as fill a message.
+    // Takes parameters of one type until a message is full.
     const at::TensorOptions kind = parameters[begin].tensor.options().requires_grad(false);
     std::vector<std::int64_t> offsets;
     std::int64_t section = 0;
@@ -164,12 +164,12 @@ void ShardedOptimizerBase::Shards::follow_parameters() {
         follow_parameter(i);
     }
   } catch (const std::exception& error) {
-    group.abort(error.what());  // The parameters of other ranks may be as they were.
+    group.abort(error.what());  // Parameters of other ranks may not be updated.
     throw;
   }
 }
 
-/// torch::load() and set_data() give parameters new memory: what it holds counts.
+/// torch::load() and set_data() give parameters new memory. Copies its values.
 void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
   at::Tensor& parameter = parameters[index].tensor;
   at::Tensor& slice = slices[index];
@@ -183,7 +183,7 @@ void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
         parameter.device().str(), c10::toString(slice.scalar_type()), fmt::join(place.sizes, ", "),
         slice.device().str()));
   if (parameter.strides() != at::IntArrayRef(place.strides)) {
-    // State and slices follow the order of the memory that was cut.
+    // State and slices have the element order of the parameter's memory when it was sharded.
     if (parameter.storage().nbytes() != parameter.nbytes() || parameter.storage().use_count() > 1)
       throw InvalidArgument(fmt::format(
           "parameter {} is not dense in memory any more, or shares it with another tensor, and its strides have become "
@@ -218,7 +218,7 @@ void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& recei
     if (gradient.defined()) {
       gradient.add_(gradients[i]);
     } else {
-      // No view: zero_grad() of torch::optim::Optimizer detaches it in place.
+      // detach() removes the view: zero_grad() of torch::optim::Optimizer detaches the gradient in place.
       gradient = gradients[i].detach();
     }
   }
@@ -234,13 +234,13 @@ at::Tensor ShardedOptimizerBase::Shards::Place::empty(const at::TensorOptions& k
 void ShardedOptimizerBase::Shards::gather_state(FusedOptimizer* whole, int to) const {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto found = inner->state().find(slices[i].unsafeGetTensorImpl());
-    if (found == inner->state().end()) continue;  // On all ranks or none.
+    if (found == inner->state().end()) continue;  // All ranks skip the same parameters.
     FusedOptimizer::StateTensors tensors = inner->tensors_of(*found->second);
     for (at::Tensor& tensor : tensors) {
       if (!tensor.defined()) continue;
       const at::Tensor padded = at::zeros({shard(i, 0).count}, tensor.options());
       padded.narrow(0, 0, tensor.numel()).copy_(tensor);
-      const at::Tensor gathered = group.gather(padded, to);  // [world_size, count]: only the end is padding.
+      const at::Tensor gathered = group.gather(padded, to);  // [world_size, count]: padding is only at the end.
       if (!whole) continue;
       const at::Tensor laid_out = places[i].empty(tensor.options());
       in_order(laid_out).copy_(gathered.flatten().narrow(0, 0, laid_out.numel()));

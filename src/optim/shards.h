@@ -1,4 +1,5 @@
-// Tier 2. What ShardedOptimizerBase is made of: the parameters, this rank's slice of each, the optimizer of the slices.
+// Tier 2. Members of ShardedOptimizerBase: the parameters, this rank's slice of each parameter, the optimizer of the
+// slices.
 #pragma once
 
 #include <ddpkit/optim/sharded_optimizer.h>
@@ -15,7 +16,7 @@
 
 namespace ddpkit::optim {
 
-/// Stays where it is when the optimizer is moved, since the reducer knows its address.
+/// Not moved with the optimizer, because the reducer holds its address.
 struct ShardedOptimizerBase::Shards final : ShardOutput {
   Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
          std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, const ShardedOptions& choices);
@@ -27,7 +28,7 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
   Shard shard(std::size_t index, int rank) const {
     return shard_of(parameters[index].tensor, rank, group.world_size());
   }
-  /// Until the result is destroyed, the optimizer of the slices has the owner's groups, whose options the program sets.
+  /// Gives the inner optimizer the owner's groups, whose options the program sets, until the result is destroyed.
   auto lend_groups() {
     auto &lender = owner->param_groups(), &borrower = inner->param_groups();
     lender.swap(borrower);
@@ -35,12 +36,13 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
   }
   void drop_gradients();
   void gather_weights() const;
-  /// Collective. Copies the whole state to `whole`, an optimizer of the parameters: null on all ranks except rank `to`.
+  /// Collective. Copies the whole state to `whole`, an optimizer of all parameters. `whole` is null on all ranks except
+  /// rank `to`.
   void gather_state(FusedOptimizer* whole, int to) const;
-  /// Keeps this rank's part of the state of `whole`.
+  /// Copies this rank's part of the state of `whole`.
   void take_state(const FusedOptimizer& whole);
 
-  /// The memory of a parameter when it was cut.
+  /// A parameter's memory when it was sharded.
   struct Place {
     const void* data = nullptr;
     std::vector<std::int64_t> sizes, strides;
@@ -48,20 +50,20 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
     at::Tensor empty(const at::TensorOptions& kind) const;
   };
 
-  ShardedOptimizerBase* owner = nullptr;  ///< Whose parameter groups have the options.
+  ShardedOptimizerBase* owner = nullptr;  ///< Its parameter groups have the options.
   ProcessGroup group;
   ShardedOptions options;
   Factory factory;
-  std::vector<NamedParameter> parameters;          ///< [param], as the reducer counts them.
+  std::vector<NamedParameter> parameters;          ///< [param], in the order of the reducer.
   std::vector<Place> places;                       ///< [param]
   std::vector<at::Tensor> slices;                  ///< [param]
   std::vector<std::vector<std::size_t>> group_of;  ///< Parameters of each group. [group][position]
-  Groups groups;                                   ///< The slices', with the options of the parameters'.
+  Groups groups;                                   ///< Groups of the slices, with the options of the owner's groups.
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-  std::unique_ptr<SharedWeights> weights;  ///< Null if every rank has its own.
-  std::unique_ptr<FusedOptimizer> inner;   ///< Of the slices.
+  std::unique_ptr<SharedWeights> weights;  ///< Null if every rank has private weights.
+  std::unique_ptr<FusedOptimizer> inner;   ///< The optimizer of the slices.
   std::unique_ptr<FusedOptimizer> consolidated;
-  bool dropped = false;  ///< zero_grad() has been called since follow_active_ranks().
+  bool dropped = false;  ///< zero_grad() was called since follow_active_ranks().
   std::function<State()> state;
 
  private:
