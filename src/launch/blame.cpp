@@ -14,7 +14,7 @@ bool lost_another(const Evidence& rank) {
 std::vector<std::size_t> blamed_by(std::size_t rank, const std::vector<Evidence>& ranks,
                                    const std::vector<std::size_t>& ended) {
   const std::optional<std::size_t> culprit = ranks[rank].culprit;
-  // A rank that others waited for too long is silent, but it has not failed.
+  // After a timeout, the blamed rank is silent but has not failed.
   if (culprit && ranks[rank].failure == Failure::kTimeout) return {};
   if (culprit && *culprit != rank) return {*culprit};
   if (culprit || !lost_another(ranks[rank])) return {};
@@ -39,7 +39,7 @@ std::vector<std::size_t> suspects(std::size_t first, const std::vector<Evidence>
     if (next.empty()) return result;
     result = std::move(next);
   }
-  return {};  // They blame each other: the first to end counts.
+  return {};  // The ranks blame each other: the first to end is the cause.
 }
 
 }  // namespace ddpkit::launch

@@ -9,19 +9,20 @@
 
 namespace ddpkit::launch {
 
-/// What a launcher knows of a rank when another one has failed.
+/// The launcher's knowledge of a rank after another rank has failed.
 struct Evidence {
-  flight::Failure failure = flight::Failure::kNone;  ///< Of its first collective that failed.
-  std::optional<std::size_t> culprit = {};           ///< Among this launcher's ranks, if that collective blames one.
+  flight::Failure failure = flight::Failure::kNone;  ///< Failure of its first failed collective.
+  std::optional<std::size_t> culprit = {};           ///< The rank that the failed collective blames, if it runs on this
+                                                     ///< launcher.
   bool running = true;
-  bool has_left = false;         ///< The group of all ranks.
-  bool ended_by_itself = false;  ///< For another reason than the launcher's signal.
+  bool has_left = false;         ///< The rank left the group of all ranks.
+  bool ended_by_itself = false;  ///< Not ended by the launcher's signal.
   bool ended_well = false;       ///< With exit code 0.
 };
 
-/// The ranks that may have caused the end of rank `first`, the likeliest first; empty if its own failure did. A rank
-/// that lost another one blames that rank. The blamed rank may blame another one in turn. Some backends blame no rank:
-/// then all ranks that left the others, and lost none themselves. `ended`: ranks in the order of their ends.
+/// Returns the ranks that may have caused the end of rank `first`, the most likely first. Empty if `first` failed
+/// itself. A rank that lost a peer blames this peer, which may blame another rank in turn. Some backends blame no rank:
+/// then returns all ranks that left the group and lost no peer. `ended`: ranks in the order of their ends.
 std::vector<std::size_t> suspects(std::size_t first, const std::vector<Evidence>& ranks,
                                   const std::vector<std::size_t>& ended);
 

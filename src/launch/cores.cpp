@@ -42,7 +42,7 @@ std::vector<int> parse_cores(const std::string& text) {
 }
 
 std::vector<std::vector<int>> numa_nodes(const std::vector<int>& allowed, const std::string& root) {
-  std::map<int, std::vector<int>> nodes;  // By the nodes' numbers.
+  std::map<int, std::vector<int>> nodes;  // Key: the node number.
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(root + "/sys/devices/system/node", error)) {
     const std::string name = entry.path().filename();
@@ -68,12 +68,12 @@ std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& 
   std::size_t cores = 0;
   for (const auto& node : nodes) cores += node.size();
   const bool exclusive = binding == NumaBinding::kExclusive && cores >= static_cast<std::size_t>(ranks);
-  // A single rank has the whole host for itself.
+  // A single rank may use the whole host.
   if (binding == NumaBinding::kNone || (!exclusive && (node_count == 1 || ranks == 1))) return result;
   for (int rank = 0; rank < ranks; ++rank) {
     const int index = rank * node_count / ranks;
     const auto& node = nodes[static_cast<std::size_t>(index)];
-    // The ranks of this node: from the first whose index it is to the first of the next.
+    // The ranks of this node: from the first rank of node n to the first rank of the next node.
     const auto first_of = [&](int n) { return (n * ranks + node_count - 1) / node_count; };
     const auto here = static_cast<std::size_t>(first_of(index + 1) - first_of(index));
     const auto place = static_cast<std::size_t>(rank - first_of(index));

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. Which cores a rank runs on.
+// Tier 0: the standard library only. CPU affinity of the ranks.
 #pragma once
 
 #include <string>
@@ -8,15 +8,15 @@
 
 namespace ddpkit::launch {
 
-/// "0-3,8" gives {0, 1, 2, 3, 8}: how Linux writes sets of cores. Throws InvalidArgument for anything else.
+/// Parses a CPU list in Linux format: "0-3,8" gives {0, 1, 2, 3, 8}. Throws InvalidArgument for other text.
 std::vector<int> parse_cores(const std::string& text);
 
-/// Cores of each NUMA node, of those in `allowed`; nodes without any are left out. One node where the host tells of
-/// none. `root`: where /sys is; another one in tests. [node]
+/// Returns the cores in `allowed` of each NUMA node, without empty nodes. Returns one node if the host has no NUMA
+/// information. `root`: the folder of /sys; tests pass another one. [node]
 std::vector<std::vector<int>> numa_nodes(const std::vector<int>& allowed, const std::string& root = "");
 
-/// The cores for each of `ranks` ranks; empty for a rank that may run on all. Ranks next to each other share a node.
-/// Where there are fewer cores than ranks, kExclusive is as kNode. [rank]
+/// Returns the cores of each rank. Empty: the rank may run on all cores. Adjacent ranks share a node. With fewer cores
+/// than ranks, kExclusive acts as kNode. [rank]
 std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& nodes, int ranks, NumaBinding binding);
 
 }  // namespace ddpkit::launch

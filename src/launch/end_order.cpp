@@ -33,7 +33,7 @@ void EndOrder::remove(int pidfd) noexcept {
 }
 
 std::vector<std::size_t> EndOrder::ended() const {
-  // The kernel lists descriptors in the order in which they became readable.
+  // epoll returns descriptors in the order in which they became readable.
   std::vector<epoll_event> events(count_ + 1);
   const int found = ::epoll_wait(fd_, events.data(), static_cast<int>(events.size()), 0);
   std::vector<std::size_t> ranks;

@@ -6,21 +6,21 @@
 
 namespace ddpkit::launch {
 
-/// Reports which processes have ended, in the order in which they ended. Needs pidfds.
+/// Returns ended processes in the order of their ends. Needs pidfds.
 class EndOrder {
  public:
-  /// Throws Error without a descriptor.
+  /// Throws Error if no descriptor is available.
   EndOrder();
   ~EndOrder();
   EndOrder(const EndOrder&) = delete;
   EndOrder& operator=(const EndOrder&) = delete;
 
-  /// Throws Error if the kernel cannot watch the process. A negative `pidfd` is ignored, as in the next.
+  /// Throws Error if the kernel cannot watch the process. Like remove(), ignores a negative `pidfd`.
   void add(int pidfd, std::size_t rank);
   void remove(int pidfd) noexcept;
-  /// Readable when a process has ended.
+  /// Readable after a process has ended.
   int descriptor() const noexcept { return fd_; }
-  /// Ranks whose processes have ended and are not removed, the first to end first.
+  /// Returns the ranks whose processes have ended and are not removed, in the order of their ends.
   std::vector<std::size_t> ended() const;
 
  private:

@@ -21,13 +21,13 @@ namespace {
 constexpr int kMostGroups = 4096;
 constexpr pid_t kDone = 0;
 
-/// In the new process, which may call only what is safe between fork and exec. A positive number is a group to watch, a
-/// negative one a group that has ended, kDone the end.
+/// Runs in the forked process: only async-signal-safe functions. A positive number is a process group to watch, a
+/// negative number an ended group, kDone the end.
 [[noreturn]] void watch(int socket) {
   ::setsid();
   ::prctl(PR_SET_NAME, "ddpkit-guardian");
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT}) ::signal(number, SIG_IGN);
-    // Nobody who waits for the end of the launcher's output must wait for this process, or share its other files.
+    // Closes all files: an open stdout would block readers that wait for the end of the launcher's output.
 #ifdef SYS_close_range
   if (socket > 0) ::syscall(SYS_close_range, 0U, static_cast<unsigned>(socket - 1), 0U);
   ::syscall(SYS_close_range, static_cast<unsigned>(socket + 1), ~0U, 0U);
@@ -39,7 +39,7 @@ constexpr pid_t kDone = 0;
     const auto got = ::read(socket, &group, sizeof group);
     if (got < 0 && errno == EINTR) continue;
     if (got == sizeof group && group == kDone) ::_exit(0);
-    if (got != sizeof group) break;  // The launcher has gone.
+    if (got != sizeof group) break;  // The launcher has ended.
     if (group > 0) {
       if (count < kMostGroups) groups[count++] = group;
       continue;

@@ -5,14 +5,14 @@
 
 namespace ddpkit::launch {
 
-/// A process that outlives this one only to end what it leaves: the kernel kills a rank whose launcher dies
-/// (PR_SET_PDEATHSIG), but not what that rank has started. Each rank has a process group of its own; when this process
-/// has gone, however that came, all groups are killed.
+/// A process that outlives the launcher and kills the remaining processes. The kernel kills a rank when its launcher
+/// dies (PR_SET_PDEATHSIG), but not the child processes of the rank. Each rank has a separate process group. When the
+/// launcher ends for any reason, the guardian kills all groups.
 class Guardian {
  public:
-  /// Throws Error when no process can be had.
+  /// Throws Error if fork fails.
   Guardian();
-  /// The groups that are left are not touched: they have been seen to.
+  /// Does not kill the remaining groups.
   ~Guardian();
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;

@@ -35,11 +35,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// How long a rank may take to write its stack.
+/// Time limit for a rank to write its stack.
 constexpr milliseconds kStackLimit(500);
-/// Between two looks at what the ranks record.
+/// Interval for reading the flight recorders of the ranks.
 constexpr milliseconds kLook(250);
-/// A kernel without pidfds: between two looks whether a rank has ended.
+/// Interval for polling the ranks, on a kernel without pidfds.
 constexpr milliseconds kLookForEnds(10);
 
 class Launch {
@@ -59,7 +59,7 @@ class Launch {
       wait();
       attend();
       if (std::exchange(asked_for_states_, false)) print_states();
-      // Processes that have left their rank's group may hold its output open: they are not waited for.
+      // Does not wait for processes that left their rank's group, though they may keep its output open.
       if (running() == 0 && !waits_for_others()) {
         if (!close_at_) close_at_ = Clock::now() + milliseconds(500);
         if (Clock::now() > *close_at_) output_.close_all();
@@ -96,7 +96,7 @@ class Launch {
     output_.close_ends(ends);
   }
 
-  /// All that cannot wait for output: ends, signals, limits.
+  /// Handles everything that cannot wait for output: ends, signals, time limits.
   void attend() {
     reap();
     for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
@@ -107,8 +107,8 @@ class Launch {
     if (kill_at_ && Clock::now() > *kill_at_) end_spared_or_kill_all();
   }
 
-  /// While nobody reads this process's output. It is waited for as long as it takes, but not by one that was told to
-  /// end and whose ranks have been killed.
+  /// Called while the reader of this process's output blocks. Waits for the reader without limit, except after a signal
+  /// to stop when all ranks have been killed.
   bool goes_on() {
     attend();
     return !(killed_ && result_.stopped_by_signal != 0);
@@ -118,7 +118,7 @@ class Launch {
     return static_cast<int>(std::ranges::count_if(processes_, [](const auto& process) { return process.running(); }));
   }
 
-  /// What ranks have started and left, while all are told to end.
+  /// Returns whether child processes of ended ranks still run during the grace time of a stop.
   bool waits_for_others() {
     if (!kill_at_ || std::ranges::none_of(processes_, &launch::RankProcess::holds_group)) return false;
     const std::set<pid_t> groups = launch::living_groups();
@@ -137,7 +137,7 @@ class Launch {
     process.release();
   }
 
-  /// For output, an end, a signal, or the time of the next look.
+  /// Waits for output, an end, a signal, or the next poll.
   void wait() {
     std::vector<pollfd> descriptors;
     output_.add_to(descriptors);
@@ -159,7 +159,7 @@ class Launch {
   void reap() {
     std::vector<std::size_t> ended = end_order_.ended();
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      if (processes_[rank].descriptor() < 0) ended.push_back(rank);  // Perhaps.
+      if (processes_[rank].descriptor() < 0) ended.push_back(rank);  // The process may have ended.
     }
     for (const std::size_t rank : ended) note_end(rank);
     if (!first_failure_ && !kill_at_) find_absent_rank();
@@ -180,7 +180,7 @@ class Launch {
     end.ended_by_launcher = told_[rank] != 0;
     end.state = views_[rank].state(true);
     if (!end.ended_by_launcher) {
-      process.signal(SIGKILL);  // What it has left in its group.
+      process.signal(SIGKILL);  // Kills the remaining processes of its group.
       release(process);
     }
     write_history(static_cast<int>(rank));
@@ -189,8 +189,8 @@ class Launch {
     ask_silent_ranks(rank);
   }
 
-  /// A rank that ended well without having met the others, while one of them waits until all ranks have come: nothing
-  /// else would end that wait before its timeout.
+  /// Finds a rank that exited with code 0 without joining the group while another rank waits for all ranks to join.
+  /// Without this check, the wait would end only at its timeout.
   void find_absent_rank() {
     const auto is_meeting = [&](const flight::View& view) { return view.is_meeting(options_.nodes * options_.ranks); };
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
@@ -204,7 +204,7 @@ class Launch {
     }
   }
 
-  /// When a rank's collective was not joined in time: what do those do that it waited for?
+  /// After a timeout of a rank's collective, records the state of the ranks that it waited for.
   void ask_silent_ranks(std::size_t failed) {
     if (views_[failed].failure() != flight::Failure::kTimeout) return;
     std::optional<int> culprit = views_[failed].culprit();
@@ -250,13 +250,13 @@ class Launch {
       return;
     }
     if (result_.stopped_by_signal != 0) {
-      // The second time it is meant; but the end of a terminal may be told by the kernel and by the shell.
+      // A second signal kills all ranks. Except SIGHUP, which may arrive twice: from the kernel and from the shell.
       if (number != SIGHUP) kill_all();
       return;
     }
     result_.stopped_by_signal = number;
     spared_.clear();
-    // Ranks know SIGTERM, and keep their work.
+    // Training programs handle SIGTERM and save a checkpoint.
     stop(number == SIGHUP ? SIGTERM : number, options_.signal_grace);
   }
 
@@ -308,7 +308,7 @@ class Launch {
         << fmt::format("{:>8}  {:>8}  {:>10}  what\n", "number", "step", "began") << history;
   }
 
-  /// Whether it ended for another reason than the launcher's signal.
+  /// Returns whether the rank ended without a signal from the launcher.
   bool ended_by_itself(std::size_t rank) const {
     const RankExit& end = result_.ranks[rank];
     return !processes_[rank].running() &&
@@ -331,7 +331,7 @@ class Launch {
     return launch::suspects(*first_failure_, ranks, ended_);
   }
 
-  /// The first to end is not always the first to fail: a rank that has lost another one may end before it.
+  /// The first rank to end is not always the first to fail: a rank that lost a peer may end before the peer.
   void name_first_failure() {
     if (!first_failure_) return;
     const std::vector<std::size_t> ranks = suspects();
@@ -352,12 +352,12 @@ class Launch {
   std::vector<launch::RankProcess> processes_;  ///< [rank]
   launch::EndOrder end_order_;
   std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.
-  std::vector<int> told_;            ///< The last signal by which it was told to end, 0: none. [rank]
-  std::vector<std::size_t> spared_;  ///< Suspected ranks, which are to end by themselves.
+  std::vector<int> told_;            ///< The last signal sent to the rank; 0: none. [rank]
+  std::vector<std::size_t> spared_;  ///< Suspected ranks, which may end without a signal.
   std::optional<std::size_t> first_failure_;
   Clock::time_point start_ = Clock::now();
   Clock::time_point sampled_ = start_;
-  std::optional<Clock::time_point> kill_at_;  ///< All have been told to end; then they are killed.
+  std::optional<Clock::time_point> kill_at_;  ///< When to kill the ranks that ignore the signal to stop.
   std::optional<Clock::time_point> close_at_;
   bool killed_ = false;
   bool asked_for_states_ = false;

@@ -14,7 +14,7 @@
 namespace ddpkit::launch {
 namespace {
 
-/// A socket bound to any port of the address, or -1 with errno.
+/// Returns a socket bound to any port of the address, or -1 with errno.
 template <class Address>
 int bind_any_port(Address& address) {
   const int fd = ::socket(reinterpret_cast<const sockaddr&>(address).sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -39,7 +39,7 @@ ReservedPort::ReservedPort() {
   ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   fd_ = bind_any_port(ipv4);
   number_ = ntohs(ipv4.sin_port);
-  if (fd_ < 0 && errno == EADDRNOTAVAIL) {  // Ranks use ::1 on a host whose loopback has only IPv6.
+  if (fd_ < 0 && errno == EADDRNOTAVAIL) {  // Ranks use ::1 if the host's loopback has only IPv6.
     sockaddr_in6 ipv6{};
     ipv6.sin6_family = AF_INET6;
     ipv6.sin6_addr = in6addr_loopback;

@@ -3,12 +3,11 @@
 
 namespace ddpkit::launch {
 
-/// A free TCP port of this host that nobody else is given while this lives: the socket is bound and never listens, so
-/// that rank 0, which like every server of c10d sets SO_REUSEADDR, can listen there, and nobody who asks for any port
-/// gets it.
+/// Reserves a free TCP port of this host. The socket is bound and never listens. Rank 0 can listen on the port, because
+/// c10d servers set SO_REUSEADDR. The kernel does not assign the port to other processes.
 class ReservedPort {
  public:
-  /// Throws Error when there is none.
+  /// Throws Error if no port is free.
   ReservedPort();
   ~ReservedPort();
   ReservedPort(const ReservedPort&) = delete;

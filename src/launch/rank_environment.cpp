@@ -29,7 +29,7 @@ std::vector<std::string> rank_environment(const LocalLaunchOptions& options, int
   variables["LOCAL_WORLD_SIZE"] = std::to_string(options.ranks);
   variables["MASTER_ADDR"] = options.master_addr;
   variables["MASTER_PORT"] = std::to_string(port);
-  // The same on all hosts, which know nothing of one another but where to meet.
+  // Equal on all hosts. The hosts share only the rendezvous address.
   variables["TORCHELASTIC_RUN_ID"] =
       options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options.restart_count);

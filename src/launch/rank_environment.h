@@ -8,8 +8,8 @@
 
 namespace ddpkit::launch {
 
-/// The environment of rank `rank` of this host: this process's, torchrun's variables, the options'. `page`: descriptor
-/// of the rank's flight recorder. "NAME=value"
+/// Returns the environment of rank `rank` of this host as "NAME=value": that of this process, then torchrun's
+/// variables, then those of the options. `page`: descriptor of the rank's flight recorder.
 std::vector<std::string> rank_environment(const LocalLaunchOptions& options, int rank, int port, int page);
 
 }  // namespace ddpkit::launch

@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::size_t kLastLines = 12;
 constexpr std::size_t kLongestLine = 500;
-/// While nobody reads this process's output: between two looks at everything else.
+/// Interval for checking everything else while the reader of this process's output blocks.
 constexpr std::chrono::milliseconds kLookWhileStalled(20);
 
 bool same_file(int a, int b) {
@@ -34,8 +34,8 @@ bool same_file(int a, int b) {
          first.st_ino == second.st_ino && first.st_rdev == second.st_rdev;
 }
 
-/// One more than the last attempt whose folder holds one of the ranks from `first` on; at least `least`. Another host's
-/// ranks may have made the newest one for this very attempt.
+/// Returns the last attempt with a folder of a rank from `first` on, plus one; at least `least`. Ranks of other hosts
+/// may already have created folders for this attempt.
 int free_attempt(const std::filesystem::path& logs, int least, int first, int ranks) {
   constexpr std::string_view kPrefix = "attempt_";
   std::error_code error;
@@ -53,7 +53,8 @@ int free_attempt(const std::filesystem::path& logs, int least, int first, int ra
   return least;
 }
 
-/// A pseudo-terminal that hands on every byte as it is and is as wide as the launcher's; false when there is none.
+/// Opens a pseudo-terminal that passes every byte unchanged and has the width of the launcher's. Returns false if none
+/// is available.
 bool open_terminal(int ends[2]) {
   ends[0] = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
   if (ends[0] < 0) return false;
@@ -113,7 +114,7 @@ void RankOutput::write(int fd, std::string_view text) const {
     const int ready = ::poll(&place, 1, static_cast<int>(kLookWhileStalled.count()));
     if (ready == 0 && !goes_on_()) return;
     if (ready <= 0) continue;
-    // A pipe that is ready takes so much at once; of more than that the call would wait for the rest.
+    // A ready pipe accepts at least PIPE_BUF bytes. A longer write would block.
     const auto written = ::write(fd, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
     if (written < 0 && errno != EINTR && errno != EAGAIN) return;
     if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
@@ -144,7 +145,8 @@ RankOutput::Ends RankOutput::open(int rank) {
                            false);
     return ends;
   }
-  // A process that is not in the terminal's foreground group is stopped when it reads it; only one that is alone may.
+  // The kernel stops a process outside the terminal's foreground group that reads the terminal. Only a single rank may
+  // stay in the foreground group.
   if (::isatty(STDIN_FILENO) != 0) {
     if (options_.ranks == 1) {
       ends.has_terminal = true;
@@ -184,7 +186,7 @@ void RankOutput::read(const std::vector<pollfd>& descriptors, std::size_t first)
     if (got > 0) {
       take(streams_[i], std::string_view(buffer, static_cast<std::size_t>(got)));
     } else if (got == 0 || errno != EINTR) {
-      close(i);  // A pseudo-terminal that nobody has open any more says EIO.
+      close(i);  // Read returns EIO after the last user has closed a pseudo-terminal.
     }
   }
 }
@@ -199,11 +201,11 @@ void RankOutput::take(Stream& stream, std::string_view text) {
   std::string lines;
   for (std::size_t end; (end = stream.pending.find('\n')) != std::string::npos; stream.pending.erase(0, end + 1))
     lines += fmt::format("[rank {}] {}", rank_in_job(stream.rank), std::string_view(stream.pending).substr(0, end + 1));
-  // To stderr both: stdout belongs to rank 0, whose output others may parse.
+  // Both streams go to stderr: stdout belongs to rank 0, whose output may be parsed.
   write(STDERR_FILENO, lines);
 }
 
-/// Keeps the last lines, as they look in the end: what a carriage return has written over is gone.
+/// Keeps the last lines as a terminal shows them, without text overwritten after a carriage return.
 void RankOutput::remember(int rank, std::string_view text) {
   auto& lines = last_lines_[static_cast<std::size_t>(rank)];
   for (const char c : text) {
@@ -222,7 +224,7 @@ void RankOutput::remember(int rank, std::string_view text) {
 std::vector<std::string> RankOutput::last_lines(int rank) const {
   std::vector<std::string> lines;
   for (std::string line : last_lines_[static_cast<std::size_t>(rank)]) {
-    // What a progress bar clears its line with.
+    // Progress bars clear the line with this sequence.
     for (std::size_t at; (at = line.find("\033[K")) != std::string::npos;) line.erase(at, 3);
     if (line.ends_with('\r')) line.pop_back();
     if (!line.empty()) lines.push_back(std::move(line));

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What becomes of what the ranks print.
+// Tier 0: the standard library only. Forwards the output of the ranks.
 #pragma once
 
 #include <poll.h>
@@ -17,51 +17,51 @@ namespace ddpkit::launch {
 
 /// The streams of all ranks of a launch.
 ///
-/// Rank 0 has the launcher's stdin and stdout; its stderr comes by here, so that its last lines are known, by way of a
-/// pseudo-terminal where the launcher's is a terminal: progress bars look. Where both are the same terminal or file,
-/// they come by one way, in the order in which they were written. The other ranks' lines go to stderr behind "[rank N]
-/// ".
+/// Rank 0 has the launcher's stdin and stdout. Its stderr passes through this object, which keeps the last lines. If
+/// the launcher's stderr is a terminal, rank 0's stderr is a pseudo-terminal, so progress bars work. If stdout and
+/// stderr are the same terminal or file, both pass through here, to keep their order. The lines of other ranks go to
+/// stderr after "[rank N] ".
 class RankOutput {
  public:
-  /// `goes_on`: asked again and again while whoever reads this process's output takes none; once it is false, what is
-  /// left is dropped.
+  /// `goes_on`: called repeatedly while the reader of this process's output blocks. When it returns false, the
+  /// remaining output is dropped.
   RankOutput(const LocalLaunchOptions& options, std::function<bool()> goes_on);
   ~RankOutput();
   RankOutput(const RankOutput&) = delete;
   RankOutput& operator=(const RankOutput&) = delete;
 
-  /// A rank's ends of its streams; -1: the launcher's own.
+  /// The descriptors of a rank's streams; -1: inherited from the launcher.
   struct Ends {
     int in = -1, out = -1, err = -1;
-    bool has_terminal = false;  ///< It reads the launcher's terminal, and must stay in its process group for that.
+    bool has_terminal = false;  ///< Reads the launcher's terminal, so it must stay in the launcher's process group.
   };
-  /// Before the rank is started, and after.
+  /// Call before and after the start of the rank.
   Ends open(int rank);
   void close_ends(const Ends& ends);
 
   bool empty() const noexcept { return streams_.empty(); }
-  /// Adds what to wait for.
+  /// Adds the descriptors to poll.
   void add_to(std::vector<pollfd>& descriptors) const;
-  /// Takes what is there of the descriptors that add_to() added from `first` on.
+  /// Reads available output from the descriptors that add_to() added from index `first` on.
   void read(const std::vector<pollfd>& descriptors, std::size_t first);
   void close_all();
 
-  /// To this process's stderr, beside the ranks' lines.
+  /// Writes to this process's stderr.
   void say(std::string_view text) const { write(STDERR_FILENO, text); }
 
-  /// Of its stderr. [line]
+  /// Returns the last lines of its stderr. [line]
   std::vector<std::string> last_lines(int rank) const;
-  /// The folder of a rank's files; empty without a log folder.
+  /// Returns the folder of a rank's log files; empty without a log folder.
   std::filesystem::path folder(int rank) const;
 
  private:
-  /// One stream of a rank; stdout and stderr in one where nobody could tell them apart.
+  /// One stream of a rank. One stream for stdout and stderr if both are the same file.
   struct Stream {
     int fd = -1;
     int rank = 0;
     bool is_error = false;
-    int file = -1;      ///< The log.
-    int terminal = -1;  ///< Where it goes as it is; -1: nowhere, or by line.
+    int file = -1;      ///< The log file.
+    int terminal = -1;  ///< Descriptor for unchanged output; -1: no output, or line by line.
     bool by_line = false;
     std::string pending = {};
   };
@@ -76,9 +76,9 @@ class RankOutput {
 
   const LocalLaunchOptions& options_;
   std::function<bool()> goes_on_;
-  int attempt_ = 0;  ///< Of the log folder.
+  int attempt_ = 0;  ///< Attempt number in the log folder.
   std::vector<Stream> streams_;
-  std::vector<std::deque<std::string>> last_lines_;  ///< The newest may be unfinished. [rank]
+  std::vector<std::deque<std::string>> last_lines_;  ///< The last line may be incomplete. [rank]
 };
 
 }  // namespace ddpkit::launch

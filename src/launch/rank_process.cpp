@@ -23,16 +23,16 @@
 namespace ddpkit::launch {
 namespace {
 
-/// Between fork and exec: nothing here allocates.
+/// Runs between fork and exec: must not allocate.
 [[noreturn]] void become(const RankStart& start, char* const* arguments, char* const* environment, pid_t parent,
                          int report, const cpu_set_t& cores) {
-  // No rank outlives its launcher, however that ends; not even one that ended before this line.
+  // The kernel kills the rank when the launcher ends. The next check covers a launcher that ended before this call.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);
   if (start.own_group)
     ::setpgid(0, 0);
   else
-    ::signal(SIGHUP, SIG_IGN);  // The end of its terminal is told to the launcher too, which passes it on as SIGTERM.
+    ::signal(SIGHUP, SIG_IGN);  // The launcher receives SIGHUP too and forwards it as SIGTERM.
   if (start.in >= 0) ::dup2(start.in, STDIN_FILENO);
   if (start.out >= 0) ::dup2(start.out, STDOUT_FILENO);
   if (start.err >= 0) ::dup2(start.err, STDERR_FILENO);
@@ -56,7 +56,7 @@ std::set<pid_t> living_groups() {
     std::getline(std::ifstream(entry.path() / "stat"), line);
     char state = 0;
     int parent = 0, group = 0;
-    // The program's name, which may hold anything, is in parentheses.
+    // The program's name is in parentheses and may contain any character.
     const auto end_of_name = line.rfind(')');
     if (end_of_name != std::string::npos &&
         std::sscanf(line.c_str() + end_of_name + 1, " %c %d %d", &state, &parent, &group) == 3 && state != 'Z' &&

@@ -9,41 +9,41 @@
 
 namespace ddpkit::launch {
 
-/// What a rank's process is started with.
+/// Parameters for the start of a rank's process.
 struct RankStart {
   const std::vector<std::string>& command;
   const std::vector<std::string>& environment;  ///< "NAME=value"
-  int in = -1, out = -1, err = -1;              ///< Descriptors; -1: this process's.
-  int inherited = -1;                           ///< A further descriptor that it keeps.
-  const std::vector<int>& cores;                ///< Empty: those of this process.
-  bool own_group = true;                        ///< A process group of its own, which ends with it.
+  int in = -1, out = -1, err = -1;              ///< Descriptors; -1: those of this process.
+  int inherited = -1;                           ///< A further descriptor to inherit.
+  const std::vector<int>& cores;                ///< Empty: the cores of this process.
+  bool own_group = true;                        ///< A separate process group, which is killed when the process ends.
 };
 
-/// Process groups that have a member which has not ended.
+/// Returns the process groups that have a running member.
 std::set<pid_t> living_groups();
 
-/// One rank's process. It dies with the thread that has started it.
+/// The process of one rank. The kernel kills it when the thread that started it ends.
 class RankProcess {
  public:
-  /// Throws InvalidArgument when the program cannot be started, Error when no process can be had.
+  /// Throws InvalidArgument if the program cannot be started, Error if fork fails.
   explicit RankProcess(const RankStart& start);
-  /// Kills it if it still runs.
+  /// Kills the process if it still runs.
   ~RankProcess();
   RankProcess(RankProcess&& other) noexcept;
   RankProcess& operator=(RankProcess&&) = delete;
 
   pid_t pid() const noexcept { return pid_; }
   bool running() const noexcept { return running_; }
-  /// Readable when it has ended; -1 where the kernel has no such thing.
+  /// Readable after the end; -1 on a kernel without pidfds.
   int descriptor() const noexcept { return pidfd_; }
-  /// True once, when it has ended; `signal`: 0, or the one that killed it. It stays a zombie until release(), so that
-  /// the kernel gives its number, which is its group's, to no other process.
+  /// Returns true once, after the end. `signal`: the signal that killed it, or 0. The process stays a zombie until
+  /// release(), so the kernel does not reuse its ID, which is also the ID of its group.
   bool has_ended(int& exit_code, int& signal) noexcept;
-  /// Whether it is a zombie. Its group may have other members.
+  /// Returns whether it is a zombie. Its group may have other members.
   bool holds_group() const noexcept { return !running_ && !released_; }
-  /// After its end: the group's number is free, and signal() does nothing.
+  /// Call after the end: the kernel may reuse the group's ID, and signal() does nothing.
   void release() noexcept;
-  /// To its whole group, also when it has ended itself.
+  /// Sends a signal to the whole group, also after the process has ended.
   void signal(int number) const noexcept;
 
  private:

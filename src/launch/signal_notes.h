@@ -5,8 +5,8 @@
 
 namespace ddpkit::launch {
 
-/// Notes SIGINT, SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP instead of dying of them, while it lives.
-/// One at a time in a process.
+/// Records SIGINT, SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP, instead of their default action. At most
+/// one object per process.
 class SignalNotes {
  public:
   /// Does nothing unless `active`.
@@ -15,9 +15,9 @@ class SignalNotes {
   SignalNotes(const SignalNotes&) = delete;
   SignalNotes& operator=(const SignalNotes&) = delete;
 
-  /// Readable when there is a note; -1 when not active.
+  /// Readable if a signal is recorded; -1 if not active.
   int descriptor() const noexcept { return pipe_[0]; }
-  /// The oldest note, 0 when there is none.
+  /// Returns and removes the oldest signal; 0 if none.
   int take() noexcept;
 
  private:

@@ -36,7 +36,7 @@ int LocalLaunchResult::exit_code() const noexcept {
   if (first_failure) return first_failure->signal != 0 ? 128 + first_failure->signal : first_failure->exit_code;
   if (timed_out) return 124;
   if (stopped_by_signal != 0) {
-    // Ranks that end cleanly when told to have done what was asked of them.
+    // Ranks that exit with 0 after a signal to stop have succeeded.
     for (const RankExit& end : ranks) {
       if (!end.ok()) return 128 + stopped_by_signal;
     }

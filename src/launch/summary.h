@@ -7,7 +7,7 @@
 
 namespace ddpkit::launch {
 
-/// What the rank does, and its stack, in lines. `first_rank`: of this host, in the job.
+/// Returns lines with the rank's current activity and stack. `first_rank`: the first rank of this host in the job.
 std::string describe(const SilentRank& rank, int first_rank);
 
 }  // namespace ddpkit::launch
