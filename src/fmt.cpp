@@ -1,4 +1,4 @@
-// The functions of the fmt inside LibTorch's wheel, which ships headers only. Compiled once here, not in every source.
+// LibTorch's wheel has only the headers of fmt. This file compiles the functions once instead of in every source.
 #include <fmt/format-inl.h>
 
 #include <locale>

@@ -15,12 +15,12 @@ struct DistributedSampler::State {
   std::size_t size = 0;
   DistributedSamplerOptions options;
   sampling::Walk walk;
-  bool seen = false;    ///< Samples have been taken since set_epoch() or load().
-  bool warned = false;  ///< That set_epoch() was forgotten.
+  bool seen = false;    ///< Samples were read since set_epoch() or load().
+  bool warned = false;  ///< The warning about a missing set_epoch() was logged.
 
-  /// Of a rank, when all ranks share `left` samples.
+  /// Returns the samples per rank, for `left` samples of all ranks.
   std::size_t share_of(std::size_t left) const {
-    // Dropping the tail: the largest multiple of world_size; padding: the smallest. Both divided by world_size.
+    // drop_last: `left` rounded down to a multiple of world_size. Padding: rounded up.
     return (left + (options.drop_last ? 0 : walk.world_size() - 1)) / walk.world_size();
   }
   std::size_t num_samples(std::size_t begin = 0) const { return share_of(size - begin); }
@@ -42,7 +42,7 @@ struct DistributedSampler::State {
       std::iota(all.begin(), all.end(), std::size_t{0});
     std::vector<std::size_t> mine;
     mine.reserve(num_samples(begin));
-    // Past the end the list starts over, which is the padding.
+    // Padding repeats the beginning of the list.
     for (std::size_t i = 0; i < num_samples(begin); ++i)
       mine.push_back(all[(begin + walk.rank() + i * walk.world_size()) % size]);
     return mine;

@@ -13,8 +13,8 @@
 namespace ddpkit {
 
 struct DistributedWeightedSampler::State {
-  std::vector<double> up_to;  ///< Sum of the weights up to and with each index. [index]
-  std::size_t samples = 0;    ///< Of all ranks, before padding.
+  std::vector<double> up_to;  ///< Cumulative sum of the weights, including this index. [index]
+  std::size_t samples = 0;    ///< Samples of all ranks, before padding.
   std::uint64_t seed = 0;
   sampling::Walk walk;
 
@@ -23,7 +23,7 @@ struct DistributedWeightedSampler::State {
   }
 
   std::vector<std::size_t> draw(std::uint64_t epoch, std::size_t begin) const {
-    // Seed and epoch both go through the engine's own mixing: neighbouring ones share nothing.
+    // The engine's seed sequence mixes seed and epoch: adjacent seeds and epochs give independent sequences.
     std::seed_seq sequence{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32),
                            static_cast<std::uint32_t>(epoch), static_cast<std::uint32_t>(epoch >> 32)};
     std::mt19937_64 engine(sequence);
@@ -33,7 +33,7 @@ struct DistributedWeightedSampler::State {
     for (std::size_t i = 0; i < num_samples(begin) * walk.world_size(); ++i) {
       const double point = static_cast<double>(engine() >> 11) * 0x1p-53 * up_to.back();
       if (i % walk.world_size() != walk.rank()) continue;
-      // The first index whose sum lies beyond the point: never one of weight 0.
+      // The first index whose cumulative sum exceeds the point. Never an index with weight 0.
       const auto found = std::upper_bound(up_to.begin(), up_to.end(), point);
       mine.push_back(static_cast<std::size_t>(found - up_to.begin()));
     }

@@ -15,10 +15,11 @@ namespace {
 
 using sampling::Indices;
 
-// The samples of one batch, from the longest to the shortest, dealt out. [rank]
+// Distributes the samples of one batch to the ranks, from the longest to the shortest. [rank]
 std::vector<Indices> deal(const Indices& samples, const std::vector<std::int64_t>& lengths, std::size_t world_size) {
   const std::size_t least = samples.size() / world_size;
-  std::size_t with_one_more = samples.size() % world_size;  // Ranks that may still get one above `least`.
+  std::size_t with_one_more = samples.size() % world_size;  // Ranks that may still receive one sample more than
+                                                            // `least`.
   std::vector<Indices> shares(world_size);
   std::vector<std::int64_t> totals(world_size, 0);
   for (const std::size_t sample : samples) {
@@ -72,13 +73,13 @@ void LengthBucketedSampler::draw() {
   for (std::size_t begin = 0; begin < order.size(); begin += bucket) {
     const auto from = order.begin() + static_cast<std::ptrdiff_t>(begin);
     const auto to = order.begin() + static_cast<std::ptrdiff_t>(std::min(begin + bucket, order.size()));
-    // Equally long ones stay shuffled.
+    // Samples of equal length keep their shuffled order.
     std::stable_sort(from, to, is_longer);
     for (auto at = from; at < to;
          at += std::min<std::ptrdiff_t>(static_cast<std::ptrdiff_t>(options_.batch_size), to - at))
       all.emplace_back(at, at + std::min<std::ptrdiff_t>(static_cast<std::ptrdiff_t>(options_.batch_size), to - at));
   }
-  // Of all but the last bucket, batches are full: what remains is the last one's shortest samples.
+  // All buckets except the last have full batches. The rest are the shortest samples of the last bucket.
   if (options_.drop_last && all.back().size() < options_.batch_size) all.pop_back();
   Indices turns(all.size());
   std::iota(turns.rbegin(), turns.rend(), std::size_t{0});

@@ -32,7 +32,7 @@ class PrefetcherBase::Impl {
                       options.num_workers, options.prefetch_factor));
     ahead_ = std::int64_t{options.num_workers} * options.prefetch_factor;
     threads_.reserve(static_cast<std::size_t>(workers_));
-    // The number of threads is each thread's own, but the last one set is also what threads to come begin with.
+    // at::set_num_threads() is per thread, but the last value is also the initial value of new threads.
     const int before = at::get_num_threads();
     for (int i = 0; i < workers_; ++i) threads_.emplace_back([this] { work(); });
     std::unique_lock lock(mutex_);
@@ -86,7 +86,8 @@ class PrefetcherBase::Impl {
 
   void work() {
     std::unique_lock lock(mutex_);
-    at::get_num_threads();  // A thread's first look sets its number to the common one: before ours.
+    at::get_num_threads();  // The first call in a thread sets its number of threads to the global value. Call it before
+                            // setting ours.
     at::set_num_threads(1);
     if (++started_ == workers_) made_.notify_all();
     while (true) {
@@ -116,8 +117,8 @@ class PrefetcherBase::Impl {
 
   mutable std::mutex mutex_;
   std::condition_variable wanted_, made_;
-  std::int64_t next_ = 0;   ///< The first index that no worker has begun.
-  std::int64_t taken_ = 0;  ///< The next index to hand out.
+  std::int64_t next_ = 0;   ///< The first index that no worker has started.
+  std::int64_t taken_ = 0;  ///< The next index to return.
   int started_ = 0;
   bool end_ = false;
   std::map<std::int64_t, Slot> ready_;

@@ -91,7 +91,7 @@ void Walk::set_position(std::optional<std::size_t> position, std::size_t left) {
 }
 
 void Walk::save(torch::serialize::OutputArchive& archive) const {
-  // What lies behind the order's end is padding.
+  // Indices after the end of the order are padding.
   save_progress(archive, {progress_.epoch, std::min(length_, progress_.taken + position_.trained() * world_size_)});
 }
 

@@ -1,5 +1,5 @@
-// Tier 0: the standard library only. For GROUP_impl.cpp only. Everything is in an unnamed namespace: the linker keeps
-// one copy of a shared function, and this copy could have instructions that the processor lacks.
+// Tier 0: the standard library only. Only for GROUP_impl.cpp. Everything is in an unnamed namespace: of a function with
+// external linkage, the linker would keep one copy, which could have instructions that the processor lacks.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace ddpkit::kernels {
 namespace {
 
-/// How an element is stored, and as what it is accumulated.
+/// The storage type and the accumulator type of an element.
 template <class T>
 struct Element {
   using Storage = T;
@@ -33,8 +33,8 @@ struct Element<BFloat16> {
   static float load(std::uint16_t value) { return __builtin_bit_cast(float, static_cast<std::uint32_t>(value) << 16); }
   static std::uint16_t store(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    // A comparison of numbers would prevent vectorisation.
+    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // Rounds to nearest, ties to even.
+    // A floating-point comparison would prevent vectorization.
     const std::uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
     return static_cast<std::uint16_t>(nan ? 0x7fc0u : rounded);
   }

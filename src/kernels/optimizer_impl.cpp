@@ -1,8 +1,7 @@
-// Compiled once per variant, which the compiler vectorises. Everything but the kernels is in an unnamed namespace, and
-// nothing calls inline functions of other headers (see kernels/element.h).
+// Compiled once per variant and vectorized by the compiler. Everything except the kernels is in an unnamed namespace,
+// and no code calls inline functions of other headers (see kernels/element.h).
 //
-// Each element depends on the elements of the same number alone, in one pass over memory; the order of the operations
-// is torch::optim's.
+// The update is elementwise, in one pass over memory. The order of the operations is that of torch::optim.
 #include <cstddef>
 
 #include "kernels/element.h"
@@ -16,7 +15,7 @@ inline double square_root(double value) { return __builtin_sqrt(value); }
 inline float absolute(float value) { return __builtin_fabsf(value); }
 inline double absolute(double value) { return __builtin_fabs(value); }
 
-/// The type of the state beside parameters of type T.
+/// The type of the optimizer state for parameters of type T.
 template <class T, bool kMaster>
 struct StateOf {
   using Type = T;
@@ -26,7 +25,7 @@ struct StateOf<T, true> {
   using Type = float;
 };
 
-/// What is updated in place of a parameter: its master, unless the parameter has been written to since.
+/// Returns the value to update: the master, or the parameter if other code has written to it.
 template <class T>
 float master_of(float master, typename Element<T>::Storage parameter) {
   return Element<T>::store(master) == parameter ? master : Element<T>::load(parameter);
@@ -148,7 +147,7 @@ void sgd_of(const SgdArguments& a) {
   sgd_with<T, false>(a);
 }
 
-/// Sums run in this many lanes, whatever the vectors' width, so that all variants add in one order.
+/// Sums have this number of lanes for any vector width, so all variants add in the same order.
 constexpr std::size_t kLanes = 32;
 
 template <class T, NormKind kKind>

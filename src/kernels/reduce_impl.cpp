@@ -1,5 +1,5 @@
-// Compiled once per variant, which the compiler vectorises. Everything but the kernel is in an unnamed namespace, and
-// nothing calls inline functions of other headers (see kernels/element.h).
+// Compiled once per variant and vectorized by the compiler. Everything except the kernel is in an unnamed namespace,
+// and no code calls inline functions of other headers (see kernels/element.h).
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -22,7 +22,7 @@ struct Product {
     return static_cast<A>(a * b);
   }
 };
-// As in c10d's other backends a NaN on any rank must reach the result.
+// As in c10d's other backends, a NaN of any rank must be in the result.
 struct Min {
   template <class A>
   static A apply(A a, A b) {
@@ -54,14 +54,14 @@ struct Bxor {
   }
 };
 
-/// Elements of one pass: the accumulators stay in the L1 cache.
+/// Elements per pass: the accumulators fit into the L1 cache.
 constexpr std::size_t kBlock = 1024;
-/// Bytes of one pass where there is something to copy: small enough for the processor to fetch the lines it will write
-/// next while it still waits for those it reads.
+/// Bytes per pass if there is a buffer to copy. Small enough that the processor prefetches the next lines to write
+/// while it waits for the lines to read.
 constexpr std::size_t kCopyBlockBytes = 512;
 constexpr std::size_t kLineBytes = 64;
 
-/// Copies the part of a.copy_from that goes with elements [begin, begin + n), and asks for the lines that come next.
+/// Copies elements [begin, begin + n) of a.copy_from and prefetches the next lines.
 template <class S>
 void copy_along(const ReduceArguments& a, std::size_t begin, std::size_t n) {
   S* const to = static_cast<S*>(a.copy_to) + begin;
@@ -75,7 +75,7 @@ template <class T, class Op, bool kAverage>
 void reduce_typed(const ReduceArguments& a) {
   using S = typename Element<T>::Storage;
   using Accumulator = typename Element<T>::Accumulator;
-  // Neither the sum nor the number of inputs need fit the type of the integers whose mean is formed.
+  // For the mean of integers, the sum and the number of inputs may exceed the integer type.
   using A = std::conditional_t<kAverage && std::is_integral_v<T>, std::int64_t, Accumulator>;
   const auto load = [](S element) { return static_cast<A>(Element<T>::load(element)); };
   const auto store = [](A value) { return Element<T>::store(static_cast<Accumulator>(value)); };
@@ -87,7 +87,7 @@ void reduce_typed(const ReduceArguments& a) {
     if (a.copy_to) copy_along<S>(a, begin, n);
     const S* first = static_cast<const S*>(a.inputs[0]) + begin;
     if (a.input_count == 2 && a.output_count <= 2) {
-      // The common case, two ranks: one pass, nothing kept.
+      // The common case, two ranks: one pass without accumulators.
       const S* second = static_cast<const S*>(a.inputs[1]) + begin;
       S* out0 = static_cast<S*>(a.outputs[0]) + begin;
       S* out1 = static_cast<S*>(a.outputs[a.output_count - 1]) + begin;
@@ -100,7 +100,7 @@ void reduce_typed(const ReduceArguments& a) {
         }
         continue;
       }
-      // Element i of the outputs depends on element i of the inputs alone, so that overlap is harmless.
+      // Element i of the outputs depends only on element i of the inputs, so overlap is harmless.
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) {
         A value = Op::apply(load(first[i]), load(second[i]));
@@ -159,7 +159,7 @@ bool reduce_integer(Reduction op, const ReduceArguments& a) {
   }
 }
 
-/// A sum of truth values is true where any is, a product where all are, as in c10d. Bytes hold 0 or 1.
+/// As in c10d, the sum of bools is a logical or, and the product is a logical and. Bytes are 0 or 1.
 Reduction for_bool(Reduction op) {
   switch (op) {
     case Reduction::kSum:

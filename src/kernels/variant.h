@@ -1,20 +1,23 @@
 // Tier 0: the standard library only.
 //
-// GROUP_impl.cpp is compiled once per variant. A new group has GROUP.h, which declares `template <Variant> bool
-// kernel(Arguments&)`; GROUP_impl.cpp, which specialises the template for Variant::DDPKIT_VARIANT; GROUP.cpp, which
-// chooses the variant; and a line in src/CMakeLists.txt. Kernels return false for types that they do not know.
+// GROUP_impl.cpp is compiled once per variant. A new group of kernels needs:
+// - GROUP.h, which declares `template <Variant> bool kernel(Arguments&)`;
+// - GROUP_impl.cpp, which specializes the template for Variant::DDPKIT_VARIANT;
+// - GROUP.cpp, which selects the variant;
+// - a line in src/CMakeLists.txt.
+// Kernels return false for unsupported types.
 #pragma once
 
 #include <stdexcept>
 
 namespace ddpkit::kernels {
 
-/// Instruction sets. Each includes those before it.
+/// Instruction sets. Each set includes the previous sets.
 enum class Variant { kBaseline, kAvx2, kAvx512 };
 
-/// The best variant for this processor.
+/// Returns the best variant for this processor.
 Variant variant();
-/// "baseline", "avx2" or "avx512".
+/// Returns "baseline", "avx2" or "avx512".
 const char* variant_name();
 
 template <class T>

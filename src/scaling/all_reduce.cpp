@@ -11,12 +11,12 @@
 namespace ddpkit::scaling {
 namespace {
 
-/// 10^9 bytes a second move 1,000 bytes in a microsecond.
+/// 1 GB/s is 1,000 bytes per microsecond.
 double us_of(double bytes, double GBps) { return GBps > 0 ? bytes / (1e3 * GBps) : 0; }
 
 double levels(int ranks) { return std::ceil(std::log2(ranks)); }
 
-/// The share of a buffer that is not a rank's own.
+/// The share of a buffer that belongs to other ranks.
 double others(int ranks) { return static_cast<double>(ranks - 1) / ranks; }
 
 template <class Formula>

@@ -5,7 +5,7 @@
 namespace ddpkit::scaling {
 namespace {
 
-// Of what so many devices do in a step of `step_us`, over what one does in its own.
+// Throughput of all devices with steps of `step_us`, relative to one device.
 double speedup_of(const StepProfile& profile, double step_us, int devices, const StepOptions& options) {
   return (options.fixed_global_batch ? 1 : devices) * profile.step_us() / step_us;
 }

@@ -11,7 +11,7 @@
 namespace ddpkit::scaling {
 namespace {
 
-// All tables are NCCL 2.30's, src/graph/tuning.cc; times in us, bandwidths in GB/s.
+// All tables are from NCCL 2.30, src/graph/tuning.cc. Times in us, bandwidths in GB/s.
 
 enum Protocol { kLL, kLL128, kSimple, kProtocols };
 constexpr std::array<const char*, kProtocols> kProtocolNames = {"LL", "LL128", "Simple"};
@@ -35,7 +35,7 @@ constexpr Caps kTreeLL128 = {{{20, 20, 20}, {20, 20, 20}, {36.7, 36.7, 29}, {55.
 constexpr Caps kTree = {{{26.5, 18.5, 10}, {24, 23.6, 17.8}, {38.7, 41.4, 36}, {70, 42.8, 24}}};
 constexpr Caps kNvlsTree = {{{0, 0, 0}, {0, 0, 0}, {0, 57.7, 45.5}, {0, 96, 80}}};
 
-// Trees keep to the model badly at medium sizes: factors for 64 B to 256 MB in powers of two.
+// Correction factors of the tree model at medium sizes, for 64 B to 256 MB in powers of two.
 constexpr std::array<std::array<double, 23>, kProtocols> kTreeCorrection = {{
     {1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1},
     {1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1},
@@ -45,8 +45,7 @@ constexpr std::array<std::array<double, 23>, kProtocols> kTreeCorrection = {{
 struct Size {
   double bytes, share;
 };
-// Modelled over measured time of NVLS with eight H100: see docs/scaling.md. Straight lines over log(bytes)
-// between.
+// Modelled time over measured time of NVLS with eight H100: see docs/scaling.md. Linear interpolation over log(bytes).
 constexpr std::array<Size, 6> kNvlsMeasured = {
     {{1 << 20, 1}, {2 << 20, .85}, {4 << 20, .73}, {8 << 20, .645}, {16 << 20, .66}, {512 << 20, 1}}};
 
@@ -61,7 +60,7 @@ double nvls_share(double bytes) {
   return kNvlsMeasured.back().share;
 }
 
-/// One number of ranks on a cluster.
+/// A number of ranks on a cluster.
 class Job {
  public:
   Job(const GpuCluster& cluster, int ranks)
@@ -69,7 +68,7 @@ class Job {
         ranks_(ranks),
         nodes_((ranks + cluster.gpus_per_node - 1) / cluster.gpus_per_node),
         per_node_((ranks + nodes_ - 1) / nodes_) {
-    // Whole nodes are assumed: a last node that is not full is no faster than the others.
+    // Assumes full nodes: a partly filled last node is no faster than the others.
     const double network = cluster.network_GBps;
     bandwidth_ = nodes_ == 1 ? cluster.node_GBps : std::min(cluster.node_GBps, network);
     channels_ = nodes_ == 1 ? cluster.channels : cluster.network_channels;
@@ -153,9 +152,9 @@ class Job {
 }  // namespace
 
 const std::vector<GpuCluster>& gpu_clusters() {
-  // node_GBps is what nccl-tests show where it is known: 370 on H100, 235 on A100 (nccl-tests issues 212, 119). A
-  // network card of 400 Gb/s moves 48 GB/s, of 200 Gb/s 24, of 100 Gb/s 12 (NCCL's search ladder), of which clusters of
-  // more than two nodes reach nine tenths (nccl issue 1221).
+  // node_GBps is the result of nccl-tests if known: 370 on H100, 235 on A100 (nccl-tests issues 212, 119). A network
+  // card of 400 Gb/s moves 48 GB/s, of 200 Gb/s 24, of 100 Gb/s 12 (NCCL's search ladder). Clusters of more than two
+  // nodes reach nine tenths of this (nccl issue 1221).
   static const std::vector<GpuCluster> clusters = {
       {.name = "h100", .nvls_channels = 8, .nvls_channel_GBps = 40, .network_GBps = .9 * 8 * 48, .price_per_hour = 3},
       {.name = "h100-ethernet",

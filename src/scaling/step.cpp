@@ -9,10 +9,10 @@
 namespace ddpkit::scaling {
 namespace {
 
-/// Of which a step is predicted one by one.
+/// Limit of the number of buckets that are simulated one by one.
 constexpr double kMostBuckets = 1e6;
 
-/// Of `values`, between which it interpolates.
+/// Quantile of `values`, with linear interpolation.
 double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
   const double at = q * static_cast<double>(values.size() - 1);

@@ -1,12 +1,12 @@
-// Which threads keep casts of weights within an Autocast.
+// Controls which threads cache weight casts within an Autocast.
 #pragma once
 
 namespace ddpkit::optim {
 
-/// Scopes on the calling thread keep no casts from now on, and clear none. LibTorch keeps those of all threads in one
-/// place, which the end of any thread's outermost scope clears: of threads that work on one step side by side, one
-/// would lose its casts when another is done, and a weight that it uses twice would be cast once or twice, as it comes,
-/// with another rounding of its gradient.
+/// Disables the cast cache for later scopes on the calling thread; clears nothing. LibTorch has one cache for all
+/// threads, and the end of any thread's outermost scope clears it. With several threads in one step, a thread could
+/// lose its casts when another thread finishes. A weight with two uses would then be cast once or twice, depending on
+/// timing, and its gradient would be rounded differently.
 void keep_no_casts();
 
 }  // namespace ddpkit::optim

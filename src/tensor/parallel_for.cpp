@@ -9,8 +9,8 @@ namespace ddpkit::simd {
 void parallel_for(std::int64_t count, std::int64_t grain, c10::function_ref<void(std::int64_t, std::int64_t)> body) {
   if (count <= 0) return;
   if (count < grain || at::get_num_threads() == 1) return body(0, count);
-  // An iterator shares its elements out among the threads inside LibTorch. Its elements are never touched: an address
-  // only tells which they are.
+  // TensorIterator partitions its elements among LibTorch's threads. The elements are never accessed: only their
+  // addresses are used, as indices.
   const at::Tensor numbers = at::empty({count}, at::kByte);
   const char* const first = static_cast<const char*>(numbers.const_data_ptr());
   auto iterator = at::TensorIteratorConfig().add_const_input(numbers).build();

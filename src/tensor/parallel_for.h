@@ -11,25 +11,25 @@
 
 namespace ddpkit::simd {
 
-/// Calls `body(begin, end)` on parts of [0, count) on LibTorch's own threads, and returns when all is done; on this
-/// thread alone where count < grain or at::get_num_threads() is 1. at::parallel_for would do the same, but is a
-/// template that runs on one thread unless OpenMP is on where it is compiled.
+/// Calls `body(begin, end)` on parts of [0, count) on LibTorch's threads and returns after all calls. Runs on the
+/// calling thread alone if count < grain or at::get_num_threads() is 1. Replaces at::parallel_for, a template that runs
+/// on one thread if the including file is compiled without OpenMP.
 void parallel_for(std::int64_t count, std::int64_t grain, c10::function_ref<void(std::int64_t, std::int64_t)> body);
 
 }  // namespace ddpkit::simd
 
 namespace ddpkit::optim {
 
-/// Elements that one thread does at a time: enough to be worth a thread's start, few enough to share out evenly.
+/// Elements per block: large enough for the overhead of a thread, small enough for an even partition.
 constexpr std::size_t kBlockElements = std::size_t{1} << 14;
-/// Blocks from which on several threads are worth it.
+/// Minimum number of blocks for several threads.
 constexpr std::int64_t kBlocksGrain = 4;
 
 constexpr std::size_t blocks_of(std::size_t numel) { return (numel + kBlockElements - 1) / kBlockElements; }
 
-/// Shares the elements of many tensors, the largest and the smallest, out among LibTorch's threads. Calls
-/// `body(task, begin, count)` for elements [begin, begin + count) of tensor number `task`, in parts that start at
-/// multiples of kBlockElements and are as long as one thread has them.
+/// Partitions the elements of tensors of different sizes among LibTorch's threads. Calls `body(task, begin, count)` for
+/// elements [begin, begin + count) of tensor number `task`. The parts start at multiples of kBlockElements. Consecutive
+/// blocks of one thread form one part.
 template <class Body>
 void for_blocks(const std::vector<std::size_t>& numels, const Body& body) {
   std::vector<std::size_t> ends;  // [task], in blocks
@@ -51,7 +51,7 @@ void for_blocks(const std::vector<std::size_t>& numels, const Body& body) {
   simd::parallel_for(static_cast<std::int64_t>(total), kBlocksGrain, some);
 }
 
-/// `pointer`, `elements` of `element_bytes` further on; null stays null.
+/// Returns `pointer` plus `elements` of `element_bytes`; null for null.
 template <class T>
 T* advance(T* pointer, std::size_t elements, std::size_t element_bytes) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;

@@ -9,7 +9,7 @@ namespace ddpkit {
 
 void stream_waits(const c10::Stream& waiter, const c10::Stream& of) {
   if (waiter == of) return;
-  // Without timing, an event costs the device next to nothing. It may go out of scope at once: the device keeps it.
+  // An event without timing costs the device almost nothing. It may go out of scope immediately: the device keeps it.
   c10::Event reached(of.device_type());
   reached.record(of);
   reached.block(waiter);

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Which stream waits for which, on any accelerator; on the CPU nothing does anything.
+// Tier 1: ATen/core/Tensor.h. Synchronization of streams on any accelerator. On the CPU, the functions do nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,25 +10,25 @@
 
 namespace ddpkit {
 
-/// What `of` has been given so far is over before what `waiter` is given from now on begins. The host does not wait.
-/// `waiter` and `of` may belong to different devices.
+/// Later work on `waiter` starts after the work queued so far on `of` has finished. The host does not wait. The streams
+/// may belong to different devices.
 void stream_waits(const c10::Stream& waiter, const c10::Stream& of);
 
-/// The streams of one device that have been given work on the same memory. A set of at most a few; not thread-safe.
+/// The streams of one device with work on the same memory. For a few streams; not thread-safe.
 class StreamSet {
  public:
   explicit StreamSet(c10::Device device);
 
-  /// False on the CPU, where there are no streams.
+  /// Returns false on the CPU, which has no streams.
   bool has_streams() const noexcept { return has_streams_; }
-  /// The calling thread's current stream of the device; empty on the CPU.
+  /// Returns the calling thread's current stream of the device; empty on the CPU.
   std::optional<c10::Stream> current() const;
 
-  /// Adds the current stream. Whether it is new here.
+  /// Adds the current stream. Returns whether it was not in the set.
   bool add_current();
-  /// The current stream waits for what all others in the set have been given so far.
+  /// The current stream waits for the work queued so far on all other streams of the set.
   void current_waits() const;
-  /// The allocator gives the tensor's memory to nobody else before the streams are done with what they have so far.
+  /// The allocator does not reuse the tensor's memory before the streams have finished the work queued so far.
   void keep_alive(const at::Tensor& tensor) const;
   void clear() noexcept { streams_.clear(); }
   const std::vector<c10::Stream>& streams() const noexcept { return streams_; }

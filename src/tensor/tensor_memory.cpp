@@ -54,15 +54,15 @@ bool same_memory_layout(const at::Tensor& a, const at::Tensor& b) {
 bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& added) {
   std::size_t known = 1;
   if (added.defined() && added.has_storage() && added.is_alias_of(gradient)) {
-    ++known;  // The tensor has become the gradient. Backward releases its handle after this hook.
-    // A view holds its base, which here is mostly a product that was transposed.
+    ++known;  // Autograd stored the tensor as the gradient. Backward releases its reference after this hook.
+    // A view holds a reference to its base, usually the product that was transposed.
     if (added.is_view() && added._base().use_count() == 1) ++known;
   }
   return gradient.storage().use_count() == known;
 }
 
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
-  // For many small tensors: a tenth of the time of a call through the dispatcher.
+  // For many small tensors, this takes a tenth of the time of a call through the dispatcher.
   if (to.is_cpu() && from.is_cpu() && same_memory_layout(to, from)) {
     std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
   } else {
