@@ -8,8 +8,8 @@
 
 namespace ddpkit::train {
 
-/// What torch's archives hand their bytes to. Torch calls it from C code, which no exception may cross: the first one
-/// is kept, and torch finishes.
+/// Receives the bytes of torch's archives. Torch calls write() from C code, which must not see exceptions. The first
+/// exception is stored, and torch continues.
 class ArchiveWriter {
  public:
   explicit ArchiveWriter(std::function<void(const void* data, std::size_t bytes)> sink) : sink_(std::move(sink)) {}
@@ -23,7 +23,7 @@ class ArchiveWriter {
     return bytes;
   }
 
-  /// After the archive's end. Throws what write() has kept.
+  /// Call after the end of the archive. Throws the exception stored by write().
   void finish() {
     if (failure_) std::rethrow_exception(failure_);
   }

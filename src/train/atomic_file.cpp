@@ -18,8 +18,8 @@
 namespace ddpkit::train {
 namespace {
 
-// A rename is durable only once the folder is. Some file systems cannot sync a folder: nothing is lost by that but
-// durability, so it is no error.
+// A rename is durable only after a sync of the folder. Some file systems cannot sync a folder: this loses only
+// durability, so it is not an error.
 void sync_folder_of(const std::filesystem::path& path) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -38,9 +38,9 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   while (descriptor_ < 0) {
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (descriptor_ < 0) fail("create");
-    // File systems without locks have other errors.
+    // File systems without locks return other errors.
     const bool is_taken = ::flock(descriptor_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-    // Another writer may have given the file its name since open().
+    // Another writer may have renamed the file since open().
     if (is_taken || !is_temporary()) ::close(std::exchange(descriptor_, -1));
     if (is_taken)
       throw InvalidArgument(fmt::format(
@@ -113,7 +113,7 @@ void AtomicFile::give_name(const std::filesystem::path& path, const std::filesys
     copy.commit();
     return;
   }
-  // Where both names are the same file already, rename() leaves the first one there.
+  // If both names are links to the same file, rename() does not remove the first name.
   if (::rename(second.c_str(), name.c_str()) != 0) {
     const std::string reason = std::generic_category().message(errno);
     ::unlink(second.c_str());

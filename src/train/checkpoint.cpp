@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kWhat = "checkpoint";
 
-// What all ranks must give before rank 0 can write. Collective. [rank]
+// Collects what rank 0 needs from all ranks before it can write. Collective. [rank]
 std::vector<std::string> prepare(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                                  const std::vector<CheckpointPart>& parts, const ProcessGroup& group,
                                  bool check_parameters) {
@@ -76,13 +76,14 @@ CheckpointInfo read_checkpoint_info(const std::filesystem::path& path) {
   return info_of_archive(path.string(), read_file_bytes(path, kWhat));
 }
 
-/// The file under way, and what became of it.
+/// The file in progress and its result.
 struct Checkpoint::Writer {
   std::thread thread;
   std::exception_ptr failure;
-  std::string bytes;  ///< Of the file under way; kept, since fresh memory costs as much as the copy into it.
+  std::string bytes;  ///< Content of the file. Kept between files, because allocation of new memory costs as much as
+                      ///< the copy.
 
-  /// Ends the writing under way; throws what it failed with.
+  /// Waits for the current write. Throws its error.
   void finish() {
     if (thread.joinable()) thread.join();
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
@@ -123,7 +124,7 @@ void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optim
     write_archive([&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); },
                   module, optimizer, info, parts, states);
     writer_->thread = std::thread([this, files] {
-      // Only this thread's, on Linux: on full cores the steps go first.
+      // On Linux this affects only this thread. On busy cores the training steps have priority.
       ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), 19);
       try {
         write_checkpoint_files(files, [&](const Sink& sink) { sink(writer_->bytes.data(), writer_->bytes.size()); });
@@ -143,7 +144,7 @@ CheckpointInfo Checkpoint::load(torch::nn::Module& module, torch::optim::Optimiz
   wait();
   try {
     return load_checkpoint(path_, module, optimizer, *group_, parts);
-  } catch (const InvalidArgument&) {  // On all ranks alike.
+  } catch (const InvalidArgument&) {  // All ranks throw the same error.
     bool recovered = false;
     run_together(*group_, [&] { recovered = group_->rank() == 0 && recover_checkpoint(path_); });
     if (broadcast_bytes(*group_, recovered ? "recovered" : "").empty()) throw;

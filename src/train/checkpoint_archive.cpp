@@ -37,20 +37,20 @@ constexpr std::string_view kFormat = "ddpkit checkpoint 2";
 constexpr std::string_view kZipStart = "PK\x03\x04";
 constexpr std::string_view kZipEnd = "PK\x05\x06";
 
-/// A fused optimizer writes and reads the archives of torch::optim's.
+/// A fused optimizer has the archive format of its torch::optim counterpart.
 std::string kind_named(const std::string& type) {
   const std::string_view fused = "ddpkit::optim::Fused";
   return type.starts_with(fused) ? "torch::optim::" + type.substr(fused.size()) : type;
 }
 
-/// A sharded optimizer writes and reads what the one inside does on a process alone.
+/// A sharded optimizer has the archive format of its inner optimizer.
 std::string kind_of(const torch::optim::Optimizer& optimizer) {
   if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer))
     return kind_of(sharded->inner());
   return kind_named(c10::demangle(typeid(optimizer).name()));
 }
 
-// A checkpoint whose format has been checked.
+// A checkpoint with a checked format.
 struct OpenCheckpoint {
   InputArchive archive;
   CheckpointInfo info;
@@ -69,7 +69,7 @@ class Bytes : public caffe2::serialize::ReadAdapterInterface {
   std::string_view bytes_;
 };
 
-// Torch's archives may hold TorchScript, which runs when they are read; a checkpoint's classes have no functions.
+// Torch archives may contain TorchScript, which runs when it is loaded. Classes in a checkpoint have no functions.
 void refuse_code(const std::string& path, const std::string& bytes) {
   caffe2::serialize::PyTorchStreamReader archive(std::make_shared<Bytes>(bytes));
   for (const std::string& name : archive.getAllRecords()) {
@@ -86,7 +86,7 @@ OpenCheckpoint open_checkpoint(const std::string& path, const std::string& bytes
   }
   switch (check_seal(bytes)) {
     case SealState::kNone:
-      // A zip file's directory stands at its end, behind the last tensor: a file cut anywhere has lost it.
+      // The directory of a zip file is at the end of the file: a truncated file has none.
       if (bytes.rfind(kZipEnd) == std::string::npos)
         throw InvalidArgument(fmt::format(
             "the checkpoint {} is truncated: it ends after {} bytes, before its directory", path, bytes.size()));
@@ -121,7 +121,7 @@ OpenCheckpoint open_checkpoint(const std::string& path, const std::string& bytes
   return checkpoint;
 }
 
-// A tensor of the model and the value it will get.
+// A tensor of the model and its restored value.
 struct Restored {
   at::Tensor target;
   at::Tensor value;
@@ -145,8 +145,8 @@ Restored match(const std::string& path, InputArchive& archive, const std::string
   return {target, value};
 }
 
-// Pairs every tensor of `module` with its value in the archive, in the model's order, and looks for what it has too
-// many.
+// Pairs every tensor of `module` with its value in the archive, in the model's order. Throws for additional tensors in
+// the archive.
 void match_module(const std::string& path, InputArchive& archive, const std::string& prefix, torch::nn::Module& module,
                   std::vector<Restored>& restored) {
   std::vector<std::string> names;
@@ -179,7 +179,7 @@ void match_module(const std::string& path, InputArchive& archive, const std::str
   }
 }
 
-// This rank's own.
+// Reads the state of this rank.
 RankState match_rank_state(const std::string& path, InputArchive& archive, torch::nn::Module& module,
                            const std::vector<CheckpointPart>& parts, int rank) {
   at::Tensor state;

@@ -1,4 +1,4 @@
-// What a checkpoint's file holds, and how it gets into a model.
+// Writes and reads the content of checkpoint files.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@
 
 namespace ddpkit::train {
 
-/// An archive without its seal. `rank_states`: see gather_rank_states(). What `sink` throws, it throws.
+/// Writes an archive without its seal. `rank_states`: see gather_rank_states(). Passes exceptions of `sink` to the
+/// caller.
 void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                    const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
                    const std::vector<std::string>& rank_states);

@@ -24,7 +24,7 @@ fs::path numbered(const fs::path& path, std::int64_t step) {
   return path.parent_path() / fmt::format("{}-{}{}", path.stem().string(), step, path.extension().string());
 }
 
-// The siblings that numbered() names, newest first.
+// Returns the files named by numbered(), newest first.
 std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) {
   std::vector<std::pair<std::int64_t, fs::path>> found;
   const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
@@ -48,13 +48,13 @@ void write_checkpoint_files(const CheckpointFiles& files, const std::function<vo
   Seal seal([&](const void* data, std::size_t bytes) { file.write(data, bytes); });
   write([&](const void* data, std::size_t bytes) { seal.write(data, bytes); });
   seal.finish();
-  // The run's other names first: what stands under the path itself is never ahead of them.
+  // `path` is written last, so it is never newer than the other names.
   if (files.best) file.commit_as(*files.best);
   if (files.keep > 1) file.commit_as(numbered(files.path, files.step));
   file.commit();
   if (files.keep == 1) return;
   const auto older = older_ones(files.path);
-  // Those of later steps are of a course that this run has left by going back.
+  // Removes checkpoints of later steps: the run abandoned them when it resumed from an earlier step.
   std::size_t kept = 0;
   for (const auto& [step, path] : older) {
     std::error_code ignored;
@@ -87,7 +87,8 @@ bool recover_checkpoint(const std::filesystem::path& path) {
   if (!older) return false;
   fs::path damaged = path;
   damaged += ".damaged";
-  // Each name stands for a whole file at any moment: first a second name for the damaged one, then the exchange.
+  // Each name refers to a complete file at all times: first link the damaged file to a second name, then replace the
+  // first name.
   AtomicFile::give_name(path, damaged);
   AtomicFile::give_name(*older, path);
   say(fmt::format("{}; going on from {} (the damaged one is kept as {})", damage, older->string(), damaged.string()));

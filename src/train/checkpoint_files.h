@@ -1,4 +1,4 @@
-// A run's checkpoints as files: which there are, and how a new one takes its place.
+// The checkpoint files of a run: finds them and replaces old files.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ struct CheckpointFiles {
   std::filesystem::path path;
   int keep = 1;  ///< See CheckpointOptions.
   std::int64_t step = 0;
-  std::optional<std::filesystem::path> best = std::nullopt;  ///< The new one under this name too.
+  std::optional<std::filesystem::path> best = std::nullopt;  ///< Also write the new checkpoint to this path.
 };
 
-/// Writes the archive that `write` gives, and its seal, to all names of the new checkpoint, `path` last, and removes
-/// those that are too old. Throws Error; what stood there then stands.
+/// Writes the archive from `write` and its seal to all names of the new checkpoint, `path` last. Then removes
+/// checkpoints that are too old. Throws Error; the previous checkpoint is then unchanged.
 void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write);
 
-/// The newest of the siblings of `path` that CheckpointOptions::keep leaves, of those that are whole.
+/// Returns the newest intact file among the siblings of `path` that CheckpointOptions::keep keeps.
 std::optional<std::filesystem::path> newest_good_checkpoint(const std::filesystem::path& path);
 
 }  // namespace ddpkit::train

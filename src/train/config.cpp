@@ -21,7 +21,7 @@ namespace {
 
 constexpr const char* kCommandLine = "the command line";
 
-// Strict: the whole text, and no NaN or infinity.
+// Strict: parses the whole text and rejects NaN and infinity.
 template <class T>
 std::optional<T> to_number(const std::string& text) {
   T value{};

@@ -1,4 +1,4 @@
-// Tier 0. How Config gets its entries out of YAML.
+// Tier 0. Reads the entries of Config from YAML.
 #pragma once
 
 #include <ddpkit/train/config.h>
@@ -9,21 +9,21 @@ class Node;
 
 namespace ddpkit::train {
 
-/// What config files may hold at most: aliases repeat what they stand for, itself among it.
+/// Maximum number of values in config files. A YAML alias repeats its value and may contain itself.
 constexpr int kMostConfigValues = 10'000;
 constexpr int kMostConfigLevels = 64;
 
-/// Collects the entries of one Config from any number of files, within bounds on their number, size and depth.
+/// Collects the entries of one Config from several files. Limits number, size and depth.
 struct Config::Loader {
   std::map<std::string, Entry>& entries;
-  std::vector<std::filesystem::path> under_way = {};  ///< Files that include one another, the outermost first.
+  std::vector<std::filesystem::path> under_way = {};  ///< Files being included, the outermost first.
   int files = 0;
   int values = 0;
 
   void load(const std::filesystem::path& file, const std::string& included_from);
-  /// All keys of `text`; a `defaults:` list is followed where `folder` is given.
+  /// Adds all keys of `text`. Follows a `defaults:` list if `folder` is given.
   void add(const std::string& text, const std::string& name, const std::optional<std::filesystem::path>& folder);
-  /// `where` for all of it, or FILE:LINE of each value where `line_of` is the file.
+  /// The source of each value is `name`, or FILE:LINE with `has_lines`.
   void flatten(const std::string& key, const YAML::Node& node, const std::string& name, bool has_lines, int depth,
                std::map<std::string, Entry>& into);
 

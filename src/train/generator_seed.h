@@ -1,4 +1,4 @@
-// Tier 0. By which epoch the random generators of this process were seeded.
+// Tier 0. The seed of this process's random generators.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace ddpkit::train {
 
-/// What seed_epoch() has last seeded by; empty: it has not.
+/// Returns the last seed of seed_epoch(); empty if it was not called.
 std::optional<std::uint64_t> generator_seed();
 
-/// A checkpoint has put back the generators of an epoch seeded by `seed`.
+/// Records that a checkpoint restored generators seeded by `seed`.
 void note_restored_generators(std::optional<std::uint64_t> seed);
 
 }  // namespace ddpkit::train

@@ -31,7 +31,7 @@ constexpr std::chrono::milliseconds kTimeToSpeak{500};
 constexpr std::chrono::milliseconds kTimeToStartAndSpeak{3000};
 constexpr std::chrono::milliseconds kStoreLimit{1000};
 
-// Torch puts a stack trace behind the message, for some exceptions even into what_without_backtrace().
+// Torch appends a stack trace to messages, for some exceptions even to what_without_backtrace().
 std::string_view without_backtrace(std::string_view text) {
   return text.substr(0, text.find("\nException raised from"));
 }
@@ -49,7 +49,7 @@ std::string on_one_line(std::string_view text) {
   return line;
 }
 
-// Before the ranks have met, what is wrong with an option is wrong with it on all of them: one rank a host says so.
+// Before the rendezvous, all ranks report the same option errors: only one rank per host prints them.
 bool speaks_for_host() {
   try {
     return read_launch_environment().local_rank == 0;
@@ -58,10 +58,11 @@ bool speaks_for_host() {
   }
 }
 
-// What abort() tells the other ranks begins with this: they need not repeat it.
+// Prefix of the error that abort() sends to the other ranks. They must not print it again.
 constexpr std::string_view kReported = "it reports: ";
 
-// True for the first rank of the job that asks. `without_store` is the answer when the store has gone with its rank.
+// Returns true for the first rank of the job that asks. `without_store`: the result if the store has ended with its
+// rank.
 bool is_first_to_report(const ProcessGroup& group, bool without_store) {
   if (!group.store()) return true;
   auto answered = std::make_shared<std::promise<bool>>();
@@ -73,8 +74,7 @@ bool is_first_to_report(const ProcessGroup& group, bool without_store) {
       answered->set_value(without_store);
     }
   };
-  // In a thread of its own, which is left behind when there is no answer: where the network has gone the store waits
-  // for as long as TCP does.
+  // Runs in a detached thread: without a network the store blocks until the TCP timeout.
   try {
     std::thread(ask).detach();
   } catch (const std::system_error&) {
@@ -83,7 +83,7 @@ bool is_first_to_report(const ProcessGroup& group, bool without_store) {
   return answer.wait_for(kStoreLimit) == std::future_status::ready ? answer.get() : true;
 }
 
-// Whether this rank is the one to print `error`; tells the others of one that they cannot know of.
+// Returns whether this rank prints `error`. Sends errors that the other ranks cannot detect to them.
 bool is_ours_to_report(const Error* error, const std::string& sentence, const ProcessGroup& group) {
   if (group.world_size() == 1) return true;
   const std::optional<int> culprit = error ? error->context().rank : std::nullopt;
@@ -95,14 +95,14 @@ bool is_ours_to_report(const Error* error, const std::string& sentence, const Pr
   const bool is_on_all_ranks =
       culprit || dynamic_cast<const CollectiveMismatch*>(error) || dynamic_cast<const ModelMismatch*>(error);
   if (is_on_all_ranks) return culprit.value_or(0) == group.rank();
-  // Ours alone, or met by each rank for itself. No store: rank 0 has ended, so it was the first to fail.
+  // An error of this rank only, or of each rank separately. Without the store, rank 0 has ended, so rank 0 failed
+  // first.
   const bool reports = is_first_to_report(group, false);
   group.abort(std::string(kReported) + sentence);
   return reports;
 }
 
-// From here on the store may have gone with its rank: c10d logs that with a stack trace, of which nobody learns
-// anything.
+// The store may end with its rank from now on. c10d would log this with a useless stack trace.
 void silence_c10d() {
   constexpr int kErrorsOnly = 2;
   if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = kErrorsOnly;
@@ -131,16 +131,16 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   if (speaks) {
     say(fmt::format("{}: {}", program, sentence));
   } else {
-    // A launcher ends the other ranks when the first one does: that must not be before the one that speaks has spoken.
-    // It ends this sleep as well.
+    // A launcher ends all ranks when the first rank exits. This rank waits until the reporting rank has printed. The
+    // launcher's signal also ends the sleep.
     std::this_thread::sleep_for(state.group() ? kTimeToSpeak : kTimeToStartAndSpeak);
-    // No other rank has failed, or the launcher would have ended this one.
+    // No other rank failed: the launcher would have ended this rank.
     if (may_be_alone) say(fmt::format("{}: {}", program, sentence));
   }
   return code;
 }
 
-// What is still in stdio's buffer may not fit on the disk, and what was in it before may not have done so.
+// stdio's buffer may not fit on a full disk, or an earlier write may have failed.
 void check_stdout() {
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw Error("cannot write to stdout");
 }

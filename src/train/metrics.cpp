@@ -19,7 +19,7 @@ namespace ddpkit::train {
 
 IndexRange evaluation_share(std::int64_t size, int rank, int world_size) {
   const std::int64_t each = size / world_size;
-  const std::int64_t extra = size % world_size;  // The first `extra` ranks take one more.
+  const std::int64_t extra = size % world_size;  // The first `extra` ranks receive one more sample.
   const std::int64_t begin = rank * each + std::min<std::int64_t>(rank, extra);
   return {.begin = begin, .end = begin + each + (rank < extra ? 1 : 0)};
 }
@@ -57,10 +57,10 @@ std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>&
   return bytes;
 }
 
-/// What was added on one device.
+/// Sums of one device.
 struct ClassificationMetrics::Sums {
-  at::Tensor confusion;  ///< [classes * classes] int64, by target * classes + predicted.
-  at::Tensor loss;       ///< Sum over the samples, and their number: [2] float64.
+  at::Tensor confusion;  ///< [classes * classes] int64, index target * classes + predicted.
+  at::Tensor loss;       ///< Sum over the samples, and number of samples: [2] float64.
 };
 
 ClassificationMetrics::ClassificationMetrics(std::int64_t classes)
@@ -107,7 +107,7 @@ void ClassificationMetrics::add_loss(const at::Tensor& mean_loss, std::int64_t s
 }
 
 at::Tensor ClassificationMetrics::all_sums() const {
-  // Counts as doubles: exact up to 2^53, and in one all-reduce with the loss.
+  // double counts are exact up to 2^53 and share one all-reduce with the loss.
   const at::Tensor all = at::zeros({classes_ * classes_ + 2}, at::kDouble);
   const std::lock_guard lock(*mutex_);
   for (const auto& [device, sums] : sums_) {

@@ -13,7 +13,7 @@
 namespace ddpkit::train {
 namespace {
 
-/// In the order of Python's state_dict(): a module's parameters, its buffers, then its children.
+/// In the order of Python's state_dict(): parameters, buffers, then children of a module.
 void collect(const torch::nn::Module& module, const std::string& prefix, StateDict& state) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
     if (item.value().defined()) state[prefix + item.key()] = item.value().detach();

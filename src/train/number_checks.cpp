@@ -1,4 +1,4 @@
-// Numbers on a command line, strictly read.
+// Strict parsing of numbers on the command line.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -14,7 +14,7 @@
 namespace ddpkit::train {
 namespace {
 
-/// `must_be`: what it says of others. `shown`: in --help.
+/// `must_be`: the requirement in the error message. `shown`: text in --help.
 template <class Holds>
 CLI::Validator number_that(const Holds& holds, const std::string& must_be, const std::string& shown) {
   return CLI::Validator(

@@ -37,7 +37,7 @@ using torch::optim::OptimizerParamState;
 using States = std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>>;
 using MakeState = std::function<std::unique_ptr<OptimizerParamState>()>;
 
-/// Of a number, or of a tensor of one, as which Python keeps steps and may keep learning rates.
+/// Returns a number, or the value of a scalar tensor. Python stores steps, and sometimes learning rates, as tensors.
 double number_of(const StateValue& value) {
   const auto* tensor = value.get_if<at::Tensor>();
   if (!tensor) return value.to_double();
@@ -50,7 +50,7 @@ bool flag_of(const StateDict& group, const std::string& name) {
   return value && !value->is_none() && value->to_bool();
 }
 
-/// A copy of state `name` in the parameter's layout and on its device; undefined where it is not there.
+/// Returns a copy of state `name` with the parameter's layout and device; undefined if the state does not exist.
 at::Tensor tensor_of(const StateDict& state, const std::string& name, const at::Tensor& parameter,
                      at::ScalarType dtype) {
   const StateValue* value = state.find(name);
@@ -67,7 +67,7 @@ void put(StateDict& state, const std::string& name, const at::Tensor& tensor) {
   if (tensor.defined()) state[name] = tensor.detach().clone();
 }
 
-/// Adam and AdamW, which LibTorch gives types with the same members.
+/// Adam and AdamW: LibTorch has two types with the same members.
 template <class Options, class State, bool kDecoupled>
 struct AdamLayout {
   static StateDict group(const OptimizerOptions& any, bool maximize) {
@@ -175,7 +175,7 @@ StateDict state_in(const Optimizer& optimizer, bool maximize) {
   return {{"state", std::move(states)}, {"param_groups", std::move(groups)}};
 }
 
-/// All that may throw comes before anything changes.
+/// Throws before it changes anything.
 template <class Layout>
 void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState& make_state, const StateDict& state) {
   const bool maximize = fused && fused->fused_options().maximize;
@@ -224,7 +224,7 @@ void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState
   fused ? fused->replace_state(replace) : replace();
 }
 
-/// Calls `function(Layout, State)` for the kind that `optimizer` is.
+/// Calls `function(Layout, State)` for the type of `optimizer`.
 template <class Function>
 void with_layout(const Optimizer& optimizer, const Function& function) {
   using AdamW = AdamLayout<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>;

@@ -17,7 +17,7 @@
 namespace ddpkit::train {
 namespace {
 
-// Names of all options of a program and its subcommands, without dashes.
+// Returns the names of all options of a program and its subcommands, without dashes.
 std::vector<std::string> option_names(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
@@ -32,7 +32,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return found.empty() ? std::string() : fmt::format("; did you mean {}{}?", prefix, found);
 }
 
-// Lets CLI11 take a YAML file where it would take INI, so that the command line wins and every check is made as for it.
+// CLI11 config format that reads YAML instead of INI. The command line has priority, and CLI11 makes the same checks.
 class YamlConfig : public CLI::Config {
  public:
   explicit YamlConfig(const CLI::App* app) : app_(app) {}
@@ -108,7 +108,8 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   std::string best;
   std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
-    std::vector<std::size_t> row(candidate.size() + 1);  // [characters of candidate] edits from word's prefix
+    std::vector<std::size_t> row(candidate.size() + 1);  // Edit distance of each prefix of the candidate from the
+                                                         // prefix of `word`. [characters of candidate]
     std::iota(row.begin(), row.end(), std::size_t{0});
     for (std::size_t i = 1; i <= word.size(); ++i) {
       std::size_t diagonal = std::exchange(row[0], i);

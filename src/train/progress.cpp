@@ -52,7 +52,7 @@ void ProgressBar::draw(const std::string& note) {
   std::string bar(static_cast<std::size_t>(filled), '=');
   if (filled < width) bar += '>';
   bar.resize(static_cast<std::size_t>(width), ' ');
-  // A terminal may be gone by now, which is no reason to end.
+  // The terminal may have been closed, which must not end the program.
   std::fputs(fmt::format("{}{} [{}] {} {}", kClearLine, options_.label, bar, counts, note).c_str(), options_.stream);
   std::fflush(options_.stream);
   drawn_ = true;

@@ -25,7 +25,7 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-// CPU's, then those of the GPUs that this process has used.
+// Generators of the CPU, then of the GPUs that this process has used.
 std::vector<at::Generator> generators(const c10::Device& device) {
   std::vector<at::Generator> all = {at::detail::getDefaultCPUGenerator()};
   if (!device.is_cpu()) all.push_back(at::globalContext().defaultGenerator(device));
@@ -95,7 +95,7 @@ RankState::RankState(const std::string& path, const std::string& bytes, torch::n
   std::size_t number = 0;
   for (at::Generator& generator : generators(device_of(module))) {
     at::Tensor state;
-    // A run may have moved from a GPU to the CPU or back.
+    // A run may have moved between GPU and CPU.
     if (!archive->try_read(fmt::format("generator_{}", number++), state, /*is_buffer=*/true)) continue;
     steps_.emplace_back([generator, state]() mutable {
       const std::lock_guard lock(generator.mutex());

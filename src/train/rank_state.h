@@ -1,4 +1,4 @@
-// What differs from rank to rank in a run.
+// State that differs between the ranks of a run.
 #pragma once
 
 #include <string>
@@ -8,19 +8,19 @@
 
 namespace ddpkit::train {
 
-/// The states of the random generators, of CPU and GPU, the module's buffers when `with_buffers`, and the parts that
-/// are each rank's own: an archive.
+/// Returns an archive with the states of the CPU and GPU random generators, the module's buffers if `with_buffers`, and
+/// the per-rank parts.
 std::string rank_state(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts, bool with_buffers);
 
-/// Of all ranks; with buffers only where they differ between ranks. Collective. Throws ModelMismatch on all ranks for
-/// parameters that differ between ranks, with `check_parameters`. [rank]
+/// Returns the states of all ranks, with buffers only if they differ between ranks. Collective. With
+/// `check_parameters`, throws ModelMismatch on all ranks if parameters differ between ranks. [rank]
 std::vector<std::string> gather_rank_states(const torch::nn::Module& module, const std::vector<CheckpointPart>& parts,
                                             const ProcessGroup& group, bool check_parameters);
 
-/// A rank's state that has been read and can be put into place.
+/// The state of a rank, read and ready to be restored.
 class RankState {
  public:
-  /// Throws InvalidArgument, naming the checkpoint `path`, when it lacks a part.
+  /// Throws InvalidArgument with the name of the checkpoint `path` if a part is missing.
   RankState(const std::string& path, const std::string& bytes, torch::nn::Module& module,
             const std::vector<CheckpointPart>& parts);
   void put_into_place();

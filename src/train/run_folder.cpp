@@ -24,7 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// "a run with lr 0.01 (this one: 0.001)" for the first key that differs; empty when none does.
+// Returns "a run with lr 0.01 (this one: 0.001)" for the first key that differs; empty if all are equal.
 std::string first_difference(const json& there, const json& here, const std::vector<std::string>& may_differ) {
   json all_keys = there;
   all_keys.update(here);
@@ -38,7 +38,7 @@ std::string first_difference(const json& there, const json& here, const std::vec
   return {};
 }
 
-// The checkpoint's info: the run is to resume from it.
+// Returns the info of the checkpoint from which the run will resume.
 CheckpointInfo examine(const std::filesystem::path& checkpoint, const std::string& config,
                        const RunFolderOptions& options) {
   const std::string folder = checkpoint.parent_path().string();
@@ -67,9 +67,9 @@ std::int64_t number_in_environment(const char* name) {
   return text && parse_number(text, value) ? value : 0;
 }
 
-// Whether what is there is to be replaced. A launcher starts a failed job anew with the same command, --overwrite in
-// it: what the job has written by then is to stay. A mark with the job's name, older than the checkpoint, says that it
-// has written one.
+// Returns whether the existing checkpoint is to be replaced. A launcher restarts a failed job with the same command,
+// including --overwrite. The checkpoints that the job has already written must be kept. A mark file with the job's name
+// that is older than the checkpoint shows that the job wrote the checkpoint.
 bool replaces(const fs::path& checkpoint, bool overwrite) {
   fs::path mark = checkpoint;
   mark += ".overwrite";
@@ -90,7 +90,7 @@ bool replaces(const fs::path& checkpoint, bool overwrite) {
   return true;
 }
 
-// The run in the folder, if there is one.
+// Returns the run in the folder, if any.
 std::optional<CheckpointInfo> find_run(const fs::path& checkpoint, const std::string& config,
                                        const RunFolderOptions& options) {
   std::error_code error;
@@ -127,7 +127,7 @@ RunFolder open_run_folder(const std::filesystem::path& folder, const std::string
       throw InvalidArgument(fmt::format("cannot resume: {} holds no run", folder.string()));
     AtomicFile probe(result.checkpoint);
   });
-  // Rank 0 tells the others whether to resume, and from where.
+  // Rank 0 broadcasts whether and from where to resume.
   std::string info;
   if (result.to_resume) {
     info =

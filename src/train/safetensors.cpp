@@ -21,11 +21,11 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::uint64_t kLongestHeader = 100'000'000;  // The reference implementation's.
+constexpr std::uint64_t kLongestHeader = 100'000'000;  // The limit of the reference implementation.
 constexpr std::size_t kHeaderStep = 8;
 constexpr std::string_view kMetadata = "__metadata__";
 
-/// LibTorch has two elements of F4 in a byte, which is one element of its tensor.
+/// LibTorch packs two F4 elements into a byte, which is one tensor element.
 constexpr at::ScalarType kF4 = at::ScalarType::Float4_e2m1fn_x2;
 
 constexpr std::array<std::pair<std::string_view, at::ScalarType>, 20> kTensorTypes{{
@@ -69,7 +69,7 @@ struct Place {
   std::string name;
   at::ScalarType dtype;
   std::vector<std::int64_t> shape;
-  std::uint64_t begin, end;  ///< In bytes from the header's end.
+  std::uint64_t begin, end;  ///< In bytes from the end of the header.
 };
 
 std::uint64_t size_in(const Json& value, const std::string& tensor) {
@@ -105,7 +105,7 @@ Place place_of(const std::string& name, const Json& entry) {
 }
 
 std::vector<Place> places_in(const std::string& header) {
-  // The format has three levels; deeper ones would only cost memory.
+  // The format has three levels. Rejects deeper nesting, which would only use memory.
   const auto shallow = [](int depth, Json::parse_event_t, const Json&) {
     if (depth > 3) throw BadFile("its header is nested too deeply");
     return true;
@@ -124,7 +124,7 @@ std::vector<Place> places_in(const std::string& header) {
   return places;
 }
 
-/// Every byte behind the header belongs to one tensor.
+/// Every byte after the header must belong to exactly one tensor.
 void check_coverage(const std::vector<Place>& places, std::uint64_t bytes) {
   std::vector<const Place*> sorted;
   for (const Place& place : places) sorted.push_back(&place);

@@ -1,4 +1,4 @@
-// Tier 0. Files that tell whether they are whole.
+// Tier 0. Files with a checksum at the end.
 #pragma once
 
 #include <array>
@@ -13,14 +13,13 @@ namespace ddpkit::train {
 
 using Sink = std::function<void(const void* data, std::size_t bytes)>;
 
-/// Passes a zip archive on, and behind it, as the archive's comment, a checksum over all of it. The archive stays one
-/// that every reader of zip files takes.
+/// Forwards a zip archive and appends a checksum of it as the archive's comment. The result is a valid zip archive.
 class Seal {
  public:
   explicit Seal(Sink sink) : sink_(std::move(sink)) {}
 
   void write(const void* data, std::size_t bytes);
-  /// After the archive's last byte.
+  /// Call after the archive's last byte.
   void finish();
 
  private:
@@ -28,15 +27,16 @@ class Seal {
 
   Sink sink_;
   std::uint32_t checksum_ = 0;
-  std::array<char, 2> held_{};  ///< The last two bytes, which at the end are the length of the comment.
+  std::array<char, 2> held_{};  ///< The last two bytes; finally the length of the comment.
   std::size_t held_bytes_ = 0;
 };
 
-/// All of the file `path`, which messages call `what`. Throws InvalidArgument when it is missing or cannot be read.
+/// Returns the content of the file `path`. Error messages call it `what`. Throws InvalidArgument if the file is missing
+/// or cannot be read.
 std::string read_file_bytes(const std::filesystem::path& path, std::string_view what);
 
 enum class SealState { kWhole, kNone, kBroken };
-/// kNone: there is no checksum at the end, as in a file that was cut, or that something else wrote.
+/// kNone: no checksum at the end, because the file is truncated or was written by another program.
 SealState check_seal(std::string_view bytes);
 
 }  // namespace ddpkit::train

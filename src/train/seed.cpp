@@ -11,7 +11,7 @@
 namespace ddpkit::train {
 namespace {
 
-/// Of the process, as the default generators are.
+/// Per process, as the default generators are.
 struct Seeds {
   std::mutex mutex;
   std::optional<std::uint64_t> current, restored;

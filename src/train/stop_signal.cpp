@@ -21,7 +21,7 @@ constexpr int kNoted[] = {SIGINT, SIGTERM, SIGHUP};
 constexpr std::size_t kAll = std::size(kNoted);
 
 volatile sig_atomic_t received = 0;
-volatile sig_atomic_t received_at_ms = 0;  ///< Of a clock that wraps around.
+volatile sig_atomic_t received_at_ms = 0;  ///< Milliseconds of a clock that wraps around.
 struct sigaction before[kAll] {};
 
 void note(int number) {
@@ -48,7 +48,7 @@ StopSignal::StopSignal(const ProcessGroup& group)
   action.sa_flags = SA_RESTART;
   for (std::size_t i = 0; i < kAll; ++i) {
     ::sigaction(kNoted[i], &action, &before[i]);
-    // Under nohup a terminal that goes is no reason to end.
+    // Under nohup, SIGHUP stays ignored.
     if (kNoted[i] == SIGHUP && before[i].sa_handler == SIG_IGN) ::sigaction(SIGHUP, &before[i], nullptr);
   }
 }
@@ -65,7 +65,7 @@ bool StopSignal::requested() {
   }
   if (calls_left_-- > 0) return false;
   const auto now = std::chrono::steady_clock::now();
-  // At most twice as long as the last time: one odd step must not make the next talk a late one.
+  // At most doubles the interval: one slow or fast step must not delay the next exchange by much.
   const auto spent = std::max<std::chrono::nanoseconds>(now - last_talk_, std::chrono::microseconds(1));
   const double wanted = static_cast<double>(interval_) * std::chrono::duration<double>(kBetweenTalks) / spent;
   interval_ = std::clamp<std::int64_t>(static_cast<std::int64_t>(wanted), 1, 2 * interval_);

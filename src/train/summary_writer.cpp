@@ -27,7 +27,7 @@ void append_little_endian(std::string& out, T value) {
   out.append(bytes, sizeof(T));
 }
 
-/// A record of TFRecord: length, its masked CRC, the data, its masked CRC.
+/// Returns a TFRecord record: length, its masked CRC, the data, its masked CRC.
 std::string framed(std::string_view data) {
   const auto masked = [](std::uint32_t crc) { return ((crc >> 15) | (crc << 17)) + 0xa282ead8u; };
   std::string record;
@@ -38,7 +38,7 @@ std::string framed(std::string_view data) {
   return record;
 }
 
-/// A message of protocol buffers, field by field.
+/// A protocol buffers message, written field by field.
 class Message {
  public:
   Message& varint(int field, std::uint64_t value) {
@@ -140,7 +140,7 @@ void SummaryWriter::add_scalar(const std::string& tag, double value, std::int64_
 }
 
 void SummaryWriter::add_text(const std::string& tag, const std::string& text, std::int64_t step) {
-  // A string tensor of one element, and the name of the plugin that shows it.
+  // A string tensor of one element, and the name of the plugin that displays it.
   constexpr int kValue = 1, kTag = 1, kTensor = 8, kMetadata = 9;
   constexpr int kPluginData = 1, kPluginName = 1;
   constexpr int kDtype = 1, kShape = 2, kStrings = 8, kDim = 2, kDimSize = 1, kTypeString = 7;

@@ -27,7 +27,7 @@ struct OpenFolder {
   OpenFolder(const OpenFolder&) = delete;
   OpenFolder& operator=(const OpenFolder&) = delete;
 
-  int descriptor;  ///< The lock is its, and ends with it.
+  int descriptor;  ///< Owns the lock: closing the descriptor releases it.
 };
 
 }  // namespace
@@ -38,7 +38,7 @@ std::shared_ptr<const void> lock_folder(const std::filesystem::path& folder) {
   const auto limit = std::chrono::steady_clock::now() + kPatience;
   while (::flock(open->descriptor, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
-    if (errno != EWOULDBLOCK) break;  // ENOLCK, EOPNOTSUPP, on NFS EBADF: there are no such locks here.
+    if (errno != EWOULDBLOCK) break;  // ENOLCK, EOPNOTSUPP, on NFS EBADF: the file system has no such locks.
     if (std::chrono::steady_clock::now() >= limit)
       throw InvalidArgument(
           fmt::format("another process trains into {}: wait for its end, or use another folder", folder.string()));

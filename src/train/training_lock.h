@@ -1,4 +1,4 @@
-// One training a folder.
+// Allows one training per folder.
 #pragma once
 
 #include <filesystem>
@@ -6,9 +6,9 @@
 
 namespace ddpkit::train {
 
-/// Keeps other processes out of `folder` until the last copy of the result is gone; a process that dies leaves no lock.
-/// Waits some seconds for one that is about to end, then throws InvalidArgument. File systems without locks, and
-/// folders that cannot be opened, let everyone in.
+/// Locks `folder` against other processes until the last copy of the result is destroyed. The kernel releases the lock
+/// of a dead process. Waits some seconds for a process that is about to end, then throws InvalidArgument. Does not lock
+/// on file systems without locks, or folders that cannot be opened.
 std::shared_ptr<const void> lock_folder(const std::filesystem::path& folder);
 
 }  // namespace ddpkit::train

@@ -31,7 +31,7 @@ constexpr Table kIso = make_table(0xedb88320U), kCastagnoli = make_table(0x82f63
 std::uint32_t checksum(const Table& table, const void* data, std::size_t bytes, std::uint32_t before) {
   const auto* next = static_cast<const unsigned char*>(data);
   std::uint32_t value = ~before;
-  // Eight bytes at a time, after Kounavis and Berry, ISCC 2005.
+  // Eight bytes per iteration (Kounavis and Berry, ISCC 2005).
   for (; bytes >= 8; bytes -= 8, next += 8) {
     std::uint32_t low = 0, high = 0;
     std::memcpy(&low, next, 4);

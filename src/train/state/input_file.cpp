@@ -18,7 +18,7 @@ std::string reason() { return std::generic_category().message(errno); }
 }  // namespace
 
 InputFile::InputFile(const std::filesystem::path& path) {
-  // Not to wait for a writer where the name is a pipe's.
+  // O_NONBLOCK: opening a named pipe must not wait for a writer.
   descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   struct stat status = {};
   if (descriptor_ < 0) throw BadFile(reason());
@@ -39,7 +39,7 @@ void InputFile::check(std::uint64_t offset, std::uint64_t bytes) const {
 
 void InputFile::read(std::uint64_t offset, void* destination, std::uint64_t bytes) const {
   check(offset, bytes);
-  constexpr std::uint64_t kLargest = std::uint64_t{1} << 30;  // One call of the system's reads no more than 2 GiB.
+  constexpr std::uint64_t kLargest = std::uint64_t{1} << 30;  // One system call reads at most 2 GiB.
   char* next = static_cast<char*>(destination);
   while (bytes > 0) {
     const ssize_t got = ::pread(descriptor_, next, std::min(bytes, kLargest), static_cast<off_t>(offset));
@@ -53,7 +53,7 @@ void InputFile::read(std::uint64_t offset, void* destination, std::uint64_t byte
 }
 
 std::string InputFile::read(std::uint64_t offset, std::uint64_t bytes) const {
-  check(offset, bytes);  // Before memory is taken.
+  check(offset, bytes);  // Check before allocation.
   std::string text(bytes, '\0');
   read(offset, text.data(), bytes);
   return text;

@@ -1,4 +1,4 @@
-// Tier 0. A file whose bytes are asked for by place.
+// Tier 0. A file with random access.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace ddpkit::train {
 
-/// What is wrong with a file's content, without the file's name, which the caller adds.
+/// An error in a file's content, without the file's name, which the caller adds.
 class BadFile : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -16,14 +16,14 @@ class BadFile : public std::runtime_error {
 
 class InputFile {
  public:
-  /// Throws BadFile with the system's reason.
+  /// Throws BadFile with the reason from the operating system.
   explicit InputFile(const std::filesystem::path& path);
   ~InputFile();
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
   std::uint64_t size() const noexcept { return size_; }
-  /// Throws BadFile when the file does not reach that far.
+  /// Throws BadFile if the file is too short.
   void read(std::uint64_t offset, void* destination, std::uint64_t bytes) const;
   std::string read(std::uint64_t offset, std::uint64_t bytes) const;
 

@@ -1,4 +1,4 @@
-// What a pickle may call, beside what makes tensors.
+// The functions that a pickle may call, except those that create tensors.
 #include <fmt/format.h>
 
 #include "train/state/pickle_machine.h"
@@ -7,7 +7,7 @@
 namespace ddpkit::train::pickle {
 namespace {
 
-/// The characters 0 to 255, which a str of Python's has in the place of bytes.
+/// Converts the characters 0 to 255 of a Python str to bytes.
 std::string bytes_of(std::string_view text) {
   std::string bytes;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -23,7 +23,7 @@ std::string bytes_of(std::string_view text) {
   return bytes;
 }
 
-/// Python 2's names are those of Python 3's pickles of protocol 2.
+/// Pickles of protocol 2 contain Python 2's names, even from Python 3.
 std::string_view builtin(std::string_view name) {
   for (const std::string_view module : {"__builtin__.", "builtins."}) {
     if (name.starts_with(module)) return name.substr(module.size());
@@ -50,7 +50,7 @@ void Machine::make_bytes(const std::vector<Node*>& arguments, bool is_bytearray)
   push(StateValue(StateBytes{std::move(bytes), is_bytearray}));
 }
 
-/// `items`: pairs, as Python 2 pickled an OrderedDict.
+/// `items`: pairs, the format of Python 2 for an OrderedDict.
 void Machine::make_dict(StateDict::Kind kind, const std::vector<Node*>& arguments) {
   Dict dict{{}, kind};
   if (!arguments.empty()) {

@@ -1,6 +1,5 @@
-// Tier 1. A machine for the opcodes of state dicts, after Python's Lib/pickle.py and torch/_weights_only_unpickler.py.
-// Nothing is called: a global is a name, and what REDUCE makes of the few that are known is written in
-// pickle_calls.cpp.
+// Tier 1. Executes the opcodes of state dicts, after Python's Lib/pickle.py and torch/_weights_only_unpickler.py. It
+// calls no functions: a global is only a name, and pickle_calls.cpp implements REDUCE for the few known names.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,7 +45,7 @@ struct Dict {
   StateDict::Kind kind = StateDict::Kind::kDict;
 };
 struct Node {
-  /// StateValue: of the types that hold no other values and that no rebuilding needs.
+  /// StateValue: for types that contain no other values and need no rebuilding.
   std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, List, Tuple, Set, Dict, Global,
                TypedStorage, StateValue>
       value;

@@ -1,9 +1,9 @@
-// Tier 0. The part of Python's pickletools that state dicts use.
+// Tier 0. The opcodes of Python's pickletools that state dicts contain.
 #pragma once
 
 namespace ddpkit::train {
 
-/// Those that torch.save writes (protocol 2), and NEWOBJ, so that the class it wants can be named.
+/// Opcodes that torch.save writes (protocol 2), and NEWOBJ, so that an error can name the class.
 enum class Opcode : unsigned char {
   kMark = '(',
   kEmptyTuple = ')',

@@ -1,4 +1,4 @@
-// Torch's tensors in a pickle, made from the storages of the archive.
+// Creates the tensors of a pickle from the storages of the archive.
 #include <ATen/ops/_validate_sparse_compressed_tensor_args.h>
 #include <ATen/ops/_validate_sparse_coo_tensor_args.h>
 #include <ATen/ops/empty.h>
@@ -14,7 +14,7 @@
 namespace ddpkit::train::pickle {
 namespace {
 
-/// Most dimensions that a tensor is believed to have.
+/// Maximum number of dimensions of a tensor.
 constexpr std::size_t kDimensions = 64;
 
 c10::ScalarType dtype_in(const Global& global) {
@@ -23,7 +23,7 @@ c10::ScalarType dtype_in(const Global& global) {
   throw BadFile(fmt::format("it has a tensor of the type {}, which is not known here", name));
 }
 
-/// LibTorch allows it for these types.
+/// LibTorch allows requires_grad for these types.
 void require_grad(at::Tensor& tensor) {
   if (tensor.is_floating_point() || tensor.is_complex()) tensor.requires_grad_(true);
 }
@@ -67,7 +67,7 @@ at::Tensor Machine::rebuild(const std::vector<Node*>& arguments, std::optional<c
   if (!dtype) dtype = type;
   const std::int64_t offset = as<std::int64_t>(*arguments[1]);
   const std::vector<std::int64_t> sizes = shape(*arguments[2]), strides = shape(*arguments[3]);
-  // The place behind the last element, which must lie in the storage.
+  // The index after the last element, which must be within the storage.
   std::int64_t numel = 1, end = offset;
   bool sane = offset >= 0 && sizes.size() == strides.size();
   for (std::size_t d = 0; sane && d < sizes.size(); ++d) {
@@ -85,7 +85,7 @@ at::Tensor Machine::rebuild(const std::vector<Node*>& arguments, std::optional<c
   return tensor;
 }
 
-/// Whether the elements are to be conjugated or negated when they are read.
+/// Sets whether reads conjugate or negate the elements.
 void Machine::set_bits(at::Tensor& tensor, Node& bits) {
   if (std::holds_alternative<std::monostate>(bits.value)) return;
   for (const auto& [key, value] : as<Dict>(bits).items) {
@@ -102,7 +102,7 @@ at::Tensor Machine::rebuild_sparse(Node& layout_node, const std::vector<Node*>& 
   if (!layout || data.size() < 3 || data.size() > 4)
     throw BadFile("it has a sparse tensor whose parts are not known here");
   const at::Tensor &first = as<at::Tensor>(*data[0]), &second = as<at::Tensor>(*data[1]);
-  // LibTorch looks at every index: as many as the file holds, and not as many as strides of 0 make of them.
+  // LibTorch checks every index. This limits the number of indices to that in the file: strides of 0 could repeat them.
   for (const at::Tensor* part : {&first, *layout == at::kSparse ? &first : &second}) {
     if (static_cast<std::uint64_t>(part->numel()) > part->storage().nbytes() / part->element_size())
       throw BadFile("it has a sparse tensor with more indices than its storage");
@@ -122,7 +122,7 @@ at::Tensor Machine::rebuild_sparse(Node& layout_node, const std::vector<Node*>& 
   return at::sparse_compressed_tensor(first, second, values, sizes, values.options().layout(*layout));
 }
 
-/// Of torch._utils. False: there is no such function, or it has another number of arguments.
+/// Functions of torch._utils. Returns false for an unknown function or number of arguments.
 bool Machine::reduce_tensor(std::string_view function, const std::vector<Node*>& arguments) {
   const std::size_t count = arguments.size();
   at::Tensor tensor;

@@ -18,12 +18,12 @@ namespace {
 
 void put(std::string& pickle, Opcode opcode) { pickle.push_back(static_cast<char>(opcode)); }
 
-/// `bytes` of a number, the lowest first.
+/// Writes `bytes` bytes of a number, little-endian.
 void put_number(std::string& pickle, std::uint64_t number, int bytes) {
   for (int i = 0; i < bytes; ++i) pickle.push_back(static_cast<char>(number >> (8 * i)));
 }
 
-/// The reader takes no more indices than its file holds: expanded ones are written out.
+/// The reader accepts only as many indices as the file holds: makes expanded tensors contiguous.
 at::Tensor written_out(const at::Tensor& indices) {
   const std::size_t bytes = static_cast<std::size_t>(indices.numel()) * indices.element_size();
   return bytes > indices.storage().nbytes() ? indices.contiguous() : indices;
@@ -116,7 +116,7 @@ void Pickler::write(const std::complex<double>& value) {
   call();
 }
 
-/// Protocol 2 has no bytes: they are a str of the characters 0 to 255.
+/// Protocol 2 has no bytes type: writes a str of the characters 0 to 255.
 void Pickler::write(const StateBytes& bytes) {
   std::string text;
   for (const char c : bytes.bytes) {
@@ -244,11 +244,11 @@ void Pickler::write_dense(const at::Tensor& tensor) {
   write_hooks();
   if (storage.empty()) write(tensor.scalar_type());
   if (tensor.is_conj() || tensor.is_neg()) {
-    // Elements are written as they lie in memory.
+    // Elements are written as in memory.
     put(pickle_, Opcode::kEmptyDict);
     put(pickle_, Opcode::kMark);
     for (const auto& [name, is_set] : {std::pair("conj", tensor.is_conj()), std::pair("neg", tensor.is_neg())}) {
-      if (!is_set) continue;  // PyTorch refuses a conj bit of a real tensor, even if it is false.
+      if (!is_set) continue;  // PyTorch rejects a conj bit of a real tensor, even if it is false.
       write(std::string_view(name));
       write(true);
     }

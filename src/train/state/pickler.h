@@ -15,16 +15,17 @@
 
 namespace ddpkit::train {
 
-/// Values nested deeper than this are neither written nor read.
+/// Maximum nesting depth of values, for writing and reading.
 constexpr int kDeepest = 100;
 
-/// Writes what torch.load(weights_only=True) runs: no names but those of LibTorch's tensors. Throws InvalidArgument.
+/// Writes pickles that torch.load(weights_only=True) accepts: the only globals are those of tensors. Throws
+/// InvalidArgument.
 class Pickler {
  public:
   explicit Pickler(const StateValue& value);
 
   const std::string& pickle() const noexcept { return pickle_; }
-  /// The bytes of record data/NUMBER, on the CPU. [number]
+  /// Returns the bytes of record data/NUMBER, on the CPU. [number]
   const std::vector<at::Tensor>& storages() const noexcept { return storages_; }
 
  private:
@@ -44,22 +45,23 @@ class Pickler {
   void write(double value);
   void write(std::int64_t value);
   void write(std::string_view text);
-  void write(const std::string& text) { write(std::string_view(text)); }  ///< A Device is made of one too.
+  void write(const std::string& text) { write(std::string_view(text)); }  ///< A std::string also converts to
+                                                                          ///< c10::Device: avoids an ambiguous call.
   void write_shape(at::IntArrayRef numbers);
   void write_hooks();
   void global(std::string_view module, std::string_view name);
-  /// Calls the global below the mark, with all that follows it.
+  /// Calls the global before the mark with all following values as arguments.
   void call();
   std::size_t storage_number(const at::Tensor& tensor);
 
   std::string pickle_;
   std::vector<at::Tensor> storages_;
-  /// Tensors of several types on one storage get one each, since a record has one type.
+  /// Tensors of several types on one storage get one record per type.
   std::map<std::pair<const void*, at::ScalarType>, std::size_t> numbers_;
-  std::vector<at::Tensor> held_;  ///< Temporaries whose storages are keys.
+  std::vector<at::Tensor> held_;  ///< Temporaries whose storages are keys of `numbers_`.
 };
 
-/// Reads `pickle` without running anything; `storage` returns the bytes of record data/KEY. Throws BadFile.
+/// Reads `pickle` without executing code. `storage` returns the bytes of record data/KEY. Throws BadFile.
 StateValue unpickle(std::string_view pickle, const std::function<c10::Storage(const std::string& key)>& storage);
 
 }  // namespace ddpkit::train

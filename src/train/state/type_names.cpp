@@ -11,7 +11,7 @@ struct TypeNames {
   std::string_view name, storage;
 };
 
-// torch/storage.py, _dtype_to_storage_type_map() and _new_dtypes().
+// From torch/storage.py, _dtype_to_storage_type_map() and _new_dtypes().
 constexpr std::array kTypes{
     TypeNames{c10::ScalarType::Float, "float32", "FloatStorage"},
     TypeNames{c10::ScalarType::Double, "float64", "DoubleStorage"},
@@ -40,7 +40,7 @@ constexpr std::array kTypes{
     TypeNames{c10::ScalarType::Bits1x8, "bits1x8", ""},
     TypeNames{c10::ScalarType::Bits2x4, "bits2x4", ""},
     TypeNames{c10::ScalarType::Bits4x2, "bits4x2", ""},
-    // torch.save writes these types as values, and no tensors of them.
+    // torch.save writes these types as values, but no tensors of these types.
     TypeNames{c10::ScalarType::QInt8, "qint8", ""},
     TypeNames{c10::ScalarType::QUInt8, "quint8", ""},
     TypeNames{c10::ScalarType::QInt32, "qint32", ""},

@@ -1,4 +1,4 @@
-// Tier 0: c10/core/ScalarType.h, Layout.h. What Python's pickles call the types of tensors.
+// Tier 0: c10/core/ScalarType.h, Layout.h. Names of tensor types in Python's pickles.
 #pragma once
 
 #include <c10/core/Layout.h>
@@ -10,15 +10,15 @@
 
 namespace ddpkit::train {
 
-/// "FloatStorage"; empty for types that came later, which torch.save writes as untyped storages.
+/// Returns "FloatStorage"; empty for newer types, which torch.save writes as untyped storages.
 std::string_view storage_name_of(c10::ScalarType dtype);
 std::optional<c10::ScalarType> dtype_of_storage(std::string_view name);
 
-/// "float32", as in torch.float32; empty for types that torch.save does not write.
+/// Returns "float32", as in torch.float32; empty for types that torch.save does not write.
 std::string_view name_of(c10::ScalarType dtype);
 std::optional<c10::ScalarType> dtype_of_name(std::string_view name);
 
-/// "torch.sparse_coo"; empty for layouts that torch.save does not write.
+/// Returns "torch.sparse_coo"; empty for layouts that torch.save does not write.
 std::string_view layout_name(c10::Layout layout);
 std::optional<c10::Layout> layout_of_name(std::string_view name);
 

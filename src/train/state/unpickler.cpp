@@ -12,8 +12,8 @@ namespace ddpkit::train {
 namespace pickle {
 namespace {
 
-/// A pickle may name one value in many places. While it is read, and again while it is converted, it may grow to this
-/// and a few times its own length.
+/// A pickle may repeat one value many times. Memory for reading, and again for conversion, is limited to kSlack plus
+/// kGrowth times the pickle's length.
 constexpr std::size_t kSlack = std::size_t{1} << 20, kGrowth = 4;
 
 }  // namespace
@@ -137,7 +137,7 @@ void Machine::long_number() {
   std::size_t bytes = number<std::uint8_t>();
   std::string_view digits = take(bytes);
   if (bytes > 8) {
-    // Bytes that repeat the sign mean nothing.
+    // Skips redundant bytes that repeat the sign.
     std::size_t used = bytes;
     while (used > 1 &&
            static_cast<signed char>(digits[used - 1]) == (static_cast<signed char>(digits[used - 2]) < 0 ? -1 : 0))
@@ -151,7 +151,7 @@ void Machine::long_number() {
   push(static_cast<std::int64_t>(value));
 }
 
-/// What an OrderedDict has beside its items: a module's _metadata, which LibTorch's modules do not use.
+/// Sets the attributes of an OrderedDict: a module's _metadata, which LibTorch's modules do not use.
 void Machine::build() {
   Node& state = pop();
   top<Dict>();

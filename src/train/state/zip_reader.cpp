@@ -1,4 +1,4 @@
-// After PKWARE's APPNOTE.TXT 6.3.10, the part of it that torch uses.
+// Implements the part of PKWARE's APPNOTE.TXT 6.3.10 that torch uses.
 #include "train/state/zip_reader.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr std::size_t kEndBytes = 22, kZip64EndBytes = 56, kZip64LocatorBytes = 
                       kLocalBytes = 30;
 constexpr std::size_t kLongestComment = 0xffff;
 constexpr std::uint16_t kZip64Field = 1;
-constexpr std::uint32_t kInZip64 = 0xffffffff;  // The number stands in the zip64 field.
+constexpr std::uint32_t kInZip64 = 0xffffffff;  // The value is in the zip64 field.
 
 template <class T>
 T number(std::string_view bytes, std::size_t offset) {
@@ -39,7 +39,7 @@ struct Directory {
   std::uint64_t offset = 0, bytes = 0;
 };
 
-/// Where the directory stands, of which the file's end tells.
+/// Finds the directory from the end of the file.
 Directory find_directory(const InputFile& file) {
   const std::uint64_t tail_bytes = std::min<std::uint64_t>(file.size(), kEndBytes + kLongestComment);
   const std::uint64_t tail_begin = file.size() - tail_bytes;
@@ -102,7 +102,7 @@ ZipReader::ZipReader(const std::filesystem::path& path) : file_(path) {
     if (name.substr(0, slash) != folder_) throw BadFile("its records are in several folders");
     if (!entries_.emplace(name.substr(slash + 1), entry).second)
       throw BadFile(fmt::format("it has two records {}", name));
-    // Records that lie on one another would take more memory than the file is long.
+    // Overlapping records would need more memory than the length of the file.
     if (entry.size > file_.size() || (total += entry.size) > file_.size())
       throw BadFile("it is damaged: its records are together longer than the file");
     at += kCentralBytes + name_bytes + extra_bytes + comment_bytes;
@@ -125,7 +125,7 @@ std::uint64_t ZipReader::data_of(const std::string& record, const Entry& entry) 
 }
 
 void ZipReader::check(const std::string& record, const Entry& entry, const void* data) {
-  // torch.serialization.set_crc32_options(False) leaves zeros.
+  // torch.serialization.set_crc32_options(False) writes zeros.
   if (entry.checksum != 0 && crc32(data, entry.size) != entry.checksum)
     throw BadFile(fmt::format("it is damaged: the checksum of its record {} differs", record));
 }

@@ -11,23 +11,23 @@
 
 namespace ddpkit::train {
 
-/// Reads the zip files that torch writes: uncompressed, all in one folder. LibTorch's own reader
-/// (caffe2/serialize/inline_container.h) is built without the check of checksums, so a flipped bit would become a
-/// weight; this one compares every record's.
+/// Reads the zip files that torch writes: uncompressed, all records in one folder. Checks the checksum of every record.
+/// LibTorch's reader (caffe2/serialize/inline_container.h) is built without this check, so a flipped bit would change a
+/// weight.
 class ZipReader {
  public:
-  /// Each member throws BadFile.
+  /// Every member function throws BadFile.
   explicit ZipReader(const std::filesystem::path& path);
 
   bool has(const std::string& record) const { return entries_.contains(record); }
-  /// `record` without the folder's name.
+  /// `record`: without the folder's name.
   std::uint64_t size_of(const std::string& record) const { return entry(record).size; }
   void read(const std::string& record, void* destination) const;
   std::string read(const std::string& record) const;
 
  private:
   struct Entry {
-    std::uint64_t header = 0;  ///< Where the local header stands.
+    std::uint64_t header = 0;  ///< Offset of the local header.
     std::uint64_t size = 0;
     std::uint32_t checksum = 0;
   };
