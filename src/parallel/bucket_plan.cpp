@@ -32,7 +32,7 @@ std::vector<std::vector<std::size_t>> plan_buckets(const std::vector<ParameterIn
   for (auto& [key, bucket] : open) {
     if (!bucket.members.empty()) buckets.push_back(std::move(bucket.members));
   }
-  // A bucket is complete with its last gradient, the one of its smallest index.
+  // The last gradient of a bucket is that of its smallest index.
   std::stable_sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.back() > b.back(); });
   return buckets;
 }

@@ -20,15 +20,15 @@ namespace {
 using torch::nn::Module;
 using ModulePtr = std::shared_ptr<Module>;
 
-/// What there is to do, gathered before anything is changed.
+/// The planned changes, collected before anything is changed.
 struct Plan {
   struct Replacement {
     Module* container;
     ModulePtr old;
   };
   std::vector<Replacement> replacements;
-  std::vector<SyncBatchNormImpl*> already;  ///< They only need the group.
-  std::vector<std::string> names;           ///< Of all these layers.
+  std::vector<SyncBatchNormImpl*> already;  ///< SyncBatchNorm layers that only need the group.
+  std::vector<std::string> names;           ///< Names of all these layers.
   std::vector<std::string> refused;
 };
 
@@ -44,7 +44,7 @@ std::shared_ptr<SyncBatchNormImpl> same_as(const Module& old, const ProcessGroup
   return sync;
 }
 
-/// A SyncBatchNorm on the tensors of a BatchNorm1d, 2d or 3d.
+/// Creates a SyncBatchNorm with the tensors of a BatchNorm1d, 2d or 3d.
 std::shared_ptr<SyncBatchNormImpl> synchronized(const Module& old, const ProcessGroup& group) {
   if (auto sync = same_as<torch::nn::BatchNorm1dImpl>(old, group)) return sync;
   if (auto sync = same_as<torch::nn::BatchNorm2dImpl>(old, group)) return sync;
@@ -65,7 +65,7 @@ bool is_batch_norm(const Module& module) {
   return is_a<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(module);
 }
 
-/// Whether `module` is a container that calls or hands out `child` by its own list, which can be changed from outside.
+/// Returns whether `module` is a container with a public list that contains `child`.
 bool holds(Module& module, const ModulePtr& child) {
   if (auto* sequential = module.as<torch::nn::SequentialImpl>())
     return std::any_of(sequential->begin(), sequential->end(), [&](const auto& any) { return any.ptr() == child; });
@@ -98,7 +98,7 @@ void look_through(Module& module, const std::string& prefix, Plan& plan) {
   }
 }
 
-/// Where a container keeps its modules beside the registered children: both lists must hold the new one.
+/// Replaces a module in the container's list and in its registered children.
 void exchange(Module& container, const ModulePtr& old, const std::shared_ptr<SyncBatchNormImpl>& sync) {
   for (const auto& child : container.named_children()) {
     if (child.value() != old) continue;
@@ -134,7 +134,7 @@ std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, const
         "instead, which is plain batch norm until it has a group, or put them into a Sequential; nothing was changed",
         plan.refused.size(), fmt::join(plan.refused, "; ")));
   for (SyncBatchNormImpl* sync : plan.already) sync->set_process_group(group);
-  // A batch norm that stands in several places is one batch norm afterwards too.
+  // A batch norm that is registered several times stays one shared layer.
   std::map<const Module*, std::shared_ptr<SyncBatchNormImpl>> made;
   for (const auto& [container, old] : plan.replacements) {
     auto& sync = made[old.get()];

@@ -48,7 +48,7 @@ class Sessions {
 
 }  // namespace
 
-/// All ranks with inputs announce the same, so that the sum over them, divided by their number, is it.
+/// All ranks with inputs announce the same message, so the sum divided by their number is this message.
 struct JoinSession::Message {
   std::int64_t index = 0;
   std::int64_t event = 0;
@@ -149,7 +149,7 @@ int JoinSession::shadow_the_others() {
       group_.all_reduce(zeros);
     }
   }
-  // The largest number of forward passes, then the lowest rank.
+  // Selects the largest number of forward passes, then the lowest rank.
   const std::int64_t ranks = group_.world_size();
   const std::int64_t own = last ? (forwards_ + 1) * ranks - 1 - group_.rank() : -1;
   const at::Tensor most = at::full({1}, own, at::kLong).to(group_.device());

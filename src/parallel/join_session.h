@@ -13,13 +13,13 @@ namespace ddpkit {
 /// What DistributedDataParallel announces within join().
 enum JoinEvent : int { kJoinBuffers, kJoinBucket, kJoinEndOfBackward };
 
-/// What the ranks of a join() tell each other. Before each of its collectives a rank with inputs announces it; ranks
-/// without inputs take part in the announcements, learn from them what comes, and go along.
+/// Communication between the ranks of a join(). A rank with inputs announces each of its collectives. Ranks without
+/// inputs take part in the announcements and make matching calls.
 ///
-/// An announcement is one all-reduce (sum) of a few numbers, to which ranks without inputs give zeros.
+/// An announcement is one all-reduce (sum) of a few numbers. Ranks without inputs contribute zeros.
 class JoinSession {
  public:
-  /// Events of no object in particular, for whoever calls a plain collective on the group.
+  /// Events for plain collectives on the group, without an object.
   enum class Plain { kAllReduce, kAllGather };
 
   JoinSession(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options);
@@ -27,27 +27,28 @@ class JoinSession {
   JoinSession(const JoinSession&) = delete;
   JoinSession& operator=(const JoinSession&) = delete;
 
-  /// The session in which this rank runs its loop on `group`; null outside.
+  /// Returns the session in which this rank runs its loop on `group`; null outside a session.
   static JoinSession* running(const ProcessGroup& group);
   static void announce_if_running(const ProcessGroup& group, Plain collective, const at::Tensor& tensor);
 
-  /// This rank is about to call the collectives that object `index` knows as `event`.
+  /// Announces the collectives of object `index` for `event`. Call before these collectives.
   void announce(int index, int event);
-  /// This rank is about to all-reduce or all-gather a tensor like this one, to which zeros are neutral.
+  /// Announces an all-reduce or all-gather of a tensor like this one. Zeros must be neutral for the tensor.
   void announce(Plain collective, const at::Tensor& tensor);
-  /// Ranks that had inputs at the last announcement. Waits for it.
+  /// Returns the number of ranks that had inputs at the last announcement. Waits for it.
   int active();
   const JoinOptions& options() const noexcept { return options_; }
 
-  /// The lowest rank with inputs, agreed by all ranks in a collective.
+  /// Returns the lowest rank with inputs. Collective.
   int first_active(bool this_rank_is) const;
 
-  /// This rank has an input. A model whose parameters are all frozen announces nothing.
+  /// Counts an input of this rank. A model with only frozen parameters announces nothing.
   void count_forward() noexcept { ++forwards_; }
 
-  /// The rest of this rank's part, once its loop has ended. Returns a rank that had inputs to the last.
+  /// Takes part in the others' collectives after this rank's loop has ended. Returns a rank that had inputs until the
+  /// end.
   int shadow_the_others();
-  /// Ends the joinables' part: see Joinable::join_end().
+  /// Ends the session for the joinables: see Joinable::join_end().
   void end(int source);
 
  private:
@@ -59,7 +60,7 @@ class JoinSession {
   JoinOptions options_;
   bool in_loop_ = true;
   std::int64_t forwards_ = 0;
-  at::Tensor last_;  ///< Of the last announcement.
+  at::Tensor last_;  ///< The last announcement.
   Work work_;
 };
 

@@ -35,7 +35,8 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
-/// The current exception `error`. If its type is E itself and it names no rank, an E that names `rank` and `call`.
+/// For the current exception `error`: if its exact type is E and it names no rank, returns an E that names `rank` and
+/// `call`.
 template <class E>
 std::exception_ptr with_rank(const E& error, int rank, const char* call) {
   if (typeid(error) != typeid(E) || error.context().rank) return std::current_exception();
@@ -45,7 +46,7 @@ std::exception_ptr with_rank(const E& error, int rank, const char* call) {
   return std::make_exception_ptr(E(error.what(), context));
 }
 
-/// Collective. Rank 0's numbers.
+/// Collective. Returns rank 0's numbers.
 std::vector<std::int64_t> numbers_of_rank_0(const std::vector<std::int64_t>& numbers, const ProcessGroup& group) {
   if (group.world_size() == 1 || numbers.empty()) return numbers;
   const at::Tensor message = at::tensor(numbers, at::kLong).to(group.device());
@@ -91,7 +92,7 @@ std::vector<std::string> texts_of_all_ranks(const ProcessGroup& group, const cha
   try {
     text = '.' + body();
   } catch (const PeerLost& error) {
-    group.abort(error.what());  // The lost rank may have taken part in the exchange that follows before it ended.
+    group.abort(error.what());  // The lost rank may have taken part in the next exchange before it ended.
     throw;
   } catch (const InvalidArgument& error) {
     fail('i', error.what(), with_rank(error, group.rank(), call));
@@ -205,7 +206,7 @@ void rethrow_with_advice() {
   } catch (const CollectiveMismatch& error) {
     throw CollectiveMismatch(error.what() + std::string(kAdvice), error.context());
   } catch (const PeerLost& error) {
-    // Not one that died, or gave a reason.
+    // No advice if the rank died or reported an error.
     if (std::string_view(error.what()).find("has left the group") == std::string_view::npos) throw;
     throw PeerLost(error.what() + std::string(kAdvice), error.context());
   }
@@ -251,7 +252,7 @@ void ParameterAgreement::check() const {
 Strides agree_on_strides(const std::vector<NamedParameter>& parameters, const ProcessGroup& group) {
   std::vector<std::int64_t> numbers;
   for (const auto& [name, tensor, sparse] : parameters) {
-    // AccumulateGrad prefers the same ones.
+    // AccumulateGrad has the same condition.
     const bool dense = tensor.is_non_overlapping_and_dense();
     const at::DimVector strides = dense ? at::DimVector(tensor.strides()) : c10::contiguous_strides(tensor.sizes());
     numbers.insert(numbers.end(), strides.begin(), strides.end());
@@ -281,7 +282,7 @@ std::vector<std::size_t> agree_on_order(const std::vector<std::size_t>& arrivals
   seen.assign(count, false);
   for (const std::int64_t number : numbers_of_rank_0(numbers, group)) {
     const auto index = static_cast<std::size_t>(number);
-    // On a device a broadcast that failed is found out only later.
+    // On a device, a failed broadcast is detected only later.
     if (index >= count || seen[index])
       throw Error("the ranks could not agree on an order of buckets: a broadcast has failed",
                   {.rank = group.rank(), .call = "backward"});

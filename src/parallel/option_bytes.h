@@ -10,7 +10,8 @@
 
 namespace ddpkit {
 
-/// An option's mebibytes in bytes. Throws InvalidArgument, which names the option, unless it is positive and finite.
+/// Returns an option's mebibytes in bytes. Throws InvalidArgument with the option's name if the value is not positive
+/// and finite.
 inline std::size_t option_bytes(double mebibytes, const char* option) {
   if (!(mebibytes > 0) || !std::isfinite(mebibytes))
     throw InvalidArgument(fmt::format("{} is {} MiB, but must be positive", option, mebibytes));

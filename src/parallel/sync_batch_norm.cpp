@@ -30,15 +30,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// What statistics are computed in, as batch norm itself does.
+/// Returns the type of statistics, as in batch norm.
 at::ScalarType statistics_type(at::ScalarType input) {
   return input == at::kHalf || input == at::kBFloat16 ? at::kFloat : input;
 }
 
-/// Of all ranks' values, by channel; the variance is the biased one. [channel]
+/// Statistics of all ranks' values, by channel; the variance is biased. [channel]
 struct JoinedStatistics {
   at::Tensor mean, variance;
-  double count = 0;  ///< Values a channel.
+  double count = 0;  ///< Values per channel.
 };
 
 void check_shape(const at::Tensor& input, std::int64_t channels) {
@@ -47,12 +47,12 @@ void check_shape(const at::Tensor& input, std::int64_t channels) {
                                       fmt::join(input.sizes(), ", ")));
 }
 
-/// Mean, biased variance and number of values of this rank. double [2 * channel + 1]
+/// Returns mean, biased variance and number of values of this rank. double [2 * channel + 1]
 at::Tensor own_statistics(const at::Tensor& input, std::int64_t channels) {
   check_shape(input, channels);
   const auto options = input.options().requires_grad(false).dtype(at::kDouble);
   if (input.numel() == 0) return at::zeros({2 * channels + 1}, options);
-  // Handed over so that half types get statistics in float32; with momentum 0 they stay as they are.
+  // Running statistics as arguments give half types statistics in float32. Momentum 0 leaves them unchanged.
   const at::Tensor unused = at::zeros({channels}, options.dtype(statistics_type(input.scalar_type())));
   const auto [mean, variance] = at::batch_norm_update_stats(input, unused, unused.clone(), 0.0);
   const auto count = static_cast<double>(input.numel() / channels);
@@ -65,9 +65,9 @@ at::Tensor own_statistics(const at::Tensor& input, std::int64_t channels) {
                         {.rank = rank, .call = "SyncBatchNorm"});
 }
 
-/// Collective. Each rank sends its mean, variance and count, and all combine them in rank order (Chan, Golub and
-/// LeVeque, 1983), since differences of sums of squares would cancel. In double, whatever the input's type.
-/// A rank that cannot use its input sends NaN as its count, so that all ranks throw.
+/// Collective. Each rank sends its mean, variance and count. All ranks combine them in rank order (Chan, Golub and
+/// LeVeque, 1983), because differences of sums of squares would cancel. In double for every input type.
+/// A rank that cannot use its input sends NaN as its count, so all ranks throw.
 JoinedStatistics join_statistics(const at::Tensor& input, std::int64_t channels, const ProcessGroup& group) {
   at::Tensor own;
   std::exception_ptr refusal;
@@ -84,7 +84,7 @@ JoinedStatistics join_statistics(const at::Tensor& input, std::int64_t channels,
   const double count = counts.sum().item<double>();
   if (refusal) std::rethrow_exception(refusal);
   if (std::isnan(count)) throw_refused_elsewhere(counts);
-  // All empty: there is nothing to divide by, nor to normalise.
+  // All inputs are empty: avoids a division by 0.
   const double divisor = count > 0 ? count : 1;
   const at::Tensor mean = (means * counts).sum(0) / divisor;
   const at::Tensor variance = ((all.narrow(1, channels, channels) + (means - mean).square()) * counts).sum(0) / divisor;
@@ -92,7 +92,7 @@ JoinedStatistics join_statistics(const at::Tensor& input, std::int64_t channels,
   return {mean.to(dtype), variance.to(dtype), count};
 }
 
-/// (input - mean) / sqrt(variance + eps) * weight + bias, by LibTorch's own kernel.
+/// Computes (input - mean) / sqrt(variance + eps) * weight + bias with LibTorch's kernel.
 at::Tensor normalize(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
                      const at::Tensor& variance, double eps) {
   return std::get<0>(at::native_batch_norm(input, weight, bias, mean, variance, /*training=*/false, 0.0, eps));
@@ -133,9 +133,10 @@ struct Normalize : torch::autograd::Function<Normalize> {
     const auto capsule = context->saved_data["group"].toCapsule();
     const ProcessGroup& group = static_cast<const GroupCapsule&>(*capsule).group;
 
-    // With the normalised value n = (x - mean) / s and s = sqrt(variance + eps), the gradients are
+    // With the normalized value n = (x - mean) / s and s = sqrt(variance + eps), the gradients are
     //   bias: sum dy    weight: sum dy n    x: weight / s (dy - (joined sum dy + n * joined sum dy n) / count).
-    // LibTorch's backward of eval mode gives both sums and the first term of the last; its forward gives the rest.
+    // LibTorch's backward in eval mode computes both sums and the first term of the last gradient. Its forward computes
+    // the rest.
     const bool wants_input = context->needs_input_grad(0);
     at::Tensor gradient, scaled_sum, sum;
     const at::Tensor wide_weight = as_type(weight, mean.scalar_type());
@@ -214,13 +215,13 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
                     fmt::join(input.sizes(), ", ")));
   const bool updates = is_training() && num_batches_tracked.defined();
   double momentum = options.momentum().value_or(0.0);
-  // Without a momentum: the average over all batches so far.
+  // Without a momentum: the cumulative average over all batches.
   if (updates && !options.momentum()) momentum = 1.0 / (num_batches_tracked.item<double>() + 1);
   at::Tensor output = together ? forward_together(input, momentum)
                                : at::batch_norm(input, weight, bias, running_mean, running_var,
                                                 is_training() || !running_mean.defined(), momentum, options.eps(),
                                                 /*cudnn_enabled=*/true);
-  if (updates) num_batches_tracked += 1;  // Last: an error changes nothing.
+  if (updates) num_batches_tracked += 1;  // Last, so an error changes nothing.
   return output;
 }
 
@@ -239,7 +240,7 @@ at::Tensor SyncBatchNormImpl::forward_together(const at::Tensor& input, double m
       running_var.mul_(1 - momentum).add_(statistics.variance.to(running_var.scalar_type()), momentum * unbiased);
     }
   }
-  // An undefined tensor would be taken for an input of the graph.
+  // An undefined tensor would count as an input of the graph.
   const auto optional = [](const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
   return Normalize::apply(input, optional(weight), optional(bias), statistics, options.eps(), *group_);
 }

@@ -43,8 +43,8 @@ void BackwardTracker::enter() {
   if (torch::autograd::get_current_graph_task_id() != end_task_) queue_end();
 }
 
-/// The end comes when the whole graph has been walked: on the CPU on the thread that called backward(), else on
-/// autograd's thread of the device, with that caller's current stream, which then waits for the streams of all hooks.
+/// The end comes after all nodes of the graph: on the CPU on the thread that called backward(), else on autograd's
+/// thread of the device. The current stream is the caller's. This stream then waits for the streams of all hooks.
 void BackwardTracker::queue_end() {
   end_task_ = torch::autograd::get_current_graph_task_id();
   waits_for_outer_ = false;
@@ -58,8 +58,8 @@ void BackwardTracker::queue_end() {
 
 /// The nodes after the outer backward's current node run in the outer graph task, and queue the end there.
 bool BackwardTracker::continues_outside() {
-  // This thread has a current node only if a node of another backward runs this backward. (As long as the engine nests
-  // no deeper than it has threads for.)
+  // This thread has a current node only if a node of another backward runs this backward, as long as the engine's
+  // nesting depth does not exceed its number of threads.
   const NodePtr outer = torch::autograd::get_current_node();
   if (!outer || torch::autograd::get_current_graph_task_id() == output_task_) return false;
   for (const torch::autograd::Edge& edge : outer->next_edges()) {

@@ -13,7 +13,7 @@
 
 namespace ddpkit {
 
-/// Finds the end of a backward. A backward is one graph task of autograd. If a node of another backward runs it, as
+/// Detects the end of a backward. A backward is one graph task of autograd. If a node of another backward runs it, as
 /// reentrant checkpoints do, the outer graph task continues it. Not thread-safe: the owner locks.
 class BackwardTracker {
  public:
@@ -23,19 +23,20 @@ class BackwardTracker {
   /// backward keeps the owner alive until on_end has run.
   BackwardTracker(std::weak_ptr<void> owner, std::recursive_mutex& mutex, const GradientHooks& hooks, Action on_end);
 
-  /// `action` runs whenever a backward reaches one of the outputs. A leaf may live on, and keeps its hooks.
+  /// `action` runs whenever a backward reaches one of the outputs. A leaf may outlive the forward pass, and keeps its
+  /// hooks.
   void at_outputs(const std::vector<at::Tensor>& outputs, bool leaves_too, Action action) const;
-  /// At an output. The backward ends with this graph task, even if the task runs within another backward: a checkpoint
-  /// holds the whole model, or a hook of another model calls backward().
+  /// Call at an output. The backward ends with this graph task, even if the task runs within another backward.
+  /// Examples: a checkpoint contains the whole model, or a hook of another model calls backward().
   void note_output_reached();
 
-  /// In each hook on a gradient: on_end will run at the end of this graph task.
+  /// Call in each hook on a gradient: on_end will run at the end of this graph task.
   void enter();
-  /// In on_end: whether an outer backward continues the one that has ended. If so, on_end runs again.
+  /// Call in on_end. Returns whether an outer backward continues the backward that has ended. If so, on_end runs again.
   bool continues_outside();
-  /// Whether on_end is still to run. False once something else in the graph has thrown.
+  /// Returns whether on_end will still run. Returns false after an exception elsewhere in the graph.
   bool will_end() const { return waits_for_outer_ || !alive_.expired(); }
-  /// Whether this thread runs any backward.
+  /// Returns whether this thread runs a backward.
   static bool inside_backward();
   /// The backward has ended or failed.
   void reset() noexcept;
@@ -52,8 +53,8 @@ class BackwardTracker {
   int end_task_ = -1;             ///< The graph task at whose end on_end was last queued.
   int output_task_ = -1;          ///< The graph task that reached an output last.
   std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call on_end: expires if they throw.
-  bool waits_for_outer_ = false;  ///< A backward within backward has ended, and the outer one has not continued.
-  std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< That continues_outside() has added.
+  bool waits_for_outer_ = false;  ///< A nested backward has ended, and the outer backward has not continued.
+  std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< Added by continues_outside().
 };
 
 }  // namespace ddpkit

@@ -17,13 +17,12 @@
 
 namespace ddpkit {
 
-/// Hooks on the gradient accumulators of leaves. Not thread-safe: the owner locks. The call may come from several
-/// threads.
+/// Hooks on the gradient accumulators of leaves. Not thread-safe: the owner locks. Several threads may run `call`.
 class GradientHooks {
  public:
-  /// Autograd has added `added` to the gradient of a leaf. `added` is undefined if a node passed no gradient on.
+  /// Autograd has added `added` to the gradient of a leaf. `added` is undefined if a node returned no gradient.
   using Call = std::function<void(std::size_t leaf, const at::Tensor& added)>;
-  /// A leaf has one exclusive hook: the newest. It replaces the older one, which is never called again.
+  /// A leaf has one exclusive hook: the newest. It replaces the older hook, which is never called again.
   enum class Kind { kShared, kExclusive };
 
   /// A graph may keep `call` longer than this object lives. `call` itself must not keep its owner alive.
@@ -31,20 +30,20 @@ class GradientHooks {
   ~GradientHooks() { remove(); }
   GradientHooks(GradientHooks&&) noexcept = default;
 
-  /// Installs hooks again where autograd has made a new accumulator, as by torch::load(). An accumulator runs on the
-  /// stream that was current when it was made. If the caller has changed streams, all accumulators are made again: no
-  /// gradient moves to another stream than the stream that produced it, and a step can be captured into a CUDA graph.
+  /// Installs the hooks again where autograd has a new accumulator, for example after torch::load(). An accumulator
+  /// runs on the stream that was current at its creation. If the caller has changed streams, recreates all
+  /// accumulators: then each gradient stays on the stream that produced it, and a CUDA graph can capture the step.
   void refresh();
   void remove() noexcept;
 
-  /// Whether newer exclusive hooks have replaced one of these.
+  /// Returns whether newer exclusive hooks have replaced any of these hooks.
   bool replaced() const noexcept { return shared_->replaced; }
-  /// The leaf of an accumulator. Empty for other nodes.
+  /// Returns the leaf of an accumulator. Empty for other nodes.
   std::optional<std::size_t> leaf_of(const torch::autograd::Node* node) const;
-  /// Whether the backward that runs on this thread may add to a leaf's gradient. torch::autograd::grad() does not.
+  /// Returns whether the backward on this thread may add to a leaf's gradient. torch::autograd::grad() does not.
   bool may_run() const;
 
-  /// While `taker` lives, the owner takes each gradient from its leaf and passes shards to the taker.
+  /// While `taker` lives, the owner removes each gradient from its leaf and passes shards to the taker.
   void set_sharded(std::weak_ptr<void> taker) noexcept { shared_->taker = std::move(taker); }
   static bool is_sharded(const at::Tensor& leaf);
 
@@ -66,7 +65,7 @@ class GradientHooks {
   std::shared_ptr<Shared> shared_;
   std::vector<Installed> installed_;  ///< [leaf]
   std::unordered_map<const torch::autograd::Node*, std::size_t> leaf_of_;
-  StreamSet streams_;                  ///< Always empty: knows the device.
+  StreamSet streams_;                  ///< Always empty: only has the device.
   std::optional<c10::Stream> stream_;  ///< Current when the hooks were installed. Empty on the CPU.
 };
 

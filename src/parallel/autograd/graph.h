@@ -15,10 +15,10 @@
 
 namespace ddpkit {
 
-/// What holds a node of autograd's graph: std::shared_ptr to LibTorch 2.14, c10::intrusive_ptr from 2.15 on.
+/// Owning pointer to a node of autograd's graph: std::shared_ptr up to LibTorch 2.14, c10::intrusive_ptr from 2.15 on.
 using NodePtr = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
-/// A new node. `Node` is a class derived from torch::autograd::Node.
+/// Creates a node. `Node` is a class derived from torch::autograd::Node.
 template <typename Node, typename... Arguments>
 NodePtr make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
@@ -27,8 +27,8 @@ NodePtr make_node(Arguments&&... arguments) {
     return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
-/// Calls `visit` once for every node from which one of the tensors has come, itself included: depth first through the
-/// graph that autograd has recorded, until `visit` returns false.
+/// Calls `visit` once per node in the graph of the tensors, including their own nodes: depth first, until `visit`
+/// returns false.
 inline void visit_graph(const std::vector<at::Tensor>& outputs,
                         const std::function<bool(torch::autograd::Node*)>& visit) {
   std::unordered_set<torch::autograd::Node*> seen;

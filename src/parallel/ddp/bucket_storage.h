@@ -1,4 +1,4 @@
-// Tier 1. Where gradients are while they are reduced.
+// Tier 1. The storage of gradients during reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,51 +21,52 @@ namespace ddpkit {
 
 using BucketPlan = std::vector<std::vector<std::size_t>>;  ///< [bucket][position]: a parameter
 
-/// The gradients of dense parameters, in buckets. Backward adds each gradient; a bucket whose gradients have all been
-/// added is reduced; each of its gradients is then written back to the parameter, taken as a shard, or restored.
+/// The gradients of dense parameters, in buckets. Backward adds each gradient. A complete bucket is reduced. Then each
+/// of its gradients is written back to the parameter, taken as a shard, or restored.
 class BucketStorage {
  public:
   virtual ~BucketStorage() = default;
 
-  /// Collective: makes room for buckets of these parameters. `sharded`: from now on reduce() gives each rank only its
-  /// shard of each averaged gradient.
+  /// Collective: allocates buckets for these parameters. `sharded`: reduce() gives each rank only its shard of each
+  /// averaged gradient.
   virtual void lay_out(const BucketPlan& plan, bool sharded) = 0;
   bool sharded() const noexcept { return sharded_; }
-  /// Whether gradients are reduced where autograd has made them, if possible. If not, a bucket has a flat buffer.
+  /// Returns whether gradients are reduced in autograd's memory, if possible. Otherwise each bucket has a flat buffer.
   virtual bool in_place() const noexcept = 0;
 
   /// Autograd has accumulated `added` in the gradient of the parameter.
   virtual void add(std::size_t param, const at::Tensor& added) = 0;
-  /// The parameter took no part in backward: this rank contributes the previous gradient, or zeros.
+  /// The parameter was not used in backward: this rank contributes the previous gradient, or zeros.
   virtual void add_unused(std::size_t param) = 0;
-  /// Before the bucket is reduced: noted copies are queued on the current stream.
+  /// Queues pending copies on the current stream. Call before the bucket is reduced.
   virtual void flush_copies_in(std::size_t) {}
   /// Averages the bucket over the ranks.
   virtual Work reduce(std::size_t bucket) = 0;
 
-  /// Puts the average into the parameter's gradient. On a device flush_copies_out() does so, for all.
+  /// Copies the average to the parameter's gradient. On a device, flush_copies_out() makes all these copies.
   virtual void write_back(std::size_t param) = 0;
   virtual void flush_copies_out() {}
-  /// This rank's shard of the average, one-dimensional. The parameter loses its gradient.
+  /// Returns this rank's shard of the average, one-dimensional. Removes the parameter's gradient.
   virtual at::Tensor take_shard(std::size_t param) = 0;
-  /// Leaves the parameter's gradient as it was before add_unused().
+  /// Keeps the parameter's gradient as it was before add_unused().
   virtual void restore(std::size_t) {}
-  /// A backward has failed.
+  /// Call after a failed backward.
   virtual void reset() noexcept {}
 
-  /// The allocator does not reuse the memory before the streams have finished their present work on it.
+  /// The allocator does not reuse the memory before the streams have finished the work queued so far.
   virtual void keep_alive_for(const StreamSet&) const {}
-  /// The bucket's buffer, and a gradient's part of it. Undefined in place.
+  /// Return the bucket's buffer, and a gradient's part of it. Undefined if reduced in place.
   virtual at::Tensor flat(std::size_t) const { return {}; }
   virtual at::Tensor bucket_view(std::size_t) const { return {}; }
   virtual std::optional<ArenaStats> arena() const { return std::nullopt; }
 
  protected:
-  /// Whether a gradient is in its view, with the elements in order.
+  /// Returns whether a gradient is in its view, with the same order of elements.
   static bool is_at(const at::Tensor& gradient, const at::Tensor& view) {
     return same_address(gradient, view) && gradient.strides() == view.strides();
   }
-  /// Prepares a gradient for its average, or replaces the gradient by the average. Whether the caller must copy.
+  /// Prepares a gradient for its average, or replaces the gradient by the average. Returns whether the caller must
+  /// copy.
   static bool needs_copy(at::Tensor& gradient, const at::Tensor& average, bool replace) {
     if (gradient.defined() && same_address(gradient, average)) return false;
     if (replace) {
@@ -80,13 +81,14 @@ class BucketStorage {
   BucketPlan plan_;
 };
 
-/// Each bucket has one buffer, into which its gradients are copied. `strides`, the same on all ranks, order each
-/// gradient's elements in messages.
+/// Each bucket has one buffer, and gradients are copied to it. `strides`: element order of each gradient in messages,
+/// equal on all ranks.
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
                                                  const ProcessGroup& group, const ReducerOptions& options);
 
-/// Collective. The backend reduces gradients where they are, if that is its arena. A gradient is copied into the arena
-/// if autograd has made it elsewhere or in another order of elements, or shares it. Null if the backend cannot.
+/// Collective. The backend reduces gradients in place if they are in its arena. Copies a gradient to the arena if
+/// autograd allocated it elsewhere, with another order of elements, or shared with another tensor. Returns null if the
+/// backend does not support this.
 std::unique_ptr<BucketStorage> make_in_place_storage(const std::vector<NamedParameter>& parameters,
                                                      const Strides& strides, const ProcessGroup& group,
                                                      const ReducerOptions& options);

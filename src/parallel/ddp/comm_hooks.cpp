@@ -15,7 +15,7 @@
 namespace ddpkit {
 namespace {
 
-/// Whose hook it was, for errors.
+/// Identifies the hook in errors.
 struct HookCall {
   std::size_t index;
   std::size_t parameters;
@@ -72,13 +72,13 @@ PendingReduction call_hook(const CommHook& hook, GradBucket bucket, const Proces
 namespace comm_hooks {
 namespace {
 
-/// A complex tensor as a real one with a last dimension of 2; others as they are.
+/// Returns a complex tensor as a real tensor with a last dimension of 2; other tensors unchanged.
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
 CommHook compress(ProcessGroup group, at::ScalarType dtype) {
   return [group = std::move(group), dtype](GradBucket& bucket) -> PendingReduction {
     const at::Tensor buffer = as_real(bucket.buffer);
-    // Division first, as in Python: the sum must not overflow.
+    // As in Python, divides first: the sum must not overflow.
     const at::Tensor compressed = buffer.to(dtype).div_(group.world_size());
     return {.work = group.all_reduce_async(compressed),
             .finish =

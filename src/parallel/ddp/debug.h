@@ -1,4 +1,4 @@
-// Tier 1. What DDPKIT_DEBUG asks for.
+// Tier 1. Logging for DDPKIT_DEBUG.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,13 +12,14 @@ namespace ddpkit {
 
 enum class DebugLevel { kOff, kInfo, kDetail };
 
-/// From DDPKIT_DEBUG: off (or empty), info, detail. Read once. Throws InvalidArgument for anything else.
+/// Returns the level in DDPKIT_DEBUG: off (or empty), info, detail. Reads the variable once. Throws InvalidArgument for
+/// other values.
 DebugLevel debug_level();
 
-/// One line on stderr that begins with the rank.
+/// Prints one line to stderr, prefixed with the rank.
 void debug_line(const ProcessGroup& group, const std::string& text);
 
-/// Says so when a gradient holds NaN or infinity, with the parameter's name.
+/// Logs a warning with the parameter's name if a gradient holds NaN or infinity.
 void warn_unless_finite(const std::string& name, const at::Tensor& gradient, const ProcessGroup& group,
                         std::uint64_t step);
 

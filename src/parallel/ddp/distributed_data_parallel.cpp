@@ -23,7 +23,7 @@
 namespace ddpkit {
 namespace {
 
-/// Those that must be the same on all ranks.
+/// Returns the options that must be equal on all ranks.
 std::string text_of(const DistributedDataParallelOptions& options) {
   return fmt::format(
       "options bucket_cap_mb {}, first_bucket_cap_mb {}, broadcast_buffers {}, find_unused_parameters {}, "
@@ -40,7 +40,7 @@ void check_has_values(const std::string& name, const at::Tensor& tensor) {
         name, c10::str(tensor.layout()), tensor.device().str()));
 }
 
-/// Those that are not among `ignored`; the ones found there are struck from it.
+/// Returns the tensors that are not in `ignored`. Removes the names found from `ignored`.
 NamedTensors without(const torch::OrderedDict<std::string, at::Tensor>& all, const std::vector<std::string>& ignored,
                      std::unordered_set<std::string>& unknown) {
   NamedTensors names;
@@ -57,8 +57,8 @@ NamedTensors without(const torch::OrderedDict<std::string, at::Tensor>& all, con
 
 using Write = std::function<void(std::size_t index, const at::Tensor& values)>;
 
-/// Gives every rank rank `source`'s values, many tensors to a message. The messages are kept in `messages` for the next
-/// time, where there is one. `write` replaces copy_() into tensor `index`.
+/// Broadcasts rank `source`'s values, many tensors per message. `messages` keeps the message buffers for reuse. `write`
+/// replaces copy_() to tensor `index`.
 void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0,
                    std::vector<at::Tensor>* messages = nullptr, const Write& write = {}) {
   if (group.world_size() == 1) return;
@@ -75,7 +75,7 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
       numel += tensors[end++].numel();
     if (message == messages->size()) messages->emplace_back();
     at::Tensor& flat = (*messages)[message];
-    // Between two forwards the module may have been moved or cast.
+    // The module may have been moved or cast between two forward passes.
     if (!flat.defined() || flat.numel() != numel || flat.scalar_type() != dtype ||
         flat.device() != tensors[begin].device())
       flat = at::empty({numel}, tensors[begin].options().requires_grad(false));
@@ -88,7 +88,7 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
       }
     };
     if (group.rank() == source) for_each_part([&](std::size_t i, const at::Tensor& part) { part.copy_(tensors[i]); });
-    group.broadcast(flat.view(at::kByte), source);  // The shm backend has no type such as float8.
+    group.broadcast(flat.view(at::kByte), source);  // The shm backend lacks types such as float8.
     if (group.rank() != source && write) for_each_part(write);
     if (group.rank() != source && !write)
       for_each_part([&](std::size_t i, const at::Tensor& part) { tensors[i].copy_(part); });
@@ -103,7 +103,7 @@ void sort_by_type(std::vector<at::Tensor>& tensors) {
   });
 }
 
-/// Each once, the frozen ones too.
+/// Returns each parameter once, including frozen parameters.
 std::vector<NamedParameter> distinct_parameters(torch::nn::Module& module, const NamedTensors& names,
                                                 const ProcessGroup& group) {
   std::vector<NamedParameter> parameters;
@@ -186,13 +186,13 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
 }
 
 void DistributedDataParallelBase::before_forward() {
-  // A walk through the module costs too much for every step.
+  // A walk through the module is too expensive for every step.
   if (std::has_single_bit(reducer_->backwards() + 1)) {
     std::unordered_set<std::string> ignored;
     check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_,
                       group_);
   }
-  // Some ranks alone may run an evaluation, which has no backward.
+  // Single ranks may run an evaluation, which has no backward.
   reducer_->prepare_for_forward(at::GradMode::is_enabled() && module_->is_training());
   if (join_) join_->count_forward();
   const auto now = [this] {
@@ -205,10 +205,10 @@ void DistributedDataParallelBase::before_forward() {
   if (broadcasts) timeline_->recorder()->add("broadcast buffers", TimelineRecorder::kCompute, before, forward_began_);
 }
 
-/// Whether there was something to broadcast.
+/// Returns whether there was something to broadcast.
 bool DistributedDataParallelBase::broadcast_buffers() {
   if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return false;
-  // While gradients only accumulate, ranks may run different numbers of forwards.
+  // During gradient accumulation, ranks may run different numbers of forward passes.
   if (!reducer_->synchronize()) return false;
   int source = 0;
   if (join_) {
@@ -224,15 +224,15 @@ bool DistributedDataParallelBase::broadcast_buffers() {
   return true;
 }
 
-/// A graph that has saved the buffer may still be walked. Batch norm saves its statistics, does not read them in
-/// backward, and updates them without a new version. Statistics written with a new version would make autograd refuse
-/// that graph. If all updates since the last broadcast came without a new version, this write comes without one too.
+/// A graph that saved the buffer may still be used. Batch norm saves its statistics, does not read them in backward,
+/// and updates them without a new version. A write with a new version would make autograd reject this graph. If all
+/// updates since the last broadcast had no new version, this write has none either.
 void DistributedDataParallelBase::write_buffer(std::size_t index, const at::Tensor& values) {
   const at::Tensor& buffer = buffers_[index];
   if (buffer._version() == buffer_versions_[index]) {
     const at::AutoDispatchBelowADInplaceOrView no_new_version;
     buffer.copy_(values);
-  } else if (!buffer.is_cpu() || !at::equal(buffer, values)) {  // On a device the comparison would stop the host.
+  } else if (!buffer.is_cpu() || !at::equal(buffer, values)) {  // On a device, the comparison would block the host.
     buffer.copy_(values);
   }
   buffer_versions_[index] = buffer._version();

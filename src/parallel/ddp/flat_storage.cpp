@@ -10,7 +10,7 @@
 namespace ddpkit {
 namespace {
 
-/// On a device copies wait for each other: one kernel, or a few, for all of them.
+/// On a device, copies are collected: a few kernels copy all tensors.
 struct Copies {
   std::vector<at::Tensor> to, from;
 
@@ -37,8 +37,8 @@ class FlatStorage final : public BucketStorage {
 
   bool in_place() const noexcept override { return false; }
 
-  /// Sharded: each rank's section of the buffer holds its shard of each gradient, so that one reduce-scatter does a
-  /// bucket. Else there is one section, of whole gradients.
+  /// Sharded: each rank's section of the buffer holds its shard of each gradient, so one reduce-scatter reduces a
+  /// bucket. Otherwise one section holds whole gradients.
   void lay_out(const BucketPlan& plan, bool sharded) override {
     sharded_ = sharded;
     plan_ = plan;
@@ -120,14 +120,14 @@ class FlatStorage final : public BucketStorage {
     at::Tensor parameter;
     std::vector<std::int64_t> strides;
     std::size_t bucket = 0;
-    std::int64_t offset = 0;  ///< In its section, in elements.
+    std::int64_t offset = 0;  ///< Offset in its section, in elements.
     at::Tensor view = {};     ///< The gradient's part of the buffer. Undefined if sharded.
     at::Tensor shard = {};    ///< This rank's shard of the average.
   };
 
   Shard shard(std::size_t param, int rank, int ranks) const { return shard_of(entries_[param].parameter, rank, ranks); }
 
-  /// Undefined: zero.
+  /// An undefined gradient counts as zero.
   void copy_to_sections(const Entry& entry, std::size_t param, const at::Tensor& gradient) {
     const at::NoGradGuard no_grad;
     at::Tensor elements;

@@ -17,7 +17,7 @@
 namespace ddpkit {
 namespace {
 
-/// On the CPU only.
+/// CPU only.
 class InPlaceStorage final : public BucketStorage {
  public:
   InPlaceStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
@@ -37,7 +37,7 @@ class InPlaceStorage final : public BucketStorage {
     const bool first = plan_.empty();
     sharded_ = sharded;
     plan_ = plan;
-    if (first && group_.world_size() > 1) allocate_views();  // They stay, whatever bucket they are reduced with.
+    if (first && group_.world_size() > 1) allocate_views();  // Views keep their memory in all bucket plans.
   }
 
   void add(std::size_t param, const at::Tensor& added) override {
@@ -98,22 +98,22 @@ class InPlaceStorage final : public BucketStorage {
   struct Entry {
     at::Tensor parameter;
     std::vector<std::int64_t> strides;
-    at::Tensor view = {};     ///< This gradient's place in the storage. Undefined if it is made when it is needed.
-    at::Tensor operand = {};  ///< What is being reduced: the parameter's own gradient, or a copy.
+    at::Tensor view = {};     ///< This gradient's view of the storage. Undefined if it is allocated on demand.
+    at::Tensor operand = {};  ///< The tensor being reduced: the parameter's gradient, or a copy.
     at::Tensor shard = {};    ///< This rank's shard of the average.
   };
 
-  /// Room for the gradients, `bytes` in total, and for what the step computes on its way to them.
+  /// Opens an arena for the gradients, `bytes` in total, and for the intermediate results of backward.
   void open_arena(std::size_t bytes, std::optional<std::size_t> requested) {
     const std::size_t reserve = bytes + bytes / 2;
     const std::size_t fair = arena_budget(static_cast<std::size_t>(std::max(1, group_.local_world_size())));
     const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
     const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
-    // One rank alone shares nothing, but gains as much by memory that is kept from step to step.
+    // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
     arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : backend_.open_arena(capacity, reserve);
   }
 
-  /// With an arena only for the small gradients, which it does not serve.
+  /// With an arena, allocates views only for gradients that are too small for the arena.
   void allocate_views() {
     std::map<at::ScalarType, std::vector<Entry*>> kinds;
     for (Entry& entry : entries_) {
@@ -147,7 +147,7 @@ class InPlaceStorage final : public BucketStorage {
         gradient.is_conj() || gradient.is_neg())
       return false;
     if (group_.world_size() == 1) return true;
-    // Of other symmetric memory nobody knows whether all ranks still map it.
+    // For other symmetric memory, it is unknown whether all ranks still map it.
     return arena_ && arena_->contains(gradient.const_data_ptr()) && is_sole_owner(gradient, added);
   }
 

@@ -23,7 +23,8 @@
 namespace ddpkit::comm_hooks {
 namespace {
 
-/// The gradient's own memory as a matrix, its outermost dimension by the rest: for contiguous memory the first one.
+/// Returns the gradient's memory as a matrix: the outermost dimension by the other dimensions. For contiguous memory,
+/// the outermost dimension is the first.
 at::Tensor as_matrix(const at::Tensor& gradient) {
   std::vector<std::int64_t> dims(static_cast<std::size_t>(gradient.dim()));
   std::iota(dims.begin(), dims.end(), 0);
@@ -33,8 +34,8 @@ at::Tensor as_matrix(const at::Tensor& gradient) {
   return ordered.view({ordered.size(0), -1});
 }
 
-/// If the first projection leaves no more than this of a column, the rest is rounding errors. They may lie in any
-/// direction, also along the columns before.
+/// If the first projection leaves at most this part of a column, the rest is rounding errors. Rounding errors may have
+/// any direction, including that of the previous columns.
 constexpr double kRoundingErrors = 8;  ///< In epsilons of the type, relative to the column.
 
 double epsilon_of(at::ScalarType type) {
@@ -44,8 +45,8 @@ double epsilon_of(at::ScalarType type) {
                                  : 0.0009765625;
 }
 
-/// The column of `spare` that is nearest to orthogonal to the columns `before`. At least 1 / columns of its squared
-/// norm is orthogonal, since fewer columns are before than `spare` has.
+/// Returns the column of `spare` that is nearest to orthogonal to the columns `before`. At least 1 / columns of its
+/// squared norm is orthogonal, because `before` has fewer columns than `spare`.
 at::Tensor choose_spare(const at::Tensor& spare, const at::Tensor& before) {
   if (before.size(2) == 0) return spare.narrow(1, 0, 1);
   const at::Tensor lengths = at::linalg_vector_norm(before.transpose(1, 2).matmul(spare), 2, at::IntArrayRef{1}, true);
@@ -53,8 +54,8 @@ at::Tensor choose_spare(const at::Tensor& spare, const at::Tensor& before) {
   return spare.expand({batch, rows, -1}).gather(2, lengths.argmin(2, /*keepdim=*/true).expand({-1, rows, -1}));
 }
 
-/// Projects each column twice, which is enough (Giraud, Langou and Rozložník, 2005). Projects a spare column once: the
-/// projection leaves more of it than rounding errors.
+/// Projects each column twice, which is enough (Giraud, Langou and Rozložník, 2005). Projects a spare column once,
+/// because the projection leaves more of it than rounding errors.
 void gram_schmidt(const at::Tensor& matrices, double epsilon, const at::Tensor& spare) {
   const double least = kRoundingErrors * epsilon_of(matrices.scalar_type());
   for (std::int64_t i = 0; i < matrices.size(2); ++i) {
@@ -80,18 +81,18 @@ void gram_schmidt(const at::Tensor& matrices, double epsilon, const at::Tensor& 
   }
 }
 
-/// Makes the columns of each matrix orthonormal, in place. [batch][row][column], with no more columns than rows.
+/// Makes the columns of each matrix orthonormal, in place. [batch][row][column], with at most as many columns as rows.
 /// `epsilon` is added to norms.
 ///
-/// A column that is zero, or that depends on the columns before it, is replaced by a part of `spare`. So a matrix of
-/// lower rank also has orthonormal columns. `spare` has random orthonormal columns. [row][column]
+/// Replaces a column that is zero or depends on previous columns by a part of `spare`. So a matrix of lower rank also
+/// has orthonormal columns. `spare` has random orthonormal columns. [row][column]
 void orthogonalize(const at::Tensor& matrices, double epsilon, const at::Tensor& spare) {
-  // As in Python: QR knows no half types, and is not worth its calls for one or two columns.
+  // As in Python: QR does not support half types, and is slower for one or two columns.
   const bool half = matrices.scalar_type() == at::kHalf || matrices.scalar_type() == at::kBFloat16;
   if (matrices.size(2) <= 2 || half) {
     gram_schmidt(matrices, epsilon, spare);
   } else {
-    // QR replaces dependent columns too. For zero columns it takes unit vectors, which can be orthogonal to a sparse
+    // QR replaces dependent columns too. For zero columns it uses unit vectors, which can be orthogonal to a sparse
     // gradient.
     const at::Tensor filled = at::where(matrices.eq(0).all(1, /*keepdim=*/true), spare, matrices);
     matrices.copy_(std::get<0>(at::linalg_qr(filled)));
@@ -106,24 +107,24 @@ double PowerSGDStats::compress_rate() const {
 }
 
 struct PowerSGD::State : std::enable_shared_from_this<State> {
-  /// What is kept of a parameter from step to step.
+  /// State of a parameter, kept from step to step.
   struct Kept {
-    at::Tensor error;  ///< Of this rank, as a matrix.
-    at::Tensor q;      ///< The same on all ranks. [column of the matrix][rank]
+    at::Tensor error;  ///< The error of this rank, as a matrix.
+    at::Tensor q;      ///< Equal on all ranks. [column of the matrix][rank]
     /// Empty until the first backward, and after load().
     std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> parameter;
   };
 
-  /// Gradients that are multiplied together: of one shape, or a single one.
+  /// Gradients that are multiplied together: of equal shape, or a single gradient.
   struct Group {
-    at::Tensor matrices;              ///< [position][row][column]: the gradient's own memory if it is alone.
+    at::Tensor matrices;              ///< [position][row][column]: the gradient's memory if the group has one gradient.
     at::Tensor q;                     ///< [position][column][rank]
     std::vector<at::Tensor> members;  ///< [position]
     std::vector<Kept*> kept;          ///< [position]
   };
 
-  /// A bucket between the hook and its finish. The state of PowerSGD changes in finish only: a backward that throws
-  /// has no finish.
+  /// A bucket between the hook and its finish. Only finish changes the state of PowerSGD: a backward that throws has no
+  /// finish.
   struct Compressed {
     std::vector<Group> groups;
     std::vector<at::Tensor> ps;    ///< [position][row][rank] for each group.
@@ -142,7 +143,7 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   void choose_qs(Compressed& bucket);
   const at::Tensor& spare(const at::Tensor& factors);
   void decompress(Compressed& bucket);
-  /// What numpy.random.RandomState(random_seed).randint(1_000_000_000) yields, from which Python seeds each Q.
+  /// Returns numpy.random.RandomState(random_seed).randint(1_000_000_000), from which Python seeds each Q.
   std::uint64_t draw_seed() {
     std::uint64_t value = 1'000'000'000;
     while (value >= 1'000'000'000) value = next_random() & 0x3fffffffu;
@@ -151,13 +152,13 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
 
   ProcessGroup group;
   PowerSGDOptions options;
-  std::mt19937 random;       ///< As the last complete backward left it.
-  std::mt19937 next_random;  ///< Of the backward in progress.
+  std::mt19937 random;       ///< State after the last complete backward.
+  std::mt19937 next_random;  ///< State of the backward in progress.
   std::uint64_t iterations = 0;
   PowerSGDStats stats;
-  std::map<std::string, Kept> kept;  ///< By parameter.
-  /// Replacements of columns of P and Q that are zero or depend on others: P Q^T would have a lower rank than it may
-  /// have, and a zero column of P makes the same column of the next Q zero.
+  std::map<std::string, Kept> kept;  ///< Key: parameter.
+  /// Replacements for columns of P and Q that are zero or dependent. Without them, P Q^T would have a lower rank than
+  /// possible, and a zero column of P makes the same column of the next Q zero.
   std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType>, at::Tensor> spares;
 };
 
@@ -208,7 +209,7 @@ std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradB
     if (options.use_error_feedback && of_parameter.error.defined()) matrix.add_(of_parameter.error);
     matrices.emplace_back(matrix, &of_parameter);
   }
-  // By shape, in the order in which shapes first appear, whether they are batched or not: Python's order.
+  // By shape, in the order in which shapes first appear, batched or not: Python's order.
   while (!matrices.empty()) {
     const auto shape = matrices[0].first.sizes().vec();
     const auto others = std::stable_partition(matrices.begin(), matrices.end(),
@@ -226,7 +227,7 @@ std::shared_ptr<PowerSGD::State::Compressed> PowerSGD::State::divide(const GradB
 }
 
 void PowerSGD::State::choose_qs(Compressed& bucket) {
-  at::Generator generator;  // One for the bucket.
+  at::Generator generator;  // One generator for the bucket.
   for (Group& group : bucket.groups) {
     const bool has_qs = std::all_of(group.kept.begin(), group.kept.end(), [](const Kept* k) { return k->q.defined(); });
     if (has_qs) {
@@ -237,8 +238,8 @@ void PowerSGD::State::choose_qs(Compressed& bucket) {
       if (!generator.defined()) generator = at::make_generator<at::CPUGeneratorImpl>(draw_seed());
       const std::int64_t n = group.matrices.size(1), m = group.matrices.size(2);
       const std::int64_t rank = std::min({options.matrix_approximation_rank, n, m});
-      // On the CPU whatever the device, so that it is the same everywhere.
-      // Pinned where it goes to a device, or the copy would make the host wait.
+      // Drawn on the CPU for every device, so the numbers are equal everywhere.
+      // Pinned for a device: from pageable memory the copy would make the host wait.
       const bool on_device = !group.matrices.is_cpu();
       const auto host = group.matrices.options().device(at::kCPU).pinned_memory(on_device);
       group.q = at::empty({group.matrices.size(0), m, rank}, host)
@@ -268,7 +269,7 @@ void PowerSGD::State::decompress(Compressed& bucket) {
   const auto ps = torch::utils::unflatten_dense_tensors(bucket.ps_flat, bucket.ps);
   std::vector<at::Tensor> qs;
   for (std::size_t g = 0; g < ps.size(); ++g) {
-    // The result is the same for a sum as for a mean.
+    // The result is equal for a sum and a mean.
     orthogonalize(ps[g], options.orthogonalization_epsilon, spare(ps[g]));
     qs.push_back(at::bmm(bucket.groups[g].matrices.transpose(1, 2), ps[g]));
   }
@@ -280,7 +281,7 @@ void PowerSGD::State::decompress(Compressed& bucket) {
     for (std::size_t i = 0; i < group.members.size() && options.use_error_feedback; ++i) {
       at::Tensor& error = group.kept[i]->error;
       if (!error.defined()) error = at::empty_like(group.members[i]);
-      error.copy_(group.members[i]);  // Before the product replaces what was sent.
+      error.copy_(group.members[i]);  // Before the product replaces the sent gradient.
     }
     at::bmm_out(group.matrices, ps[g], qs[g].transpose(1, 2));
     for (std::size_t i = 0; i < group.members.size(); ++i) {
@@ -355,7 +356,7 @@ void PowerSGD::save(torch::serialize::OutputArchive& archive) const {
   archive.write("random", random.str());
   c10::List<std::string> names;
   for (const auto& [name, kept] : state.kept) {
-    // Numbered, since a key cannot have the dots of a parameter's name.
+    // Numbered, because a key cannot contain the dots of a parameter's name.
     const std::size_t number = names.size();
     names.push_back(name);
     if (kept.error.defined()) archive.write(fmt::format("error_{}", number), kept.error, /*is_buffer=*/true);

@@ -19,8 +19,8 @@
 namespace ddpkit {
 namespace {
 
-/// Sharded buckets that are reduced in place are no larger than they must be: a collective costs a few microseconds,
-/// and the smaller the buckets, the less memory is held by gradients under way.
+/// Sharded buckets that are reduced in place are small. A collective costs a few microseconds, and smaller buckets need
+/// less memory for gradients in progress.
 constexpr std::size_t kShardedBucketBytes = std::size_t{1} << 20;
 
 template <class Condition>
@@ -66,7 +66,7 @@ Reducer::Impl::~Impl() {
   try {
     if (storage_) storage_->keep_alive_for(seen_);
   } catch (...) {
-    // The device is gone, and its memory with it.
+    // The device and its memory do not exist any more.
   }
 }
 
@@ -158,7 +158,7 @@ std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::s
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
     }
   });
-  // Shards are cut in the order of the parameters' memory, which is the same on all ranks.
+  // Shards are in the memory order of the parameters, which is equal on all ranks.
   for (std::size_t i = 0; i < dense_.size(); ++i) {
     if (dense_[i].tensor.strides() == at::IntArrayRef(strides_[i])) continue;
     lay_out();
@@ -185,7 +185,7 @@ void Reducer::Impl::set_join(JoinSession* session, int index) {
   const std::lock_guard lock(mutex_);
   join_ = session;
   join_index_ = index;
-  if (backward_.phase == Phase::kShadow) backward_.phase = Phase::kReducing;  // It has failed.
+  if (backward_.phase == Phase::kShadow) backward_.phase = Phase::kReducing;  // The backward has failed.
   if (session) follow_shard_output();
 }
 
@@ -196,7 +196,7 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
 
 // ---- buckets
 
-/// Memory and buckets for the present hook. Collective.
+/// Allocates memory and buckets for the current hook. Collective.
 void Reducer::Impl::lay_out() {
   strides_ = agree_on_strides(dense_, group_);
   auto storage = comm_hook_ ? nullptr : make_in_place_storage(dense_, strides_, group_, options_);
@@ -207,17 +207,17 @@ void Reducer::Impl::lay_out() {
   log_plan("buckets");
 }
 
-/// Lays the gradients out for shards or for whole gradients. Collective.
+/// Changes the layout to shards or whole gradients if needed. Collective.
 void Reducer::Impl::follow_shard_output() {
   const bool sharded = !shard_output_.expired();
   if (storage_->sharded() == sharded) return;
-  std::vector<std::size_t> order;  // The present one.
+  std::vector<std::size_t> order;  // The current order.
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
   make_plan(order, sharded);
 }
 
-/// `order`: all dense parameters; the last one's gradient comes first.
+/// `order`: all dense parameters, in reverse order of their gradients.
 void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) {
   std::vector<ParameterInfo> infos;
   for (const std::size_t index : order) {
@@ -240,10 +240,10 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharde
   seen_.clear();
   storage_->lay_out(plan, sharded);
   seen_.add_current();
-  last_readers_.add_current();  // It has zeroed them.
+  last_readers_.add_current();  // The current stream has zeroed the buffers.
 }
 
-/// For DDPKIT_DEBUG. The plan is the same on all ranks.
+/// For DDPKIT_DEBUG. The plan is equal on all ranks.
 void Reducer::Impl::log_plan(const char* what) const {
   if (debug_level() < DebugLevel::kInfo || group_.rank() != 0) return;
   debug_line(group_, fmt::format("{}: {} for {} dense parameters, {} sparse ones beside", what, plan.size(),
@@ -258,12 +258,12 @@ void Reducer::Impl::log_plan(const char* what) const {
 
 void Reducer::Impl::note_arrival(std::size_t index) {
   if (rebuilds != 0 || index >= dense_.size()) return;
-  if (used_.arrivals(index) > 1) std::erase(arrival_order_, index);  // Its bucket waits for the last one.
+  if (used_.arrivals(index) > 1) std::erase(arrival_order_, index);  // Its bucket waits for the last gradient.
   if (arrival_order_.size() < dense_.size()) arrival_order_.push_back(index);
 }
 
-/// Once, after the first backward: buckets in the order in which gradients really come, which is not always the reverse
-/// of the order in which the parameters were registered. As in Python not where each backward may use others.
+/// Runs once, after the first backward: orders the buckets by the arrival of gradients, which may differ from the
+/// reverse registration order. As in Python, not if each backward may use other parameters.
 void Reducer::Impl::rebuild() {
   if (rebuilds != 0 || used_.policy() == UnusedPolicy::kFind) return;
   ++rebuilds;

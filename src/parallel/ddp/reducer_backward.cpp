@@ -19,15 +19,15 @@
 namespace ddpkit {
 namespace {
 
-/// A backward that shards gradients continues only while no more than this is being reduced in place. The memory of
-/// gradients is bounded, however far one rank runs ahead of another.
+/// A sharding backward waits while more bytes than this are being reduced in place. This limits the memory of gradients
+/// if one rank runs ahead of another.
 constexpr std::size_t kShardedBytesUnderWay = std::size_t{2} << 20;
 
 }  // namespace
 
 // ---- begin and end
 
-/// Before a gradient counts, or at an output of a forward that may use no parameter.
+/// Called before a gradient counts, or at an output of a forward pass that may use no parameter.
 void Reducer::Impl::enter_backward() {
   end_abandoned_backward();
   if (backward_.phase == Phase::kIdle) {
@@ -51,20 +51,20 @@ void Reducer::Impl::begin(Phase phase) {
   }
 }
 
-/// Ends a backward that has begun and will not end. What a backward itself calls is part of a backward that continues,
-/// such as the forward pass of a checkpoint.
+/// Ends a backward that has begun and will not finish. A call from within a backward, such as the forward pass of a
+/// checkpoint, belongs to a backward in progress.
 void Reducer::Impl::end_abandoned_backward() {
   if (backward_.phase == Phase::kIdle || backward_.phase == Phase::kInCommHook) return;
   const bool has_died = backward_.phase != Phase::kShadow && !tracker_->will_end();
   if (!has_died && BackwardTracker::inside_backward()) return;
-  // The other ranks may still write into what has been passed to them.
+  // Other ranks may still write to the buffers of a started collective.
   for (BucketState& bucket : backward_.buckets) {
     if (bucket.work.valid()) bucket.work.wait();
   }
   reset();
 }
 
-/// At an output of a forward that uses no parameter, as far as its graph shows: the other ranks wait for this one.
+/// Called at an output of a forward pass whose graph shows no parameter: the other ranks wait for this rank.
 void Reducer::Impl::enter_at_output() {
   if (!synchronize || backward_.phase == Phase::kInCommHook || !hooks_->may_run()) return;
   enter_backward();
@@ -88,16 +88,16 @@ Reducer::Impl::Backward Reducer::Impl::leave_backward() noexcept {
   return std::exchange(backward_, {});
 }
 
-/// After an error, drops everything that the backward has done.
+/// Drops all work of the backward after an error.
 void Reducer::Impl::reset() noexcept {
   leave_backward();
   stats_.discard();
   storage_->reset();
-  arrival_order_.clear();  // Half an order. The next backward begins again.
+  arrival_order_.clear();  // The order is incomplete. The next backward records it again.
 }
 
-/// In a catch block: tells the other ranks, which would wait for this one in a later bucket or collective. Where the
-/// error came from them, the group has ended already, and nothing changes.
+/// Call in a catch block. Notifies the other ranks, which would otherwise wait for this rank in a later bucket or
+/// collective. Has no effect if the error came from other ranks, because the group has already ended.
 void Reducer::Impl::abort_group(const std::string& where) noexcept {
   reset();
   try {
@@ -111,12 +111,12 @@ void Reducer::Impl::abort_group(const std::string& where) noexcept {
   }
 }
 
-// ---- gradients come, buckets start
+// ---- gradients and bucket starts
 
 void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   const std::lock_guard lock(mutex_);
   const NamedParameter& parameter = parameters_[index];
-  // Autograd passes an undefined gradient on if a node gives none, such as a checkpoint whose part detaches its input.
+  // The gradient is undefined if a node returned none, for example a checkpoint that detaches its input.
   if (added.defined()) used_.mark_used(index);
   if (!synchronize) return;
   if (backward_.phase == Phase::kInCommHook) {  // The backward that called the hook keeps its state.
@@ -161,11 +161,11 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
   }
 }
 
-/// Before the current stream is given work on a bucket's memory.
+/// Call before queuing work on a bucket's memory on the current stream.
 void Reducer::Impl::note_writer(BucketState& bucket) {
   if (!bucket.writers.add_current()) return;
   seen_.add_current();
-  // A gradient is not copied into the bucket before the last backward's has been copied out of it.
+  // Copies to the bucket wait until the last backward's gradients are copied from the bucket.
   last_readers_.current_waits();
 }
 
@@ -178,8 +178,8 @@ void Reducer::Impl::start_complete_buckets() {
 void Reducer::Impl::start_bucket(std::size_t b) {
   BucketState& bucket = backward_.buckets[b];
   note_writer(bucket);
-  // Gradients of one bucket may have come on several streams: the reduction, which waits for the current stream, comes
-  // after all of them.
+  // Gradients of one bucket may be on several streams. The current stream waits for them, and the reduction waits for
+  // the current stream.
   bucket.writers.current_waits();
   bucket.stream = bucket.writers.current();
   for (const std::size_t index : plan[b]) {
@@ -191,7 +191,7 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   }
   BucketTiming& timing = backward_.trace.buckets[b];
   timing.started = Clock::now();
-  if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // None was used.
+  if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // No gradient was used.
   announce(kJoinBucket);
   timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
   storage_->flush_copies_in(b);
@@ -228,9 +228,9 @@ void Reducer::Impl::call_comm_hook(std::size_t b) {
   bucket.finish = std::move(pending.finish);
 }
 
-/// Buckets end in the order in which they were started. Asking also moves them on.
+/// Buckets finish in the order in which they were started. The query also makes progress.
 void Reducer::Impl::note_finished() {
-  // The host runs ahead of a device: what it would see says little, and asking is not allowed in a stream's capture.
+  // The host runs ahead of a device, so the result would mean little, and a query is not allowed during stream capture.
   if (seen_.has_streams()) return;
   for (; backward_.finished < backward_.started; ++backward_.finished) {
     BucketState& bucket = backward_.buckets[backward_.finished];
@@ -239,8 +239,8 @@ void Reducer::Impl::note_finished() {
   }
 }
 
-/// Delivers the shards that have been reduced, and waits while too many bytes are being reduced. No rank waits for one
-/// that needs something of it first: buckets are reduced in one order on all.
+/// Delivers reduced shards, and waits while too many bytes are being reduced. This cannot deadlock: all ranks reduce
+/// buckets in the same order.
 void Reducer::Impl::deliver_early() {
   note_finished();
   while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
@@ -277,9 +277,9 @@ void Reducer::Impl::finish_backward() {
   rebuild();
 }
 
-/// Collective where it is needed: which parameters were used on some rank.
+/// Finds the parameters used on any rank. Collective where needed.
 void Reducer::Impl::agree_on_used() {
-  // A backward may have passed unseen. On a device the answer would stop the host in each step.
+  // A backward may have passed undetected. On a device, reading the answer would block the host in each step.
   const bool compares_forwards = used_.forwards_hidden() && !join_ && !seen_.has_streams();
   if (used_.must_be_complete() && !compares_forwards) return;
   used_.agree(/*has_inputs=*/backward_.phase != Phase::kShadow);
@@ -305,25 +305,25 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
   storage_->flush_copies_out();
 }
 
-/// The current stream may read the bucket's result.
+/// After the call, the current stream may read the bucket's result.
 void Reducer::Impl::wait_for_result(BucketState& bucket) {
   if (!bucket.finish) {
-    if (bucket.work.valid()) bucket.work.wait();  // On a device: the current stream waits for the collective.
+    if (bucket.work.valid()) bucket.work.wait();  // On a device, the current stream waits for the collective.
     bucket.work = {};
     return;
   }
   const at::NoGradGuard no_grad;
   {
-    // A hook's tensors belong to the stream on which the hook ran: there they are used to the end, so that the
-    // allocator may have them back at any time.
+    // The hook's tensors belong to the stream on which the hook ran. Their last use is on this stream, so the allocator
+    // can reuse the memory at any time.
     const c10::OptionalStreamGuard there(bucket.stream);
     if (bucket.work.valid()) bucket.work.wait();
     bucket.work = {};
     const auto in_hook = enter_comm_hook();
-    bucket.finish();  // call_hook() has seen to it that the result is in the bucket.
+    bucket.finish();  // call_hook() ensures that the result is in the bucket.
     bucket.finish = nullptr;
   }
-  // The gradients are read on the current stream: after finish().
+  // The gradients are read on the current stream, after finish().
   if (bucket.stream) stream_waits(*seen_.current(), *bucket.stream);
 }
 
@@ -342,7 +342,7 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
     }
     parameters.push_back(index);
     shards.push_back(storage_->take_shard(index));
-    seen_.keep_alive(shards.back());  // Allocated where the bucket was started, used and freed here.
+    seen_.keep_alive(shards.back());  // Allocated on the stream that started the bucket, used and freed here.
     if (const double factor = join_factor(); factor != 1) shards.back().mul_(factor);
   }
   output->receive(parameters, std::move(shards));
@@ -354,7 +354,7 @@ void Reducer::Impl::announce(int event) {
   if (join_ && backward_.phase != Phase::kShadow) join_->announce(join_index_, event);
 }
 
-/// What an average over all ranks is multiplied by to be one over those that still have inputs.
+/// Returns the factor that turns an average over all ranks into an average over ranks with inputs.
 double Reducer::Impl::join_factor() const {
   if (!join_ || join_->options().divide_by_initial_world_size) return 1;
   return static_cast<double>(group_.world_size()) / join_->active();
@@ -364,7 +364,7 @@ void Reducer::Impl::divide_by_active_ranks() {
   const double factor = join_factor();
   if (factor == 1 || storage_->sharded()) return;
   const at::NoGradGuard no_grad;
-  std::unordered_set<const void*> divided;  // A program may give two parameters one gradient.
+  std::unordered_set<const void*> divided;  // Two parameters may share one gradient.
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (!gradient.defined() || !used_.used_anywhere(i)) continue;

@@ -21,9 +21,9 @@ namespace ddpkit {
 
 class JoinSession;
 
-/// Calls a communication hook that somebody else has written. The returned `finish` leaves the reduced gradients in the
-/// bucket's buffer and returns nothing. An exception of hook or finish becomes an Error that names the bucket, and
-/// aborts the group, unless the exception is about other ranks.
+/// Calls a communication hook of the program. The returned `finish` leaves the reduced gradients in the bucket's buffer
+/// and returns nothing. An exception of hook or finish becomes an Error that names the bucket, and aborts the group,
+/// unless other ranks caused the exception.
 PendingReduction call_hook(const CommHook& hook, GradBucket bucket, const ProcessGroup& group);
 
 /// Shared with the hooks, which may outlive the reducer inside a graph.
@@ -57,23 +57,23 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   enum class Phase {
     kIdle,
     kReducing,
-    kInCommHook,  ///< In kReducing or kShadow: the communication hook runs.
-    kShadow,      ///< A backward without gradients, of a rank that has run out of inputs.
+    kInCommHook,  ///< In kReducing or kShadow: the communication hook is running.
+    kShadow,      ///< A backward without gradients, on a rank that has run out of inputs.
   };
   struct BucketState {
-    std::size_t pending = 0;  ///< Expected gradients that have not come yet.
+    std::size_t pending = 0;  ///< Expected gradients that have not arrived.
     Work work;
     std::function<at::Tensor()> finish;
-    StreamSet writers;                       ///< On which the gradients came.
-    std::optional<c10::Stream> stream = {};  ///< On which the reduction was started. Empty on the CPU.
+    StreamSet writers;                       ///< Streams of the gradients.
+    std::optional<c10::Stream> stream = {};  ///< Stream that started the reduction. Empty on the CPU.
     explicit BucketState(c10::Device device) : writers(device) {}
   };
   /// All state of one backward.
   struct Backward {
     Phase phase = Phase::kIdle;
-    std::size_t started = 0;           ///< Buckets are reduced in one order on all ranks, whatever order they fill in.
-    std::size_t finished = 0;          ///< The first bucket whose reduction has not been seen to be complete.
-    std::size_t taken = 0;             ///< The first bucket whose result has not been taken.
+    std::size_t started = 0;           ///< Buckets are reduced in one order on all ranks, in any order of completion.
+    std::size_t finished = 0;          ///< The first bucket whose reduction is not known to be complete.
+    std::size_t taken = 0;             ///< The first bucket whose result has not been processed.
     std::vector<BucketState> buckets;  ///< [bucket]
     BackwardTrace trace;
   };
@@ -118,23 +118,23 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   ProcessGroup group_;
   ReducerOptions options_;
   CommHook comm_hook_;
-  /// Gradients on several devices come from several threads. Recursive: a communication hook may call public functions.
+  /// Gradients on several devices arrive on several threads. Recursive: a communication hook may call public functions.
   mutable std::recursive_mutex mutex_;
-  std::vector<NamedParameter> parameters_;  ///< The trained ones. Dense ones come first. [param]
-  std::vector<NamedParameter> dense_;       ///< The dense ones. [param]
+  std::vector<NamedParameter> parameters_;  ///< The trained parameters. Dense parameters come first. [param]
+  std::vector<NamedParameter> dense_;       ///< The dense parameters. [param]
   ParameterAgreement agreement_;
   UsedParameters used_;
   Strides strides_;                                    ///< Of gradients in messages. [param][dimension]
   std::vector<std::optional<std::size_t>> bucket_of_;  ///< Empty for a sparse parameter. [param]
   std::vector<std::size_t> bucket_bytes_;              ///< [bucket]
   std::unique_ptr<BucketStorage> storage_;
-  std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Empty only in the constructor, as the next.
+  std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Like the next member, empty only in the constructor.
   std::optional<BackwardTracker> tracker_;
   std::weak_ptr<ShardOutput> shard_output_;
   Backward backward_;
   std::vector<std::size_t> arrival_order_;  ///< Dense parameters, until the first backward has ended.
-  StreamSet last_readers_;                  ///< On which the last backward took gradients out of the buckets.
-  StreamSet seen_;                          ///< All that have worked on the present memory.
+  StreamSet last_readers_;                  ///< Streams on which the last backward read gradients from the buckets.
+  StreamSet seen_;                          ///< All streams that have used the current memory.
   JoinSession* join_ = nullptr;
   int join_index_ = 0;
   StepStats stats_;

@@ -34,7 +34,7 @@ at::Tensor average_sparse(const at::Tensor& gradient, const at::Tensor& paramete
     row_parts.push_back(all_rows[r].narrow(0, 0, theirs));
     value_parts.push_back(all_values[r].narrow(0, 0, theirs));
   }
-  // Coalescing adds entries of one row in rank order, so that the bits are the same everywhere.
+  // Coalescing adds entries of one row in rank order, so results are bitwise equal on all ranks.
   return at::sparse_coo_tensor(at::cat(row_parts).unsqueeze(0), at::cat(value_parts).div_(group.world_size()),
                                parameter.sizes(), value_options.layout(at::kSparse))
       .coalesce();

@@ -7,8 +7,8 @@
 
 namespace ddpkit {
 
-/// Collective. The mean over ranks of sparse COO gradients of `parameter`'s shape, coalesced; the ranks' numbers of
-/// entries may differ. An undefined gradient counts as zero.
+/// Collective. Returns the mean over ranks of sparse COO gradients of `parameter`'s shape, coalesced. Ranks may have
+/// different numbers of entries. An undefined gradient counts as zero.
 at::Tensor average_sparse(const at::Tensor& gradient, const at::Tensor& parameter, const ProcessGroup& group);
 
 }  // namespace ddpkit

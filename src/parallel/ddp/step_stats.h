@@ -11,30 +11,30 @@
 
 namespace ddpkit {
 
-/// When a bucket was reduced.
+/// Times of a bucket's reduction.
 struct BucketTiming {
   std::size_t bytes = 0, parameters = 0, sent_bytes = 0;           ///< See BucketStats.
   std::chrono::steady_clock::time_point ready, started, finished;  ///< See BucketStats.
 };
 
-/// A synchronised backward.
+/// A synchronized backward.
 struct BackwardTrace {
   std::vector<BucketTiming> buckets;  ///< [bucket]
-  /// When hooks of the gradients ran, and when all gradients were reduced.
+  /// Times of the first and last gradient hook, and the time when all gradients were reduced.
   std::chrono::steady_clock::time_point first_gradient, last_gradient, end;
 };
 
-/// What averaged backwards did: numbers for stats(), events for the timeline. Not thread-safe.
+/// Records averaged backwards: numbers for stats(), events for the timeline. Not thread-safe.
 class StepStats {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// On a device the host runs ahead: its times are those at which work was queued.
+  /// `on_device`: the host runs ahead, so times are those of queuing the work.
   explicit StepStats(bool on_device) : on_device_(on_device) {}
 
-  /// A backward has ended.
+  /// Adds a finished backward.
   void add(BackwardTrace trace);
-  /// The backward has failed.
+  /// Drops a failed backward.
   void discard() noexcept { reached_output_ = {}; }
   std::uint64_t backwards() const noexcept { return backwards_; }
   DistributedDataParallelStats stats(int rebuilds) const;
@@ -51,11 +51,11 @@ class StepStats {
   bool on_device_;
   std::optional<BackwardTrace> last_;
   std::uint64_t backwards_ = 0;
-  std::uint64_t bytes_ = 0, sent_bytes_ = 0;  ///< Over all averaged backwards, as the next two.
+  std::uint64_t bytes_ = 0, sent_bytes_ = 0;  ///< These members are sums over all averaged backwards.
   Clock::duration communication_{}, hidden_{};
   std::optional<Timeline> timeline_;
-  std::uint64_t write_timeline_after_ = 0;  ///< Backwards that are left to be recorded; 0: the caller writes it.
-  Clock::time_point reached_output_;        ///< When backward came to an output of forward.
+  std::uint64_t write_timeline_after_ = 0;  ///< Backwards until the timeline is written; 0: the caller writes it.
+  Clock::time_point reached_output_;        ///< Time when backward reached an output of the forward pass.
 };
 
 }  // namespace ddpkit

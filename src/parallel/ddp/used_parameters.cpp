@@ -31,7 +31,7 @@ bool UsedParameters::find(const std::vector<at::Tensor>& outputs, const Gradient
     if (const auto param = hooks.leaf_of(node)) reachable_[*param] = shows_parameters = true;
     return policy_ == UnusedPolicy::kFind || !shows_parameters;
   });
-  // Checkpoints hide their parameters: buckets wait for all.
+  // Checkpoints hide their parameters, so buckets wait for all parameters.
   if (!shows_parameters) reachable_.assign(parameters_.size(), true);
   return shows_parameters;
 }
@@ -57,12 +57,12 @@ void UsedParameters::add(std::size_t param, std::optional<std::size_t> bucket) {
   if (!learns_graph() && arrivals_[param] > most) throw_ready_twice(param, bucket);
 }
 
-/// The message ends with the number of forward passes and its complement: their maxima show the highest and the lowest
+/// The message ends with the number of forward passes and its complement. Their maxima give the highest and the lowest
 /// number of all ranks.
 void UsedParameters::agree(bool has_inputs) {
   const bool on_device = !group_.device().is_cpu();
   const std::size_t count = parameters_.size();
-  // Pinned: from pageable memory the copy to the device would make the host wait.
+  // Pinned: from pageable memory, the copy to the device would make the host wait.
   const at::Tensor here =
       at::zeros({static_cast<std::int64_t>(count) + 2}, at::TensorOptions(at::kByte).pinned_memory(on_device));
   auto* used = here.data_ptr<std::uint8_t>();
@@ -76,15 +76,15 @@ void UsedParameters::agree(bool has_inputs) {
   }
   const at::Tensor anywhere = here.to(group_.device(), /*non_blocking=*/on_device);
   group_.all_reduce(anywhere, ReduceOp::kMax);
-  // A rank that has used all knows the answer, and does not wait for the device to bring it.
+  // A rank that used all parameters knows the answer and does not wait for the device.
   const bool all = std::all_of(used, used + count, [](std::uint8_t one) { return one != 0; });
   globally_used_ = all && hidden_forwards_ == 0 ? here : anywhere.cpu();
   group_.check();
   check_forwards();
 }
 
-/// If forward's output hides its tensors, a backward that uses no parameter passes unseen on this rank, and the others
-/// wait for its next backward, of another step.
+/// If the forward pass's output hides its tensors, a backward that uses no parameter is not detected on this rank. The
+/// others then wait for its next backward, which belongs to another step.
 void UsedParameters::check_forwards() const {
   const auto* numbers = globally_used_.const_data_ptr<std::uint8_t>() + parameters_.size();
   const int most = numbers[0], least = 255 - numbers[1];

@@ -18,56 +18,57 @@ namespace ddpkit {
 enum class UnusedPolicy {
   kError,
   kFind,         ///< The parameter contributes zeros. Buckets do not wait for parameters that no output depends on.
-  kStaticGraph,  ///< The same in the first backward. Each later backward must use what the first one used.
+  kStaticGraph,  ///< As kFind in the first backward. Each later backward must use the same parameters as the first.
 };
 
-/// Which parameters a backward uses: expected ones, those whose gradients came on this rank, and those used on any
-/// rank. `[param]` counts as in the reducer. Not thread-safe.
+/// Tracks the parameters of a backward: those expected, those with a gradient on this rank, and those used on any rank.
+/// `[param]` is the index in the reducer. Not thread-safe.
 class UsedParameters {
  public:
   /// `parameters` must outlive this object.
   UsedParameters(const std::vector<NamedParameter>& parameters, ProcessGroup group, UnusedPolicy policy);
 
   UnusedPolicy policy() const noexcept { return policy_; }
-  /// A static graph is learned in its first backward.
+  /// Returns whether this backward learns the static graph: the first one does.
   bool learns_graph() const { return policy_ == UnusedPolicy::kStaticGraph && !graph_known_; }
-  /// Whether each backward has to bring all gradients that are expected.
+  /// Returns whether each backward must produce all expected gradients.
   bool must_be_complete() const { return policy_ == UnusedPolicy::kError || graph_known_; }
 
-  /// A forward pass has begun, before a backward that will be averaged.
+  /// Call at the start of a forward pass before a backward that will be averaged.
   void count_forward() noexcept { ++hidden_forwards_; }
-  /// The forward pass has returned `outputs`. Returns false if they hide their parameters, as checkpoints do: if none
-  /// depends on a parameter.
+  /// Call after the forward pass has returned `outputs`. Returns false if the outputs hide their parameters, as
+  /// checkpoints do: if no output depends on a parameter.
   bool find(const std::vector<at::Tensor>& outputs, const GradientHooks& hooks);
-  /// Whether a forward pass has not shown its outputs since the last averaged backward. Its backward may have passed
-  /// unseen.
+  /// Returns whether a forward pass has not shown its outputs since the last averaged backward. Its backward may have
+  /// passed undetected.
   bool forwards_hidden() const noexcept { return hidden_forwards_ > 0; }
 
   void begin_backward();
-  /// A backward of a rank without inputs: the rank uses no parameter.
+  /// Begins a backward of a rank without inputs, which uses no parameter.
   void begin_shadow();
-  /// In any backward, averaged or not.
+  /// Call in any backward, averaged or not.
   void mark_used(std::size_t param) { used_since_sync_[param] = true; }
-  /// A gradient has come. Throws if no further gradient is expected. `bucket`, here and below: for errors.
+  /// Adds an arrived gradient. Throws if no further gradient is expected. `bucket`, here and below: for errors.
   void add(std::size_t param, std::optional<std::size_t> bucket);
   int arrivals(std::size_t param) const { return arrivals_[param]; }
-  /// Whether the parameter's bucket waits for the parameter.
+  /// Returns whether the parameter's bucket waits for the parameter.
   bool expects(std::size_t param) const { return expected_[param] > 0; }
-  /// Whether no further gradient comes. While a graph is learned, that is known only when backward ends.
+  /// Returns whether all gradients of the parameter have arrived. While a graph is learned, this is known only at the
+  /// end of backward.
   bool is_ready(std::size_t param) const { return !learns_graph() && arrivals_[param] >= expected_[param]; }
-  /// Throws on this rank, and aborts the group, if a gradient must have come and has not.
+  /// Throws on this rank and aborts the group if an expected gradient is missing.
   void check_complete(std::size_t bucket) const;
   [[noreturn]] void throw_late(std::size_t param, std::size_t bucket) const;
 
-  /// Collective: finds out which parameters were used on some rank. Throws if the ranks ran different numbers of
-  /// forward passes. `has_inputs` is false in a shadow.
+  /// Collective: determines the parameters used on any rank. Throws if the ranks ran different numbers of forward
+  /// passes. `has_inputs` is false in a shadow backward.
   void agree(bool has_inputs);
   void learn_graph();
-  /// By the last agreement. True for all parameters if each must be used.
+  /// Result of the last agree(). True for all parameters if each must be used.
   bool used_anywhere(std::size_t param) const;
-  /// A backward has been averaged.
+  /// Call after an averaged backward.
   void end_backward();
-  /// Forward's outputs are forgotten: backward has ended or failed.
+  /// Forgets the forward pass's outputs, after backward has ended or failed.
   void reset() noexcept { outputs_known_ = false; }
 
  private:
@@ -79,13 +80,15 @@ class UsedParameters {
   UnusedPolicy policy_;
   bool graph_known_ = false;
   bool outputs_known_ = false;         ///< find() has been called since the last backward.
-  std::uint64_t hidden_forwards_ = 0;  ///< Since the last averaged backward, without a call of find() after them.
-  std::vector<bool> reachable_;        ///< From the outputs. [param]
-  std::vector<bool> used_since_sync_;  ///< In a backward since the last averaged one, the present one included. [param]
-  std::vector<int> arrivals_;          ///< Gradients that have come in this backward. [param]
+  std::uint64_t hidden_forwards_ = 0;  ///< Forward passes since the last averaged backward, without a later call of
+                                       ///< find().
+  std::vector<bool> reachable_;        ///< Reachable from the outputs. [param]
+  std::vector<bool> used_since_sync_;  ///< Used in a backward since the last averaged one, including the current one.
+                                       ///< [param]
+  std::vector<int> arrivals_;          ///< Gradients that have arrived in this backward. [param]
   std::vector<int> expected_;          ///< Gradients for which the bucket waits in this backward. [param]
   std::vector<int> in_graph_;          ///< Gradients in each backward. A static graph learns them. [param]
-  at::Tensor globally_used_;           ///< Of the last agreement: 1 if used on some rank. uint8 [param]
+  at::Tensor globally_used_;           ///< Result of the last agree(): 1 if used on any rank. uint8 [param]
 };
 
 }  // namespace ddpkit

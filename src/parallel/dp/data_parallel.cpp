@@ -28,7 +28,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// Where the module lies first, then all other GPUs.
+/// Returns the module's device, then all other GPUs.
 std::vector<c10::Device> all_gpus(c10::Device first) {
   std::vector<c10::Device> devices = {first};
   for (int index = 0; index < cuda::device_count(); ++index) {
@@ -112,7 +112,7 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   std::size_t first_bucket_bytes_;
   std::size_t bucket_bytes_;
   bool broadcast_buffers_;
-  std::mutex mutex_;  ///< One call at a time, also if backwards run in several threads.
+  std::mutex mutex_;  ///< Serializes calls, even if backwards run in several threads.
   ReplicaThreads threads_;
 };
 
@@ -137,7 +137,7 @@ void DataParallelBase::Impl::replicate() {
   set = std::make_shared<ReplicaSet>(module_, devices, streams, first_bucket_bytes_, bucket_bytes_);
 }
 
-/// In the replicas' threads, on the replicas' streams; afterwards the caller's streams wait for those.
+/// Runs `job` on the replicas' threads and streams. The caller's streams then wait for the replicas' streams.
 void DataParallelBase::Impl::run_replicas(std::size_t count, const std::function<void(int)>& job) {
   if (!streams.used()) {
     ReplicaSeed seed;

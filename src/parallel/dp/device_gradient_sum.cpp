@@ -15,7 +15,7 @@
 namespace ddpkit {
 namespace {
 
-/// One thread of autograd serves a device, and with it all replicas there. Therefore no hook waits for another replica.
+/// One autograd thread serves a device and all its replicas. Therefore no hook waits for another replica.
 class DeviceGradientSum final : public GradientSum {
  public:
   template <class... Arguments>
@@ -54,7 +54,7 @@ class DeviceGradientSum final : public GradientSum {
     }
     const auto active = static_cast<std::size_t>(active_);
     for (std::size_t r = 0; r < active; ++r) {
-      // The side stream reads gradients after the streams that make them.
+      // The side stream reads gradients after the streams that wrote them.
       for (const c10::Stream& writer : writers_[b][r].streams()) stream_waits(streams_.side(r), writer);
     }
     if (alike.empty() && others.empty()) return;
@@ -75,7 +75,7 @@ class DeviceGradientSum final : public GradientSum {
       slots_[param].sum = sum_on_first(slots_[param].gradients, leaves_[0][param].device());
   }
 
-  /// Works if each replica has its own device. False: nothing has been done.
+  /// Works only if each replica has a separate device. Returns false if it did nothing.
   bool sum_by_nccl(const std::vector<std::size_t>& params) {
     const auto active = static_cast<std::size_t>(active_);
     std::set<c10::DeviceIndex> devices;
@@ -88,7 +88,7 @@ class DeviceGradientSum final : public GradientSum {
     if (devices.size() != active) return false;
     for (std::size_t r = 0; r < active; ++r) {
       const c10::DeviceGuard device(leaves_[r][params[0]].device());
-      Tensors runs;  // In the order of memory, the same in all replicas.
+      Tensors runs;  // In memory order, equal in all replicas.
       for (const std::size_t param : params) {
         const at::Tensor& gradient = slots_[param].gradients[r];
         runs.push_back(gradient.as_strided({gradient.numel()}, {1}));
@@ -105,7 +105,7 @@ class DeviceGradientSum final : public GradientSum {
     return true;
   }
 
-  std::vector<std::vector<StreamSet>> writers_;  ///< The streams that made gradients. [bucket][replica]
+  std::vector<std::vector<StreamSet>> writers_;  ///< The streams that wrote gradients. [bucket][replica]
 };
 
 }  // namespace

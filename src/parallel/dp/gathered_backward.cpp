@@ -49,7 +49,7 @@ class GatheredBackward : public torch::autograd::Node {
   RunBackward run_;
 };
 
-/// Appends the outputs of replica `r` that have come out of the node with a gradient, and those gradients.
+/// Appends the outputs of replica `r` that have a gradient, and these gradients.
 void add_roots(const ReplicasCall& call, const Tensors& gradients, std::size_t r, Tensors& roots,
                Tensors& root_gradients) {
   for (std::size_t k = 0; k < gradients.size(); ++k) {
@@ -61,7 +61,7 @@ void add_roots(const ReplicasCall& call, const Tensors& gradients, std::size_t r
   }
 }
 
-/// The gradient of wanted input `k`, from its parts' gradients. [replica]
+/// Returns the gradient of wanted input `k`, joined from the gradients of its parts. [replica]
 at::Tensor join_input_gradient(const ReplicasCall& call, std::size_t k, const Tensors& gradients) {
   Tensors parts;
   bool any = false;
@@ -150,7 +150,7 @@ Tensors backward_on_devices(const ReplicasCall& call, const Tensors& gradients, 
   Tensors results(wanted + parameters[0].size());
   if (roots.empty() || leaves.empty()) return results;
   streams.begin();
-  // When it returns, the current streams wait for whatever has made its results.
+  // At return, the current streams wait for the streams that computed the results.
   const Tensors made = torch::autograd::grad(roots, leaves, root_gradients, keep_graph, /*create_graph=*/false,
                                              /*allow_unused=*/true);
   streams.join();

@@ -1,4 +1,4 @@
-// Tier 2: torch/nn/module.h. The graph behind the outputs that DataParallel has gathered.
+// Tier 2: torch/nn/module.h. The graph of the gathered outputs of DataParallel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,15 +20,15 @@ struct ReplicasCall {
   std::vector<std::vector<at::Tensor>> inputs;   ///< Leaves. [replica][tensor]
   std::vector<std::vector<at::Tensor>> outputs;  ///< With their graphs. [replica][tensor]
   std::vector<std::size_t> wanted_inputs = {};   ///< The inputs that require a gradient.
-  std::vector<c10::Device> wanted_devices = {};  ///< Of the caller's tensors behind these inputs.
-  std::vector<std::size_t> outputs_of = {};      ///< The output behind each gradient that the node receives.
+  std::vector<c10::Device> wanted_devices = {};  ///< Devices of the caller's tensors for these inputs.
+  std::vector<std::size_t> outputs_of = {};      ///< The output of each gradient that the node receives.
 };
 
 /// Returns the gradients of the wanted inputs, then of the parameters.
 using RunBackward = std::function<std::vector<at::Tensor>(const ReplicasCall&, const std::vector<at::Tensor>& gradients,
                                                           bool keep_graph)>;
 
-/// Gives the gathered `outputs` a graph node that calls `run`. Edges lead from the node to `inputs` and to the module's
+/// Gives the gathered `outputs` a graph node that calls `run`. The node has edges to `inputs` and to the module's
 /// parameters.
 void connect_graph(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReplicasCall call,
                    RunBackward run);
@@ -36,9 +36,9 @@ void connect_graph(std::vector<at::Tensor>& outputs, const std::vector<at::Tenso
 /// For replicas on the CPU: runs backward in the threads of the replicas.
 std::vector<at::Tensor> backward_in_threads(const ReplicasCall& call, const std::vector<at::Tensor>& gradients,
                                             bool keep_graph, ReplicaThreads& threads);
-/// On autograd's thread of the first device. If this thread waited for the threads of the replicas, their backwards,
-/// which need this thread, would never run. So one nested backward runs all replicas, with the other devices' threads.
-/// It changes nothing that is shared, because autograd may run another such node at the same time.
+/// Runs on autograd's thread of the first device. Waiting for the replicas' threads would deadlock, because their
+/// backwards need this thread. So one nested backward runs all replicas, with the other devices' threads. It changes no
+/// shared state, because autograd may run another such node at the same time.
 std::vector<at::Tensor> backward_on_devices(const ReplicasCall& call, const std::vector<at::Tensor>& gradients,
                                             bool keep_graph, const ReplicaStreams& streams);
 

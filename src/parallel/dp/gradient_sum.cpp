@@ -31,7 +31,8 @@ GradientSum::GradientSum(std::vector<Tensors> leaves, const ReplicaStreams& stre
   }
   if (leaves_.size() == 1) return;
   for (std::size_t r = 0; r < leaves_.size(); ++r) {
-    const ReplicaStreams::Scope scope(streams_, r);  // An accumulator runs on the stream that was current.
+    const ReplicaStreams::Scope scope(streams_, r);  // An accumulator runs on the stream that was current at its
+                                                     // creation.
     hooks_.emplace_back(leaves_[r], [this, r](std::size_t p, const at::Tensor& added) { on_gradient(r, p, added); });
   }
 }
@@ -81,7 +82,7 @@ void GradientSum::on_gradient(std::size_t replica, std::size_t param, const at::
   if (parts_left_ > 0) sum_part();
 }
 
-/// Under the lock.
+/// Call with the lock held.
 void GradientSum::make_ready(std::size_t bucket) {
   buckets_[bucket].ready = true;
   for (const std::size_t param : plan_[bucket]) {
@@ -136,10 +137,10 @@ at::Tensor sum_on_first(const std::vector<at::Tensor>& gradients, c10::Device de
 
 namespace {
 
-/// A chunk and the same part of a few other replicas' gradients fit into the private cache of a core.
+/// Chunks of a few replicas' gradients fit into the private cache of a core.
 constexpr std::int64_t kChunkBytes = 256 << 10;
 
-/// Whether the vector kernel can sum the gradients.
+/// Returns whether the vector kernel can sum the gradients.
 bool has_sum_kernel(const std::vector<at::Tensor>& gradients) {
   const c10::ScalarType type = gradients[0].scalar_type();
   return (c10::isFloatingType(type) || c10::isComplexType(type)) && dtype_of(type) &&
@@ -167,7 +168,7 @@ class CpuGradientSum final : public GradientSum {
   struct Piece {
     std::size_t param = 0;
     std::int64_t begin = 0;
-    std::int64_t count = 0;  ///< Elements. 0: the whole gradient, by LibTorch's addition.
+    std::int64_t count = 0;  ///< Elements. 0: the whole gradient, with LibTorch's addition.
   };
   using Chunk = std::vector<Piece>;
 
@@ -192,7 +193,7 @@ class CpuGradientSum final : public GradientSum {
         close();
         continue;
       }
-      // The memory of replica 0's gradient, unless another parameter's gradient may be in that memory too.
+      // Uses the memory of replica 0's gradient, unless another parameter's gradient may share it.
       if (!slot.sum.is_same(leaves_[0][param].grad()) || !sole_owner_[param]) slot.sum = at::empty_like(slot.sum);
       const std::int64_t elements = slot.sum.numel();
       const auto element = static_cast<std::int64_t>(slot.sum.element_size());
@@ -243,7 +244,7 @@ class CpuGradientSum final : public GradientSum {
                      .output_count = 1});
   }
 
-  std::vector<std::uint8_t> sole_owner_;  ///< Whether nothing else is in the memory of replica 0's gradient. [param]
+  std::vector<std::uint8_t> sole_owner_;  ///< Whether replica 0's gradient is the sole owner of its memory. [param]
   std::deque<Chunk> chunks_;
 };
 

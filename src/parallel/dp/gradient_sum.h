@@ -17,7 +17,7 @@
 namespace ddpkit {
 
 /// Hooks on the replicas' gradient accumulators count the gradients of each bucket. A bucket is summed when all
-/// replicas have made its gradients. Each element is summed in the order of the replicas: the bits are always the same.
+/// replicas have computed its gradients. Each element is summed in replica order, so results are bitwise reproducible.
 ///
 /// A step calls begin(), then take_part() in the thread of each replica, then sum() for each parameter, then drop().
 class GradientSum {
@@ -37,8 +37,8 @@ class GradientSum {
 
   /// The first `active` replicas take part. No replica may have a gradient.
   virtual void begin(int active);
-  /// `work` calls start_backward() just before backward. Returns when nothing is left to sum. If a replica has failed,
-  /// returns without a sum.
+  /// `work` calls start_backward() just before backward. Returns when nothing is left to sum. Returns without a sum if
+  /// a replica has failed.
   void take_part(int replica, const std::function<void()>& work);
   void start_backward(int replica) { counting_[static_cast<std::size_t>(replica)].on = active_ > 1; }
 
@@ -50,15 +50,15 @@ class GradientSum {
  protected:
   struct Slot {
     std::size_t bucket = 0;
-    Tensors gradients;  ///< The defined ones, in the order of the replicas.
+    Tensors gradients;  ///< The defined gradients, in replica order.
     at::Tensor sum;     ///< When the bucket is ready: the first gradient, until sum_bucket() replaces it.
   };
 
-  /// A gradient has come. In the replica's thread, or in autograd's thread of the replica's device.
+  /// Called for each new gradient, in the replica's thread or in autograd's thread of the replica's device.
   virtual void note_gradient(std::size_t replica, std::size_t param, const at::Tensor& added) = 0;
-  /// All gradients of the bucket exist or will never come. Under the lock.
+  /// Called with the lock held when all gradients of the bucket exist or will never arrive.
   virtual void sum_bucket(std::size_t bucket) = 0;
-  /// Sums one of `parts_left_`, which sum_bucket() has left to the threads of all replicas.
+  /// Sums one of `parts_left_`, which sum_bucket() has left for the threads of all replicas.
   virtual void sum_part() {}
 
   const ReplicaStreams& streams_;
@@ -67,7 +67,7 @@ class GradientSum {
   std::vector<Slot> slots_;                     ///< [param]
   int active_ = 0;
 
-  std::mutex mutex_;  ///< For the buckets' `ready`, the slots, and the members below.
+  std::mutex mutex_;  ///< Protects the buckets' `ready`, the slots, and the members below.
   std::condition_variable changed_;
   std::atomic<std::size_t> parts_left_{0};
   bool failed_ = false;
@@ -96,14 +96,14 @@ class GradientSum {
 using MakeGradientSum = std::unique_ptr<GradientSum>(std::vector<GradientSum::Tensors> leaves,
                                                      const ReplicaStreams& streams, std::size_t first_bucket_bytes,
                                                      std::size_t bucket_bytes);
-/// A bucket is cut into chunks. Each later hook sums one chunk, and each replica sums chunks after its backward, so the
-/// last replica does not do all of the work.
+/// A bucket is split into chunks. Each later hook sums one chunk, and each replica sums chunks after its backward, so
+/// the last replica does not do all of the work.
 MakeGradientSum make_cpu_gradient_sum;
 /// The last gradient of a bucket queues the sum of the bucket on side streams. The caller's streams may read sums after
 /// ReplicaStreams::join().
 MakeGradientSum make_device_gradient_sum;
 
-/// The sum of the defined gradients, in their order, on `device`, by the current streams.
+/// Returns the sum of the defined gradients, in their order, on `device`, computed on the current streams.
 at::Tensor sum_on_first(const std::vector<at::Tensor>& gradients, c10::Device device);
 
 }  // namespace ddpkit

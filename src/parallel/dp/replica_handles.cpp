@@ -27,8 +27,8 @@ class ClonedAs : public torch::nn::Module {
   ModulePtr module_;
 };
 
-/// clone() copies the members of `from` to those of `to`: LibTorch clones a child so, by the private
-/// Cloneable::clone_(), which knows the child's type.
+/// clone() copies the members of `from` to `to` with the private Cloneable::clone_(), which LibTorch uses to clone
+/// children. clone_() knows the child's type.
 class MemberCopy : public torch::nn::Cloneable<MemberCopy> {
  public:
   MemberCopy(const ModulePtr& from, ModulePtr to) : to_(std::move(to)) {
@@ -40,7 +40,7 @@ class MemberCopy : public torch::nn::Cloneable<MemberCopy> {
   ModulePtr to_;
 };
 
-/// False: the type has no clone_().
+/// Returns false if the type has no clone_().
 bool copy_members(const ModulePtr& from, const ModulePtr& to) {
   try {
     MemberCopy(from, to).clone();
@@ -61,9 +61,9 @@ struct Handle {
   long references() const { return module ? module.use_count() : static_cast<long>(tensor.use_count()); }
 };
 
-/// What the module registers, under one name or several, and what the clone registers under these names.
+/// What the module registers under one or several names, and what the clone registers under these names.
 struct Entry {
-  std::string name;  ///< With its kind.
+  std::string name;  ///< Includes its kind.
   Handle source;
   std::vector<Handle> copies = {};
 };
@@ -97,7 +97,7 @@ Counts difference(Counts after, const Counts& before) {
   return after;
 }
 
-/// How often one part refers to each entry.
+/// Number of references from one part to each entry.
 struct Part {
   std::string name;
   Counts of_module, of_clone;
@@ -107,7 +107,7 @@ std::vector<Part> count_parts(const std::vector<Entry>& entries, ReplicaModules&
   std::set<const void*> seen;
   for (std::size_t i = 0; i < modules.names.size(); ++i) {
     ModulePtr& scratch = modules.scratch[i];
-    // Afterwards no part of `scratch` refers to another one.
+    // Afterwards no part of `scratch` refers to another part.
     if (!seen.insert(scratch.get()).second || !copy_members(modules.clone[i], scratch)) scratch.reset();
   }
   std::vector<Part> parts;
@@ -139,8 +139,8 @@ bool is_like(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type();
 }
 
-/// Whether no part but this one refers to the entry or its only copy, and this one just registers it: members of the
-/// clone that refer to the copy do not refer to the entry in the module.
+/// Returns whether only this part refers to the entry or its only copy, and only by registration. Members of the clone
+/// that refer to the copy then do not refer to the entry in the module.
 bool is_unused(const std::vector<Entry>& entries, const std::vector<Part>& parts, const Part& part, std::size_t entry) {
   return entries[entry].copies.size() == 1 && part.of_module[entry] == 1 &&
          std::all_of(parts.begin(), parts.end(), [&](const Part& other) {

@@ -11,8 +11,8 @@
 namespace ddpkit {
 namespace {
 
-/// A key of the dispatcher that comes before all others and that nothing of LibTorch's uses. Where a thread has it
-/// switched on, random operators come here first; all others pass by.
+/// A dispatch key before all others that LibTorch does not use. If it is enabled on a thread, random operators are
+/// dispatched to it first; other operators skip it.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local ReplicaRandom* current = nullptr;
@@ -23,7 +23,7 @@ bool is_on_cpu(const torch::jit::Stack& stack, std::size_t arguments) {
   });
 }
 
-/// Puts this thread's generator where the caller gave none.
+/// Passes this thread's generator to operators that received none.
 void with_own_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   if (current && is_on_cpu(*stack, arguments.size())) {
@@ -36,7 +36,7 @@ void with_own_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
-// What forward passes draw with, in the end: dropout calls bernoulli_, randn calls normal_.
+// Basic random operators of forward passes: dropout calls bernoulli_, randn calls normal_.
 constexpr const char* kRandomOperators[] = {
     "bernoulli",
     "bernoulli.p",

@@ -9,8 +9,7 @@
 
 namespace ddpkit {
 
-/// The seed of one call's replicas: drawn from LibTorch's generator for the CPU, which it moves on, when the first of
-/// them needs it, whichever that is.
+/// The seed of the replicas in one call. The first replica that needs the seed draws it from LibTorch's CPU generator.
 class ReplicaSeed {
  public:
   std::uint64_t get();
@@ -20,8 +19,8 @@ class ReplicaSeed {
   std::uint64_t seed_ = 0;
 };
 
-/// While it lives, operators that this thread calls on CPU tensors without a generator (dropout, randn, ...) draw from
-/// one of its own instead of the process's, from which replicas would draw in whatever order they happen to run.
+/// While it lives, operators on CPU tensors that this thread calls without a generator (dropout, randn, ...) use a
+/// separate generator. With the process's generator, the numbers would depend on the order in which the replicas run.
 class ReplicaRandom {
  public:
   ReplicaRandom(ReplicaSeed& seed, int replica);
@@ -29,7 +28,7 @@ class ReplicaRandom {
   ReplicaRandom(const ReplicaRandom&) = delete;
   ReplicaRandom& operator=(const ReplicaRandom&) = delete;
 
-  /// The generator, made when it is first asked for: most replicas never do.
+  /// Returns the generator. Creates it on first use, because most replicas need none.
   const at::Generator& generator();
 
  private:

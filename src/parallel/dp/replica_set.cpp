@@ -28,7 +28,7 @@ std::vector<std::string> names_of_parts(const torch::nn::Module& module) {
   return names;
 }
 
-/// The innermost part of the module that cannot be cloned, and what to do.
+/// Returns the innermost part of the module that cannot be cloned, and what to do.
 std::string why_not_cloneable(const torch::nn::Module& module) {
   const auto names = names_of_parts(module);
   const auto parts = module.modules();
@@ -60,8 +60,8 @@ std::shared_ptr<torch::nn::Module> clone_of(const torch::nn::Module& module, c10
   }
 }
 
-/// Restores the caller's random numbers when the result is destroyed: clone() initializes weights before it overwrites
-/// them, and the random numbers must not depend on the number of clones.
+/// Restores the caller's random state when the result is destroyed. clone() initializes weights before it overwrites
+/// them, and random numbers must not depend on the number of clones.
 auto keep_random_state() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
@@ -113,7 +113,7 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
   match_sources(devices[0]);
 
   std::vector<std::vector<at::Tensor>> leaves(devices.size());
-  std::set<std::vector<const void*>> seen;  // Weights tied in the clones too are one parameter.
+  std::set<std::vector<const void*>> seen;  // Weights that are tied in the clones too are one parameter.
   for (const ReplicaRow& row : rows_) {
     std::vector<const void*> identity;
     for (const at::Tensor& copy : row.copies) {
@@ -173,7 +173,7 @@ void ReplicaSet::match_sources(c10::Device device) {
 void ReplicaSet::share_memory(const at::Tensor& copy, const at::Tensor& source) const {
   if (same_memory(copy, source)) return;
   at::Tensor(copy).set_data(source.variable_data());
-  // A weight that is updated between forward and backward is found out in the replicas' graphs too.
+  // Shared version counter: the replicas' graphs also detect a weight update between forward and backward.
   torch::autograd::impl::set_version_counter(copy, torch::autograd::impl::version_counter(source));
 }
 
@@ -183,7 +183,7 @@ bool ReplicaSet::follow(bool buffers) {
     if (!same_kind(row.source, row.copies[0])) return false;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     ReplicaRow& row = rows_[i];
-    // The graphs of earlier forwards read the copies. They find out about a change if they would in the module.
+    // The graphs of earlier forward passes read the copies. They detect a change if the module's graph would detect it.
     const std::uint32_t before = std::exchange(row.version, version_of(row.source));
     const bool changed = before != row.version;
     for (std::size_t r = 0; r < row.copies.size(); ++r) {
@@ -209,7 +209,7 @@ void ReplicaSet::follow_training_mode() {
   for (const auto& copies : copies_) {
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       if (copies[i]->is_training() == parts_[i]->is_training()) continue;
-      // A module's mode is set with that of all below it, which come after it here and are set in their turn.
+      // train() also sets the mode of all submodules. Submodules come later in the list and are set again.
       for (std::size_t k = 0; k < parts_.size(); ++k) copies[k]->train(parts_[k]->is_training());
       break;
     }

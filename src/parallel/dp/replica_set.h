@@ -13,23 +13,23 @@
 
 namespace ddpkit {
 
-/// Clones whose parameters are leaf tensors of their own, each with a gradient of its own. On the module's device they
-/// lie in the module's memory: an update of the module is one of all. Replicas of another device share a copy, which
-/// follow() brings up to date. Replica 0 has the module's buffers too, the others copies.
+/// Clones of a module with separate leaf tensors as parameters, each with a separate gradient. On the module's device,
+/// the parameters share the module's memory, so an update of the module updates all replicas. Replicas on another
+/// device share a copy, which follow() updates. Replica 0 has the module's buffers, other replicas have copies.
 class ReplicaSet {
  public:
-  /// `devices` [replica] and `streams` outlive it. Throws InvalidArgument for a module that is not on the first device,
-  /// that cannot be cloned or whose clone is not like it.
+  /// `devices` [replica] and `streams` must outlive it. Throws InvalidArgument if the module is not on the first
+  /// device, cannot be cloned, or differs from its clone.
   ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
              const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes);
 
   torch::nn::Module& module(std::size_t replica) const { return *replicas_[replica]; }
-  /// The module's parameters that want a gradient. [param]
+  /// The module's parameters that require a gradient. [param]
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   GradientSum& gradients() const noexcept { return *gradients_; }
 
-  /// Takes over what has changed in the module: memory, training mode, buffers' values if `buffers`. False: replicas
-  /// cannot be made to follow (another type, shape or requires_grad), and a new set is needed.
+  /// Copies changes of the module: memory, training mode, and buffer values if `buffers`. Returns false if the replicas
+  /// cannot follow (another type, shape or requires_grad): then a new set is needed.
   bool follow(bool buffers);
 
  private:

@@ -37,13 +37,14 @@ void ReplicaStreams::fork() {
 
 void ReplicaStreams::begin() const {
   for (std::size_t r = 0; r < devices_.size(); ++r)
-    stream_waits(stream_[r], caller_[r]);  // Weights, the batch and outputs' gradients come from there.
+    stream_waits(stream_[r], caller_[r]);  // For the weights, the batch and the outputs' gradients.
 }
 
 void ReplicaStreams::join() const {
   for (std::size_t r = 0; r < devices_.size(); ++r) {
-    stream_waits(caller_[r], stream_[r]);  // Outputs and losses are there, and nobody reads the batch any more.
-    if (first_[r] == r) stream_waits(caller_[r], side_[r]);  // The sums are there, and nobody reads what was summed.
+    stream_waits(caller_[r], stream_[r]);  // Outputs and losses are complete, and the batch is no longer read.
+    if (first_[r] == r) stream_waits(caller_[r], side_[r]);  // Sums are complete, and the summed gradients are no
+                                                             // longer read.
   }
 }
 
@@ -64,13 +65,13 @@ ReplicaStreams::CallerScope::CallerScope(const ReplicaStreams& streams) {
     if (streams.first_[r] != r) continue;
     outside_.push_back(streams.current(streams.devices_[r]));
     inside_.push_back(streams.caller_[r]);
-    stream_waits(inside_.back(), outside_.back());  // Gradients that come in.
+    stream_waits(inside_.back(), outside_.back());  // For incoming gradients.
   }
   guard_.emplace(inside_);
 }
 
 ReplicaStreams::CallerScope::~CallerScope() noexcept(false) {
-  for (std::size_t i = 0; i < inside_.size(); ++i) stream_waits(outside_[i], inside_[i]);  // Gradients that go out.
+  for (std::size_t i = 0; i < inside_.size(); ++i) stream_waits(outside_[i], inside_[i]);  // For outgoing gradients.
 }
 
 }  // namespace ddpkit

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. The streams that a DataParallel's replicas compute on; on the CPU nothing does anything.
+// Tier 1: ATen/core/Tensor.h. The streams of a DataParallel's replicas. Does nothing on the CPU.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,27 +12,28 @@
 
 namespace ddpkit {
 
-/// The first replica on a device computes on the caller's current stream there, each further one on a stream of its
-/// own. Gradients are summed on side streams, so that a sum that waits for another replica holds nobody's kernels up.
+/// The first replica on a device uses the caller's current stream there. Each further replica has a separate stream.
+/// Gradients are summed on side streams, so a sum that waits for another replica does not delay kernels.
 ///
-/// Of a step: fork() by the caller, the replicas' work within a Scope each, join() by the caller.
+/// Order of a step: fork() by the caller, each replica's work within a Scope, join() by the caller.
 class ReplicaStreams {
  public:
   explicit ReplicaStreams(const std::vector<c10::Device>& devices);
 
   bool used() const noexcept { return !devices_.empty(); }
-  /// Takes note of the caller's current streams: what replicas are given from now on comes after what those were given.
+  /// Records the caller's current streams. Later work of the replicas starts after the work queued so far on these
+  /// streams.
   void fork();
-  /// For further work of the last fork().
+  /// Starts further work of the last fork().
   void begin() const;
-  /// What the caller's streams of the last fork() are given from now on comes after all that replicas and sums were.
+  /// Later work on the caller's streams of the last fork() starts after all queued work of replicas and sums.
   void join() const;
   /// The side stream of the replica's device.
   const c10::Stream& side(std::size_t replica) const { return side_[replica]; }
   /// [distinct device]
   const std::vector<c10::Stream>& sides() const noexcept { return sides_; }
 
-  /// Within it the replica's streams are current, on each device the caller's otherwise.
+  /// Makes the replica's streams current: its stream on its device, the caller's streams on other devices.
   class Scope {
    public:
     Scope(const ReplicaStreams& streams, std::size_t replica);
@@ -42,8 +43,8 @@ class ReplicaStreams {
     std::optional<c10::MultiStreamGuard> streams_;
   };
 
-  /// Within it the caller's streams of the last fork() are current, in whatever thread: after what that thread's own
-  /// have been given, and before what they will be.
+  /// Makes the caller's streams of the last fork() current on any thread. They wait for the queued work of the thread's
+  /// streams. At the end, the thread's streams wait for them.
   class CallerScope {
    public:
     explicit CallerScope(const ReplicaStreams& streams);
@@ -59,7 +60,7 @@ class ReplicaStreams {
 
   std::vector<c10::Device> devices_;  ///< Empty on the CPU. [replica]
   std::vector<std::size_t> first_;    ///< The first replica on the same device. [replica]
-  std::vector<c10::Stream> caller_;   ///< Of the last fork(). [replica]
+  std::vector<c10::Stream> caller_;   ///< From the last fork(). [replica]
   std::vector<c10::Stream> stream_;   ///< [replica]
   std::vector<c10::Stream> side_;     ///< [replica]
   std::vector<c10::Stream> sides_;    ///< [distinct device]

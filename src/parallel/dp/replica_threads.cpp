@@ -21,7 +21,8 @@ thread_local bool in_replica_thread = false;
 
 ReplicaThreads::ReplicaThreads(std::vector<c10::Device> devices, int threads_each)
     : devices_(std::move(devices)), wanted_(devices_.size()), errors_(devices_.size()) {
-  // The number is each thread's own, but the last one set is also what threads to come begin with: it is put back.
+  // at::set_num_threads() is per thread, but the last value is also the initial value of new threads. So it is
+  // restored.
   const int before = at::get_num_threads();
   running_ = static_cast<int>(devices_.size());
   for (int r = 0; r < static_cast<int>(devices_.size()); ++r)
@@ -45,7 +46,8 @@ void ReplicaThreads::loop(int replica, int threads_each) {
   optim::keep_no_casts();
   const auto index = static_cast<std::size_t>(replica);
   std::unique_lock lock(mutex_);
-  at::get_num_threads();  // A thread's first look sets its number to the common one: before ours.
+  at::get_num_threads();  // The first call in a thread sets its number of threads to the global value. Call it before
+                          // setting ours.
   at::set_num_threads(threads_each);
   if (--running_ == 0) done_.notify_one();
   while (true) {

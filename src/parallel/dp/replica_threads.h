@@ -1,4 +1,4 @@
-// Tier 1: c10/core/Device.h. The threads of DataParallel, one a replica, kept between calls.
+// Tier 1: c10/core/Device.h. The threads of DataParallel, one per replica, kept between calls.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -18,18 +18,18 @@ namespace ddpkit {
 
 class ReplicaThreads {
  public:
-  /// `threads_each`: threads inside an operator that one of these threads calls.
+  /// `threads_each`: number of intra-op threads for operators on these threads.
   ReplicaThreads(std::vector<c10::Device> devices, int threads_each);
-  /// Not from one of these threads.
+  /// Must not be called from one of these threads.
   ~ReplicaThreads();
   ReplicaThreads(const ReplicaThreads&) = delete;
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
-  /// Calls job(replica) in the threads of the first `count` replicas, with the caller's grad mode, autocast and the
-  /// like, and returns when all have ended. One run at a time. Throws the error of the first replica that failed, as an
-  /// Error that names it; the original is nested in that.
+  /// Calls job(replica) in the threads of the first `count` replicas, with the caller's grad mode, autocast and other
+  /// thread-local state. Returns when all jobs have ended. One run at a time. Throws the error of the first failed
+  /// replica as an Error that names the replica, with the original exception nested.
   void run(int count, const std::function<void(int)>& job);
-  /// Throws InvalidArgument in a thread of this kind, where run() would wait for itself.
+  /// Throws InvalidArgument in one of these threads, because run() would deadlock.
   static void refuse_nested();
 
  private:
@@ -42,7 +42,7 @@ class ReplicaThreads {
   std::condition_variable done_;
   const std::function<void(int)>* job_ = nullptr;
   const at::ThreadLocalState* state_ = nullptr;
-  std::vector<bool> wanted_;                ///< This run's job is still to be begun. [replica]
+  std::vector<bool> wanted_;                ///< The job of this run has not started. [replica]
   std::vector<std::exception_ptr> errors_;  ///< Of this run. [replica]
   int running_ = 0;
   bool end_ = false;

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. How a parameter's elements are divided among ranks.
+// Tier 1: ATen/core/Tensor.h. Partitions a parameter's elements among ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,23 +9,23 @@
 
 namespace ddpkit {
 
-/// Elements [begin, begin + count) of a parameter, in the order of its memory.
+/// Elements [begin, begin + count) of a parameter, in memory order.
 struct Shard {
   std::int64_t begin = 0;
   std::int64_t count = 0;
 
-  /// The shard of a one-dimensional tensor.
+  /// Returns the shard of a one-dimensional tensor.
   at::Tensor of(const at::Tensor& whole) const { return whole.narrow(0, begin, count); }
 };
 
-/// The part of rank `rank` of a dense tensor: whole cache lines. The first ranks have parts of equal size; the parts of
-/// the last ranks may be smaller or empty. The same on every backend, so that state can move between backends.
+/// Returns the shard of rank `rank` of a dense tensor, in whole cache lines. The first ranks have shards of equal size;
+/// the shards of the last ranks may be smaller or empty. Equal on every backend, so state can move between backends.
 inline Shard shard_of(const at::Tensor& tensor, int rank, int ranks) {
   const shm::Span slice = shm::slice_of(static_cast<std::size_t>(tensor.numel()), tensor.element_size(), rank, ranks);
   return {static_cast<std::int64_t>(slice.begin), static_cast<std::int64_t>(slice.count)};
 }
 
-/// A dense tensor's elements in the order of their memory.
+/// Returns a dense tensor's elements in memory order.
 inline at::Tensor in_order(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
 
 }  // namespace ddpkit

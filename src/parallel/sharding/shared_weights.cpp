@@ -26,7 +26,7 @@
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
-/// Live as long as any tensor on them.
+/// Lives as long as any tensor on these pages.
 struct SharedWeights::Pages {
   shm::Mapping shared;
   std::unique_ptr<shm::GuardedView> view;
@@ -68,13 +68,14 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   group_.barrier();
   for (const auto& [storage, offset] : std::exchange(storages_, {})) move(storage, offset);
 #if defined(__GLIBC__)
-  ::malloc_trim(0);  // The memory that the weights have left would otherwise stay with the process.
+  ::malloc_trim(0);  // Returns the weights' old memory to the operating system.
 #endif
 }
 
-/// Where each parameter, and each tensor that it is a view of, will be.
+/// Computes the new offset of each parameter and of its base tensors.
 void SharedWeights::lay_out() {
-  std::map<const c10::StorageImpl*, std::pair<std::size_t, std::size_t>> places;  // Offset; bytes not in a parameter.
+  std::map<const c10::StorageImpl*, std::pair<std::size_t, std::size_t>> places;  // Offset, and bytes that belong to no
+                                                                                  // parameter.
   std::set<std::pair<const c10::StorageImpl*, std::size_t>> counted;
   for (const NamedParameter& parameter : parameters_) {
     const at::Storage& storage = parameter.tensor.storage();
@@ -99,7 +100,7 @@ void SharedWeights::lay_out() {
   }
 }
 
-/// All tensors on `storage` are on the pages from here on.
+/// Moves all tensors on `storage` to the pages.
 void SharedWeights::move(const at::Storage& storage, std::size_t offset) const {
   auto pages = std::make_unique<std::shared_ptr<Pages>>(pages_);
   std::byte* data = pages_->view->data() + offset;
@@ -169,7 +170,7 @@ void SharedWeights::check_alike(const at::Tensor& written) const {
   }
 }
 
-/// This rank's slices of what was written.
+/// Writes this rank's slices of the changed weights to the shared memory.
 void SharedWeights::absorb(const at::Tensor& written) {
   const shm::GuardedView& view = *pages_->view;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -188,7 +189,7 @@ void SharedWeights::absorb(const at::Tensor& written) {
   }
 }
 
-/// "parameter a", or "one of the parameters a, b, c".
+/// Returns "parameter a", or "one of the parameters a, b, c".
 std::string SharedWeights::names_in(std::size_t granule) const {
   const std::size_t begin = granule * pages_->view->granule_bytes();
   const std::size_t end = begin + pages_->view->granule_bytes();

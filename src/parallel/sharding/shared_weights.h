@@ -16,29 +16,30 @@
 
 namespace ddpkit::optim {
 
-/// The parameters of all ranks lie in one piece of shared memory. Users see it through a GuardedView, so that what they
-/// write is private to their rank; the optimizer writes to the memory itself, each rank to its slices.
+/// The parameters of all ranks are in one shared memory segment. The program sees a GuardedView: its writes are private
+/// to its rank. The optimizer writes to the shared memory, each rank to its slices.
 class SharedWeights {
  public:
-  /// Whether the group's ranks can share memory: they are on one host, and their backend is `shm`.
+  /// Returns whether the group's ranks can share memory: all ranks are on one host, with backend `shm`.
   static bool possible(const ProcessGroup& group);
 
-  /// Collective: moves the memory of the parameters, which are dense and the same on all ranks, into shared memory. All
-  /// tensors on that memory move along: views of one flat tensor stay views of it. Throws on all ranks if there is too
-  /// little memory, or if some of a tensor that moves belongs to no parameter.
+  /// Collective: moves the parameters, which are dense and equal on all ranks, to shared memory. All tensors on their
+  /// storages move too: views of one flat tensor stay views. Throws on all ranks if there is too little memory, or if
+  /// part of a moved tensor belongs to no parameter.
   SharedWeights(std::vector<NamedParameter> parameters, ProcessGroup group);
 
-  /// Part of parameter `index` in the shared memory itself: one-dimensional, in the order of its memory.
+  /// Returns part of parameter `index` in the shared memory: one-dimensional, in memory order.
   at::Tensor slice(std::size_t index, const Shard& shard) const;
 
-  /// Parameter `index` has been given other memory: copies its values here, as this rank's writing, and moves that
-  /// memory here. Throws InvalidArgument if some of it belongs to no parameter or to another one.
+  /// Call after parameter `index` has received other memory. Copies its values to the shared memory as writes of this
+  /// rank, and moves the parameter back. Throws InvalidArgument if part of the memory belongs to no parameter or to
+  /// another parameter.
   void take_back(std::size_t index);
 
-  /// Whether this rank has written to a parameter since the last settle().
+  /// Returns whether this rank has written to a parameter since the last settle().
   bool is_written() const noexcept;
-  /// Collective; returns when all ranks have called it. What all have written to their parameters becomes what the
-  /// shared memory holds. Throws InvalidArgument on all ranks when they have not written the same.
+  /// Collective; returns after all ranks have called it. Applies the writes of all ranks to the shared memory. Throws
+  /// InvalidArgument on all ranks if their writes differ.
   void settle();
 
  private:
@@ -54,7 +55,8 @@ class SharedWeights {
   std::vector<NamedParameter> parameters_;
   std::vector<std::size_t> offsets_;  ///< In bytes. [param]
   std::size_t bytes_ = 0;
-  std::vector<std::pair<at::Storage, std::size_t>> storages_;  ///< What moves, and where to. Empty afterwards.
+  std::vector<std::pair<at::Storage, std::size_t>> storages_;  ///< Storages to move, and their offsets. Empty
+                                                               ///< afterwards.
   ProcessGroup group_;
   std::shared_ptr<Pages> pages_;
   at::Tensor flag_;
