@@ -107,9 +107,9 @@ class Bench {
     const auto& asked = options_.plan.collectives;
     if (backend == "limit" && std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
     if (backend == "openmpi") {
-      if (const std::string reason = why_no_openmpi(); !reason.empty()) return leave_out(backend, reason);
+      if (const std::string reason = why_no_openmpi(); !reason.empty()) return skip(backend, reason);
     }
-    say(ranks, backend);
+    log_start(ranks, backend);
     if (backend == "limit") {
       measure_limit(ranks, options_.plan, [this](const Row& row) { take(row); });
       return 0;
@@ -126,15 +126,15 @@ class Bench {
     return launch(ranks, backend, command);
   }
 
-  static void say(int ranks, const std::string& backend) {
+  static void log_start(int ranks, const std::string& backend) {
     std::cerr << fmt::format("measuring {} on {} rank{}\n", backend, ranks, ranks == 1 ? "" : "s");
     if (backend != "nccl" && ranks > available_cores())
       std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
   }
 
   /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
-  int leave_out(const std::string& backend, const std::string& reason) {
-    if (left_out_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
+  int skip(const std::string& backend, const std::string& reason) {
+    if (skipped_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
     return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;
   }
 
@@ -162,7 +162,7 @@ class Bench {
              },
          .forward_signals = true});
     for (int rank = 0; rank < ranks; ++rank) take_line(rank, pending[static_cast<std::size_t>(rank)]);
-    if (!reason.empty()) return leave_out(backend, reason);
+    if (!reason.empty()) return skip(backend, reason);
     if (result.first_failure)
       std::cerr << fmt::format("ddpkit bench: {}: rank {} {}\n", backend, result.first_failure->rank,
                                result.first_failure->describe());
@@ -191,7 +191,7 @@ class Bench {
   const CollectivesOptions& options_;
   std::string csv_ = std::string(kCsvHeader) + "\n";
   std::vector<Row> rows_;
-  std::set<std::string> left_out_;
+  std::set<std::string> skipped_;
 };
 
 }  // namespace

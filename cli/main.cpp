@@ -11,7 +11,7 @@
 namespace {
 
 /// Fails if stdout cannot be flushed: it may be a file on a full disk.
-int said_all(int code) {
+int checked_exit_code(int code) {
   if (std::cout.flush() && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
   std::cerr << "ddpkit: not all of the output could be written to stdout\n";
   return code == 0 ? 1 : code;
@@ -43,9 +43,9 @@ int main(int argc, char** argv) {
     }
     std::reverse(arguments.begin(), arguments.end());  // CLI11 expects reversed arguments.
     app.parse(arguments);
-    return said_all(run());
+    return checked_exit_code(run());
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return said_all(app.exit(error));
+    if (error.get_exit_code() == 0) return checked_exit_code(app.exit(error));
     std::cerr << "ddpkit: " << error.what() << " (see ddpkit --help)\n";
     return 2;
   } catch (const std::exception& error) {

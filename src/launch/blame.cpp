@@ -20,7 +20,7 @@ std::vector<std::size_t> blamed_by(std::size_t rank, const std::vector<Evidence>
   if (culprit || !lost_another(ranks[rank])) return {};
   std::vector<std::size_t> failed, left;
   for (const std::size_t other : ended) {
-    if (!lost_another(ranks[other]) && ranks[other].ended_by_itself)
+    if (!lost_another(ranks[other]) && ranks[other].ended_independently)
       (ranks[other].ended_well ? left : failed).push_back(other);
   }
   for (std::size_t other = 0; other < ranks.size(); ++other) {

@@ -12,12 +12,11 @@ namespace ddpkit::launch {
 /// The launcher's knowledge of a rank after another rank has failed.
 struct Evidence {
   flight::Failure failure = flight::Failure::kNone;  ///< Failure of its first failed collective.
-  std::optional<std::size_t> culprit = {};           ///< The rank that the failed collective blames, if it runs on this
-                                                     ///< launcher.
+  std::optional<std::size_t> culprit = {};           ///< Rank of this launcher that the failed collective blames.
   bool running = true;
-  bool has_left = false;         ///< The rank left the group of all ranks.
-  bool ended_by_itself = false;  ///< Not ended by the launcher's signal.
-  bool ended_well = false;       ///< With exit code 0.
+  bool has_left = false;             ///< The rank left the group of all ranks.
+  bool ended_independently = false;  ///< Not ended by the launcher's signal.
+  bool ended_well = false;           ///< With exit code 0.
 };
 
 /// Returns the ranks that may have caused the end of rank `first`, the most likely first. Empty if `first` failed

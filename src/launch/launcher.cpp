@@ -45,9 +45,9 @@ constexpr milliseconds kLookForEnds(10);
 class Launch {
  public:
   explicit Launch(const LocalLaunchOptions& options)
-      : options_(options), signals_(options.forward_signals), output_(options, [this] { return goes_on(); }) {
+      : options_(options), signals_(options.forward_signals), output_(options, [this] { return keeps_waiting(); }) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
-    told_.resize(result_.ranks.size());
+    sent_signals_.resize(result_.ranks.size());
     result_.first_rank = options.node_rank * options.ranks;
   }
 
@@ -109,7 +109,7 @@ class Launch {
 
   /// Called while the reader of this process's output blocks. Waits for the reader without limit, except after a signal
   /// to stop when all ranks have been killed.
-  bool goes_on() {
+  bool keeps_waiting() {
     attend();
     return !(killed_ && result_.stopped_by_signal != 0);
   }
@@ -177,7 +177,7 @@ class Launch {
     end.rank = static_cast<int>(rank);
     end.pid = process.pid();
     end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-    end.ended_by_launcher = told_[rank] != 0;
+    end.ended_by_launcher = sent_signals_[rank] != 0;
     end.state = views_[rank].state(true);
     if (!end.ended_by_launcher) {
       process.signal(SIGKILL);  // Kills the remaining processes of its group.
@@ -224,13 +224,13 @@ class Launch {
       asked.push_back(views_[index].ask_for_stack(processes_[index].pid()));
     }
     const auto deadline = Clock::now() + kStackLimit;
-    const auto is_over = [&] {
+    const auto has_all_stacks = [&] {
       for (std::size_t i = 0; i < ranks.size(); ++i) {
         if (asked[i] && !views_[static_cast<std::size_t>(ranks[i])].has_stack()) return false;
       }
       return true;
     };
-    while (!is_over() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(2));
+    while (!has_all_stacks() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(2));
     std::vector<SilentRank> result;
     for (const int rank : ranks) {
       const auto index = static_cast<std::size_t>(rank);
@@ -272,18 +272,18 @@ class Launch {
       if (end.pid > 0)
         text += fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
     }
-    output_.say(text);
+    output_.log(text);
   }
 
   void stop(int number, milliseconds grace) {
     if (!kill_at_) kill_at_ = Clock::now() + grace;
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      if (std::ranges::find(spared_, rank) == spared_.end()) tell(rank, number);
+      if (std::ranges::find(spared_, rank) == spared_.end()) send_signal(rank, number);
     }
   }
 
-  void tell(std::size_t rank, int number) {
-    if (processes_[rank].running()) told_[rank] = number;
+  void send_signal(std::size_t rank, int number) {
+    if (processes_[rank].running()) sent_signals_[rank] = number;
     processes_[rank].signal(number);
   }
 
@@ -292,11 +292,11 @@ class Launch {
     if (std::ranges::none_of(spared, [&](std::size_t rank) { return processes_[rank].running(); })) return kill_all();
     kill_at_ = Clock::now() + options_.grace;
     for (std::size_t rank = 0; rank < processes_.size(); ++rank)
-      tell(rank, std::ranges::find(spared, rank) == spared.end() ? SIGKILL : SIGTERM);
+      send_signal(rank, std::ranges::find(spared, rank) == spared.end() ? SIGKILL : SIGTERM);
   }
 
   void kill_all() {
-    for (std::size_t rank = 0; rank < processes_.size(); ++rank) tell(rank, SIGKILL);
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) send_signal(rank, SIGKILL);
     killed_ = true;
     kill_at_ = Clock::now() + std::chrono::hours(24);
   }
@@ -309,10 +309,11 @@ class Launch {
   }
 
   /// Returns whether the rank ended without a signal from the launcher.
-  bool ended_by_itself(std::size_t rank) const {
+  bool ended_independently(std::size_t rank) const {
     const RankExit& end = result_.ranks[rank];
     return !processes_[rank].running() &&
-           (told_[rank] == 0 || (end.signal != 0 && end.signal != SIGTERM && end.signal != told_[rank]));
+           (sent_signals_[rank] == 0 ||
+            (end.signal != 0 && end.signal != SIGTERM && end.signal != sent_signals_[rank]));
   }
 
   std::vector<std::size_t> suspects() const {
@@ -325,7 +326,7 @@ class Launch {
         evidence.culprit = static_cast<std::size_t>(*culprit - result_.first_rank);
       evidence.running = processes_[rank].running();
       evidence.has_left = views_[rank].has_left();
-      evidence.ended_by_itself = ended_by_itself(rank);
+      evidence.ended_independently = ended_independently(rank);
       evidence.ended_well = result_.ranks[rank].ok();
     }
     return launch::suspects(*first_failure_, ranks, ended_);
@@ -337,7 +338,7 @@ class Launch {
     const std::vector<std::size_t> ranks = suspects();
     const std::size_t first = ranks.empty() ? *first_failure_ : ranks.front();
     RankExit& end = result_.ranks[first];
-    if (!end.before_meeting) end.awaited = end.ok() || !ended_by_itself(first);
+    if (!end.before_meeting) end.awaited = end.ok() || !ended_independently(first);
     result_.first_failure = end;
   }
 
@@ -352,7 +353,7 @@ class Launch {
   std::vector<launch::RankProcess> processes_;  ///< [rank]
   launch::EndOrder end_order_;
   std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.
-  std::vector<int> told_;            ///< The last signal sent to the rank; 0: none. [rank]
+  std::vector<int> sent_signals_;    ///< The last signal sent to the rank; 0: none. [rank]
   std::vector<std::size_t> spared_;  ///< Suspected ranks, which may end without a signal.
   std::optional<std::size_t> first_failure_;
   Clock::time_point start_ = Clock::now();

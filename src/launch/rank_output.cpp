@@ -78,8 +78,10 @@ bool open_terminal(int ends[2]) {
 
 }  // namespace
 
-RankOutput::RankOutput(const LocalLaunchOptions& options, std::function<bool()> goes_on)
-    : options_(options), goes_on_(std::move(goes_on)), last_lines_(static_cast<std::size_t>(options.ranks)) {
+RankOutput::RankOutput(const LocalLaunchOptions& options, std::function<bool()> keeps_waiting)
+    : options_(options),
+      keeps_waiting_(std::move(keeps_waiting)),
+      last_lines_(static_cast<std::size_t>(options.ranks)) {
   if (!options.log_dir.empty())
     attempt_ = free_attempt(options.log_dir, options.restart_count, rank_in_job(0), options.ranks);
 }
@@ -112,7 +114,7 @@ void RankOutput::write(int fd, std::string_view text) const {
   while (!text.empty()) {
     pollfd place{fd, POLLOUT, 0};
     const int ready = ::poll(&place, 1, static_cast<int>(kLookWhileStalled.count()));
-    if (ready == 0 && !goes_on_()) return;
+    if (ready == 0 && !keeps_waiting_()) return;
     if (ready <= 0) continue;
     // A ready pipe accepts at least PIPE_BUF bytes. A longer write would block.
     const auto written = ::write(fd, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));

@@ -23,9 +23,9 @@ namespace ddpkit::launch {
 /// stderr after "[rank N] ".
 class RankOutput {
  public:
-  /// `goes_on`: called repeatedly while the reader of this process's output blocks. When it returns false, the
+  /// `keeps_waiting`: called repeatedly while the reader of this process's output blocks. When it returns false, the
   /// remaining output is dropped.
-  RankOutput(const LocalLaunchOptions& options, std::function<bool()> goes_on);
+  RankOutput(const LocalLaunchOptions& options, std::function<bool()> keeps_waiting);
   ~RankOutput();
   RankOutput(const RankOutput&) = delete;
   RankOutput& operator=(const RankOutput&) = delete;
@@ -47,7 +47,7 @@ class RankOutput {
   void close_all();
 
   /// Writes to this process's stderr.
-  void say(std::string_view text) const { write(STDERR_FILENO, text); }
+  void log(std::string_view text) const { write(STDERR_FILENO, text); }
 
   /// Returns the last lines of its stderr. [line]
   std::vector<std::string> last_lines(int rank) const;
@@ -75,7 +75,7 @@ class RankOutput {
   void close(std::size_t index);
 
   const LocalLaunchOptions& options_;
-  std::function<bool()> goes_on_;
+  std::function<bool()> keeps_waiting_;
   int attempt_ = 0;  ///< Attempt number in the log folder.
   std::vector<Stream> streams_;
   std::vector<std::deque<std::string>> last_lines_;  ///< The last line may be incomplete. [rank]

@@ -130,11 +130,11 @@ TEST_CASE("the rank that others lost is the first failure, whichever ends first"
   const auto suspects = ddpkit::launch::suspects;
   const Evidence trains;
   const auto lost = [](std::optional<std::size_t> culprit) {
-    return Evidence{.failure = Failure::kPeerLost, .culprit = culprit, .running = false, .ended_by_itself = true};
+    return Evidence{.failure = Failure::kPeerLost, .culprit = culprit, .running = false, .ended_independently = true};
   };
   const Evidence left = {.has_left = true};
-  const Evidence failed = {.running = false, .has_left = true, .ended_by_itself = true};
-  const Evidence ended_well = {.running = false, .ended_by_itself = true, .ended_well = true};
+  const Evidence failed = {.running = false, .has_left = true, .ended_independently = true};
+  const Evidence ended_well = {.running = false, .ended_independently = true, .ended_well = true};
   const Evidence aborted = {.failure = Failure::kAborted, .culprit = 1};
   // No rank is blamed.
   CHECK(suspects(0, {failed, trains}, {0}) == Ranks{});
