@@ -129,7 +129,7 @@ class Bench {
   static void log_start(int ranks, const std::string& backend) {
     std::cerr << fmt::format("measuring {} on {} rank{}\n", backend, ranks, ranks == 1 ? "" : "s");
     if (backend != "nccl" && ranks > available_cores())
-      std::cerr << fmt::format("  (on {} cores: no rank has one to itself)\n", available_cores());
+      std::cerr << fmt::format("  (on {} cores: ranks share cores)\n", available_cores());
   }
 
   /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
@@ -200,10 +200,9 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
   auto options = std::make_shared<CollectivesOptions>();
   CLI::App* command = bench.add_subcommand("collectives", "Time and bandwidth of each collective with each backend");
   command->footer(
-      "Starts the ranks itself, each on a core of its own where there are enough. Every size is checked before and "
-      "after\n"
-      "it is timed; wrong elements are counted in #wrong and make the exit code 1. docs/benchmarks.md explains the "
-      "columns.");
+      "Starts one process per rank and pins each rank to one core if there are enough cores.\n"
+      "Checks the result of each size before and after timing. #wrong counts wrong elements; if there are any, the\n"
+      "exit code is 1. docs/benchmarks.md explains the columns.");
   command
       ->add_option("-n,--ranks", options->ranks, "Numbers of ranks (default: 2; with --device cuda, one on each GPU)")
       ->delimiter(',')
@@ -213,7 +212,7 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
   CLI::Option* backends =
       command
           ->add_option("--backend", options->backends,
-                       "shm, gloo, openmpi, limit: a bare loop (default: all there are); on GPUs nccl")
+                       "shm, gloo, openmpi, limit (only the memory traffic); on GPUs nccl (default: all available)")
           ->delimiter(',')
           ->allow_extra_args(false)
           ->check(CLI::IsMember({"shm", "gloo", "openmpi", "limit", "nccl"}))
@@ -221,10 +220,11 @@ void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
   add_plan_options(*command, options->plan);
   command
       ->add_option("--rounds", options->rounds,
-                   "Measure everything N times, the backends in turns, and keep each row's best (default: 1)")
+                   "Measure N times, with the backends in turns, and keep the best result of each row (default: 1)")
       ->check(CLI::Range(1, 1000))
       ->type_name("N");
-  command->add_option("--csv", options->csv, "Write the rows to this file too, when all are there")->type_name("FILE");
+  command->add_option("--csv", options->csv, "Also write the rows to this file, after the last measurement")
+      ->type_name("FILE");
   command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
   command->add_option("--as-rank", options->as_rank)->group("");
   command->callback([options, command, backends, &run] {

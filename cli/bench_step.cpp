@@ -70,8 +70,7 @@ void compare_with_python(const std::vector<StepRow>& rows, const std::string& py
 int run_bench(const StepCommandOptions& options) {
   std::string csv = std::string(kStepCsvHeader) + "\n";
   if (options.step.plan.device == "cpu" && options.step.plan.ranks > available_cores())
-    std::cerr << fmt::format("{} ranks on {} cores: no rank has one to itself\n", options.step.plan.ranks,
-                             available_cores());
+    std::cerr << fmt::format("{} ranks on {} cores: ranks share cores\n", options.step.plan.ranks, available_cores());
   std::cout << step_table_header() << std::endl;
   std::uint64_t wrong = 0;
   for (const std::string& model : options.step.plan.models) {
@@ -96,17 +95,15 @@ void add_bench_step(CLI::App& bench, std::function<int()>& run) {
   StepPlan& plan = options->step.plan;
   CLI::App* command = bench.add_subcommand("step", "Time of a training step: alone, and on several ranks");
   command->footer(
-      "A step is zero_grad, forward, backward with the exchange of gradients, and the optimizer's update. Starts the\n"
-      "ranks itself, each with one thread on a core of its own where there are enough. All systems are measured in "
-      "one\n"
-      "run and take turns. Afterwards the ranks' weights are compared bit for bit; wrong ones are counted in #wrong "
-      "and\n"
-      "make the exit code 1. docs/benchmarks.md explains the columns.");
+      "A step is zero_grad, forward, backward with the gradient exchange, and the optimizer's update.\n"
+      "Starts one process with one thread per rank and pins each rank to one core if there are enough cores.\n"
+      "All systems take turns in one run. Finally compares the weights of the ranks bit for bit. #wrong counts wrong\n"
+      "weights; if there are any, the exit code is 1. docs/benchmarks.md explains the columns.");
   add_step_options(*command, plan);
-  CLI::Option* hidden = command->add_option("--hidden", options->hidden, "Width of an MLP of your own (default: 128)")
+  CLI::Option* hidden = command->add_option("--hidden", options->hidden, "Width of a custom MLP (default: 128)")
                             ->check(CLI::Range(1, 65536))
                             ->type_name("N");
-  CLI::Option* layers = command->add_option("--layers", options->layers, "Its hidden layers (default: 3)")
+  CLI::Option* layers = command->add_option("--layers", options->layers, "Hidden layers of the custom MLP (default: 3)")
                             ->check(CLI::Range(1, 1024))
                             ->type_name("N");
   command->add_option("-n,--ranks", plan.ranks, "Number of ranks (default: 2; with --device cuda, one on each GPU)")
@@ -118,18 +115,18 @@ void add_bench_step(CLI::App& bench, std::function<int()>& run) {
           ->allow_extra_args(false)
           ->check(CLI::IsMember({"shm", "gloo", "nccl"}))
           ->type_name("NAME,...");
-  command->add_option("--steps", plan.steps, "Timed steps of each system (default: what 1.5 s hold)")
+  command->add_option("--steps", plan.steps, "Timed steps per system (default: as many as fit into 1.5 s)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
   command
       ->add_option("--starts", options->step.starts,
-                   "Times to start all processes anew, over which the rounds are spread (default: 1)")
+                   "Number of starts of all processes; the rounds are distributed over the starts (default: 1)")
       ->check(CLI::Range(1, 100))
       ->type_name("N");
   command->add_flag(
       "--peers", options->step.peers,
-      "Measure Python's DistributedDataParallel too, with Gloo or NCCL, by the Python that DDPKIT_PEER_PYTHON names");
-  command->add_option("--csv", options->csv, "Write the rows to this file too")->type_name("FILE");
+      "Also measure PyTorch's DistributedDataParallel, with Gloo or NCCL, with the Python in DDPKIT_PEER_PYTHON");
+  command->add_option("--csv", options->csv, "Also write the rows to this file")->type_name("FILE");
   command->add_option("--as-rank", options->as_rank)->group("");
   command->add_option("--control", options->control)->group("");
   command->callback([options, command, backends, hidden, layers, &run] {

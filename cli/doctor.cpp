@@ -88,13 +88,12 @@ int run_doctor(DoctorOptions options) {
 
 void add_doctor(CLI::App& app, std::function<int()>& run) {
   auto options = std::make_shared<DoctorOptions>();
-  CLI::App* command = app.add_subcommand("doctor", "Whether training can start here, how fast, and what would help");
+  CLI::App* command = app.add_subcommand("doctor", "Check this host for training: problems, speed and advice");
   command->footer(
-      "Looks at the software, GPUs and their links, cores, memory and the container's limits, the rendezvous port, "
-      "and\n"
-      "lets ranks all-reduce for real. The exit code is 0 when training can start here, 1 when not.");
+      "Checks the software, GPUs and their links, cores, memory, the container's limits and the rendezvous port, and\n"
+      "runs an all-reduce. The exit code is 0 if training can start here, else 1.");
   CLI::Option* parameters =
-      command->add_option("--params", options->model.parameters, "Does a model of so many parameters fit: 7.16M, 1.2G")
+      command->add_option("--params", options->model.parameters, "Check whether a model of this size fits: 7.16M, 1.2G")
           ->transform(parameter_count())
           ->check(train::number_from_zero())
           ->type_name("N");
@@ -107,24 +106,22 @@ void add_doctor(CLI::App& app, std::function<int()>& run) {
       ->add_flag("--sharded", options->model.sharded,
                  "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
       ->needs(parameters);
-  command->add_option("--batch", options->model.batch, "Samples on a device (default: 32)")
+  command->add_option("--batch", options->model.batch, "Samples per device (default: 32)")
       ->check(CLI::Range(1, 1 << 20))
       ->needs(parameters)
       ->type_name("N");
-  command
-      ->add_option("--activation-mb", options->model.activation_mb_per_sample,
-                   "MiB that forward keeps for backward, of one sample")
+  command->add_option("--activation-mb", options->model.activation_mb_per_sample, "MiB of activations per sample")
       ->check(train::number_from_zero())
       ->needs(parameters)
       ->type_name("MIB");
   command
       ->add_option("-n,--ranks", options->ranks,
-                   "Ranks to be started here (default: a rank a GPU, or 2): so many all-reduce, each a process")
+                   "Ranks on this host: number of processes that run the all-reduce (default: one per GPU, or 2)")
       ->check(CLI::Range(1, 4096))
       ->type_name("N");
-  command->add_option("--master-addr", options->master_addr, "Where ranks meet (default: MASTER_ADDR, or 127.0.0.1)")
+  command->add_option("--master-addr", options->master_addr, "Rendezvous address (default: MASTER_ADDR, or 127.0.0.1)")
       ->type_name("HOST");
-  command->add_option("--master-port", options->master_port, "The same (default: MASTER_PORT, or 29500)")
+  command->add_option("--master-port", options->master_port, "Rendezvous port (default: MASTER_PORT, or 29500)")
       ->check(CLI::Range(1, 65535))
       ->type_name("PORT");
   command->add_flag("--json", options->json, "One JSON object instead of the report");

@@ -87,11 +87,10 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   options->training.price_per_hour = -1;
   CLI::App* command = app.add_subcommand("estimate", "Predicted step time, speed-up and cost on several devices");
   command->footer(
-      "The step on one device comes from --profile, a timeline that a run of yours has written "
-      "(DDPKIT_TIMELINE=FILE),\n"
-      "or from --compute-ms and --params. Each device keeps its batch, and the global batch grows with the devices,\n"
-      "unless --fixed-global-batch says otherwise.\n"
-      "docs/scaling.md explains the model, its constants and how far it was right.");
+      "The input is the step on one device: --profile, a timeline of a training run (DDPKIT_TIMELINE=FILE),\n"
+      "or --compute-ms and --params. The batch per device is constant, so the global batch grows with the devices.\n"
+      "With --fixed-global-batch, the global batch is constant.\n"
+      "docs/scaling.md explains the model, its constants and its errors.");
   CLI::Option* profile = command->add_option("--profile", options->profile, "Timeline of a run")->type_name("FILE");
   CLI::Option* compute =
       command->add_option("--compute-ms", options->compute_ms, "Forward and backward of one device, in milliseconds")
@@ -104,13 +103,13 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
   command->add_option("--other-ms", options->other_ms, "Update, data and the rest, in milliseconds (default: 0)")
       ->check(train::number_from_zero())
       ->type_name("MS");
-  command->add_option("--element-bytes", options->element_bytes, "Of a gradient's element (default: 4)")
+  command->add_option("--element-bytes", options->element_bytes, "Bytes per gradient element (default: 4)")
       ->check(train::whole_number(1, 16))
       ->type_name("N");
-  command->add_option("--bucket-cap-mb", options->bucket_cap_mb, "As DistributedDataParallel's (default: 25)")
+  command->add_option("--bucket-cap-mb", options->bucket_cap_mb, "Bucket cap of DistributedDataParallel (default: 25)")
       ->check(train::positive_number())
       ->type_name("MIB");
-  command->add_option("--first-bucket-cap-mb", options->first_bucket_cap_mb, "The same (default: 1)")
+  command->add_option("--first-bucket-cap-mb", options->first_bucket_cap_mb, "Cap of the first bucket (default: 1)")
       ->check(train::positive_number())
       ->type_name("MIB");
   std::vector<std::string> names = {"shm"};
@@ -122,15 +121,15 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
       ->type_name("NAME");
   command
       ->add_option("--bandwidth-GBps", options->links.bandwidth_GBps,
-                   "Links of your own, in 10^9 bytes a second each way, instead of a cluster's")
+                   "Bandwidth of custom links per direction, in 10^9 bytes per second; replaces --cluster")
       ->check(train::positive_number())
       ->type_name("N");
-  command->add_option("--alpha-us", options->links.alpha_us, "Of these, the time of an empty message (default: 5)")
+  command->add_option("--alpha-us", options->links.alpha_us, "Time of an empty message on custom links (default: 5)")
       ->check(train::number_from_zero())
       ->type_name("US");
   command
       ->add_option("--collectives", options->links.collectives,
-                   "All-reduces that `ddpkit bench collectives --csv FILE` has measured here")
+                   "All-reduces measured by `ddpkit bench collectives --csv FILE`")
       ->type_name("FILE");
   CLI::Option* devices =
       command->add_option("--devices", options->training.devices, "Numbers of devices (default: 1,2,4,8)")
@@ -139,18 +138,18 @@ void add_estimate(CLI::App& app, std::function<int()>& run) {
           ->check(CLI::Range(1, 65536))
           ->type_name("N,...");
   command->add_flag("--fixed-global-batch", options->training.step.fixed_global_batch,
-                    "The devices share the batch of one (strong scaling)");
+                    "Split the batch of one device over all devices (strong scaling)");
   command->add_flag("--sharded-update", options->training.step.sharded_update,
-                    "Each device updates its part of the weights: --other-ms is divided");
-  command->add_option("--hours", options->hours, "Of the whole training on one device, for times and cost")
+                    "Each device updates its part of the weights: divides --other-ms by the number of devices");
+  command->add_option("--hours", options->hours, "Duration of the training on one device; adds times and cost")
       ->check(train::positive_number())
       ->type_name("H");
   command
       ->add_option("--price-per-hour", options->training.price_per_hour,
-                   "Of one device (default: a usual cloud's, of clusters)")
+                   "Price of one device (default for clusters: a typical cloud price)")
       ->check(train::number_from_zero())
       ->type_name("PRICE");
-  command->add_option("--plot", options->plot, "Draw speed-up up to 4,096 devices into this file")
+  command->add_option("--plot", options->plot, "Plot the speed-up for up to 4,096 devices to this file")
       ->type_name("FILE.svg");
   command->add_flag("--json", options->json, "One JSON object instead of the table");
   command->add_flag("--check", options->check, "Compare the model with published measurements, and show its errors");

@@ -111,20 +111,20 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
       "Usage: ddpkit run -n N [OPTIONS] [--] PROGRAM [ARGS...]\n\n"
       "Options are torchrun's, with dashes or underscores. Sets RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE,\n"
       "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,\n"
-      "TORCHELASTIC_MAX_RESTARTS, and OMP_NUM_THREADS (cores / N) where it is not set.\n\n"
-      "Rank 0's output is left as it is; the lines of the others go to stderr behind \"[rank N] \".\n"
-      "When a rank fails the others are ended, and the exit code is its own (128 + signal when it was killed).\n"
-      "SIGINT and SIGTERM are passed on, SIGHUP as SIGTERM; a second one kills the ranks.\n"
+      "TORCHELASTIC_MAX_RESTARTS, and OMP_NUM_THREADS (cores / N) if it is not set.\n\n"
+      "Rank 0's output is unchanged. The lines of the other ranks go to stderr, prefixed with \"[rank N] \".\n"
+      "If a rank fails, the launcher ends the other ranks and exits with the rank's exit code, or 128 + signal.\n"
+      "Forwards SIGINT and SIGTERM, and SIGHUP as SIGTERM. A second signal kills the ranks.\n"
       "SIGUSR1 prints what each rank is doing.");
   command->add_option("-n,--nproc-per-node", options->ranks, "Ranks to start: a number, gpu, cpu (cores), or auto")
       ->required()
       ->check(train::rank_count())
       ->type_name("N|gpu|cpu");
-  command->add_option("--nnodes", options->nodes, "Hosts of the job, each with a launcher of its own")
+  command->add_option("--nnodes", options->nodes, "Number of hosts; each runs one launcher")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str()
       ->type_name("N");
-  command->add_option("--node-rank", options->node_rank, "This host's number among them")
+  command->add_option("--node-rank", options->node_rank, "Index of this host")
       ->check(CLI::Range(0, 4095))
       ->capture_default_str()
       ->type_name("N");
@@ -133,33 +133,32 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
   CLI::Option* master_port =
       command
           ->add_option("--master-port", options->master_port,
-                       "Port at which the ranks meet, 0: a free one (default: MASTER_PORT, or a free one; 29500 for "
+                       "Rendezvous port, 0: a free port (default: MASTER_PORT, or a free port; 29500 for "
                        "several hosts)")
           ->check(CLI::Range(0, 65535))
           ->type_name("PORT");
-  command->add_flag("--standalone", options->standalone, "One host and a free port, whatever the environment says")
+  command->add_flag("--standalone", options->standalone, "One host and a free port; ignores the environment")
       ->excludes(master_addr)
       ->excludes(master_port)
       ->excludes("--nnodes");
   command
-      ->add_option("--max-restarts", options->max_restarts,
-                   "Start all ranks anew when one has failed, at most so often")
+      ->add_option("--max-restarts", options->max_restarts, "Maximum number of restarts of all ranks after a failure")
       ->check(CLI::Range(0, 1000000))
       ->capture_default_str()
       ->type_name("N");
   CLI::Option* log_dir = command
                              ->add_option("--log-dir", options->log_dir,
                                           "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and "
-                                          "collectives.txt, its last 256 collectives; each start has an A of its own")
+                                          "collectives.txt, its last 256 collectives; A increases with each start")
                              ->type_name("FOLDER");
-  command->add_option("--tee", options->tee, "With --log-dir, show as well: 0 nothing, 1 stdout, 2 stderr, 3 both")
+  command->add_option("--tee", options->tee, "With --log-dir, also print: 0 nothing, 1 stdout, 2 stderr, 3 both")
       ->needs(log_dir)
       ->check(CLI::Range(0, 3))
       ->capture_default_str()
       ->type_name("0..3");
   command
       ->add_option("--grace-seconds", options->grace_seconds,
-                   "How long the ranks may take to end after SIGINT or SIGTERM before they are killed")
+                   "Time for the ranks to end after SIGINT or SIGTERM before they are killed")
       ->check(train::number_between(0, 86400))
       ->capture_default_str()
       ->type_name("S");
@@ -167,7 +166,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, std::functi
       {"none", NumaBinding::kNone}, {"node", NumaBinding::kNode}, {"exclusive", NumaBinding::kExclusive}};
   command
       ->add_option("--numa-binding", options->numa_binding,
-                   "Cores of a rank: those of one NUMA node (node), its own share of one (exclusive), all (none)")
+                   "Cores of a rank: those of one NUMA node (node), a separate part of a node (exclusive), all (none)")
       ->transform(CLI::CheckedTransformer(bindings).description(""))
       ->default_str("node")
       ->type_name("none|node|exclusive");

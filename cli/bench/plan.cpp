@@ -26,23 +26,23 @@ void add_plan_options(CLI::App& command, Plan& plan) {
   command.add_option("-b,--min-bytes", plan.min_bytes, "Smallest size (default: 4K)")->type_name("BYTES");
   command.add_option("-e,--max-bytes", plan.max_bytes, "Largest size, always measured (default: 96M)")
       ->type_name("BYTES");
-  command.add_option("-f,--step-factor", plan.step_factor, "Each size is the one before times this (default: 4)")
+  command.add_option("-f,--step-factor", plan.step_factor, "Factor between sizes (default: 4)")
       ->check(CLI::Range(2, 1 << 20))
       ->type_name("N");
-  command.add_option("--device", plan.device, "cpu or cuda: a GPU a rank (default: cpu)")
+  command.add_option("--device", plan.device, "cpu or cuda, one GPU per rank (default: cpu)")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->type_name("NAME");
   command.add_flag("--no-pin", plan.no_pin,
-                   "Let the scheduler move the ranks (default: a core each where there are enough)");
-  command.add_option("--iters", plan.timing.iterations, "Calls timed at each size (default: what 0.2 s hold)")
+                   "Do not pin ranks to cores (default: one core per rank if there are enough)");
+  command.add_option("--iters", plan.timing.iterations, "Timed calls per size (default: as many as fit into 0.2 s)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
   command
       .add_option("--batch-us", plan.timing.batch_us,
-                  "Read the clock only after calls of this many us (default: 100, or 20000 where ranks share cores)")
+                  "Duration of a timed batch of calls in us (default: 100, or 20000 if ranks share cores)")
       ->check(CLI::Range(1, 10'000'000))
       ->type_name("N");
-  command.add_option("--warmup", plan.timing.warmup, "Calls before those (default: what 0.05 s hold)")
+  command.add_option("--warmup", plan.timing.warmup, "Calls for warm-up per size (default: as many as fit into 0.05 s)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
 }
@@ -76,7 +76,7 @@ std::uint64_t parse_bytes(std::string_view text) {
   }
   const bool is_size = status == std::errc{} && (unit.empty() || unit == "B");
   if (!is_size || number == 0 || number > (UINT64_C(1) << 46 >> shift))
-    throw InvalidArgument(fmt::format("\"{}\" is no size in bytes: write it as 4096, 4K or 96M", text));
+    throw InvalidArgument(fmt::format("\"{}\" is not a size in bytes: write 4096, 4K or 96M", text));
   return number << shift;
 }
 
@@ -90,7 +90,7 @@ std::string format_bytes(std::uint64_t bytes) {
 std::vector<std::uint64_t> size_steps(std::uint64_t min, std::uint64_t max, int factor) {
   if (min > max)
     throw InvalidArgument(
-        fmt::format("the smallest size, {}, is above the largest, {}", format_bytes(min), format_bytes(max)));
+        fmt::format("the smallest size, {}, is above the largest size, {}", format_bytes(min), format_bytes(max)));
   std::vector<std::uint64_t> sizes;
   const auto step = static_cast<std::uint64_t>(factor);
   for (std::uint64_t size = min; size < max; size *= step) {

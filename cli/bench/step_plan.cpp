@@ -63,7 +63,7 @@ void add_step_options(CLI::App& command, StepPlan& plan) {
   list("--model", plan.models,
        "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer (default: the five "
        "MLPs)");
-  command.add_option("--batch", plan.batch, "Samples a rank (default: 32)")
+  command.add_option("--batch", plan.batch, "Samples per rank (default: 32)")
       ->check(CLI::Range(1, 1 << 20))
       ->type_name("N");
   command.add_option("--optimizer", plan.optimizer, "sgd or adamw (default: sgd)")
@@ -71,17 +71,17 @@ void add_step_options(CLI::App& command, StepPlan& plan) {
       ->type_name("NAME");
   list("--update", plan.updates,
        "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
-       "in-backward (sharded, each bucket as soon as it is reduced), graphed (fused, the whole step one CUDA graph) "
-       "(default: torch; with adamw all that a CPU has; with cuda torch, fused, graphed)")
+       "in-backward (sharded, each bucket after its reduction), graphed (fused, the step as one CUDA graph) "
+       "(default: torch; with adamw all updates of the CPU; with cuda torch, fused, graphed)")
       ->check(CLI::IsMember({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate}));
   list("--bucket-cap-mb", plan.bucket_caps_mb,
-       "Bucket caps in MiB to try one beside the other; \"default\", \"one\": a single bucket (default: default)")
+       "Bucket caps in MiB to compare; \"default\"; or \"one\" for a single bucket (default: default)")
       ->type_name("MIB,...");
-  command.add_option("--device", plan.device, "cpu or cuda: a GPU a rank (default: cpu)")
+  command.add_option("--device", plan.device, "cpu or cuda, one GPU per rank (default: cpu)")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->type_name("NAME");
   command.add_flag("--no-pin", plan.no_pin,
-                   "Let the scheduler move the ranks (default: a core each where there are enough)");
+                   "Do not pin ranks to cores (default: one core per rank if there are enough)");
 }
 
 std::vector<std::string> updates_of(const StepPlan& plan) {

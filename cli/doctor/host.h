@@ -20,8 +20,7 @@ struct HostLimits {
   std::optional<std::uint64_t> address_limit = std::nullopt;  ///< RLIMIT_AS.
   std::uint64_t shm = 0;                                      ///< Size of /dev/shm; 0: not mounted.
   std::uint64_t open_files = 0;                               ///< RLIMIT_NOFILE.
-  std::string huge_pages = {};                                ///< Setting for shared memory: "never", "advise",
-                                                              ///< "always".
+  std::string huge_pages = {};                                ///< Of shared memory: "never", "advise", "always".
 
   /// Returns the memory that training can use: the minimum of the available memory and the limits.
   std::uint64_t usable_memory() const;

@@ -79,9 +79,8 @@ Findings live_all_reduce(const std::string& backend, int ranks) {
   if (const std::string words = output.substr(0, output.find('\n')); !words.empty()) reason += ": " + words;
   return {
       {"all-reduce", Severity::kProblem, fmt::format("{}: {}", title, reason),
-       fmt::format("See what stops {} ranks from all-reducing with {}: ddpkit run -n {} with a program of yours says "
-                   "more.",
-                   ranks, backend, ranks)}};
+       fmt::format("Find out why {} ranks cannot all-reduce with {}: ddpkit run -n {} PROGRAM prints more.", ranks,
+                   backend, ranks)}};
 }
 
 }  // namespace ddpkit::cli

@@ -9,8 +9,7 @@ namespace ddpkit::cli {
 
 /// The options that describe the links between devices.
 struct Links {
-  std::string cluster = "h100";  ///< A named GPU cluster, "shm" for CPU ranks of this host, or one of the options
-                                 ///< below.
+  std::string cluster = "h100";  ///< A GPU cluster, "shm" for CPU ranks of this host, or see below.
   double alpha_us = -1;          ///< With bandwidth_GBps: custom links, by the fastest alpha-beta model.
   double bandwidth_GBps = 0;
   std::string collectives = {};  ///< A CSV file of `ddpkit bench collectives`: measured all-reduces.

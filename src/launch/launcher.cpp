@@ -372,7 +372,8 @@ LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
   if (options.nodes < 1 || options.node_rank < 0 || options.node_rank >= options.nodes)
     throw InvalidArgument(fmt::format("there is no host {} among {}", options.node_rank, options.nodes));
   if (options.nodes > 1 && (options.master_port == 0 || options.master_addr == "127.0.0.1"))
-    throw InvalidArgument(fmt::format("{} hosts need the address and the port of host 0 to meet at", options.nodes));
+    throw InvalidArgument(
+        fmt::format("{} hosts need the address and port of host 0: set master_addr and master_port", options.nodes));
   return Launch(options).run();
 }
 

@@ -80,8 +80,7 @@ CheckpointInfo read_checkpoint_info(const std::filesystem::path& path) {
 struct Checkpoint::Writer {
   std::thread thread;
   std::exception_ptr failure;
-  std::string bytes;  ///< Content of the file. Kept between files, because allocation of new memory costs as much as
-                      ///< the copy.
+  std::string bytes;  ///< Content of the file. Kept: allocation of new memory costs as much as the copy.
 
   /// Waits for the current write. Throws its error.
   void finish() {

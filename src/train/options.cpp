@@ -185,7 +185,7 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
           ->group(run);
   CLI::Option* resume =
       app.add_flag("--resume", options.resume,
-                   "Insist on a run in --save-dir to go on with, as happens by itself where there is one");
+                   "Fail if --save-dir has no run to resume (default: resume if there is one)");
   resume->needs(save_dir)->group(run);
   app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir; not what a restarted job wrote itself")
       ->excludes(resume)

@@ -100,7 +100,7 @@ Place place_of(const std::string& name, const Json& entry) {
   }
   if (place.begin > place.end || place.end - place.begin != bytes)
     throw BadFile(
-        fmt::format("tensor {} takes {} bytes, where its entry says {} to {}", name, bytes, place.begin, place.end));
+        fmt::format("tensor {} takes {} bytes, but its entry specifies {} to {}", name, bytes, place.begin, place.end));
   return place;
 }
 

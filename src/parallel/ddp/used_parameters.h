@@ -80,11 +80,9 @@ class UsedParameters {
   UnusedPolicy policy_;
   bool graph_known_ = false;
   bool outputs_known_ = false;         ///< find() has been called since the last backward.
-  std::uint64_t hidden_forwards_ = 0;  ///< Forward passes since the last averaged backward, without a later call of
-                                       ///< find().
+  std::uint64_t hidden_forwards_ = 0;  ///< Forward passes since the last averaged backward and since find().
   std::vector<bool> reachable_;        ///< Reachable from the outputs. [param]
-  std::vector<bool> used_since_sync_;  ///< Used in a backward since the last averaged one, including the current one.
-                                       ///< [param]
+  std::vector<bool> used_since_sync_;  ///< Used since the last averaged backward, in the current one too. [param]
   std::vector<int> arrivals_;          ///< Gradients that have arrived in this backward. [param]
   std::vector<int> expected_;          ///< Gradients for which the bucket waits in this backward. [param]
   std::vector<int> in_graph_;          ///< Gradients in each backward. A static graph learns them. [param]

@@ -55,8 +55,7 @@ class SharedWeights {
   std::vector<NamedParameter> parameters_;
   std::vector<std::size_t> offsets_;  ///< In bytes. [param]
   std::size_t bytes_ = 0;
-  std::vector<std::pair<at::Storage, std::size_t>> storages_;  ///< Storages to move, and their offsets. Empty
-                                                               ///< afterwards.
+  std::vector<std::pair<at::Storage, std::size_t>> storages_;  ///< To move; their offsets. Empty afterwards.
   ProcessGroup group_;
   std::shared_ptr<Pages> pages_;
   at::Tensor flag_;

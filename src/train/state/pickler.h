@@ -45,8 +45,7 @@ class Pickler {
   void write(double value);
   void write(std::int64_t value);
   void write(std::string_view text);
-  void write(const std::string& text) { write(std::string_view(text)); }  ///< A std::string also converts to
-                                                                          ///< c10::Device: avoids an ambiguous call.
+  void write(const std::string& text) { write(std::string_view(text)); }  ///< It converts to c10::Device too.
   void write_shape(at::IntArrayRef numbers);
   void write_hooks();
   void global(std::string_view module, std::string_view name);
