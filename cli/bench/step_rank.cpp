@@ -97,8 +97,7 @@ class Training {
     StepEnd end;
     if (device_.is_cpu()) {
       const std::uint64_t bytes = proportional_bytes();
-      end.peak_bytes = proc_bytes("/proc/self/status", "VmHWM");  // VmHWM, because getrusage includes memory from
-                                                                  // before exec.
+      end.peak_bytes = proc_bytes("/proc/self/status", "VmHWM");  // getrusage includes memory from before exec.
       end.memory_bytes = bytes > bytes_before_ ? bytes - bytes_before_ : 0;
     } else {
       const auto allocated = allocated_on(device_);

@@ -12,16 +12,16 @@
 
 namespace ddpkit::cli {
 
-/// The first power of two of devices with an efficiency below 80 % and below 50 %, up to the maximum of `links`; 0:
-/// none. Not computed if `links` is valid for only one number of devices.
+/// The first power of two of devices with an efficiency below 80 % and below 50 %; 0: none up to the maximum of
+/// `links`. Not computed if `links` is valid for only one number of devices.
 struct Limits {
   int below_80 = 0, below_50 = 0;
 };
 std::optional<Limits> limits_of(const scaling::StepProfile& profile, const LinkModel& links,
                                 const scaling::StepOptions& options);
 
-/// Returns the output of `ddpkit estimate`: a line for the step of one device, one row per number of devices (with
-/// hours and cost if known), and the numbers of devices with low efficiency.
+/// Returns the output of `ddpkit estimate`: a line for the step of one device, and one row per number of devices. Rows
+/// have hours and cost if known. The last line has the numbers of devices with low efficiency.
 std::string estimate_table(const scaling::StepProfile& profile, const LinkModel& links,
                            const std::vector<scaling::TrainingEstimate>& estimates,
                            const std::optional<Limits>& limits);

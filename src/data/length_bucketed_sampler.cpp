@@ -18,8 +18,7 @@ using sampling::Indices;
 // Distributes the samples of one batch to the ranks, from the longest to the shortest. [rank]
 std::vector<Indices> deal(const Indices& samples, const std::vector<std::int64_t>& lengths, std::size_t world_size) {
   const std::size_t least = samples.size() / world_size;
-  std::size_t with_one_more = samples.size() % world_size;  // Ranks that may still receive one sample more than
-                                                            // `least`.
+  std::size_t with_one_more = samples.size() % world_size;  // Ranks that may receive one more than `least`.
   std::vector<Indices> shares(world_size);
   std::vector<std::int64_t> totals(world_size, 0);
   for (const std::size_t sample : samples) {

@@ -86,8 +86,7 @@ class PrefetcherBase::Impl {
 
   void work() {
     std::unique_lock lock(mutex_);
-    at::get_num_threads();  // The first call in a thread sets its number of threads to the global value. Call it before
-                            // setting ours.
+    at::get_num_threads();  // The first call in a thread sets its number of threads: call it before setting ours.
     at::set_num_threads(1);
     if (++started_ == workers_) made_.notify_all();
     while (true) {

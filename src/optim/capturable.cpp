@@ -67,8 +67,7 @@ void FusedOptimizer::end_capture() {
     capture_->places.push_back(parameter.const_data_ptr());
     const auto found = state_.find(parameter.unsafeGetTensorImpl());
     if (found == state_.end()) continue;
-    if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // The step was counted during capture but not
-                                                                      // executed.
+    if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // Counted in the capture, not executed.
   }
   for (const auto& group : std::as_const(param_groups_)) capture_->options.push_back(group.options().clone());
 }

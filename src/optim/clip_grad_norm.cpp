@@ -190,8 +190,7 @@ void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor) 
                     .values = advance(simple[task].data_ptr(), begin, size_of(dtype)),
                     .factor = factor});
   });
-  for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // Operators increment the
-                                                                                         // version too.
+  for (const at::Tensor& values : simple) values.unsafeGetTensorImpl()->bump_version();  // As operators do.
 }
 
 }  // namespace ddpkit::optim

@@ -10,7 +10,7 @@
 
 namespace ddpkit {
 
-/// What DistributedDataParallel announces within join().
+/// Events that DistributedDataParallel announces within join().
 enum JoinEvent : int { kJoinBuffers, kJoinBucket, kJoinEndOfBackward };
 
 /// Communication between the ranks of a join(). A rank with inputs announces each of its collectives. Ranks without

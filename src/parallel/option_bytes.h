@@ -1,4 +1,4 @@
-// Tier 1: nothing of torch. Sizes that options give in MiB.
+// Tier 1: nothing of torch. Conversion of MiB options to bytes.
 #pragma once
 
 #include <cmath>

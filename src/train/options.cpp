@@ -108,8 +108,7 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   std::string best;
   std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
-    std::vector<std::size_t> row(candidate.size() + 1);  // Edit distance of each prefix of the candidate from the
-                                                         // prefix of `word`. [characters of candidate]
+    std::vector<std::size_t> row(candidate.size() + 1);  // [characters of candidate] edits from word's prefix
     std::iota(row.begin(), row.end(), std::size_t{0});
     for (std::size_t i = 1; i <= word.size(); ++i) {
       std::size_t diagonal = std::exchange(row[0], i);

@@ -67,9 +67,9 @@ std::int64_t number_in_environment(const char* name) {
   return text && parse_number(text, value) ? value : 0;
 }
 
-// Returns whether the existing checkpoint is to be replaced. A launcher restarts a failed job with the same command,
-// including --overwrite. The checkpoints that the job has already written must be kept. A mark file with the job's name
-// that is older than the checkpoint shows that the job wrote the checkpoint.
+// Returns whether to replace the existing checkpoint. A launcher restarts a failed job with the same command, including
+// --overwrite. Checkpoints that the job has already written must not be replaced. The job wrote the checkpoint if a
+// mark file with the job's name is older than the checkpoint.
 bool replaces(const fs::path& checkpoint, bool overwrite) {
   fs::path mark = checkpoint;
   mark += ".overwrite";

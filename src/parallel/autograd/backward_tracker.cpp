@@ -58,7 +58,7 @@ void BackwardTracker::queue_end() {
 
 /// The nodes after the outer backward's current node run in the outer graph task, and queue the end there.
 bool BackwardTracker::continues_outside() {
-  // This thread has a current node only if a node of another backward runs this backward, as long as the engine's
+  // This thread has a current node only if a node of another backward runs this backward. This holds while the engine's
   // nesting depth does not exceed its number of threads.
   const NodePtr outer = torch::autograd::get_current_node();
   if (!outer || torch::autograd::get_current_graph_task_id() == output_task_) return false;

@@ -39,8 +39,7 @@ void GradientHooks::install(std::size_t leaf) {
   Installed& entry = installed_[leaf];
   if (entry.accumulator) entry.accumulator->del_post_hook(entry.key);
   leaf_of_.erase(entry.accumulator.get());
-  entry.accumulator.reset();  // If nobody else holds the accumulator, autograd creates a new one for the current
-                              // stream.
+  entry.accumulator.reset();  // If this was the last owner, autograd creates one for the current stream.
   entry.accumulator = torch::autograd::impl::grad_accumulator(entry.leaf);
   if (!entry.accumulator) return;
   leaf_of_[entry.accumulator.get()] = leaf;

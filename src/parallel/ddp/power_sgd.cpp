@@ -158,7 +158,7 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   PowerSGDStats stats;
   std::map<std::string, Kept> kept;  ///< Key: parameter.
   /// Replacements for columns of P and Q that are zero or dependent. Without them, P Q^T would have a lower rank than
-  /// possible, and a zero column of P makes the same column of the next Q zero.
+  /// possible. A zero column of P also makes the same column of the next Q zero.
   std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType>, at::Tensor> spares;
 };
 

@@ -14,7 +14,7 @@
 
 namespace ddpkit {
 
-/// What happens if a backward gives no gradient to a parameter.
+/// The effect of a backward without a gradient for a parameter.
 enum class UnusedPolicy {
   kError,
   kFind,         ///< The parameter contributes zeros. Buckets do not wait for parameters that no output depends on.

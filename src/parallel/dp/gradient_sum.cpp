@@ -31,8 +31,7 @@ GradientSum::GradientSum(std::vector<Tensors> leaves, const ReplicaStreams& stre
   }
   if (leaves_.size() == 1) return;
   for (std::size_t r = 0; r < leaves_.size(); ++r) {
-    const ReplicaStreams::Scope scope(streams_, r);  // An accumulator runs on the stream that was current at its
-                                                     // creation.
+    const ReplicaStreams::Scope scope(streams_, r);  // An accumulator runs on the stream of its creation.
     hooks_.emplace_back(leaves_[r], [this, r](std::size_t p, const at::Tensor& added) { on_gradient(r, p, added); });
   }
 }

@@ -96,7 +96,7 @@ class GradientSum {
 using MakeGradientSum = std::unique_ptr<GradientSum>(std::vector<GradientSum::Tensors> leaves,
                                                      const ReplicaStreams& streams, std::size_t first_bucket_bytes,
                                                      std::size_t bucket_bytes);
-/// A bucket is split into chunks. Each later hook sums one chunk, and each replica sums chunks after its backward, so
+/// A bucket is split into chunks. Each later hook sums one chunk. Each replica also sums chunks after its backward, so
 /// the last replica does not do all of the work.
 MakeGradientSum make_cpu_gradient_sum;
 /// The last gradient of a bucket queues the sum of the bucket on side streams. The caller's streams may read sums after

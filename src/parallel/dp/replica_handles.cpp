@@ -61,7 +61,7 @@ struct Handle {
   long references() const { return module ? module.use_count() : static_cast<long>(tensor.use_count()); }
 };
 
-/// What the module registers under one or several names, and what the clone registers under these names.
+/// The module's object with one or several names, and the clone's objects with these names.
 struct Entry {
   std::string name;  ///< Includes its kind.
   Handle source;

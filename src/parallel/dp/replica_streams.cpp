@@ -43,8 +43,7 @@ void ReplicaStreams::begin() const {
 void ReplicaStreams::join() const {
   for (std::size_t r = 0; r < devices_.size(); ++r) {
     stream_waits(caller_[r], stream_[r]);  // Outputs and losses are complete, and the batch is no longer read.
-    if (first_[r] == r) stream_waits(caller_[r], side_[r]);  // Sums are complete, and the summed gradients are no
-                                                             // longer read.
+    if (first_[r] == r) stream_waits(caller_[r], side_[r]);  // Sums are complete, summed gradients unused.
   }
 }
 

@@ -46,8 +46,7 @@ void ReplicaThreads::loop(int replica, int threads_each) {
   optim::keep_no_casts();
   const auto index = static_cast<std::size_t>(replica);
   std::unique_lock lock(mutex_);
-  at::get_num_threads();  // The first call in a thread sets its number of threads to the global value. Call it before
-                          // setting ours.
+  at::get_num_threads();  // The first call in a thread sets its number of threads: call it before setting ours.
   at::set_num_threads(threads_each);
   if (--running_ == 0) done_.notify_one();
   while (true) {

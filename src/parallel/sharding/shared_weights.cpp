@@ -74,8 +74,7 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
 
 /// Computes the new offset of each parameter and of its base tensors.
 void SharedWeights::lay_out() {
-  std::map<const c10::StorageImpl*, std::pair<std::size_t, std::size_t>> places;  // Offset, and bytes that belong to no
-                                                                                  // parameter.
+  std::map<const c10::StorageImpl*, std::pair<std::size_t, std::size_t>> places;  // Offset; bytes of no parameter.
   std::set<std::pair<const c10::StorageImpl*, std::size_t>> counted;
   for (const NamedParameter& parameter : parameters_) {
     const at::Storage& storage = parameter.tensor.storage();
