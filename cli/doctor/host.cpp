@@ -146,7 +146,7 @@ Findings examine_host(const HostLimits& limits, int ranks, const std::optional<s
       fmt::format("memory: {} of {} available{}", in_units(static_cast<double>(limits.available)),
                   in_units(static_cast<double>(limits.memory)), bound),
       enough ? ""
-             : fmt::format("{} ranks take {} before they hold a model: start fewer, or raise the limit.", ranks,
+             : fmt::format("{} ranks need {} without a model: start fewer, or raise the limit.", ranks,
                            in_units(kRankBytes * ranks)));
   if (enough && usable < 2 * kGiB)
     add(Severity::kAdvice, fmt::format("only {} may be used", in_units(usable)),

@@ -75,7 +75,7 @@ Findings live_all_reduce(const std::string& backend, int ranks) {
   }
   std::string reason = result.timed_out       ? "it did not end within 60 s"
                        : result.first_failure ? result.first_failure->describe()
-                                              : "it gave no answer";
+                                              : "no answer";
   if (const std::string words = output.substr(0, output.find('\n')); !words.empty()) reason += ": " + words;
   return {
       {"all-reduce", Severity::kProblem, fmt::format("{}: {}", title, reason),

@@ -53,8 +53,8 @@ Findings examine_model(const ModelPlan& plan, const std::string& where, double f
   if (!fits) {
     advice = fmt::format("The model is {} too large for {}: ", in_units(needed - free_bytes), where);
     if (!plan.sharded && state_of(plan.optimizer) > 0 && plan.ranks > 1)
-      advice += "share the state (ShardedOptimizer), ";
-    if (!plan.amp && plan.activation_mb_per_sample > 0) advice += "take mixed precision, ";
+      advice += "shard the state (ShardedOptimizer), ";
+    if (!plan.amp && plan.activation_mb_per_sample > 0) advice += "use mixed precision, ";
     if (plan.activation_mb_per_sample > 0 && plan.batch > 1) advice += "halve the batch and accumulate gradients, ";
     advice += on_gpu ? "or take a larger GPU." : "or start fewer ranks.";
   }

@@ -77,7 +77,7 @@ std::vector<std::size_t> DistributedWeightedSampler::indices() const { return st
 void DistributedWeightedSampler::reset(std::optional<std::size_t> new_size) {
   if (new_size && *new_size != state_->up_to.size())
     throw InvalidArgument(
-        fmt::format("the sampler has {} weights and cannot be of {} samples", state_->up_to.size(), *new_size));
+        fmt::format("the sampler has {} weights, which cannot become {} samples", state_->up_to.size(), *new_size));
   state_->walk.reset(state_->drawing());
 }
 

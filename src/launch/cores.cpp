@@ -19,7 +19,7 @@ std::vector<int> parse_cores(const std::string& text) {
   std::vector<int> cores;
   const char* at = text.data();
   const char* const end = at + text.size();
-  const auto wrong = [&] { return InvalidArgument(fmt::format("\"{}\" is no list of cores such as 0-3,8", text)); };
+  const auto wrong = [&] { return InvalidArgument(fmt::format("\"{}\" is not a list of cores such as 0-3,8", text)); };
   const auto number = [&] {
     int value = 0;
     const auto [stop, error] = std::from_chars(at, end, value);

@@ -237,7 +237,7 @@ class Launch {
       const int pid = processes_[index].pid();
       std::string stack = views_[index].stack();
       if (stack.empty()) stack = flight::stopped_text(pid);
-      if (stack.empty()) stack = "gives no stack";
+      if (stack.empty()) stack = "printed no stack";
       views_[index].sample();
       result.push_back({rank, pid, views_[index].state(false), stack});
     }

@@ -26,12 +26,12 @@ bool is_ampere(c10::Device device) {
 
 c10::Device checked(c10::Device device, c10::ScalarType dtype) {
   if (!device.is_cpu() && !device.is_cuda())
-    throw InvalidArgument(fmt::format("Autocast knows CPUs and CUDA devices, not {}", device.str()));
+    throw InvalidArgument(fmt::format("Autocast supports CPUs and CUDA devices, not {}", device.str()));
   if (dtype != c10::ScalarType::BFloat16 && dtype != c10::ScalarType::Half)
     throw InvalidArgument(fmt::format("Autocast computes in bfloat16 or float16, not in {}", c10::toString(dtype)));
   if (device.is_cuda() && dtype == c10::ScalarType::BFloat16 && !is_ampere(device))
     throw InvalidArgument(fmt::format(
-        "{} has no bfloat16 (it takes compute capability 8.0): use float16 and a GradScaler", device.str()));
+        "{} has no bfloat16 (it needs compute capability 8.0): use float16 and a GradScaler", device.str()));
   return device;
 }
 
@@ -67,7 +67,7 @@ void set_precision(const Precision& precision, c10::Device device) {
   const bool tf32 = precision.matmul_tf32.value_or(false) || precision.cudnn_tf32.value_or(false);
   if (tf32 && !is_ampere(device))
     throw InvalidArgument(
-        fmt::format("{} has no TensorFloat-32: it takes a GPU of compute capability 8.0", device.str()));
+        fmt::format("{} has no TensorFloat-32: it needs a GPU of compute capability 8.0", device.str()));
   if (precision.cudnn_benchmark.value_or(false) && !(device.is_cuda() && at::hasCUDA()))
     throw InvalidArgument(fmt::format("{} does not run cuDNN: its benchmark needs a GPU", device.str()));
   at::Context& context = at::globalContext();

@@ -111,8 +111,8 @@ at::Tensor ShardedOptimizerBase::step(LossClosure closure) {
 void ShardedOptimizerBase::step_scaled(double factor) {
   if (shards_->options.update_in_backward && factor != 1)
     throw InvalidArgument(
-        "gradients cannot be scaled after backward where update_in_backward has used them up there: make the "
-        "ShardedOptimizer without it");
+        "gradients cannot be scaled after backward: with update_in_backward, backward has already applied them; make "
+        "the ShardedOptimizer without it");
   check_owner();
   announce(kStep);
   step_together(factor);
@@ -127,8 +127,8 @@ void ShardedOptimizerBase::step_together(double factor) {
     if (shards.options.update_in_backward) {
       if (shards.weights && shards.weights->is_written())
         throw InvalidArgument(
-            "a parameter has been written to between backward and step(): with update_in_backward it is being updated "
-            "there; write to it after step()");
+            "a parameter was written to between backward and step(): with update_in_backward its update is still in "
+            "progress; write to it after step()");
     } else {
       factor = follow_active_ranks({factor})[0];
       // After this line no rank reads the weights, and all ranks have the same weights.
@@ -164,8 +164,8 @@ void ShardedOptimizerBase::zero_grad(bool set_to_none) {
 double ShardedOptimizerBase::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   if (shards_->options.update_in_backward)
     throw InvalidArgument(
-        "gradients cannot be clipped after backward where update_in_backward has used them up there: make the "
-        "ShardedOptimizer without it");
+        "gradients cannot be clipped after backward: with update_in_backward, backward has already applied them; make "
+        "the ShardedOptimizer without it");
   check_owner();
   announce(kClip);
   return clip_together({max_norm, norm_type, error_if_nonfinite ? 1.0 : 0.0});

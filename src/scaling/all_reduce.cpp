@@ -82,7 +82,7 @@ AllReduceModel hierarchical(AllReduceModel inside, AllReduceModel between, int r
 }
 
 AllReduceModel measured(std::vector<AllReducePoint> points, int ranks) {
-  if (points.empty()) throw std::invalid_argument("no measured all-reduce to go by");
+  if (points.empty()) throw std::invalid_argument("there are no measured all-reduces");
   for (const AllReducePoint& point : points) {
     if (!(point.bytes > 0) || !(point.us > 0))
       throw std::invalid_argument(fmt::format("an all-reduce of {} bytes in {} us", point.bytes, point.us));

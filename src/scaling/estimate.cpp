@@ -14,7 +14,7 @@ double speedup_of(const StepProfile& profile, double step_us, int devices, const
 
 std::vector<TrainingEstimate> estimate_training_speedup(const StepProfile& profile, const AllReduceModel& all_reduce,
                                                         const TrainingEstimateOptions& options) {
-  if (!(profile.step_us() > 0)) throw std::invalid_argument("a step of one device that takes no time");
+  if (!(profile.step_us() > 0)) throw std::invalid_argument("the step time of one device must be above 0");
   std::vector<TrainingEstimate> estimates;
   for (const int devices : options.devices) {
     TrainingEstimate estimate{.devices = devices, .step = predict_step(profile, all_reduce, devices, options.step)};

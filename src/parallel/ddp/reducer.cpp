@@ -136,8 +136,7 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   require_no_backward("a communication hook");
   run_on_all_ranks(group_, "set_comm_hook", [&] {
     if (hook && !shard_output_.expired())
-      throw InvalidArgument(
-          "gradients are sharded: a communication hook, which reduces whole ones, cannot go with that");
+      throw InvalidArgument("gradients are sharded, but a communication hook needs whole gradients");
   });
   const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
   comm_hook_ = std::move(hook);
@@ -152,7 +151,7 @@ std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::s
   require_no_backward("the output for shards");
   run_on_all_ranks(group_, "set_shard_output", [&] {
     if (comm_hook_)
-      throw InvalidArgument("a communication hook reduces whole gradients: it cannot go with sharded ones");
+      throw InvalidArgument("gradients cannot be sharded: the communication hook needs whole gradients");
     for (const NamedParameter& parameter : parameters_) {
       if (parameter.sparse)
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
