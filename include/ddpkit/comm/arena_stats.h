@@ -7,13 +7,14 @@
 namespace ddpkit {
 
 /// What an arena of symmetric memory holds, in bytes of this rank.
+/// Usage of this rank's arena of symmetric memory. All sizes are in bytes.
 struct ArenaStats {
-  std::size_t capacity = 0;       ///< It never grows beyond.
-  std::size_t reserved = 0;       ///< Taken from the system; never given back before the arena ends.
-  std::size_t in_use = 0;         ///< By live tensors, with what stands before them and rounding up.
-  std::size_t peak = 0;           ///< The largest in_use has been.
-  std::uint64_t allocations = 0;  ///< Requests it has served.
-  std::uint64_t refused = 0;      ///< Requests it has left to malloc, being full.
+  std::size_t capacity = 0;       ///< Upper limit of the arena.
+  std::size_t reserved = 0;       ///< Allocated from the system. Returned only when the arena is destroyed.
+  std::size_t in_use = 0;         ///< Held by live tensors, with headers and rounding.
+  std::size_t peak = 0;           ///< Largest value of in_use.
+  std::uint64_t allocations = 0;  ///< Requests that the arena served.
+  std::uint64_t refused = 0;      ///< Requests that went to malloc because the arena was full.
 };
 
 }  // namespace ddpkit

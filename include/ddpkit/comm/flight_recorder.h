@@ -5,11 +5,11 @@
 
 namespace ddpkit {
 
-/// Tells the flight recorder how far training has come, for what `ddpkit run` says of a rank that fails or hangs. A
-/// store; any thread.
+/// Records the number of the current training step. `ddpkit run` prints the step if a rank fails or hangs. Costs one
+/// store. Thread-safe.
 ///
-/// The recorder itself needs no calls: every rank keeps its last 256 collectives in memory that its launcher can read,
-/// also after the rank's death.
+/// The flight recorder needs no other calls. Every rank keeps its last 256 collectives in memory that the launcher can
+/// read, also after the rank's death.
 void note_step(std::int64_t step) noexcept;
 
 }  // namespace ddpkit

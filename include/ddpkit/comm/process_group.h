@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. c10d's own headers (tier 2) are needed only by whoever calls backend().
+// Tier 1: ATen/core/Tensor.h. Only callers of backend() need c10d's headers (tier 2).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,32 +22,32 @@ class Work;
 
 namespace ddpkit {
 
-/// How values of several ranks become one. Names and meaning are c10d's.
+/// Reduction operators. Names and meaning are those of c10d.
 enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
-/// A collective under way. A handle: copies refer to the same collective. Its tensors must be neither
-/// read nor written until wait() has returned. Letting it go out of scope neither waits nor cancels.
+/// Handle of an asynchronous collective. Copies refer to the same collective. Do not read or write the collective's
+/// tensors before wait() has returned. Destruction neither waits nor cancels.
 class Work {
  public:
-  Work();                                              ///< Behind which there is no collective.
-  explicit Work(c10::intrusive_ptr<c10d::Work> work);  ///< Takes c10d's own.
+  Work();                                              ///< Empty handle: valid() is false.
+  explicit Work(c10::intrusive_ptr<c10d::Work> work);  ///< Wraps a c10d::Work.
   ~Work();
   Work(const Work&);
   Work(Work&&) noexcept;
   Work& operator=(const Work&);
   Work& operator=(Work&&) noexcept;
 
-  /// True when there is a collective behind this handle.
+  /// Returns true if the handle refers to a collective.
   bool valid() const noexcept { return static_cast<bool>(work_); }
 
-  /// CPU: blocks until the result is there. CUDA: makes the current stream wait and returns.
-  /// Throws what the collective failed with (CollectiveMismatch, PeerLost, Timeout).
+  /// CPU: blocks until the result is available. CUDA: makes the current stream wait, and returns.
+  /// Throws the error of the collective (CollectiveMismatch, PeerLost, Timeout).
   void wait();
 
-  /// Whether wait() would return at once. Makes progress, never blocks.
+  /// Returns whether wait() would return immediately. Makes progress, never blocks.
   bool is_completed();
 
-  /// c10d's own object, for code written against it.
+  /// Returns c10d's object, for code written for c10d.
   const c10::intrusive_ptr<c10d::Work>& c10d_work() const noexcept { return work_; }
 
  private:
@@ -56,23 +56,26 @@ class Work {
   Work(c10::intrusive_ptr<c10d::Work> work, std::uint64_t record);
 
   c10::intrusive_ptr<c10d::Work> work_;
-  std::uint64_t record_ = kNoRecord;  ///< The flight recorder's.
+  std::uint64_t record_ = kNoRecord;  ///< Index in the flight recorder.
 };
 
-/// A fixed set of ranks that call collectives together. A handle: copies are the same group.
+/// A fixed set of ranks that call collectives together. Copies refer to the same group.
 ///
 /// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
-/// compares the calls and throws CollectiveMismatch on every rank where they differ. Calls of one rank on one group
-/// come from one thread at a time. A child made by fork() without exec() is no rank: it may let go of the group, and
-/// call nothing of it.
+/// compares the calls. If they differ, it throws CollectiveMismatch on every rank. Each rank calls the collectives of
+/// one group from one thread at a time. After fork() without exec(), the child process may destroy the group, and must
+/// not call any other function of the group.
 ///
-/// Tensors are dense and lie on device(). A collective throws InvalidArgument for one that does not suit it, PeerLost
-/// when another rank has ended or given up, Timeout when one does not come within InitOptions::timeout. With `shm` the
-/// first failure ends the group: every later call throws it again. An `_async` call is the same collective, begun: its
-/// tensors belong to it until Work::wait(), which throws what it failed with.
+/// Tensors are dense and on device(). A collective throws
+/// - InvalidArgument for an unsuitable tensor,
+/// - PeerLost if another rank has ended or called abort(),
+/// - Timeout if another rank does not call the collective within InitOptions::timeout.
+/// With `shm` the first failure ends the group: every later call throws the same error.
+///
+/// The `_async` functions start the collective and return. Work::wait() waits for the result and throws the errors.
 class ProcessGroup {
  public:
-  /// Wraps any c10d backend.
+  /// Wraps a c10d backend.
   ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, at::Device device,
                const LaunchEnvironment& environment = {});
 
@@ -80,91 +83,96 @@ class ProcessGroup {
   int world_size() const noexcept;        ///< Ranks in the group.
   int local_rank() const noexcept;        ///< Position on this host.
   int local_world_size() const noexcept;  ///< Ranks on this host.
-  /// Where this rank's model and batches belong: its GPU, or the CPU.
+  /// Returns the device for this rank's model and batches: its GPU, or the CPU.
   at::Device device() const noexcept;
-  /// "shm", "gloo", "nccl", "hierarchical", or what a wrapped backend calls itself.
+  /// Returns "shm", "gloo", "nccl", "hierarchical", or the name that a wrapped backend reports.
   const std::string& backend_name() const noexcept;
 
-  /// Reduces `tensor` element by element over all ranks, in place, the same bits on every rank. Any shape; contiguous.
+  /// Reduces `tensor` elementwise over all ranks, in place. Any shape; contiguous. All ranks get the same bits.
   void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
-  /// all_reduce(), begun.
+  /// Starts all_reduce().
   [[nodiscard]] Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
 
-  /// Overwrites `tensor` with rank `root`'s. Any shape; contiguous.
+  /// Overwrites `tensor` with the tensor of rank `root`. Any shape; contiguous.
   void broadcast(const at::Tensor& tensor, int root = 0) const;
-  /// broadcast(), begun.
+  /// Starts broadcast().
   [[nodiscard]] Work broadcast_async(const at::Tensor& tensor, int root = 0) const;
 
-  /// Every rank's `tensor`, stacked: shape [world_size, ...tensor.sizes()], row r from rank r.
+  /// Returns the tensors of all ranks, stacked: shape [world_size, ...tensor.sizes()]. Row r comes from rank r.
   at::Tensor all_gather(const at::Tensor& tensor) const;
 
-  /// The same into `output`: contiguous, world_size * tensor.numel() elements, rank r's from r * tensor.numel() on.
-  /// `tensor` may be this rank's part of `output`.
+  /// Writes the tensors of all ranks to `output`: contiguous, world_size * tensor.numel() elements. The elements of
+  /// rank r start at r * tensor.numel(). `tensor` may be this rank's part of `output`.
   void all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const;
-  /// all_gather_into(), begun.
+  /// Starts all_gather_into().
   [[nodiscard]] Work all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const;
 
-  /// The reduction over all ranks, in rank `root`'s `tensor`; the others' stay as they are.
+  /// Reduces over all ranks into the `tensor` of rank `root`. The tensors of the other ranks do not change.
   void reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum) const;
 
-  /// Reduces `input` over all ranks; rank r gets the r-th part. `input` holds world_size * output.numel() elements;
-  /// both contiguous. `output` may be this rank's part of `input`.
+  /// Reduces `input` over all ranks. Rank r receives part r in `output`. `input` has world_size * output.numel()
+  /// elements. Both are contiguous. `output` may be this rank's part of `input`.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum) const;
-  /// reduce_scatter(), begun.
+  /// Starts reduce_scatter().
   [[nodiscard]] Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                           ReduceOp op = ReduceOp::kSum) const;
 
-  /// Rank `root` gets every rank's `tensor`, stacked as by all_gather(); the others get an undefined tensor.
+  /// Returns the tensors of all ranks, stacked as by all_gather(), on rank `root`; an undefined tensor on the others.
   at::Tensor gather(const at::Tensor& tensor, int root = 0) const;
 
-  /// Rank r gets row r of rank `root`'s `input`: shape [world_size, ...output.sizes()], looked at only there.
+  /// Sends row r of rank `root`'s `input`, shape [world_size, ...output.sizes()], to rank r. Other ranks ignore
+  /// `input`.
   void scatter(const at::Tensor& output, const at::Tensor& input, int root = 0) const;
 
-  /// Rank r gets rows of every rank's `input`, in rank order. Along dim 0; `input_splits[r]` rows go to rank r,
-  /// `output_splits[r]` come from it; empty splits divide evenly.
+  /// Exchanges rows (dim 0) between all ranks. `input_splits[r]` rows go to rank r, `output_splits[r]` rows come from
+  /// rank r. `output` is in rank order. Empty splits divide evenly.
   void all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits = {},
                   std::vector<std::int64_t> input_splits = {}) const;
 
-  /// A message to rank `destination`, which receives as many elements of the same type. Those with one tag arrive in
-  /// the order they were sent; tag >= 0. With `shm` a send is over when its bytes are on their way, and arrives even
-  /// when nobody waits for it.
+  /// Sends `tensor` to rank `destination`, which must receive a tensor of the same size and type. Messages with the
+  /// same tag arrive in the order of the sends; tag >= 0. With `shm`, send() completes when the bytes are in flight.
+  /// The message arrives even if the sender does not wait for it.
   void send(const at::Tensor& tensor, int destination, int tag = 0) const;
-  /// send(), begun.
+  /// Starts send().
   [[nodiscard]] Work send_async(const at::Tensor& tensor, int destination, int tag = 0) const;
-  /// Overwrites `tensor` with rank `source`'s next message of that tag.
+  /// Overwrites `tensor` with the next message from rank `source` that has this tag.
   void recv(const at::Tensor& tensor, int source, int tag = 0) const;
-  /// recv(), begun.
+  /// Starts recv().
   [[nodiscard]] Work recv_async(const at::Tensor& tensor, int source, int tag = 0) const;
-  /// From whichever rank sends first; returns its number.
+  /// Receives from the rank that sends first. Returns that rank.
   int recv_any(const at::Tensor& tensor, int tag = 0) const;
 
-  /// A group of the ranks in `ranks` (numbers in this group), renumbered in that order; empty on the others. Collective
-  /// over this whole group; every rank passes the same `ranks`. The groups' collectives are independent of each other.
+  /// Creates a group of the ranks in `ranks` (rank numbers of this group), renumbered in that order. Returns an empty
+  /// optional on ranks that are not in `ranks`. Collective over this group; every rank passes the same `ranks`. The
+  /// collectives of the two groups are independent.
   std::optional<ProcessGroup> split(const std::vector<int>& ranks) const;
 
-  /// Every rank's bytes, of any length. [rank]
+  /// Returns the bytes of every rank, of any length. Collective. [rank]
   std::vector<std::string> all_gather_bytes(std::string_view bytes) const;
 
-  /// Returns when every rank has called it.
+  /// Blocks until every rank has called barrier().
   void barrier() const;
 
-  /// Memory for collectives: with `shm`, pages that every rank of the host maps, so that a collective on it copies
-  /// nothing; with `nccl`, memory that is registered with NCCL, or plain memory where NCCL or the GPU has no support
-  /// for it; with other backends, plain memory on device(). Collective: every rank calls it, with the same arguments.
-  /// Contents undefined. The tensor outlives the group.
+  /// Allocates memory for collectives.
+  /// - `shm`: pages that every rank of the host maps, so collectives do not copy.
+  /// - `nccl`: memory registered with NCCL, or plain memory if NCCL or the GPU does not support registration.
+  /// - Other backends: plain memory on device().
+  /// Collective: every rank calls it with the same arguments. The content is undefined. The tensor may outlive the
+  /// group.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
-  /// Tells the other ranks that this one cannot continue: their collectives throw PeerLost with `reason` now rather
-  /// than at their timeout. Never throws. Without effect on a backend that is not ddpkit's.
+  /// Reports to the other ranks that this rank cannot continue. Their collectives throw PeerLost with `reason`
+  /// immediately. Never throws. Has no effect if the backend is not one of ddpkit's.
   void abort(const std::string& reason) const noexcept;
 
-  /// Throws what the group has failed with; no communication. With `nccl`, wait() does not wait for the device, and a
-  /// collective that fails later leaves garbage: call check() after the host has read a result, before it is used.
+  /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
+  /// a collective that fails later leaves garbage. Call check() after the host has read a result, before using the
+  /// result.
   void check() const;
 
-  /// The c10d backend, for what has no wrapper here.
+  /// Returns the c10d backend, for functions that have no wrapper here.
   const c10::intrusive_ptr<c10d::Backend>& backend() const noexcept;
-  /// The store the ranks met in; of a world of one it is a store of its own.
+  /// Returns the rendezvous store. A group of one rank has a private store.
   const c10::intrusive_ptr<c10d::Store>& store() const noexcept;
 
  private:
@@ -172,29 +180,30 @@ class ProcessGroup {
   std::shared_ptr<State> state_;
 };
 
-/// Options of init_process_group. What is left empty is chosen.
+/// Options of init_process_group. Empty fields are chosen automatically.
 struct InitOptions {
-  /// "shm", "gloo", "nccl", or for CPU ranks on several hosts, equally many on each, "hierarchical": shm within each
-  /// host and gloo between them. Empty: DDPKIT_BACKEND, else nccl for GPUs, shm where all ranks are on this host, gloo
-  /// elsewhere.
+  /// "shm", "gloo", "nccl" or "hierarchical". "hierarchical" is for CPU ranks on several hosts with equally many ranks
+  /// per host: shm within each host, gloo between the hosts. Empty: the value of DDPKIT_BACKEND, otherwise nccl for
+  /// GPUs, shm if all ranks are on this host, gloo otherwise.
   std::string backend = {};
-  /// Where the model goes. Empty: with `nccl` GPU number local_rank, else the CPU. With `shm` a GPU may be named, also
-  /// the same one on several ranks: collectives of its tensors then go through the host's memory. They are queued like
-  /// kernels, so that what one of them fails with comes out of a later wait() or collective; messages are refused.
+  /// Device of the model. Empty: with `nccl`, GPU number local_rank; otherwise the CPU. `shm` accepts a GPU too, and
+  /// several ranks may use the same GPU. Collectives of CUDA tensors are then copied through host memory and queued
+  /// like kernels: a later wait() or collective throws their errors. send() and recv() throw InvalidArgument.
   std::optional<at::Device> device = std::nullopt;
-  /// How long a collective or the rendezvous waits for another rank.
+  /// Maximum time that a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  /// Rank, world size, master. Empty: from the environment.
+  /// Rank, world size and master address. Empty: read from the environment.
   std::optional<LaunchEnvironment> environment = std::nullopt;
 };
 
-/// Joins the job that the launcher describes in the environment (see read_launch_environment) and returns the group
-/// of all its ranks; a world of one when there is no launcher. Blocks until every rank has come. May be called again,
-/// on all ranks in the same order, also while earlier groups live: rank 0 serves the store until its process ends.
-/// Throws InvalidArgument for a bad environment or backend name, RendezvousError when the ranks cannot meet.
+/// Joins the job described by the launcher's environment variables (see read_launch_environment). Returns the group of
+/// all ranks; without a launcher, a group of one rank. Blocks until every rank has called it. May be called several
+/// times, in the same order on all ranks, also while earlier groups exist. Rank 0 serves the store until its process
+/// ends.
+/// Throws InvalidArgument for a bad environment or backend name, RendezvousError if the ranks cannot connect.
 ProcessGroup init_process_group(const InitOptions& options = {});
 
-/// True in a build with CUDA (-DDDPKIT_CUDA=ON), also on a host without a GPU.
+/// Returns true if ddpkit was built with CUDA (-DDDPKIT_CUDA=ON), also on a host without a GPU.
 bool is_nccl_available() noexcept;
 
 }  // namespace ddpkit

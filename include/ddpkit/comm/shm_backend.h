@@ -13,12 +13,12 @@ class Store;
 
 namespace ddpkit {
 
-/// Makes the backend for CPU ranks of one host: collectives through memory that all of them map (memfd; nothing is
-/// left behind however a rank ends). Serves under a plain c10d::ProcessGroup too.
+/// Creates the `shm` backend for CPU ranks on one host. Collectives use shared memory (memfd), which the kernel frees
+/// however a rank ends. Also works in a plain c10d::ProcessGroup.
 ///
-/// Collective: each of `world_size` ranks calls it, with a store they share and its own `rank`. `timeout` bounds the
-/// meeting here and every collective that brings no timeout of its own.
-/// Throws RendezvousError when ranks are on different hosts, or one does not come in time.
+/// Collective: each of `world_size` ranks calls it, with a shared store and its `rank`. `timeout` limits the rendezvous
+/// and every collective that has no separate timeout.
+/// Throws RendezvousError if ranks are on different hosts, or if a rank does not connect in time.
 c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                      int world_size, std::chrono::milliseconds timeout);
 

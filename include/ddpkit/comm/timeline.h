@@ -15,28 +15,28 @@ class TimelineRecorder;
 
 /// Options of Timeline.
 struct TimelineOptions {
-  /// Of each rank; later ones are dropped and counted. An event takes about 100 bytes.
+  /// Maximum number of events per rank. Later events are dropped and counted. An event takes about 100 bytes.
   std::size_t max_events = 1'000'000;
 };
 
-/// What all ranks did and when, on one clock, in Chrome's trace format: open the file in ui.perfetto.dev or
-/// chrome://tracing. Each rank is a process with a track "compute" (forward, backward, waits within them, spans of the
-/// caller's own) and one a bucket (from ready to done, and the reduction within).
+/// Records the activity of all ranks on one clock, in Chrome's trace format. Open the file in ui.perfetto.dev or
+/// chrome://tracing. Each rank is a process. Its track "compute" has forward, backward, the waits within them, and the
+/// caller's spans. Each bucket has a track with the time from ready to done, and the reduction.
 ///
 ///     ddpkit::Timeline timeline(group, "trace.json");
 ///     ddp.set_timeline(timeline);
 ///     ... some steps ...
 ///     timeline.write();
 ///
-/// The clock is rank 0's CLOCK_MONOTONIC. Ranks on one host share it. For ranks on other hosts the difference is
-/// measured once, when the timeline is made, to within half a round trip (the file says how near, as clock_error_us);
-/// clocks that drift apart later are not corrected. A handle: copies record into the same timeline.
+/// The clock is rank 0's CLOCK_MONOTONIC. Ranks on one host share the clock. For other hosts, the constructor measures
+/// the difference once, to within half a round trip (clock_error_us in the file). Later clock drift is not corrected.
+/// Copies record into the same timeline.
 class Timeline {
  public:
-  /// Collective. Throws InvalidArgument on all ranks when rank 0 cannot write to `path`.
+  /// Collective. Throws InvalidArgument on all ranks if rank 0 cannot write to `path`.
   Timeline(ProcessGroup group, std::string path, const TimelineOptions& options = {});
 
-  /// From its construction to its end, on the track "compute".
+  /// A span on the track "compute", from construction to destruction.
   class [[nodiscard]] Span {
    public:
     ~Span();
@@ -51,16 +51,15 @@ class Timeline {
     std::string name_;
     std::chrono::steady_clock::time_point begin_;
   };
-  /// Begins a span of the caller's own, which ends with the object.
+  /// Starts a span. The span ends when the returned object is destroyed.
   Span span(std::string_view name) const { return {recorder_, name}; }
 
-  /// Collective, and not within backward: rank 0 gathers the events of all ranks so far and writes them to a file,
-  /// which takes the place of an earlier one when it is whole. Throws on all ranks when it cannot be written.
+  /// Gathers the events of all ranks so far and writes them to the file. Replaces an earlier file atomically.
+  /// Collective; must not be called within backward. Throws on all ranks if rank 0 cannot write the file.
   void write() const;
 
-  /// Events of this rank, and those that max_events has shut out.
-  std::size_t events() const;
-  std::size_t dropped() const;
+  std::size_t events() const;   ///< Events recorded on this rank.
+  std::size_t dropped() const;  ///< Events dropped on this rank because of max_events.
 
   const std::shared_ptr<TimelineRecorder>& recorder() const noexcept { return recorder_; }
 
