@@ -1,5 +1,5 @@
-// Tier 2: torch/data/dataloader/stateless.h. Included by the samplers: torch::data::make_data_loader() over one of them
-// makes the loader that is defined here, so that every loader reports what it has delivered.
+// Tier 2: torch/data/dataloader/stateless.h. The samplers include this header. For a ddpkit sampler,
+// torch::data::make_data_loader() then creates the loader defined here, which reports the delivered batches.
 #pragma once
 
 #include <torch/data/dataloader/stateless.h>
@@ -13,13 +13,13 @@
 
 namespace ddpkit {
 
-/// A sampler that can be told how many samples the model has trained on.
+/// A sampler that accepts the number of samples that the model has trained on.
 template <class Sampler>
 concept ResumableSampler = requires(Sampler sampler) {
   sampler.set_position(std::optional<std::size_t>());
 };
 
-/// What a data loader asks for batches, ahead of the training. A handle.
+/// A sampler wrapper for a data loader whose workers request batches ahead of the training. Copies share their state.
 template <class Sampler>
 class PrefetchingSampler {
  public:
@@ -38,7 +38,7 @@ class PrefetchingSampler {
     if (batch) state_->sizes.push_back(batch->size());
     return batch;
   }
-  /// The first `batches` of those that have not been delivered have been.
+  /// Marks the next `batches` undelivered batches as delivered.
   void deliver(std::size_t batches) {
     for (; batches > 0 && !state_->sizes.empty(); --batches) {
       state_->delivered += state_->sizes.front();
@@ -50,8 +50,8 @@ class PrefetchingSampler {
  private:
   struct State {
     Sampler sampler;
-    std::deque<std::size_t> sizes = {};  ///< Of batches that have not been delivered.
-    std::size_t delivered = 0;           ///< Samples.
+    std::deque<std::size_t> sizes = {};  ///< Sizes of the undelivered batches.
+    std::size_t delivered = 0;           ///< In samples.
   };
   std::shared_ptr<State> state_;
 };
@@ -60,8 +60,8 @@ class PrefetchingSampler {
 
 namespace torch::data {
 
-/// LibTorch's loader over a ddpkit sampler. The sampler's position is what the loop has received, as in torchdata's
-/// StatefulDataLoader. The workers may have fetched more.
+/// LibTorch's loader over a ddpkit sampler. The position of the sampler counts the batches that the training loop has
+/// received, as in torchdata's StatefulDataLoader. Workers may have fetched more.
 template <class Dataset, ddpkit::ResumableSampler Sampler>
 class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>> {
   using super = StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>>;
@@ -112,7 +112,7 @@ class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset
   }
 
   ddpkit::PrefetchingSampler<Sampler> sampler_;
-  std::size_t undelivered_ = 0;  ///< Batches, in an unknown order, until all have been delivered.
+  std::size_t undelivered_ = 0;  ///< Batches that came in an unknown order; reported when the epoch is complete.
 };
 
 }  // namespace torch::data

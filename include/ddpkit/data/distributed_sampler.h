@@ -13,49 +13,49 @@
 
 namespace ddpkit {
 
-/// Names and defaults of Python's torch.utils.data.DistributedSampler.
+/// Names and defaults are those of Python's torch.utils.data.DistributedSampler.
 struct DistributedSamplerOptions {
-  bool shuffle = true;     ///< Another order in each epoch, the same on all ranks; otherwise that of the data set.
+  bool shuffle = true;     ///< Another order in each epoch, the same on all ranks. False: the order of the data set.
   std::uint64_t seed = 0;  ///< The same on every rank.
-  /// Drop the tail so that the samples divide evenly over ranks; otherwise repeat samples from the front.
+  /// Drop the tail so that the samples divide evenly over the ranks. False: repeat samples from the front.
   bool drop_last = false;
 };
 
-/// Deals the indices 0 .. size-1 out to the ranks: rank r takes every world_size-th, all ranks equally many. Yields the
-/// very indices that Python's torch.utils.data.DistributedSampler yields for the same arguments.
+/// Partitions the indices 0 .. size-1: rank r gets every world_size-th index. All ranks get equally many. Yields the
+/// same indices as Python's torch.utils.data.DistributedSampler for the same arguments.
 ///
-/// A handle: copies share their state, so set_epoch() reaches the copy inside a data loader.
+/// Copies share their state, so set_epoch() also changes the copy inside a data loader.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
-  /// `size` samples in the dataset. Throws InvalidArgument when the ranks cannot each get one.
+  /// `size`: number of samples in the data set. Throws InvalidArgument if there are too few samples for one per rank.
+  /// Not collective.
   DistributedSampler(std::size_t size, const ProcessGroup& group, const DistributedSamplerOptions& options = {});
-  /// The same without a group, for rank `rank` of `world_size`.
+  /// Takes rank and world size instead of a group.
   DistributedSampler(std::size_t size, int world_size, int rank, const DistributedSamplerOptions& options = {});
-
-  /// Call before each epoch, or every epoch sees the same order, of which rank 0 warns once.
+  /// Call before each epoch. Otherwise every epoch has the same order, and rank 0 warns once.
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept;  ///< As set_epoch() or load() said.
+  std::uint64_t epoch() const noexcept;  ///< Set by set_epoch() or load().
 
-  /// Samples this rank sees in an epoch.
+  /// Returns the number of samples of this rank per epoch.
   std::size_t num_samples() const noexcept;
-  /// This rank's indices for the current epoch, in order; after load() those that are left. A loop that trains on
-  /// them calls set_position(). [sample]
+  /// Returns this rank's indices of the current epoch, in order; after load(), the remaining indices. A loop that uses
+  /// indices() must call set_position(). [sample]
   std::vector<std::size_t> indices() const;
 
-  /// Starts the epoch over (a data loader's begin() calls it), unless it was just loaded. A new size keeps everything
-  /// else.
+  /// Restarts the epoch, unless load() was called just before. A data loader's begin() calls reset(). A new size keeps
+  /// all other settings.
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
-  /// Up to `batch_size` indices; empty optional at the end. They count as trained on, unless set_position() is called
-  /// in the same epoch.
+  /// Returns up to `batch_size` indices, or an empty optional at the end of the epoch. They count as trained on, unless
+  /// set_position() is called in the same epoch.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
-  /// The model has trained on the first `position` of indices(). torch::data::make_data_loader() and Prefetcher call
-  /// it for each batch that they deliver. Empty: unknown. Throws InvalidArgument beyond the end.
+  /// Sets the number of indices() that the model has trained on. torch::data::make_data_loader() and Prefetcher call
+  /// set_position() for each batch that they deliver. Empty: unknown. Throws InvalidArgument beyond the end.
   void set_position(std::optional<std::size_t> position);
-  /// Epoch, and how much of it the models of all ranks have trained on. Throws InvalidArgument where that is unknown.
+  /// Saves the epoch and the position over all ranks. Throws InvalidArgument if the position is unknown.
   void save(torch::serialize::OutputArchive& archive) const override;
-  /// The very next sample comes next, also on another number of ranks: indices(), next() and the first reset() give
-  /// what is left of the epoch, dealt out anew. Throws InvalidArgument, and changes nothing, where the epoch is shorter
-  /// here.
+  /// Resumes at the saved position, also on another number of ranks. indices(), next() and the first reset() give the
+  /// rest of the epoch, partitioned again. Throws InvalidArgument, and changes nothing, if the epoch of this sampler is
+  /// shorter.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

@@ -16,50 +16,50 @@ namespace ddpkit {
 /// Options of DistributedWeightedSampler.
 struct DistributedWeightedSamplerOptions {
   std::uint64_t seed = 0;  ///< The same on every rank.
-  /// Samples of all ranks in an epoch, rounded up so that they divide evenly; empty: as many as there are weights.
+  /// Samples per epoch, over all ranks, rounded up to a multiple of the world size. Empty: the number of weights.
   std::optional<std::size_t> num_samples = std::nullopt;
 };
 
-/// Draws indices with replacement, index i with the probability weights[i] / sum: what Python's
-/// torch.utils.data.WeightedRandomSampler is, over several ranks, which Python lacks.
+/// Draws indices with replacement; index i has the probability weights[i] / sum. Works like Python's
+/// torch.utils.data.WeightedRandomSampler, but over several ranks. PyTorch has no distributed version.
 ///
-/// All ranks draw the same sequence, from seed and epoch alone, and rank r takes every world_size-th of it: the places
-/// are disjoint, all ranks get equally many, and the union over the ranks does not depend on their number (up to the
-/// rounding). A handle: copies share their state, so set_epoch() reaches the copy inside a data loader.
+/// All ranks draw the same sequence from seed and epoch. Rank r gets every world_size-th element. All ranks get equally
+/// many. The union over the ranks does not depend on the number of ranks, except for the rounding. Copies share their
+/// state, so set_epoch() also changes the copy inside a data loader.
 class DistributedWeightedSampler : public torch::data::samplers::Sampler<> {
  public:
-  /// `weights` need not sum to 1. [index] Throws InvalidArgument when one is negative or not finite, or none is
-  /// positive, naming the first, and where there is no such rank.
+  /// `weights` need not sum to 1. [index] Throws InvalidArgument if a weight is negative or not finite (the error names
+  /// the first), if no weight is positive, or if `rank` does not exist. Not collective.
   DistributedWeightedSampler(std::vector<double> weights, const ProcessGroup& group,
                              const DistributedWeightedSamplerOptions& options = {});
-  /// The same without a group, for rank `rank` of `world_size`.
+  /// Takes rank and world size instead of a group.
   DistributedWeightedSampler(std::vector<double> weights, int world_size, int rank,
                              const DistributedWeightedSamplerOptions& options = {});
 
-  /// Call before each epoch, or every epoch draws the same.
+  /// Call before each epoch. Otherwise every epoch draws the same indices.
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept;  ///< As set_epoch() or load() said.
+  std::uint64_t epoch() const noexcept;  ///< Set by set_epoch() or load().
 
-  /// Samples this rank sees in an epoch.
+  /// Returns the number of samples of this rank per epoch.
   std::size_t num_samples() const noexcept;
-  /// This rank's indices for the current epoch, in order; after load() those that are left. A loop that trains on
-  /// them calls set_position(). [sample]
+  /// Returns this rank's indices of the current epoch, in order; after load(), the remaining indices. A loop that uses
+  /// indices() must call set_position(). [sample]
   std::vector<std::size_t> indices() const;
 
-  /// Starts the epoch over (a data loader's begin() calls it), unless it was just loaded. A new size must be the number
-  /// of weights.
+  /// Restarts the epoch, unless load() was called just before. A data loader's begin() calls reset(). A new size must
+  /// be the number of weights.
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
-  /// Up to `batch_size` indices; empty optional at the end. They count as trained on, unless set_position() is called
-  /// in the same epoch.
+  /// Returns up to `batch_size` indices, or an empty optional at the end of the epoch. They count as trained on, unless
+  /// set_position() is called in the same epoch.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
-  /// The model has trained on the first `position` of indices(). torch::data::make_data_loader() and Prefetcher call
-  /// it for each batch that they deliver. Empty: unknown. Throws InvalidArgument beyond the end.
+  /// Sets the number of indices() that the model has trained on. torch::data::make_data_loader() and Prefetcher call
+  /// set_position() for each batch that they deliver. Empty: unknown. Throws InvalidArgument beyond the end.
   void set_position(std::optional<std::size_t> position);
-  /// Epoch, and how much of it the models of all ranks have trained on. Throws InvalidArgument where that is unknown.
+  /// Saves the epoch and the position over all ranks. Throws InvalidArgument if the position is unknown.
   void save(torch::serialize::OutputArchive& archive) const override;
-  /// The very next sample comes next, also on another number of ranks: indices(), next() and the first reset() give
-  /// what is left of the epoch, dealt out anew. Throws InvalidArgument, and changes nothing, where the epoch is shorter
-  /// here.
+  /// Resumes at the saved position, also on another number of ranks. indices(), next() and the first reset() give the
+  /// rest of the epoch, partitioned again. Throws InvalidArgument, and changes nothing, if the epoch of this sampler is
+  /// shorter.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

@@ -12,25 +12,25 @@
 
 namespace ddpkit {
 
-/// Names and meaning of Python's torch.utils.data.DataLoader.
+/// Names and meaning are those of Python's torch.utils.data.DataLoader.
 struct PrefetcherOptions {
-  /// Threads that make batches ahead of the caller. 0: next() makes them itself.
+  /// Threads that make batches ahead of the caller. 0: next() makes the batches.
   int num_workers = 0;
-  /// Batches that each worker may be ahead: what bounds the memory.
+  /// Batches that each worker may be ahead. Limits the memory use.
   int prefetch_factor = 2;
 };
 
-/// What a Prefetcher has done so far. A loader that keeps ahead of the model has a `wait_seconds` near 0.
+/// Statistics of a Prefetcher. If the workers are faster than the model, `wait_seconds` is near 0.
 struct PrefetcherStats {
-  std::int64_t batches = 0;  ///< Handed out.
-  double wait_seconds = 0;   ///< That next() has waited for a batch; without workers, that it took to make them.
-  double make_seconds = 0;   ///< That all workers together have spent on making batches.
+  std::int64_t batches = 0;  ///< Batches that next() has returned.
+  double wait_seconds = 0;   ///< Time that next() waited for a batch. Without workers: time to make the batches.
+  double make_seconds = 0;   ///< Time that all workers together have spent on making batches.
 };
 
 /// The part of Prefetcher that does not depend on the batch's type.
 class PrefetcherBase {
  public:
-  /// So far. Any thread.
+  /// Returns the statistics so far. Thread-safe.
   PrefetcherStats stats() const;
 
  protected:
@@ -48,34 +48,37 @@ class PrefetcherBase {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Makes batches in threads of its own, ahead of the training loop, and hands them out in order: the sequence is the
-/// same whatever the number of workers.
+/// Makes batches in background threads, ahead of the training loop, and returns them in order. The sequence does not
+/// depend on the number of workers.
 ///
 ///     ddpkit::Prefetcher<Batch> batches(sampler, 32, [&](const std::vector<std::size_t>& indices) { return
 ///     load(indices); },
 ///                                       {.num_workers = 2});
 ///     while (auto batch = batches.next()) train(*batch);
 ///
-/// Not collective. One thread calls next(). Destruction waits for the batches that are being made.
+/// Not collective. Only one thread may call next(). The destructor waits for the batches that are being made.
 template <class Batch>
 class Prefetcher : public PrefetcherBase {
  public:
-  /// `make(index)` is called once for each index in 0 .. count-1, with workers in several threads at once, each of
-  /// which has one thread for its operators. Throws InvalidArgument for negative numbers or a prefetch_factor of 0.
+  /// Calls `make(index)` once for each index in 0 .. count-1, from several threads at once if there are several
+  /// workers. Each worker thread uses one thread for its operators. Throws InvalidArgument for negative numbers or a
+  /// prefetch_factor of 0.
   Prefetcher(std::int64_t count, std::function<Batch(std::int64_t index)> make, const PrefetcherOptions& options = {})
       : PrefetcherBase(
             count,
             [make = std::move(make)](std::int64_t index) -> Made { return std::make_shared<Batch>(make(index)); },
             options) {}
 
-  /// Over what is left of the epoch of `sampler` (a DistributedSampler or DistributedWeightedSampler), `batch_size`
-  /// indices at a time. The sampler's position, which checkpoints save, is what next() has returned.
+  /// Iterates over the rest of the epoch of `sampler` (a DistributedSampler or DistributedWeightedSampler),
+  /// `batch_size` indices at a time. The sampler's position, which checkpoints save, counts the batches that next() has
+  /// returned.
   template <class Sampler>
   Prefetcher(Sampler sampler, std::size_t batch_size,
              std::function<Batch(const std::vector<std::size_t>& indices)> make, const PrefetcherOptions& options = {})
       : Prefetcher(sampler.indices(), sampler, batch_size, std::move(make), options) {}
 
-  /// The next batch, in order; empty after the last. Throws what `make` threw for it; the one after it comes next.
+  /// Returns the next batch in order, or an empty optional after the last. Throws the error that `make` threw for that
+  /// batch; the following call returns the batch after it.
   std::optional<Batch> next() {
     Made made;
     try {
