@@ -1,4 +1,4 @@
-// Tier 2: everything of ddpkit::ddpkit. Include the single headers where compile time matters.
+// Tier 2: all headers of ddpkit::ddpkit. Include single headers to reduce compile time.
 #pragma once
 
 #include <ddpkit/comm/arena_stats.h>
