@@ -13,7 +13,7 @@ const Algorithm& algorithm_of<torch::optim::AdamWOptions>();
 template <>
 const Algorithm& algorithm_of<torch::optim::AdamOptions>();
 
-/// torch::optim::AdamW in one pass over memory (see FusedOptimizer). Decoupled weight decay, after Loshchilov and
+/// torch::optim::AdamW in one pass over memory (see FusedOptimizer), with decoupled weight decay after Loshchilov and
 /// Hutter, arXiv 1711.05101; amsgrad after Reddi, Kale and Kumar, arXiv 1904.09237.
 ///
 ///     ddpkit::optim::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
@@ -22,8 +22,8 @@ class FusedAdamW final : public FusedOptimizerWith<torch::optim::AdamWOptions> {
   using FusedOptimizerWith::FusedOptimizerWith;
 };
 
-/// torch::optim::Adam in one pass over memory: weight decay is added to the gradient, after Kingma and Ba, arXiv
-/// 1412.6980.
+/// torch::optim::Adam in one pass over memory, after Kingma and Ba, arXiv 1412.6980. Weight decay is added to the
+/// gradient.
 class FusedAdam final : public FusedOptimizerWith<torch::optim::AdamOptions> {
  public:
   using FusedOptimizerWith::FusedOptimizerWith;

@@ -18,91 +18,91 @@ namespace ddpkit::optim {
 class GradientScaling {
  public:
   virtual ~GradientScaling() = default;
-  /// step(), with all gradients multiplied by `factor` as they are read. The gradients themselves keep their values.
+  /// Does step() with all gradients multiplied by `factor`. The gradients in memory do not change.
   virtual void step_scaled(double factor) = 0;
-  /// Whether each rank sees other gradients than the others.
+  /// Returns whether the gradients differ between ranks.
   virtual bool has_sharded_gradients() const noexcept { return false; }
 };
 
-/// What torch::optim's options have no room for.
+/// Options that torch::optim's option classes do not have.
 struct FusedOptions {
-  /// Go up the gradient instead of down.
+  /// Maximize instead of minimize.
   bool maximize = false;
-  /// On CUDA kernels read learning rate and step count from the device's memory, so that a CUDA graph may hold step():
-  /// see GraphedStep. Without effect on the CPU.
+  /// On CUDA, read learning rate and step count from device memory, so that a CUDA graph can capture step(); see
+  /// GraphedStep. No effect on the CPU.
   bool capturable = false;
-  /// Of bfloat16 and float16 parameters keep a float32 copy, which is what is updated; the parameter becomes what it
-  /// rounds to, and the rest of the state is float32 too. After Micikevicius and others, arXiv 1710.03740. The copies
-  /// are part of archives and state dicts (`master_param`). A parameter that is written to, or is loaded without its
-  /// state, takes its copy along with the next step.
+  /// Keep a float32 copy of bfloat16 and float16 parameters. step() updates the copy and rounds it to the parameter.
+  /// The rest of the state is float32 too. After Micikevicius and others, arXiv 1710.03740. Archives and state dicts
+  /// contain the copies (`master_param`). If a parameter is overwritten, or loaded without its state, the next step
+  /// updates the copy from the parameter.
   bool master_weights = false;
 };
 
-/// The float32 copy of a parameter, in a state of FusedOptions::master_weights.
+/// The float32 copy of a parameter, as part of its state; see FusedOptions::master_weights.
 class MasterWeight {
  public:
-  at::Tensor master_param;  ///< float32, in the parameter's shape.
+  at::Tensor master_param;  ///< float32, the parameter's shape.
 };
 
-/// The state of those parameters of one group that have one type and device, end to end, so that it can be cut into
-/// parts regardless of the parameters' borders.
+/// The state of all parameters of one group with the same type and device, concatenated. It can be split at any
+/// element, regardless of the borders of the parameters.
 struct FlatState {
-  std::size_t group = 0;              ///< Index among the optimizer's parameter groups.
-  at::ScalarType dtype = at::kFloat;  ///< The parameters'.
+  std::size_t group = 0;              ///< Index of the parameter group in the optimizer.
+  at::ScalarType dtype = at::kFloat;  ///< Type of the parameters.
   at::Device device = at::kCPU;
   std::vector<at::Tensor> parameters;  ///< [param]
-  std::vector<std::int64_t> offsets;   ///< Where each one's state begins in every tensor below, in elements. [param]
+  std::vector<std::int64_t> offsets;   ///< First element of each parameter's state in every tensor below. [param]
   std::vector<at::Tensor> tensors;     ///< One-dimensional: exp_avg, exp_avg_sq ... or momentum_buffer. [kind]
-  at::Tensor master = {};              ///< float32, as are `tensors` then; undefined without master weights.
+  at::Tensor master = {};              ///< float32, and `tensors` are float32 too; undefined without master weights.
 };
 
 class Algorithm;
 
-/// What FusedAdamW, FusedAdam and FusedSGD have in common: they take the place of torch::optim's, with the same
-/// options, parameter groups, state and archives, but go over memory once a step instead of five to twelve times.
+/// Base class of FusedAdamW, FusedAdam and FusedSGD. They replace the optimizers of torch::optim: same options,
+/// parameter groups, state and archives. They pass over memory once per step instead of five to twelve times.
 ///
-/// Parameters are float32, float64, bfloat16 or float16 (computed in float32); state has the parameter's type, as in
-/// torch::optim, or float32 (FusedOptions::master_weights). On the CPU vector kernels do the update on LibTorch's
-/// threads, with the same bits whatever their number and the processor; on CUDA at::_fused_* does. A parameter without
-/// a gradient is left as it is. A parameter that a group lists twice is updated once. Not thread-safe.
+/// Parameters are float32, float64, bfloat16 or float16 (computed in float32). The state has the parameter's type, as
+/// in torch::optim, or float32 (FusedOptions::master_weights). On the CPU, vector kernels run on LibTorch's threads.
+/// The bits of the result do not depend on the number of threads or the processor. On CUDA, at::_fused_* runs.
+/// Parameters without a gradient do not change. A parameter that a group lists twice is updated once. Not thread-safe.
 class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
  public:
-  /// Updates all parameters by their gradients. Throws InvalidArgument when given a closure, which would have to be
-  /// called several times: call loss.backward() yourself; and for a sparse gradient or an unsuitable parameter.
-  /// Returns an undefined tensor.
+  /// Updates all parameters from their gradients. Returns an undefined tensor. Throws InvalidArgument for a closure,
+  /// which would have to be called several times (call loss.backward() before step()), for a sparse gradient, and for
+  /// an unsuitable parameter.
   at::Tensor step(LossClosure closure = nullptr) final;
   /// On CUDA the gradients themselves are multiplied too.
   void step_scaled(double factor) override;
 
-  /// clip_grad_norm_() of all parameters of this optimizer.
+  /// Calls clip_grad_norm_() with all parameters of this optimizer.
   double clip_grad_norm(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  /// The state as it lies in memory; laid out anew by add_param_group() and whatever else changes the parameters.
-  /// Undefined before the first step of a group, where nothing has been allocated.
+  /// Returns the state as it is in memory. add_param_group() and other changes of the parameters rebuild it. Tensors
+  /// are undefined before the first step of a group.
   const std::vector<FlatState>& flat_state();
 
-  /// Archives are torch::optim's: either reads what the other wrote. load() keeps the memory of the state.
+  /// Archives are compatible with torch::optim in both directions. load() keeps the memory of the state.
   void save(torch::serialize::OutputArchive& archive) const final;
   void load(torch::serialize::InputArchive& archive) final;
 
-  /// FusedOptions::capturable.
+  /// Returns FusedOptions::capturable.
   bool capturable() const noexcept { return fused_options_.capturable; }
-  /// For GraphedStep, around the capture of steps: they run on no device until they are replayed. In between, step()
-  /// throws InvalidArgument for a parameter that has no state yet: the graph would reset the state in each replay.
+  /// For GraphedStep: marks the begin and end of a capture. Captured steps run only when they are replayed. During the
+  /// capture, step() throws InvalidArgument for a parameter without state: each replay would reset the state.
   void begin_capture();
   void end_capture();
   /// For GraphedStep: copies learning rates to the device, on the current stream, and counts the captured steps. Throws
   /// InvalidArgument if parameters, groups, or options other than the learning rate differ from the captured ones.
   void before_replay();
-  /// `fill` sets state() and the groups' options; then the state moves to the memory that it had, as far as the
-  /// parameters are the same. If that throws, everything is as before.
+  /// Calls `fill`, which sets state() and the groups' options. Then moves the state to its previous memory, for
+  /// parameters that are the same. If that throws, nothing changes.
   void replace_state(const std::function<void()>& fill);
-  /// A parameter's state before its first step.
+  /// Returns the state of a parameter before its first step.
   std::unique_ptr<torch::optim::OptimizerParamState> make_state() const;
 
-  /// As given to the constructor.
+  /// Returns the options passed to the constructor.
   const FusedOptions& fused_options() const noexcept { return fused_options_; }
-  /// Whether parameters of that type have master weights here.
+  /// Returns whether this optimizer keeps master weights for parameters of type `dtype`.
   bool has_master(at::ScalarType dtype) const noexcept;
 
   ~FusedOptimizer() override;
@@ -110,11 +110,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   FusedOptimizer& operator=(const FusedOptimizer&) = delete;
 
  protected:
-  /// Throws InvalidArgument for options that `algorithm` refuses.
+  /// Throws InvalidArgument if `algorithm` does not support the options.
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Algorithm& algorithm,
                  const FusedOptions& options);
-  /// The group's learning rate as a scalar of the device.
+  /// Returns the group's learning rate as a scalar on the device.
   at::Tensor device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device);
 
  private:
@@ -136,24 +136,24 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   const Algorithm& algorithm_;
   FusedOptions fused_options_;
   std::unique_ptr<Layout> layout_;
-  std::unique_ptr<Capture> capture_;  ///< Numbers of the host in memory of a device; null before the first.
+  std::unique_ptr<Capture> capture_;  ///< Copies of host values in device memory; null before the first.
 };
 
-/// Reads an archive of an optimizer, of torch::optim's or of ddpkit's. Two things differ from torch::load() of an
-/// optimizer of torch::optim: a parameter that a group lists twice counts once (torch::load() crashes the next step),
-/// and the groups get their `initial_lr` back. Throws InvalidArgument, with the optimizer as it was, if the archive has
-/// other groups or another number of parameters.
+/// Loads the archive of an optimizer of torch::optim or ddpkit. Differs from torch::load() for torch::optim in two
+/// ways: a parameter that a group lists twice counts once (after torch::load() the next step crashes), and `initial_lr`
+/// of the groups is restored. Throws InvalidArgument, and changes nothing, if the archive has other groups or another
+/// number of parameters.
 void load_archive(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
 
-/// The algorithm of torch::optim's optimizer with these options.
+/// Returns the algorithm of the torch::optim optimizer that has these options.
 template <class Options>
 const Algorithm& algorithm_of();
 
-/// A FusedOptimizer that is made like torch::optim's.
+/// A FusedOptimizer with the constructors of torch::optim.
 template <class Options>
 class FusedOptimizerWith : public FusedOptimizer {
  public:
-  /// Options as torch::optim's; throws InvalidArgument for values out of their range.
+  /// Takes the options of torch::optim. Throws InvalidArgument for values out of range.
   explicit FusedOptimizerWith(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                               const Options& defaults = {}, const FusedOptions& options = {})
       : FusedOptimizer(param_groups, std::make_unique<Options>(defaults), algorithm_of<Options>(), options) {}

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Torch's optimizers and archives are declared, not included.
+// Tier 1: ATen/core/Tensor.h. Torch's optimizers and archives are only declared.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,22 +19,22 @@ class OutputArchive;
 
 namespace ddpkit::optim {
 
-/// Names and defaults of Python's torch.amp.GradScaler.
+/// Names and defaults are those of Python's torch.amp.GradScaler.
 struct GradScalerOptions {
-  double init_scale = 65536;            ///< Of the first iterations.
+  double init_scale = 65536;            ///< Scale of the first iterations.
   double growth_factor = 2;             ///< Above 1.
   double backoff_factor = 0.5;          ///< Between 0 and 1.
   std::int64_t growth_interval = 2000;  ///< Iterations.
-  /// False: every call passes through as if there were no scaler.
+  /// False: all functions behave as if there were no scaler.
   bool enabled = true;
 };
 
-/// Keeps small float16 gradients from vanishing: multiplies the loss by a scale and the gradients by its inverse, skips
-/// the steps whose gradients overflowed, and finds the largest scale that works. Python's torch.amp.GradScaler, after
-/// Micikevicius and others, arXiv 1710.03740. On bfloat16 there is nothing to gain from it.
+/// Prevents underflow of small float16 gradients. Multiplies the loss by a scale and the gradients by its inverse,
+/// skips steps whose gradients overflowed, and searches the largest scale that works. Same as Python's
+/// torch.amp.GradScaler, after Micikevicius and others, arXiv 1710.03740. bfloat16 does not need a scaler.
 ///
-/// An overflow on any rank of `group` skips the step on all of them, so that their weights stay the same even where
-/// gradients are not averaged; the scale is the same on every rank.
+/// If a gradient overflows on one rank of `group`, all ranks skip the step. So the weights stay the same on all ranks,
+/// even if gradients are not averaged. The scale is the same on every rank.
 ///
 ///     scaler.scale(loss).backward();
 ///     scaler.unscale_(optimizer);                 // only where gradients are looked at or clipped before the step
@@ -43,33 +43,35 @@ struct GradScalerOptions {
 ///     scaler.update();
 class GradScaler {
  public:
-  /// `group`: the ranks that agree; empty: this one alone. Throws InvalidArgument for factors that make no sense.
+  /// `group`: the ranks that skip steps together. Empty: only this rank. Throws InvalidArgument for factors out of
+  /// range.
   explicit GradScaler(std::optional<ProcessGroup> group = std::nullopt, const GradScalerOptions& options = {});
 
-  /// `loss` (of any shape) times the scale.
+  /// Returns `loss` (any shape) times the scale.
   at::Tensor scale(const at::Tensor& loss) const;
 
-  /// Divides the gradients of the optimizer's parameters by the scale, in place, and looks for infinities and NaN.
-  /// Collective. Once for each optimizer between updates; throws InvalidArgument otherwise, and for float16 gradients,
-  /// which could vanish: step() of a fused optimizer takes them scaled (see FusedOptions::master_weights).
+  /// Divides the gradients of the optimizer's parameters by the scale, in place, and checks for infinities and NaN.
+  /// Collective. Call it at most once per optimizer between updates. Throws InvalidArgument for a second call and for
+  /// float16 gradients, which could underflow: step() of a fused optimizer takes scaled gradients (see
+  /// FusedOptions::master_weights).
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// optimizer.step(), unless a gradient was infinite or NaN on any rank; returns whether it was called. Does what
-  /// unscale_() does where that has not been called; with a fused optimizer of ddpkit's the division is then part of
-  /// the update's own pass, and the gradients stay as they are. Collective where unscale_() was not called.
+  /// Calls optimizer.step(), unless a gradient was infinite or NaN on any rank. Returns whether it was called. Unscales
+  /// the gradients first if unscale_() was not called; this is then collective. A fused optimizer of ddpkit divides by
+  /// the scale within its update, and the gradients in memory do not change.
   bool step(torch::optim::Optimizer& optimizer);
 
-  /// After the last step() of an iteration: shrinks the scale by `backoff_factor` when a step was skipped, grows it by
-  /// `growth_factor` after `growth_interval` iterations in a row without, or sets it to `new_scale`.
+  /// Call after the last step() of an iteration. Multiplies the scale by `backoff_factor` if a step was skipped, and by
+  /// `growth_factor` after `growth_interval` iterations in a row without a skipped step. Or sets it to `new_scale`.
   void update(std::optional<double> new_scale = std::nullopt);
 
-  /// What scale() multiplies by.
+  /// Returns the factor of scale().
   double get_scale() const noexcept { return options_.enabled ? scale_ : 1; }
   std::int64_t get_growth_tracker() const noexcept { return growth_tracker_; }  ///< Iterations since the last change.
-  /// GradScalerOptions::enabled.
+  /// Returns GradScalerOptions::enabled.
   bool is_enabled() const noexcept { return options_.enabled; }
 
-  /// The scale, the growth tracker and the options: a CheckpointPart.
+  /// Saves scale, growth tracker and options. Makes GradScaler a CheckpointPart.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -15,21 +15,21 @@
 
 namespace ddpkit::optim {
 
-/// State that a rank keeps by itself and changes in each step: optimizers that are not sharded, learning-rate
-/// schedulers. A rank whose inputs have ended takes no more steps, so its state falls behind. At the
-/// end of join() all ranks take the state of a rank that ran to the last.
+/// Synchronizes state that each rank keeps separately and changes in each step: optimizers that are not sharded, and
+/// learning-rate schedulers. A rank whose inputs have ended takes no more steps, so its state is outdated. At the end
+/// of join(), all ranks load the state of a rank that took all steps.
 ///
 ///     ddpkit::optim::JoinState state(ddp, optimizer, scheduler);
 ///     ddpkit::join({ddp, state}, [&] { ... });
 ///
-/// Pass all of them except optimizers without state (SGD without momentum at a constant rate): otherwise the ranks'
-/// weights differ after the next step. A ShardedOptimizer is passed to join() itself.
+/// Pass all such objects, except optimizers without state (SGD without momentum at a constant rate). Otherwise the
+/// ranks' weights differ after the next step. Pass a ShardedOptimizer directly to join().
 class JoinState final : public Joinable {
  public:
-  /// Collective. `objects`: optimizers, and anything with save(OutputArchive&) and load(InputArchive&); the same on all
-  /// ranks. They outlive this. Throws InvalidArgument on all ranks for objects that differ between ranks, for a
-  /// ShardedOptimizer, and for an optimizer of parameters that `ddp` does not average: each rank has its own state of
-  /// them.
+  /// Collective. `objects`: optimizers, and objects with save(OutputArchive&) and load(InputArchive&); the same on all
+  /// ranks. They must outlive this object. Throws InvalidArgument on all ranks if the objects differ between ranks, for
+  /// a ShardedOptimizer, and for an optimizer with parameters that `ddp` does not average, because their state differs
+  /// between ranks.
   template <class... Objects>
   explicit JoinState(const DistributedDataParallelBase& ddp, Objects&... objects) : group_(ddp.group()) {
     (add(objects), ...);
@@ -39,7 +39,7 @@ class JoinState final : public Joinable {
   const ProcessGroup& join_group() const override { return group_; }
 
  private:
-  /// Broadcasts the archives of all objects. An object that a rank cannot save or load is an error on all ranks.
+  /// Broadcasts the archives of all objects. If one rank cannot save or load an object, all ranks throw.
   void join_end(int source) override;
 
   struct Part {

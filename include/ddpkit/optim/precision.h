@@ -10,14 +10,15 @@ namespace ddpkit::optim {
 
 /// Options of Autocast.
 struct AutocastOptions {
-  bool enabled = true;  ///< False: operations keep their types within the scope, whatever surrounds it.
-  /// Casts of weights are kept until the outermost scope ends. Never on DataParallel's threads: LibTorch keeps those of
-  /// all threads in one place, and who is done first would take them from the others.
+  bool enabled = true;  ///< False: operations in the scope keep their types, also within another Autocast.
+  /// Keep the casts of weights until the outermost scope ends. Never used on DataParallel's threads: LibTorch's cache
+  /// is shared by all threads, and the first thread to finish would clear it for the others.
   bool cache = true;
 };
 
-/// Mixed precision within a scope, as Python's torch.autocast: matrix products and convolutions run in `dtype`, what
-/// needs the range in float32. Wrap forward and loss, not backward. For float16 use a GradScaler.
+/// Enables mixed precision within a scope, like Python's torch.autocast. Matrix products and convolutions run in
+/// `dtype`. Operations that need the range run in float32. Wrap forward and loss, not backward. For float16, use a
+/// GradScaler.
 ///
 ///     {
 ///       const ddpkit::optim::Autocast autocast(group.device(), torch::kBFloat16);
@@ -25,13 +26,13 @@ struct AutocastOptions {
 ///     }
 ///     loss.backward();
 ///
-/// Scopes nest; the end of one brings back what was before it, and the end of the outermost clears the cache of casts,
-/// without which the next step would use the last one's weights. Holds for this thread and for backward of what was
-/// recorded in it. Create and destroy on one thread, in the order of scopes.
+/// Scopes nest. The end of a scope restores the previous settings. The end of the outermost scope clears the cache of
+/// casts; otherwise the next step would use outdated weights. Applies to this thread, and to the backward of operations
+/// recorded in the scope. Construct and destroy on the same thread, in scope order.
 class Autocast {
  public:
-  /// Throws InvalidArgument for a device other than CPU and CUDA, a type other than bfloat16 and float16, and bfloat16
-  /// on a GPU that lacks it (compute capability below 8.0).
+  /// Throws InvalidArgument for a device other than CPU and CUDA, for a type other than bfloat16 and float16, and for
+  /// bfloat16 on a GPU without support (compute capability below 8.0).
   Autocast(c10::Device device, c10::ScalarType dtype, const AutocastOptions& options = {});
   ~Autocast();
   Autocast(const Autocast&) = delete;
@@ -44,24 +45,23 @@ class Autocast {
   bool cache_before_;
 };
 
-/// The type in which mixed precision gains most on `device`: bfloat16 where it is fast (CPUs with AMX, GPUs from
-/// compute capability 8.0), float16 on other GPUs, and float32, which means none, where it would only lose: the other
-/// CPUs.
+/// Returns the fastest type for mixed precision on `device`: bfloat16 on CPUs with AMX and on GPUs from compute
+/// capability 8.0, float16 on other GPUs. Returns float32 (no mixed precision) on other CPUs, where it would be slower.
 c10::ScalarType fastest_type(c10::Device device);
 
-/// What the process computes float32 with on GPUs; an empty field stays as it is. Python's names are
+/// float32 settings for GPUs. Empty fields keep their setting. In Python:
 /// torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark.
 struct Precision {
-  std::optional<bool> matmul_tf32 = std::nullopt;      ///< Matrix products in TensorFloat-32: 10 bits of mantissa.
-  std::optional<bool> cudnn_tf32 = std::nullopt;       ///< Convolutions and RNNs.
-  std::optional<bool> cudnn_benchmark = std::nullopt;  ///< Tries algorithms for each new shape; not deterministic.
+  std::optional<bool> matmul_tf32 = std::nullopt;      ///< TensorFloat-32 in matrix products: 10 bits of mantissa.
+  std::optional<bool> cudnn_tf32 = std::nullopt;       ///< TensorFloat-32 in convolutions and RNNs.
+  std::optional<bool> cudnn_benchmark = std::nullopt;  ///< Benchmark algorithms for each new shape; not deterministic.
 };
 
-/// Sets it for the whole process, between steps. Throws InvalidArgument, and changes nothing, for TensorFloat-32 on a
-/// device that lacks it (no GPU, or a compute capability below 8.0) and for the benchmark without a GPU; switching off
-/// is allowed everywhere.
+/// Applies the settings to the whole process. Call it between steps. Throws InvalidArgument, and changes nothing, for
+/// TensorFloat-32 on a device without support (no GPU, or compute capability below 8.0), and for the benchmark without
+/// a GPU. Disabling is always allowed.
 void set_precision(const Precision& precision, c10::Device device);
-/// As it is set now; all fields have values.
+/// Returns the current settings; all fields have values.
 Precision precision();
 
 }  // namespace ddpkit::optim
