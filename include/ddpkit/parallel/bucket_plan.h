@@ -9,7 +9,7 @@
 
 namespace ddpkit {
 
-/// What the bucket plan needs to know of a parameter.
+/// The properties of a parameter that the bucket plan needs.
 struct ParameterInfo {
   std::size_t numel = 0;  ///< Elements.
   c10::ScalarType dtype = c10::ScalarType::Float;
@@ -18,13 +18,13 @@ struct ParameterInfo {
   std::size_t bytes() const { return numel * c10::elementSize(dtype); }
 };
 
-/// Groups parameters into buckets that are reduced together. Parameters are taken from last to first, since backward
-/// makes their gradients about in that order; a bucket holds one dtype and device, and is closed when it reaches its
-/// cap (the first of each dtype and device `first_bucket_bytes`, so that communication starts early; the rest
-/// `bucket_bytes`). The parameter that reaches the cap is the bucket's last, as in c10d. Buckets are ordered by when
-/// they are complete: by the last gradient that each waits for.
+/// Groups parameters into buckets that are reduced together. Takes parameters from last to first, because backward
+/// computes gradients in about that order. A bucket has one dtype and one device. It is closed when it reaches its cap.
+/// The cap is `first_bucket_bytes` for the first bucket of each dtype and device, so that communication starts early,
+/// and `bucket_bytes` for the others. The parameter that reaches the cap is in the bucket, as in c10d. Buckets are
+/// ordered by the time of their last gradient.
 ///
-/// A pure function: the same on every rank for the same model. Returns parameter indices. [bucket][position]
+/// Pure function: returns the same on every rank for the same model. Returns parameter indices. [bucket][position]
 std::vector<std::vector<std::size_t>> plan_buckets(const std::vector<ParameterInfo>& parameters,
                                                    std::size_t first_bucket_bytes, std::size_t bucket_bytes);
 

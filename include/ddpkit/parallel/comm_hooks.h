@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Communication hooks, and ready ones; power_sgd.h has one more.
+// Tier 1: ATen/core/Tensor.h. Communication hooks. power_sgd.h has another hook.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,31 +13,31 @@
 
 namespace ddpkit {
 
-/// A bucket of gradients whose turn it is to be reduced.
+/// A bucket of gradients that is ready to be reduced.
 struct GradBucket {
-  std::size_t index = 0;  ///< From 0, in the order buckets are reduced: the same on all ranks.
+  std::size_t index = 0;  ///< From 0, in the order of reduction. The same on all ranks.
   bool is_last = false;
-  at::Tensor buffer;                   ///< All of the bucket's gradients of this rank, flat: shape [numel].
-  std::vector<at::Tensor> gradients;   ///< Each on its part of the buffer, in its parameter's shape. [position]
+  at::Tensor buffer;                   ///< This rank's gradients of the bucket, flat: shape [numel].
+  std::vector<at::Tensor> gradients;   ///< Views of the buffer, in the shapes of the parameters. [position]
   std::vector<at::Tensor> parameters;  ///< [position]
-  std::vector<std::string> names;      ///< Of the parameters. [position]
+  std::vector<std::string> names;      ///< Names of the parameters. [position]
 };
 
-/// What a communication hook has begun.
+/// A reduction that a communication hook has started.
 struct PendingReduction {
-  Work work = {};  ///< Waited for at the end of backward. May be empty.
-  /// Called when `work` is over, bucket by bucket, at the end of backward, on the stream on which the hook ran; may
-  /// communicate. Returns the bucket's reduced gradients, the buffer's shape and any floating type, or an undefined
-  /// tensor when they are in the buffer. May be empty.
+  Work work = {};  ///< The end of backward waits for it. May be empty.
+  /// Called after `work` has completed, bucket by bucket, at the end of backward, on the stream of the hook. May call
+  /// collectives. Returns the bucket's reduced gradients with the shape of the buffer and any floating type, or an
+  /// undefined tensor if the result is in the buffer. May be empty.
   std::function<at::Tensor()> finish = {};
-  /// What this rank hands to collectives for the bucket, `finish` included, in bytes: for stats(). Empty: the buffer's.
+  /// Bytes that this rank passes to collectives for the bucket, including `finish`; for stats(). Empty: the buffer's.
   std::optional<std::size_t> sent_bytes = {};
 };
 
-/// Reduces gradients in place of the all-reduce: torch.distributed.algorithms.ddp_comm_hooks of Python, in C++. Called
-/// once a bucket and backward as soon as the bucket is full, on a thread of autograd's and, on a GPU, a stream that
-/// waits for the bucket's gradients; it must not wait for other ranks. What ends up in the bucket has to be the same on
-/// all ranks, and should be the mean of the ranks' gradients.
+/// Reduces gradients instead of the default all-reduce, like Python's torch.distributed.algorithms.ddp_comm_hooks.
+/// Called once per bucket and backward, as soon as the bucket is full, on one of autograd's threads. On a GPU, the
+/// current stream waits for the bucket's gradients. The hook must not wait for other ranks. The result must be the same
+/// on all ranks, and should be the mean of the ranks' gradients.
 using CommHook = std::function<PendingReduction(GradBucket& bucket)>;
 
 }  // namespace ddpkit
@@ -47,24 +47,24 @@ using CommHook = std::function<PendingReduction(GradBucket& bucket)>;
 ///     ddp.register_comm_hook(ddpkit::comm_hooks::bf16_compress(ddp.group()));
 namespace ddpkit::comm_hooks {
 
-/// The mean over `group`, to the bit what DistributedDataParallel does without a hook: something for a hook of one's
-/// own to build on.
+/// Returns the mean over `group`, with the same bits as DistributedDataParallel without a hook. A base for custom
+/// hooks.
 CommHook all_reduce(ProcessGroup group);
 
 /// Sends gradients as float16: half the bytes of float32. Each rank's gradients are rounded to float16 and divided by
-/// the world size, then summed. Gradients beyond 65,504 become infinite, those below 6e-8 zero: scale the loss (see
-/// optim::GradScaler) where they are small. Of complex gradients both parts are sent so.
+/// the world size, then summed. Gradients above 65,504 become infinite, below 6e-8 zero. For small gradients, scale the
+/// loss (see optim::GradScaler). Of complex gradients, both parts are sent as float16.
 CommHook fp16_compress(ProcessGroup group);
 
-/// The same with bfloat16, which has float32's range and 8 significant bits.
+/// Same as fp16_compress(), with bfloat16. bfloat16 has float32's range and 8 significant bits.
 CommHook bf16_compress(ProcessGroup group);
 
-/// `hook` is shown the bucket in float16 instead, and what it returns is cast back: fp16_compress(group) is
-/// fp16_compress_wrapper(all_reduce(group)) but for the order of division and rounding. Complex gradients are shown as
-/// real ones with a last dimension of 2.
+/// Passes the bucket to `hook` as float16 and casts the result back. fp16_compress_wrapper(all_reduce(group)) equals
+/// fp16_compress(group), except for the order of division and rounding. Complex gradients are passed as real ones with
+/// a last dimension of 2.
 CommHook fp16_compress_wrapper(CommHook hook);
 
-/// The same with bfloat16.
+/// Same as fp16_compress_wrapper(), with bfloat16.
 CommHook bf16_compress_wrapper(CommHook hook);
 
 }  // namespace ddpkit::comm_hooks

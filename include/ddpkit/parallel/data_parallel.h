@@ -21,46 +21,45 @@ namespace ddpkit {
 
 /// Options of DataParallel.
 struct DataParallelOptions {
-  /// One replica each, the first of them gathers: all CPUs, or all CUDA devices, of which one may be named several
-  /// times. Empty: all GPUs where the module is on one, else `replicas` times the CPU.
+  /// One replica per device; the first device gathers. All CPUs or all CUDA devices; a CUDA device may be listed
+  /// several times. Empty: all GPUs if the module is on a GPU, otherwise `replicas` times the CPU.
   std::vector<c10::Device> devices = {};
-  /// CPU replicas, where `devices` is empty. Empty: one for each core that this process may use.
+  /// Number of CPU replicas if `devices` is empty. Empty: one per core that this process may use.
   std::optional<int> replicas = std::nullopt;
-  /// Threads inside a replica's operators. Empty: its share of the cores, at least 1.
+  /// Threads for the operators of one replica. Empty: cores / replicas, at least 1.
   std::optional<int> threads_per_replica = std::nullopt;
-  /// train_step() and backward reduce gradients in buckets of about this many MiB.
+  /// Size of the gradient buckets of train_step() and backward, in MiB.
   double bucket_cap_mb = 25;
-  /// The first bucket is smaller, so that reducing starts early.
+  /// Size of the first bucket, in MiB. It is smaller so that the reduction starts early.
   double first_bucket_cap_mb = 1;
-  /// Every forward starts from the module's buffers (batch-norm statistics and the like) in all replicas.
+  /// Copy the module's buffers (batch-norm statistics and others) to all replicas before every forward.
   bool broadcast_buffers = true;
-  /// With replicas on the CPU: this process's large CPU tensors come from memory that is kept for reuse, as
-  /// DistributedDataParallel's do. A thread that gets them from malloc faults their pages in anew each step, and
-  /// several do in each other's way. A child made by fork() without exec() cannot see them. Not where another arena is
-  /// in force.
+  /// With CPU replicas: allocate this process's large CPU tensors from an arena that reuses memory, as in
+  /// DistributedDataParallel. malloc would cause page faults in each step, which slow each other down on several
+  /// threads. A child made by fork() without exec() cannot read the arena. No effect if another arena is active.
   bool arena = true;
-  /// The most memory that the arena takes, in MiB; what does not fit goes to malloc. Empty: 1 GiB or eight times the
-  /// gradients of all replicas, whichever is more, but no more than half the host's free memory.
+  /// Maximum size of the arena, in MiB. Larger requests go to malloc. Empty: 1 GiB or eight times the gradients of all
+  /// replicas, whichever is more, but at most half of the host's free memory.
   std::optional<double> arena_mb = std::nullopt;
 };
 
 /// The part of DataParallel that does not depend on the module's type.
 class DataParallelBase {
  public:
-  /// Where each replica is. [replica]
+  /// Returns the device of each replica. [replica]
   const std::vector<c10::Device>& devices() const noexcept;
-  /// How many replicas there are; a batch of fewer samples runs on fewer.
+  /// Returns the number of replicas. A batch with fewer samples uses fewer replicas.
   int replicas() const noexcept;
-  /// Threads inside a replica's operators.
+  /// Returns the number of threads for the operators of one replica.
   int threads_per_replica() const noexcept;
-  /// Gradient buckets: indices among the parameters that want a gradient. [bucket][position]
+  /// Returns the gradient buckets: indices among the parameters with requires_grad. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
 
-  /// What the arena holds; empty without one.
+  /// Returns statistics of the arena; empty without an arena.
   std::optional<ArenaStats> arena() const;
 
-  /// Clones the module anew. Weights, buffers, requires_grad and training mode are followed without it; needed after
-  /// anything else of the module has changed: a submodule, a member, an option of a layer.
+  /// Clones the module again. Changes of weights, buffers, requires_grad and training mode do not need it. Call it
+  /// after other changes of the module: a submodule, a member, an option of a layer.
   void replicate();
 
  protected:
@@ -71,21 +70,21 @@ class DataParallelBase {
   ~DataParallelBase() = default;
 
   torch::nn::Module& replica(int index) const;
-  /// Scatters `inputs`, calls `forward(replica, its part)` in the replicas' threads, gathers what they return. With a
-  /// graph, if gradients are on, that leads from the outputs to `inputs` and the module's parameters.
+  /// Scatters `inputs`, calls `forward(replica, part)` on the replicas' threads, and gathers the results. If gradients
+  /// are enabled, the graph of the outputs leads to `inputs` and to the module's parameters.
   Tensors run_forward(const Tensors& inputs, const std::function<Tensors(int, const Tensors&)>& forward);
-  /// Scatters `batch`, calls `loss(replica, its part)` and backward in the replicas' threads, adds the gradients of the
-  /// mean loss to the module's, returns that loss.
+  /// Scatters `batch`, calls `loss(replica, part)` and backward on the replicas' threads, and adds the gradients of the
+  /// mean loss to the module's gradients. Returns the mean loss.
   at::Tensor run_step(const Tensors& batch, const std::function<at::Tensor(int, const Tensors&)>& loss);
 
  private:
   std::shared_ptr<Impl> impl_;  ///< Shared with the graphs of gathered outputs.
 };
 
-/// Trains one module on many devices of one process as if one device saw the whole batch. Each device has a replica
-/// that is cloned once, and a thread that is kept. Replicas on the module's device share its weights; others are given
-/// them before each forward. On CUDA devices all is ordered by streams, the caller's current ones included: no call
-/// waits for a device, except to copy from pageable memory.
+/// Trains one module on several devices of one process with the result of one device that has the whole batch. Each
+/// device has a replica, cloned once, and a thread. Replicas on the module's device share its weights; the others
+/// receive the weights before each forward. On CUDA, everything is ordered by streams, including the caller's current
+/// streams. No call waits for a device, except to copy from pageable memory.
 ///
 ///     ddpkit::DataParallel dp(model, {.replicas = 2});
 ///     auto loss = dp.train_step(batch, [](Net& net, auto& part) {
@@ -93,30 +92,30 @@ class DataParallelBase {
 ///     });
 ///     optimizer.step();  // Of model->parameters(): gradients are in the module itself.
 ///
-/// The module stays the caller's own, as with DistributedDataParallel. It and its children need clone():
-/// torch::nn::Cloneable or torch::nn::Sequential. One call at a time. Not copyable while a call runs.
+/// The caller keeps using the module, as with DistributedDataParallel. The module and its children need clone():
+/// torch::nn::Cloneable or torch::nn::Sequential. Only one call at a time. Do not copy while a call runs.
 ///
-/// Batches and arguments are cut along dim 0 into parts whose sizes differ by at most one, wherever with_tensors()
-/// finds tensors; those of no dimensions, and what is not a tensor, go to every replica. Throws InvalidArgument when
-/// tensors differ in size(0). An exception in a replica comes out as an Error that names the replica and its device,
-/// with the original nested in it; what the replicas have done in that call is dropped.
+/// Batches and arguments are split along dim 0 into parts whose sizes differ by at most one. with_tensors() finds the
+/// tensors. Zero-dimensional tensors and other values go to every replica. Throws InvalidArgument if tensors differ in
+/// size(0). An exception in a replica is thrown as an Error that names the replica and its device, with the original
+/// exception nested. The results of all replicas of that call are then dropped.
 template <class M>
 class DataParallel : public DataParallelBase {
  public:
-  /// Throws InvalidArgument for a module that cannot be cloned, or is not on the first device.
+  /// Throws InvalidArgument if the module cannot be cloned, or is not on the first device.
   explicit DataParallel(std::shared_ptr<M> module, const DataParallelOptions& options = {})
       : DataParallelBase(module, options), module_(std::move(module)) {}
 
-  /// A module made with TORCH_MODULE.
+  /// Takes a module made with TORCH_MODULE.
   template <class Holder>
   requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder>
   explicit DataParallel(const Holder& holder, const DataParallelOptions& options = {})
       : DataParallel(holder.ptr(), options) {}
 
-  /// The module's forward on the joined batch: outputs are joined along dim 0 on the first device, in the order of the
-  /// batch. Scalars become a vector of one a replica, unless there is one replica alone, and what is not a tensor is
-  /// replica 0's, both as in Python. Backward through the outputs runs in the replicas' threads. Throws Error from a
-  /// backward with create_graph, and from a second one without retain_graph.
+  /// Runs the module's forward on the whole batch. Outputs are concatenated along dim 0 on the first device, in the
+  /// order of the batch. As in Python, scalars become a vector with one element per replica, unless there is one
+  /// replica, and other values come from replica 0. Backward through the outputs runs on the replicas' threads. Throws
+  /// Error for a backward with create_graph, and for a second backward without retain_graph.
   template <class... Args>
   auto forward(const Args&... args) {
     using Outputs = std::decay_t<decltype(std::declval<M&>().forward(std::declval<std::decay_t<const Args&>&>()...))>;
@@ -136,11 +135,11 @@ class DataParallel : public DataParallelBase {
     return forward(args...);
   }
 
-  /// Forward, loss and backward of each part of `batch` in its replica's thread; nothing but gradients moves between
-  /// devices. `loss_fn(M& replica, Batch& part)` returns a scalar, the mean loss over the samples of its part; it is
-  /// called in several threads at once. Returns the mean loss over the batch, and adds its gradient to the module's
-  /// parameters, as backward() would: zero them as ever. Throws InvalidArgument for an empty batch, where gradients are
-  /// off, and where a loss is no scalar or has no graph.
+  /// Runs forward, loss and backward of each part of `batch` on its replica's thread. Only gradients are copied between
+  /// devices. `loss_fn(M& replica, Batch& part)` returns a scalar: the mean loss over the samples of its part. It is
+  /// called on several threads at once. Returns the mean loss over the batch, and adds its gradient to the module's
+  /// parameters, as backward() does; call zero_grad() as usual. Throws InvalidArgument for an empty batch, if gradients
+  /// are disabled, and if a loss is not a scalar or has no graph.
   template <class Batch, class Loss>
   at::Tensor train_step(const Batch& batch, Loss&& loss_fn) {
     static_assert(std::convertible_to<std::invoke_result_t<Loss&, M&, Batch&>, at::Tensor>,
@@ -151,7 +150,7 @@ class DataParallel : public DataParallelBase {
     });
   }
 
-  /// The module as it was passed: replica 0's weights are its own.
+  /// Returns the module that was passed. Replica 0 has the module's weights.
   M& module() noexcept { return *module_; }
   const M& module() const noexcept { return *module_; }
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }

@@ -22,39 +22,39 @@
 
 namespace ddpkit {
 
-/// Names and defaults of Python's torch.nn.parallel.DistributedDataParallel.
+/// Names and defaults are those of Python's torch.nn.parallel.DistributedDataParallel.
 struct DistributedDataParallelOptions {
-  /// Gradients are reduced in buckets of about this many MiB.
+  /// Size of the gradient buckets, in MiB.
   double bucket_cap_mb = 25;
-  /// The first bucket is smaller, so that communication starts early.
+  /// Size of the first bucket, in MiB. It is smaller so that communication starts early.
   double first_bucket_cap_mb = 1;
-  /// Give every rank rank 0's buffers (batch-norm statistics and the like) before each training forward.
+  /// Broadcast the buffers of rank 0 (batch-norm statistics and others) before each training forward.
   bool broadcast_buffers = true;
-  /// Backward may leave out parameters, others on each rank and in each step. Those that no rank has used keep the
-  /// gradient they had. Costs a walk through the graph and one more small collective a step. Parameters that forward's
-  /// outputs do not depend on hold up no bucket, if the outputs can be looked into (see pytree.h).
+  /// Allow parameters without a gradient, also different ones per rank and step. Parameters that no rank has used keep
+  /// their gradient. Costs a traversal of the graph and one small collective per step. Buckets do not wait for
+  /// parameters that forward's outputs do not depend on, if the tensors in the outputs can be found (see pytree.h).
   bool find_unused_parameters = false;
-  /// The first backward shows which parameters are used; all others use the same. Spares what find_unused_parameters
-  /// costs.
+  /// The set of used parameters is the same in all iterations. The first backward determines it. Avoids the cost of
+  /// find_unused_parameters.
   bool static_graph = false;
-  /// After backward, gradients lie in the buckets' memory, which spares a copy back. Where gradients are reduced where
-  /// autograd made them (see arena), there is nothing to copy either way.
+  /// After backward, gradients are views of the buckets, which avoids a copy. No effect with an arena (see `arena`),
+  /// where gradients are reduced in place.
   bool gradient_as_bucket_view = false;
-  /// Parameters and buffers that are none of DistributedDataParallel's business, by their names in the module.
+  /// Names of parameters and buffers that DistributedDataParallel neither averages nor broadcasts.
   std::vector<std::string> parameters_to_ignore = {};
-  /// With the `shm` backend: this process's large CPU tensors come from memory that all ranks of the host map, so that
-  /// gradients are reduced where autograd makes them; of one rank alone they are its own. The memory is kept for reuse;
-  /// a child made by fork() without exec() cannot see it. Off: gradients are copied into buckets.
+  /// With the `shm` backend: allocate this process's large CPU tensors from an arena that all ranks of the host map, so
+  /// that gradients are reduced in place. With one rank the arena is private. It keeps its memory for reuse. A child
+  /// made by fork() without exec() cannot read the arena. False: gradients are copied into buckets.
   bool arena = true;
-  /// The most memory that the arena takes, in MiB of each rank; what does not fit goes to malloc. Empty: 1 GiB or eight
-  /// times the gradients, whichever is more, but no more than the rank's share of half the host's free memory.
+  /// Maximum size of the arena, in MiB per rank. Larger requests go to malloc. Empty: 1 GiB or eight times the
+  /// gradients, whichever is more, but at most the rank's share of half of the host's free memory.
   std::optional<double> arena_mb = std::nullopt;
 };
 
 /// The part of DistributedDataParallel that does not depend on the module's type.
 class DistributedDataParallelBase : public Joinable {
  public:
-  /// While it lives, backward leaves gradients local, to accumulate; the first backward after it averages the sums.
+  /// While the guard exists, backward accumulates gradients locally. The first backward after it averages the sums.
   class [[nodiscard]] NoSync {
    public:
     explicit NoSync(Reducer& reducer);
@@ -67,33 +67,32 @@ class DistributedDataParallelBase : public Joinable {
     bool before_;
   };
 
-  /// Backwards while the guard lives are local. Not collective, but for all ranks alike.
+  /// Returns a guard: backwards while it exists are local. Not collective, but all ranks must use it alike.
   NoSync no_sync() { return NoSync(*reducer_); }
 
-  /// Collective, outside backward: from now on `hook` reduces the buckets of gradients, as Python's
-  /// register_comm_hook. See comm_hooks.h. Buckets become flat, so that gradients are
-  /// copied into them.
+  /// Reduces the buckets of gradients with `hook` from now on, like Python's register_comm_hook. See comm_hooks.h.
+  /// Collective; must not be called within backward. Gradients are then copied into flat buckets.
   void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
 
-  /// What has happened so far on this rank: buckets, bytes, how much of the communication backward has hidden.
+  /// Returns this rank's statistics: buckets, bytes, the part of the communication that overlapped with backward.
   DistributedDataParallelStats stats() const { return reducer_->stats(); }
 
-  /// From now on forward passes and synchronised backwards are recorded. Nothing ends that. On all ranks, or
-  /// Timeline::write() lacks the others.
+  /// Records forward passes and synchronized backwards from now on. Call it on all ranks; otherwise Timeline::write()
+  /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
   const ProcessGroup& join_group() const override { return group_; }
 
-  /// The ranks that average.
+  /// Returns the group of ranks that average gradients.
   const ProcessGroup& group() const noexcept { return group_; }
-  /// What does it: buckets, arena, the last backward's times.
+  /// Returns the reducer: buckets, arena, times of the last backward.
   Reducer& reducer() noexcept { return *reducer_; }
   const Reducer& reducer() const noexcept { return *reducer_; }
 
  protected:
   DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                               const DistributedDataParallelOptions& options);
-  /// Everything that has to happen before and after a forward pass.
+  /// Must be called before and after each forward pass.
   void before_forward();
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
@@ -102,7 +101,7 @@ class DistributedDataParallelBase : public Joinable {
     std::vector<at::Tensor> tensors;
     if (collect_tensors(outputs, tensors)) reducer_->prepare_for_backward(tensors);
   }
-  /// In the timeline, if there is one.
+  /// Records the forward pass in the timeline, if there is one.
   void record_forward();
 
  private:
@@ -117,39 +116,39 @@ class DistributedDataParallelBase : public Joinable {
   DistributedDataParallelOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
-  std::vector<std::int64_t> buffer_versions_;  ///< After the last broadcast. [buffer]
-  std::vector<at::Tensor> buffer_messages_;    ///< What each forward's broadcast of the buffers puts them into.
+  std::vector<std::int64_t> buffer_versions_;  ///< Versions after the last broadcast. [buffer]
+  std::vector<at::Tensor> buffer_messages_;    ///< Flat tensors for the broadcast of the buffers.
   std::optional<Timeline> timeline_;
   std::chrono::steady_clock::time_point forward_began_;  ///< Only with a timeline.
   std::unique_ptr<Reducer> reducer_;
 };
 
-/// Trains one copy of `module` on every rank of a group as if one process saw all their batches: the gradient after
-/// backward is the mean of the ranks' gradients, bit-identical on all of them, and its all-reduce runs while backward
-/// does.
+/// Trains one copy of `module` per rank. The result is that of one process with the batches of all ranks. The gradient
+/// after backward is the mean of the ranks' gradients, bit-identical on all ranks. The all-reduce overlaps with
+/// backward.
 ///
 ///     ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 50});
 ///     auto loss = torch::cross_entropy_loss(ddp(batch.data), batch.target);
 ///     loss.backward();
 ///
-/// The module stays the caller's own: save it, name its parameters, hand them to an optimizer as if it were not
-/// wrapped. It must be on its device, with every `requires_grad` set, before it is wrapped.
+/// The caller keeps using the module: save it, name its parameters, and pass them to an optimizer as without wrapping.
+/// Before wrapping, move the module to its device and set every `requires_grad`.
 template <class M>
 class DistributedDataParallel : public DistributedDataParallelBase {
  public:
-  /// Collective. Checks that the module has the same parameters and buffers on every rank (throws ModelMismatch on all
-  /// of them, naming the first that differs) and gives every rank rank 0's values.
+  /// Collective. Broadcasts rank 0's parameters and buffers. Throws ModelMismatch on all ranks if their names, shapes
+  /// or types differ between ranks; the error names the first difference.
   DistributedDataParallel(std::shared_ptr<M> module, ProcessGroup group,
                           const DistributedDataParallelOptions& options = {})
       : DistributedDataParallelBase(*module, std::move(group), options), module_(std::move(module)) {}
 
-  /// A module made with TORCH_MODULE.
+  /// Takes a module made with TORCH_MODULE.
   template <class Holder>
   requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
       const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
       : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
 
-  /// The module's forward, whatever it takes and returns. Collective while training when there are buffers to
+  /// Calls the module's forward with the same arguments and result. Collective in training mode if there are buffers to
   /// broadcast.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
@@ -168,7 +167,7 @@ class DistributedDataParallel : public DistributedDataParallelBase {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// The bare module: what optimizers, checkpoints and evaluation take.
+  /// Returns the module without the wrapper, for optimizers, checkpoints and evaluation.
   M& module() noexcept { return *module_; }
   const M& module() const noexcept { return *module_; }
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
@@ -186,9 +185,9 @@ requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> Distrib
     const Holder&, ProcessGroup, DistributedDataParallelOptions)
 ->DistributedDataParallel<typename Holder::ContainedType>;
 
-/// Collective, between steps. Throws ModelMismatch on all ranks if a parameter that `ddp` averages has other values on
-/// one rank, and names it: a step on one rank only, or a write outside the optimizer. Reads all parameters once; call
-/// it at checkpoints.
+/// Throws ModelMismatch on all ranks if a parameter that `ddp` averages has other values on one rank, and names it.
+/// Possible causes are a step on one rank only and a write outside the optimizer. Collective, between steps. Reads all
+/// parameters once; call it at checkpoints.
 void check_same_parameters(const DistributedDataParallelBase& ddp);
 
 }  // namespace ddpkit

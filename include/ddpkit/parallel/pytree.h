@@ -1,5 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Nested values of tensors: finding the tensors in outputs, and the same value with other
-// tensors in it.
+// Tier 1: ATen/core/Tensor.h. Finds and replaces the tensors in nested values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +14,7 @@
 
 namespace ddpkit {
 
-/// What map_tensors() puts in a tensor's place.
+/// Returns the replacement of a tensor.
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
 namespace detail {
@@ -47,13 +46,13 @@ concept HasMapTensors = requires(const T& value, const TensorMap& map) {
   { map_tensors(value, map) } -> std::same_as<T>;
 };
 
-/// torch::data::Example and its like.
+/// Types like torch::data::Example.
 template <class T>
 concept ExampleLike = requires(const T& value) {
   T(value.data, value.target);
 };
 
-/// torch::OrderedDict.
+/// Types like torch::OrderedDict.
 template <class T>
 concept OrderedDictLike = RangeLike<T> && requires(T& value) {
   value.begin()->key();
@@ -65,7 +64,7 @@ concept Growable = RangeLike<T> && requires(T& value) {
   value.insert(value.end(), *value.begin());
 };
 
-/// Not called map_tensors, so that a value's own function of that name is found beside its type alone.
+/// Has another name than map_tensors, so that only argument-dependent lookup finds a type's map_tensors().
 template <class T>
 T rebuilt(const T& value, const TensorMap& map) {
   if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
@@ -78,7 +77,7 @@ T rebuilt(const T& value, const TensorMap& map) {
     auto data = rebuilt(value.data, map);
     return T(std::move(data), rebuilt(value.target, map));
   } else if constexpr (TupleLike<T>) {
-    // Braces: from left to right.
+    // Braces evaluate from left to right.
     return std::apply([&](const auto&... parts) { return T{rebuilt(parts, map)...}; }, value);
   } else if constexpr (OptionalLike<T>) {
     return value.has_value() ? T(rebuilt(*value, map)) : value;
@@ -97,10 +96,11 @@ T rebuilt(const T& value, const TensorMap& map) {
 
 }  // namespace detail
 
-/// Appends the tensors in `outputs`: a tensor, or any nesting of tuples, pairs, arrays, optionals, vectors and maps of
-/// tensors. Numbers, strings and the like hold none. False when `outputs` has a type whose tensors cannot be found.
+/// Appends the tensors in `outputs` to `tensors`. `outputs` is a tensor, or any nesting of tuples, pairs, arrays,
+/// optionals, vectors and maps of tensors. Numbers and strings contain no tensors. Returns false if the type of
+/// `outputs` is unknown.
 ///
-/// To make a type of your own known, put a function beside it, in its namespace:
+/// To support another type, define a function in its namespace:
 ///
 ///     struct Detection { at::Tensor boxes, scores; };
 ///     std::vector<at::Tensor> output_tensors(const Detection& d) { return {d.boxes, d.scores}; }
@@ -127,11 +127,11 @@ bool collect_tensors(const T& outputs, std::vector<at::Tensor>& tensors) {
   }
 }
 
-/// A copy of `value` in which every tensor is replaced by what `map` makes of it, in a fixed order. Looks into any
-/// nesting of tuples, pairs, arrays, optionals, vectors, maps, torch::OrderedDict and torch::data::Example. Anything
-/// else (numbers, strings, types of your own) is copied as it is.
+/// Returns a copy of `value` in which every tensor is replaced by the result of `map`, in a fixed order. Supports any
+/// nesting of tuples, pairs, arrays, optionals, vectors, maps, torch::OrderedDict and torch::data::Example. Other
+/// values (numbers, strings, other types) are copied.
 ///
-/// To make a type of your own known, put a function beside it, in its namespace:
+/// To support another type, define a function in its namespace:
 ///
 ///     struct Detection { at::Tensor boxes, scores; };
 ///     Detection map_tensors(const Detection& d, const ddpkit::TensorMap& map) { return {map(d.boxes), map(d.scores)};
@@ -141,7 +141,7 @@ T with_tensors(const T& value, const TensorMap& map) {
   return detail::rebuilt(value, map);
 }
 
-/// The tensors in `value`, in the order in which with_tensors() comes to them. Undefined ones are among them.
+/// Returns the tensors in `value`, in the order of with_tensors(), including undefined ones.
 template <class T>
 std::vector<at::Tensor> tensors_in(const T& value) {
   std::vector<at::Tensor> tensors;
@@ -152,7 +152,7 @@ std::vector<at::Tensor> tensors_in(const T& value) {
   return tensors;
 }
 
-/// `value` with `tensors` in the place of its own. `tensors` holds as many as tensors_in(value).
+/// Returns a copy of `value` with its tensors replaced by `tensors`, which has as many as tensors_in(value).
 template <class T>
 T with_tensors(const T& value, const std::vector<at::Tensor>& tensors) {
   std::size_t next = 0;

@@ -19,46 +19,46 @@
 
 namespace ddpkit {
 
-/// One bucket in the last synchronised backward. Times are microseconds since that backward's first gradient, by the
-/// host's clock: on a GPU, which lags behind the host, they say when work was queued, and nothing is waited for to know
-/// more.
+/// One bucket in the last synchronized backward. Times are microseconds since the first gradient of that backward, on
+/// the host's clock. On a GPU, the times are those of queueing the work, because reading the GPU's times would require
+/// waiting.
 struct BucketStats {
-  std::size_t parameters = 0;  ///< Whose gradients it holds.
-  std::size_t bytes = 0;       ///< Of gradients.
-  std::size_t sent_bytes = 0;  ///< Handed to collectives: fewer than `bytes` where a communication hook compresses.
-  double ready_us = 0;         ///< Its last gradient was there.
-  double started_us = 0;       ///< Its reduction was handed to the backend.
-  double done_us = 0;          ///< Its reduction was seen to be over: looked for at each gradient and at the end.
+  std::size_t parameters = 0;  ///< Number of parameters in the bucket.
+  std::size_t bytes = 0;       ///< Bytes of gradients.
+  std::size_t sent_bytes = 0;  ///< Passed to collectives: less than `bytes` if a communication hook compresses.
+  double ready_us = 0;         ///< The last gradient was ready.
+  double started_us = 0;       ///< The reduction was passed to the backend.
+  double done_us = 0;          ///< The reduction was seen to be complete. Checked at each gradient and at the end.
 };
 
-/// What DistributedDataParallel has done so far, on this rank. A step is a synchronised backward. Dense gradients only:
-/// sparse ones are gathered when backward ends, and belong to no bucket.
+/// Statistics of DistributedDataParallel on this rank. A step is a synchronized backward. Only dense gradients count:
+/// sparse gradients are gathered at the end of backward and are not in buckets.
 struct DistributedDataParallelStats {
-  std::uint64_t steps = 0;       ///< Synchronised backwards.
-  int rebuilds = 0;              ///< How often the buckets were laid out anew.
-  std::uint64_t bytes = 0;       ///< Of gradients, over all steps.
-  std::uint64_t sent_bytes = 0;  ///< Handed to collectives by this rank, over all steps. 0 in a world of one.
-  /// Time in which a bucket was under way, over all steps, and the part of it that lies before the last gradient. 0 on
-  /// a GPU: see BucketStats.
+  std::uint64_t steps = 0;       ///< Synchronized backwards.
+  int rebuilds = 0;              ///< Number of times that the buckets were rebuilt.
+  std::uint64_t bytes = 0;       ///< Bytes of gradients over all steps.
+  std::uint64_t sent_bytes = 0;  ///< Passed to collectives by this rank over all steps. 0 for one rank.
+  /// Time with a bucket in flight over all steps, and the part of it before the last gradient. 0 on a GPU: see
+  /// BucketStats.
   double communication_us = 0;
   double hidden_us = 0;
 
-  std::vector<BucketStats> buckets = {};  ///< Of the last step, in the order they are reduced. [bucket]
-  double last_gradient_us = 0;            ///< Of the last step: since its first gradient.
-  double end_us = 0;                      ///< All gradients were reduced.
+  std::vector<BucketStats> buckets = {};  ///< Last step, in the order of reduction. [bucket]
+  double last_gradient_us = 0;            ///< Last step: time of the last gradient, since the first gradient.
+  double end_us = 0;                      ///< Last step: all gradients were reduced, since the first gradient.
 
-  /// Of the communication, the share that backward hid: 0 to 1. 0 before the first step.
+  /// Returns the share of the communication that overlapped with backward: 0 to 1. 0 before the first step.
   double hidden_share() const noexcept { return communication_us > 0 ? hidden_us / communication_us : 0; }
 };
 
-/// A parameter under its name in the module.
+/// A parameter and its name in the module.
 struct NamedParameter {
   std::string name;     ///< Such as "features.0.weight".
   at::Tensor tensor;    ///< The parameter itself.
   bool sparse = false;  ///< Its gradient is a sparse tensor.
 };
 
-/// DistributedDataParallelOptions in bytes: its names and meanings.
+/// Options with the names and meanings of DistributedDataParallelOptions, sizes in bytes.
 struct ReducerOptions {
   std::size_t first_bucket_bytes = std::size_t{1} << 20;
   std::size_t bucket_bytes = std::size_t{25} << 20;
@@ -69,7 +69,7 @@ struct ReducerOptions {
   std::optional<std::size_t> arena_bytes = std::nullopt;
 };
 
-/// Receives averaged gradients from a Reducer, as shards. The parameters are then left without a gradient.
+/// Receives shards of the averaged gradients from a Reducer. The parameters then have no gradient.
 class ShardOutput {
  public:
   enum class State {
@@ -78,77 +78,80 @@ class ShardOutput {
     kNoReducer,  ///< The reducer has been destroyed, or a newer reducer averages its parameters.
   };
   virtual ~ShardOutput() = default;
-  /// A forward pass begins. Parameters may have new memory since the last forward pass. Not collective.
+  /// Called when a forward pass begins. The parameters' memory may have changed since the last forward pass. Not
+  /// collective.
   virtual void follow_parameters() = 0;
-  /// The first bucket of a backward is about to be reduced, at the same place in the order of collectives on all ranks.
+  /// Called before the first bucket of a backward is reduced, at the same position in the order of collectives on all
+  /// ranks.
   virtual void begin() = 0;
-  /// A bucket has been reduced on all ranks. `shards[i]` is this rank's part of the averaged gradient of parameter
-  /// `parameters[i]`, one-dimensional, in the order of the parameter's memory.
+  /// Called when a bucket has been reduced on all ranks. `shards[i]` is this rank's part of the averaged gradient of
+  /// parameter `parameters[i]`, one-dimensional, in the order of the parameter's memory.
   virtual void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> shards) = 0;
 };
 
-/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators take each gradient
-/// as autograd makes it; a full bucket's all-reduce starts at once; the end of backward waits for the last.
+/// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators receive each
+/// gradient. A full bucket's all-reduce starts immediately. The end of backward waits for the last bucket.
 ///
-/// Backward must give every parameter a gradient, in each rank, unless unused parameters are allowed for; it throws on
-/// this rank, and tells the others, when it does not. One backward at a time. The parameters must outlive the reducer's
-/// last backward.
+/// Backward must compute a gradient for every parameter on each rank, unless unused parameters are allowed. Otherwise
+/// it throws on this rank and reports the error to the others. One backward at a time. The parameters must outlive the
+/// reducer's last backward.
 ///
-/// A parameter has one reducer: the newest. The next forward pass through an older one throws InvalidArgument.
+/// A parameter has one reducer: the newest. The next forward pass through an older reducer throws InvalidArgument.
 class Reducer {
   class Impl;
 
  public:
-  /// Collective. Averages gradients of `parameters` with requires_grad; each is listed once, the same on all ranks.
+  /// Collective. Averages gradients of `parameters`. They have requires_grad; each is listed once; same on all ranks.
   Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Before a forward pass: hooks parameters again if their autograd objects have been replaced, as by torch::load().
-  /// Throws ModelMismatch for a parameter that has been cast, moved, resized or unfrozen since the construction.
-  /// `expects_backward`: a backward will follow, so that all ranks run this forward pass.
+  /// Call before a forward pass. Installs hooks again if parameters have new autograd objects, for example after
+  /// torch::load(). Throws ModelMismatch if a parameter was cast, moved, resized or unfrozen since the construction.
+  /// `expects_backward`: a backward will follow, so all ranks run this forward pass.
   void prepare_for_forward(bool expects_backward);
 
-  /// False: backward leaves gradients local, to accumulate until the next synchronised backward.
+  /// False: backward accumulates gradients locally until the next synchronized backward.
   void set_synchronize(bool synchronize) noexcept;
-  bool synchronize() const noexcept;  ///< As set_synchronize() said; true at first.
+  bool synchronize() const noexcept;  ///< Set by set_synchronize(). Initially true.
 
-  /// Collective, not within backward. From the next backward on `hook` reduces the buckets; sparse gradients it does
-  /// not see. An empty hook brings the all-reduce back.
+  /// Reduces the buckets with `hook` from the next backward on. Sparse gradients are not passed to the hook. An empty
+  /// hook restores the all-reduce. Collective; must not be called within backward.
   void set_comm_hook(CommHook hook);
 
-  /// Collective, not within backward. From the next backward on each rank receives only its shard of each averaged
-  /// gradient (a reduce-scatter), which is passed to `output` at once. Gradients of parameters that no rank has used
-  /// are not passed. The output replaces an earlier one. The reducer does not keep it alive: after its end, the next
-  /// forward pass or backward all-reduces again. Returns a function that reports the output's state. Throws
-  /// InvalidArgument, and changes nothing, for sparse gradients or with a communication hook.
+  /// From the next backward on, each rank receives only its shard of each averaged gradient (a reduce-scatter), which
+  /// is passed to `output` immediately. Gradients of parameters that no rank has used are not passed. Replaces an
+  /// earlier output. The reducer does not own the output: after its destruction, the next forward pass or backward uses
+  /// all-reduce again. Returns a function that reports the output's state. Collective; must not be called within
+  /// backward. Throws InvalidArgument, and changes nothing, for sparse gradients and with a communication hook.
   [[nodiscard]] std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
-  /// All parameters, as a ShardOutput counts them. [param]
+  /// Returns all parameters, with the indices that a ShardOutput receives. [param]
   std::vector<NamedParameter> parameters() const;
 
-  /// After a forward pass, which returned `outputs`. If a synchronised backward follows and they depend on no
-  /// parameter, a backward through them counts as one in which this rank used none. With find_unused_parameters,
-  /// buckets do not wait for parameters that `outputs` do not depend on; the outputs of several forwards before one
-  /// backward add up. Without a call, unused parameters are known only when backward ends. A timeline has backward from
-  /// where it reaches one of `outputs`, without a call from its first gradient.
+  /// Call after a forward pass that returned `outputs`. If `outputs` depend on no parameter and a synchronized backward
+  /// follows, that backward counts as one in which this rank used no parameter. With find_unused_parameters, buckets do
+  /// not wait for parameters that `outputs` do not depend on. The outputs of several forwards before one backward are
+  /// combined. Without this call, unused parameters are known only when backward ends. A timeline records backward from
+  /// the time at which it reaches one of `outputs`; without this call, from the first gradient.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
 
-  /// From now on each synchronised backward is recorded: itself, its buckets, its waits. An empty one ends that.
-  /// `write_after`: after so many backwards it is written and set no more, on all ranks alike; 0: the caller writes it.
+  /// Records each synchronized backward from now on, with its buckets and waits. An empty timeline stops the recording.
+  /// `write_after`: number of backwards after which the timeline is written and removed; the same on all ranks. 0: the
+  /// caller writes it.
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after = 0);
 
-  /// Parameter indices by bucket, in the order buckets are reduced. [bucket][position]
+  /// Returns parameter indices by bucket, in the order of reduction. [bucket][position]
   const std::vector<std::vector<std::size_t>>& buckets() const noexcept;
-  /// Synchronised backwards so far.
+  /// Returns the number of synchronized backwards.
   std::uint64_t backwards() const noexcept;
   /// See DistributedDataParallelStats.
   DistributedDataParallelStats stats() const;
-  /// Empty without an arena.
+  /// Returns statistics of the arena; empty without an arena.
   std::optional<ArenaStats> arena() const;
 
  private:
-  friend class DistributedDataParallelBase;  ///< Within join().
+  friend class DistributedDataParallelBase;  ///< For join().
 
   std::shared_ptr<Impl> impl_;
 };
