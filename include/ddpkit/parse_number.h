@@ -7,8 +7,9 @@
 
 namespace ddpkit {
 
-/// Whether the whole text is a number that fits into `number`, which is then set: digits as std::from_chars() takes
-/// them in the C locale, nothing before or behind them, no '+'. Of a floating-point `Number` also "inf" and "nan".
+/// Parses a number. Returns true and sets `number` if the whole text is a number that fits: the format of
+/// std::from_chars() in the C locale, without surrounding characters and without '+'. Floating-point types also accept
+/// "inf" and "nan".
 template <typename Number>
 bool parse_number(std::string_view text, Number& number) {
   const auto [stop, status] = std::from_chars(text.data(), text.data() + text.size(), number);

@@ -7,9 +7,9 @@
 
 namespace ddpkit {
 
-/// The first thing in a program's main function. Opens /dev/null for those of stdin, stdout and stderr that are closed:
-/// the next file opened would take their place, and have what is printed written into it. And lets a write beyond the
-/// limit on a file's size (`ulimit -f`) fail, as one on a full disk does, where SIGXFSZ would kill.
+/// Call first in main(). Opens /dev/null for stdin, stdout or stderr if they are closed; otherwise the next opened file
+/// would get their descriptor and receive printed output. Ignores SIGXFSZ, so that a write beyond the file size limit
+/// (`ulimit -f`) fails like a write to a full disk and does not kill the process.
 inline void prepare_process() noexcept {
   int descriptor = 0;
   do descriptor = ::open("/dev/null", O_RDWR);

@@ -18,7 +18,7 @@ struct LaunchEnvironment {
   std::uint16_t master_port = 29500;      ///< TCP port of the rendezvous store.
   bool use_agent_store = false;           ///< The launcher serves the store (torchrun). No rank may bind the port.
   std::string run_id;                     ///< Separates the store keys of runs, and of restarts of one run.
-  std::string launcher = "none";          ///< Name of the launcher: torchrun, slurm, openmpi, mvapich, flux, pmi or none.
+  std::string launcher = "none";          ///< torchrun, slurm, openmpi, mvapich, flux, pmi, or none.
 };
 
 /// Returns the value of one environment variable, or an empty optional if the variable is not set.

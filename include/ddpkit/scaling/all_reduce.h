@@ -7,58 +7,60 @@
 
 namespace ddpkit::scaling {
 
-/// What a model of all-reduce says of one.
+/// Prediction for one all-reduce.
 struct AllReduceTime {
   double us = 0;          ///< Microseconds.
-  std::string algorithm;  ///< By which it would be done: "ring", "NVLS".
+  std::string algorithm;  ///< Algorithm: "ring", "NVLS".
 };
 
-/// The time of an all-reduce of `bytes` on each of `ranks` ranks, in place, with nothing else going on. 0 on one rank.
+/// Predicts the time of an in-place all-reduce of `bytes` per rank on `ranks` ranks, without other load. 0 for one
+/// rank.
 using AllReduceModel = std::function<AllReduceTime(double bytes, int ranks)>;
 
-/// Links of one kind between all ranks, by the alpha-beta model (Hockney 1994; the algorithms' costs as in Thakur et
-/// al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4).
+/// Equal links between all ranks in the alpha-beta model (Hockney 1994). The costs of the algorithms are those of
+/// Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 struct AlphaBeta {
-  double alpha_us = 5;         ///< Of one message, whatever its size.
-  double bandwidth_GBps = 12;  ///< Of one link, each way, in 10^9 bytes a second.
-  double reduce_GBps = 0;      ///< At which a rank adds up what it has received; 0: it costs nothing.
+  double alpha_us = 5;         ///< Latency of one message of any size.
+  double bandwidth_GBps = 12;  ///< Bandwidth of one link per direction, in 10^9 bytes per second.
+  double reduce_GBps = 0;      ///< Speed at which a rank adds received data; 0: no cost.
 };
 
-/// 2 (p - 1) messages of n / p bytes one after the other.
+/// Ring: 2 (p - 1) sequential messages of n / p bytes.
 AllReduceModel ring(const AlphaBeta& link);
-/// Recursive halving and doubling (Rabenseifner 2004): 2 log2 p messages for the same bytes as the ring's.
+/// Recursive halving and doubling (Rabenseifner 2004): 2 log2 p messages with the same bytes as the ring.
 AllReduceModel halving_doubling(const AlphaBeta& link);
 /// Double binary tree (Sanders et al. 2009), pipelined: 2 log2 p messages, each rank sends and receives n twice.
 AllReduceModel double_tree(const AlphaBeta& link);
-/// A switch that adds up what passes through it: a rank sends n and receives n at once.
+/// Reduction in the switch: a rank sends n and receives n at the same time.
 AllReduceModel in_switch(const AlphaBeta& link);
-/// Whichever is the fastest for each size.
+/// The fastest model for each size.
 AllReduceModel fastest(std::vector<AllReduceModel> models);
 
-/// CPU ranks of one host on shared memory, each reducing its slice of all ranks' buffers in place: two barriers, and
-/// 2 n bytes read and written a rank, which is the least there can be (docs/shared-memory.md).
+/// CPU ranks of one host with shared memory. Each rank reduces its slice of all ranks' buffers in place: two barriers,
+/// and 2 n bytes read and written per rank, which is the minimum (docs/shared-memory.md).
 struct SharedMemory {
   double barrier_us = 0.5;
-  double rank_GBps = 20;   ///< At which one rank reads and writes.
-  double host_GBps = 200;  ///< At which all ranks together do.
+  double rank_GBps = 20;   ///< Read and write bandwidth of one rank.
+  double host_GBps = 200;  ///< Read and write bandwidth of all ranks together.
 };
 AllReduceModel shared_memory(const SharedMemory& memory);
 
-/// `inside` among the `ranks_per_host` ranks of each host, `between` among the hosts' first ranks: a reduction to the
-/// first rank, an all-reduce among these and a broadcast, of which the first and the last cost half of `inside` each.
+/// Two levels: `inside` among the `ranks_per_host` ranks of each host, `between` among the hosts' first ranks. A
+/// reduction to the first rank, an all-reduce between the first ranks, and a broadcast. Reduction and broadcast each
+/// cost half of `inside`.
 AllReduceModel hierarchical(AllReduceModel inside, AllReduceModel between, int ranks_per_host);
 
-/// A measured size.
+/// One measurement.
 struct AllReducePoint {
   double bytes = 0;
   double us = 0;
 };
-/// Between the measured sizes a straight line in time over bytes; beyond the largest at its bandwidth, below the
-/// smallest its time. For `ranks` ranks, as measured; throws std::invalid_argument for another number, without points,
-/// and for points that are not positive.
+/// Interpolates measurements. Between the measured sizes, time is linear in bytes. Above the largest size, its
+/// bandwidth applies; below the smallest size, its time. Only for the measured number of `ranks`. Throws
+/// std::invalid_argument for another number of ranks, without points, and for points that are not positive.
 AllReduceModel measured(std::vector<AllReducePoint> points, int ranks);
 
-/// All-reduce's bus bandwidth in 10^9 bytes a second, as nccl-tests define it: bytes / time * 2 (ranks - 1) / ranks.
+/// Returns the bus bandwidth in 10^9 bytes per second, defined as in nccl-tests: bytes / time * 2 (ranks - 1) / ranks.
 double bus_GBps(double bytes, double us, int ranks);
 
 }  // namespace ddpkit::scaling

@@ -8,42 +8,42 @@
 
 namespace ddpkit::scaling {
 
-/// GPUs, in NCCL's words; the order is that of the rows of its tables.
+/// GPU generations in NCCL's terms. The order is that of the rows of NCCL's tables.
 enum class GpuGeneration { kVolta, kAmpere, kHopper, kBlackwell };
 
-/// Nodes of GPUs that are all alike, joined by a network. What NCCL finds out by looking at the hardware (`NCCL_DEBUG=
-/// INFO NCCL_DEBUG_SUBSYS=GRAPH,TUNING` shows it) is given here. Bandwidths in 10^9 bytes a second.
+/// Identical GPU nodes in a network. Holds the values that NCCL detects from the hardware (shown by
+/// `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH,TUNING`). Bandwidths are in 10^9 bytes per second.
 struct GpuCluster {
   std::string name;
   GpuGeneration generation = GpuGeneration::kHopper;
   int gpus_per_node = 8;
-  bool nvlink = true;      ///< Otherwise PCIe.
-  int channels = 24;       ///< Rings and trees that NCCL runs side by side in a node.
-  double node_GBps = 360;  ///< Of all of them together: a ring's bus bandwidth.
-  int nvls_channels = 0;   ///< Of the search graph, where the NVLink switch reduces (NVLS); 0: it does not.
+  bool nvlink = true;      ///< False: PCIe.
+  int channels = 24;       ///< Parallel rings and trees within a node.
+  double node_GBps = 360;  ///< Bandwidth of all channels together: the bus bandwidth of a ring.
+  int nvls_channels = 0;   ///< Channels of the search graph for reduction in the NVLink switch (NVLS); 0: no NVLS.
   double nvls_channel_GBps = 0;
-  int network_channels = 16;            ///< Between nodes.
-  double network_GBps = 0;              ///< Of a node's network cards together, each way; 0: there is one node.
-  double network_latency_us = 0;        ///< Of a card, beyond what NCCL's table has for the network.
-  double launch_us = 4;                 ///< Until the kernel runs: see docs/scaling.md.
-  int multiprocessors = 132;            ///< Of one GPU.
-  int collective_multiprocessors = 16;  ///< That an all-reduce occupies.
-  double price_per_hour = 0;            ///< Of one GPU; 0: unknown.
+  int network_channels = 16;            ///< Channels between nodes.
+  double network_GBps = 0;              ///< Bandwidth of a node's network cards together, per direction; 0: one node.
+  double network_latency_us = 0;        ///< Latency of a card in addition to the network latency in NCCL's table.
+  double launch_us = 4;                 ///< Time until the kernel runs: see docs/scaling.md.
+  int multiprocessors = 132;            ///< Per GPU.
+  int collective_multiprocessors = 16;  ///< Used by an all-reduce.
+  double price_per_hour = 0;            ///< Per GPU; 0: unknown.
 };
 
-/// The named clusters: "h100" (HGX H100 and H200, 8 x 400 Gb/s InfiniBand), "h100-ethernet" (8 x 100 Gb/s), "b200",
-/// "a100" (8 x 200 Gb/s), "v100" (DGX-1 with 4 x 100 Gb/s), "pcie" (8 GPUs on PCIe 4.0, 100 Gb/s).
+/// Returns the named clusters: "h100" (HGX H100 and H200, 8 x 400 Gb/s InfiniBand), "h100-ethernet" (8 x 100 Gb/s),
+/// "b200", "a100" (8 x 200 Gb/s), "v100" (DGX-1 with 4 x 100 Gb/s), "pcie" (8 GPUs on PCIe 4.0, 100 Gb/s).
 const std::vector<GpuCluster>& gpu_clusters();
-/// Throws std::invalid_argument, with the names that there are.
+/// Returns the cluster with that name. Throws std::invalid_argument for an unknown name; the error lists the names.
 const GpuCluster& gpu_cluster(const std::string& name);
 
-/// How much longer compute takes while an all-reduce is under way, at the least: StepOptions::contention.
+/// Returns the smallest factor by which compute is slower during an all-reduce: StepOptions::contention.
 double contention(const GpuCluster& cluster);
 
-/// NCCL's all-reduce by NCCL's own cost model: T = latency + n / bandwidth of each algorithm and protocol, of which it
-/// takes the fastest (NVIDIA/nccl 2.30, src/graph/tuning.cc: all constants of latency and bandwidth). To it come the
-/// launch, and on NVLS the efficiency that was measured at 1 to 512 MB, where that model promises up to 1.5 times too
-/// much. Ranks fill one node after the other.
+/// NCCL's all-reduce by NCCL's cost model: T = latency + n / bandwidth for each algorithm and protocol, and the fastest
+/// of them (NVIDIA/nccl 2.30, src/graph/tuning.cc: all constants of latency and bandwidth). Adds the launch time. With
+/// NVLS, also applies the efficiency that was measured at 1 to 512 MB, because NCCL's model predicts up to 1.5 times
+/// too much. Ranks fill one node after the other.
 AllReduceModel nccl(const GpuCluster& cluster);
 
 }  // namespace ddpkit::scaling

@@ -8,9 +8,9 @@
 
 namespace ddpkit::scaling {
 
-/// A bucket of gradients as backward makes it.
+/// A bucket of gradients in backward.
 struct BucketProfile {
-  double ready_us = 0;  ///< When its last gradient is there, since backward began.
+  double ready_us = 0;  ///< Time of its last gradient since the start of backward.
   double bytes = 0;
 };
 
@@ -18,61 +18,63 @@ struct BucketProfile {
 struct StepProfile {
   double forward_us = 0;
   double backward_us = 0;
-  double other_us = 0;                      ///< The update, and whatever else is between two steps: data, logging.
-  std::vector<BucketProfile> buckets = {};  ///< In the order in which they are reduced. [bucket]
-  /// Times of whole steps of one device as they were measured, for how much they scatter; empty: they do not. Their
-  /// median stands for the step that the fields above describe.
+  double other_us = 0;                      ///< The update and everything else between two steps: data, logging.
+  std::vector<BucketProfile> buckets = {};  ///< In the order of reduction. [bucket]
+  /// Measured times of whole steps on one device; their scatter predicts stragglers. The median corresponds to the step
+  /// described by the fields above. Empty: no scatter.
   std::vector<double> steps_us = {};
 
   double step_us() const noexcept { return forward_us + backward_us + other_us; }
 };
 
-/// Of a profile nobody has measured.
+/// Assumptions for a profile without measurements.
 struct AssumedStep {
   double compute_us = 0;       ///< Forward and backward.
   double other_us = 0;         ///< Update and the rest.
-  double parameter_bytes = 0;  ///< Of all gradients.
-  /// Of compute, backward's share: twice the products of forward.
+  double parameter_bytes = 0;  ///< Bytes of all gradients.
+  /// Share of backward in compute: backward has twice the matrix products of forward.
   double backward_share = 2.0 / 3;
-  double bucket_bytes = 25 << 20;  ///< DistributedDataParallel's defaults.
+  double bucket_bytes = 25 << 20;  ///< Defaults of DistributedDataParallel.
   double first_bucket_bytes = 1 << 20;
 };
-/// Gradients become ready evenly over backward. Throws std::invalid_argument for what is negative or not a number.
+/// Returns a profile whose gradients become ready evenly over backward. Throws std::invalid_argument for values that
+/// are negative or not a number.
 StepProfile assume_step(const AssumedStep& step);
 
-/// How several devices share one step.
+/// How several devices execute one step.
 struct StepOptions {
-  /// True: the device computes while a collective is under way (GPUs). False: collectives take the processor that
-  /// computes (CPU ranks on shared memory), and nothing is hidden.
+  /// True: the device computes during a collective (GPUs). False: collectives use the processor that computes (CPU
+  /// ranks with shared memory), so there is no overlap.
   bool overlap = true;
-  /// How much longer compute takes while a collective is under way; 1: not at all. A GPU that gives c of its m
-  /// multiprocessors to the collective takes at least m / (m - c).
+  /// Factor by which compute is slower during a collective; 1: not slower. A GPU that uses c of its m multiprocessors
+  /// for the collective has at least m / (m - c).
   double contention = 1;
   /// Each step waits for the slowest rank.
   bool stragglers = true;
-  /// The ranks share one device's batch (strong scaling): forward, backward and their scatter take 1 / ranks of the
-  /// time, as if each device were as busy with its part as with the whole. False: each rank has such a batch of its
-  /// own.
+  /// The ranks share the batch of one device (strong scaling): forward, backward and their scatter take 1 / ranks of
+  /// the time, assuming that each device has the same utilization as with the whole batch. False: each rank has a batch
+  /// of that size.
   bool fixed_global_batch = false;
-  /// Each rank updates 1 / ranks of the weights (ShardedOptimizer): `other_us` is divided. Reduce-scatter and
+  /// Each rank updates 1 / ranks of the weights (ShardedOptimizer), so `other_us` is divided by ranks. Reduce-scatter
+  /// and all-gather transfer the same bytes as all-reduce.
   /// all-gather move what all-reduce moves.
   bool sharded_update = false;
 };
 
-/// What a step on several ranks is made of, in microseconds.
+/// The parts of a step on several ranks, in microseconds.
 struct StepPrediction {
   double us = 0;
-  double communication_us = 0;  ///< Of all buckets together.
-  double exposed_us = 0;        ///< The part that backward could not hide.
-  double contention_us = 0;     ///< By which compute is longer because of what is hidden.
+  double communication_us = 0;  ///< All buckets together.
+  double exposed_us = 0;        ///< The part that did not overlap with backward.
+  double contention_us = 0;     ///< Slowdown of compute because of the overlap.
   double straggler_us = 0;      ///< Waiting for the slowest rank.
-  std::string algorithm = {};   ///< Of the largest bucket.
+  std::string algorithm = {};   ///< Algorithm for the largest bucket.
 };
 
-/// Buckets are reduced one after the other, each as soon as it is ready and the one before is done:
-/// start_k = max(ready_k, end_(k-1)), end_k = start_k + all_reduce(bytes_k); exposed is what lies behind backward's
-/// end (Li et al. 2020, arXiv 2006.15704, section 3.2). A rank's step is drawn from `steps_us`: the median of the
-/// largest of N independent draws is their 0.5^(1/N) quantile.
+/// Predicts a step. Buckets are reduced one after the other, each when it is ready and the previous one is done:
+/// start_k = max(ready_k, end_(k-1)), end_k = start_k + all_reduce(bytes_k). Exposed is the time after the end of
+/// backward (Li et al. 2020, arXiv 2006.15704, section 3.2). The step time of a rank is drawn from `steps_us`: the
+/// median of the largest of N independent draws is their 0.5^(1/N) quantile.
 StepPrediction predict_step(const StepProfile& profile, const AllReduceModel& all_reduce, int ranks,
                             const StepOptions& options = {});
 
