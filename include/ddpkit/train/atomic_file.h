@@ -6,35 +6,34 @@
 
 namespace ddpkit::train {
 
-/// A file that appears whole or not at all: what is written goes to a temporary file in the same folder, which commit()
-/// makes durable and renames over the old one. Whatever happens before that, the old file stays as it was.
+/// A file that is written atomically. Data go to a temporary file in the same folder. commit() makes it durable and
+/// renames it over the old file. Until then the old file does not change.
 ///
-/// The temporary file is PATH.tmp; one that a killed process left behind is overwritten.
+/// The temporary file is PATH.tmp. A temporary file left by a killed process is overwritten.
 class AtomicFile {
  public:
-  /// Throws Error, with the system's reason, when the temporary file cannot be made; InvalidArgument where `path` is a
-  /// folder, a device or the like, whose place a file must not take, and while another AtomicFile, of any process, has
-  /// the same path.
+  /// Throws Error, with the system's reason, if the temporary file cannot be created. Throws InvalidArgument if `path`
+  /// is a folder, a device or similar, and if another AtomicFile, also of another process, has the same path.
   explicit AtomicFile(std::filesystem::path path);
-  /// Without a commit(), removes the temporary file.
+  /// Removes the temporary file if commit() was not called.
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Appends. Throws Error when the disk is full or the like.
+  /// Appends. Throws Error, for example if the disk is full.
   void write(const void* data, std::size_t bytes);
-  /// Returns when the file is on the disk under its own name. Throws Error.
+  /// Returns when the file is on the disk under its name. Throws Error.
   void commit();
-  /// Before commit(): what has been written appears under `name` too, in the same way. Throws Error.
+  /// Call before commit(): also creates the file `name` with the same content, atomically. Throws Error.
   void commit_as(const std::filesystem::path& name);
 
-  /// `name`, too, stands for the file `path` from now on: a hard link, or a copy where the file system has none. What
-  /// it stood for is replaced, whole or not at all. Throws Error.
+  /// Makes `name` a second name of the file `path`: a hard link, or a copy if the file system has no links. Replaces an
+  /// earlier file `name` atomically. Throws Error.
   static void give_name(const std::filesystem::path& path, const std::filesystem::path& name);
 
  private:
   [[noreturn]] void fail(const char* what) const;
-  bool is_temporary() const;  ///< Whether `temporary_` is still the name of the open file.
+  bool is_temporary() const;  ///< Returns whether `temporary_` is still the name of the open file.
 
   std::filesystem::path path_;
   std::filesystem::path temporary_;

@@ -9,11 +9,11 @@
 
 namespace ddpkit::train {
 
-/// The values of an enum by the names that a user types. [value]
+/// The values of an enum and their names in the command line. [value]
 template <class E, std::size_t N>
 using Choices = std::array<std::pair<const char*, E>, N>;
 
-/// The name of `value`; "?" when it has none.
+/// Returns the name of `value`; "?" if there is none.
 template <class E, std::size_t N>
 const char* name_in(const Choices<E, N>& choices, E value) {
   for (const auto& [name, there] : choices) {
@@ -22,7 +22,7 @@ const char* name_in(const Choices<E, N>& choices, E value) {
   return "?";
 }
 
-/// Adds an option that takes one of these names and shows `value` as its default. `choices` must outlive the parse.
+/// Adds an option that takes one of these names, with `value` as the default. `choices` must outlive the parse.
 template <class E, std::size_t N>
 CLI::Option* add_choice(CLI::App& app, const std::string& option, E& value, const Choices<E, N>& choices,
                         const std::string& description) {

@@ -10,58 +10,58 @@
 
 namespace ddpkit::train {
 
-/// What a number may be; both ends are included.
+/// Range of a number, including both ends.
 struct ConfigRange {
   std::optional<double> least = std::nullopt;
   std::optional<double> most = std::nullopt;
 };
 
 /// A program's configuration: YAML files composed by `defaults:`, then KEY=VALUE overrides. Sections become dotted keys
-/// ("training.lr"). Reading a key is what makes it known: a key that nobody has read is an error.
+/// ("training.lr"). read() makes a key known. A key that was never read is an error.
 ///
 ///     Config config = Config::load("configs/tiny.yaml");
 ///     config.override_with("training.lr=2e-3");
 ///     config.read("training.lr", options.lr, {.least = 0});
 ///     config.check_all_known();
 ///
-/// A file's `defaults: [base_config, distributed]` names files beside it (".yaml" may be left out), which are merged in
-/// that order before the file's own keys. All errors are UsageErrors that say FILE:LINE, or "the command line".
+/// `defaults: [base_config, distributed]` in a file names files beside it (".yaml" may be omitted). They are merged in
+/// that order before the file's keys. All errors are UsageErrors that give FILE:LINE, or "the command line".
 class Config {
  public:
   using Range = ConfigRange;
 
-  /// Throws where a file is missing, is no YAML, gives a key twice, includes itself, or is far too large or deep
-  /// (64 levels, 1 MiB, 10,000 values: aliases count as often as they are used).
+  /// Throws if a file is missing, is not YAML, has a duplicate key, includes itself, or is too large or deep (64
+  /// levels, 1 MiB, 10,000 values; an alias counts at each use).
   static Config load(const std::filesystem::path& file);
-  /// From memory, without `defaults:`; `name` stands for the file. JSON is YAML.
+  /// Parses text, without `defaults:`. Error messages use `name` as the file name. JSON is valid YAML.
   static Config parse(const std::string& text, const std::string& name);
 
-  /// KEY=VALUE, the value as YAML: "data.include=[digits/, letters/]". Wins over what is there.
+  /// Sets KEY=VALUE, with the value as YAML: "data.include=[digits/, letters/]". Overrides earlier values.
   void override_with(const std::string& assignment);
-  /// One value as it is, without a look at its syntax.
+  /// Sets one value without parsing it.
   void set(const std::string& key, const std::string& value, const std::string& where = "the command line");
 
-  /// Each leaves `value` as it is where the key is not given, and makes the key known.
+  /// Read a key and make it known. `value` does not change if the key is not set.
   void read(const std::string& key, bool& value);
   void read(const std::string& key, int& value, const Range& range = {});
   void read(const std::string& key, std::int64_t& value, const Range& range = {});
   void read(const std::string& key, std::uint64_t& value);
   void read(const std::string& key, double& value, const Range& range = {});
-  /// With `choices`: one of them.
+  /// With `choices`: the value must be one of them.
   void read(const std::string& key, std::string& value, const std::vector<std::string>& choices = {});
   /// A single value is a list of one.
   void read(const std::string& key, std::vector<std::string>& value);
   void read(const std::string& key, std::vector<std::int64_t>& value, const Range& range = {});
   void read(const std::string& key, std::optional<std::int64_t>& value, const Range& range = {});
 
-  /// Throws for the first key that no read() has asked for, with the nearest of those that were.
+  /// Throws for the first key that was never read. The error suggests the most similar known key.
   void check_all_known() const;
 
-  /// Where a key was given: "configs/tiny.yaml:12"; the key itself where it was not.
+  /// Returns where a key was set: "configs/tiny.yaml:12"; the key if it was not set.
   std::string where(const std::string& key) const;
 
-  /// All keys read so far with the values they came out with, as a flat JSON object: {"training.lr": 0.002, ...}.
-  /// parse() takes it back.
+  /// Returns all keys read so far and their values, as a flat JSON object: {"training.lr": 0.002, ...}. parse() accepts
+  /// it.
   std::string resolved() const;
 
  private:
@@ -77,7 +77,7 @@ class Config {
   [[noreturn]] void refuse(const std::string& key, const Entry& entry, const std::string& wanted) const;
 
   std::map<std::string, Entry> entries_;
-  std::map<std::string, std::string> known_;  ///< Of each key read, its value as JSON.
+  std::map<std::string, std::string> known_;  ///< Values of the keys read, as JSON.
 };
 
 }  // namespace ddpkit::train

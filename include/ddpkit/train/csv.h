@@ -12,23 +12,23 @@ namespace ddpkit::train {
 
 /// One record of a CSV file.
 struct CsvRecord {
-  std::size_t line = 0;             ///< On which it begins, from 1.
+  std::size_t line = 0;             ///< First line of the record, from 1.
   std::vector<std::string> fields;  ///< [column], without quotes.
-  /// What RFC 4180 does not allow in it: a quote that is never closed, text behind a closing quote. Empty: nothing.
+  /// Violation of RFC 4180: a quote without an end, text after a closing quote. Empty: none.
   std::string fault;
 };
 
-/// Reads a CSV file by RFC 4180 (commas, quotes doubled within quotes, line ends within quotes), with LF or CRLF, with
-/// or without a byte-order mark. Empty lines are left out. Throws InvalidArgument when there is no such file.
+/// Reads a CSV file by RFC 4180 (commas, quotes doubled within quotes, line ends within quotes). Accepts LF and CRLF,
+/// and a byte-order mark. Skips empty lines. Throws InvalidArgument if the file does not exist.
 std::vector<CsvRecord> read_csv(const std::filesystem::path& path);
 
-/// The same of a text.
+/// Parses CSV text.
 std::vector<CsvRecord> parse_csv(std::string_view text);
 
-/// `text` as one field: in quotes where it needs them.
+/// Returns `text` as one field, quoted if necessary.
 std::string csv_field(std::string_view text);
 
-/// All of `text` as a whole number, blanks around it allowed; empty optional when it is anything else.
+/// Parses `text` as a whole number with optional surrounding blanks. Returns an empty optional for other text.
 std::optional<long long> parse_whole_number(std::string_view text);
 
 }  // namespace ddpkit::train

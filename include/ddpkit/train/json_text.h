@@ -6,8 +6,8 @@
 
 namespace ddpkit::train {
 
-/// `json` as text. Bytes that are no UTF-8, as the name of a file or a label may hold them, are shown as such rather
-/// than refused, which is what dump() does.
+/// Returns `json` as text. Bytes that are not UTF-8, for example in file names or labels, become replacement
+/// characters; dump() would throw.
 template <class Json>
 std::string json_text(const Json& json, int indent = -1) {
   return json.dump(indent, ' ', false, Json::error_handler_t::replace);

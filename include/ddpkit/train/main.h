@@ -15,28 +15,28 @@ class App;
 
 namespace ddpkit::train {
 
-/// A wrong option or config file: run_main() ends with exit code 2.
+/// A wrong option or config file. run_main() then returns exit code 2.
 class UsageError : public InvalidArgument {
  public:
   using InvalidArgument::InvalidArgument;
 };
 
-/// What run_main() knows of the running program.
+/// State of the running program for run_main().
 class Program {
  public:
-  /// Joins the job as ddpkit::init_process_group does. When the program fails from here on, its other ranks are told.
+  /// Calls ddpkit::init_process_group(). If the program fails after this call, run_main() aborts the group.
   ProcessGroup init_process_group(const InitOptions& options = {});
 
-  /// Empty before init_process_group().
+  /// Returns the group; empty before init_process_group().
   const std::optional<ProcessGroup>& group() const noexcept { return group_; }
 
  private:
   std::optional<ProcessGroup> group_;
 };
 
-/// The main function of a trainer: parses the command line, runs `body`, and turns whatever it throws into one sentence
-/// on stderr and an exit code: 0 done, 1 failed, 2 wrong option or config file. Never prints a stack trace, never
-/// throws.
+/// The main function of a trainer: parses the command line and runs `body`. If `body` throws, prints one sentence to
+/// stderr. Returns the exit code: 0 success, 1 failure, 2 wrong option or config file. Never prints a stack trace,
+/// never throws.
 ///
 ///     int main(int argc, char** argv) {
 ///       CLI::App app("Trains something.", "something");
@@ -47,10 +47,10 @@ class Program {
 ///       });
 ///     }
 ///
-/// Of several ranks only one speaks: the rank at fault, or, for what happens on all of them, rank 0.
+/// Only one rank prints the error: the rank that caused it, or rank 0 if it happened on all ranks.
 int run_main(CLI::App& app, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept;
 
-/// An exception's message on one line, without the stack trace that c10::Error carries.
+/// Returns an exception's message on one line, without the stack trace in c10::Error.
 std::string one_sentence(const std::exception_ptr& error);
 
 }  // namespace ddpkit::train

@@ -28,44 +28,43 @@ struct IndexRange {
   std::int64_t size() const noexcept { return end - begin; }
 };
 
-/// Rank `rank`'s share of 0 .. size-1 for evaluation: every index belongs to exactly one rank, so that nothing is
-/// counted twice. Shares differ by at most one; with fewer indices than ranks some are empty.
+/// Returns the part of 0 .. size-1 that rank `rank` evaluates. Every index belongs to exactly one rank, so no sample
+/// counts twice. Parts differ by at most one index; with fewer indices than ranks some are empty.
 IndexRange evaluation_share(std::int64_t size, int rank, int world_size);
 
 /// Sums each value over the ranks, in one all-reduce of doubles: exact for counts up to 2^53, the same bits on every
-/// rank. Collective: all ranks pass equally many values.
+/// rank. Collective: all ranks pass the same number of values.
 std::vector<double> sum_over_ranks(const std::vector<double>& values, const ProcessGroup& group);
 
-/// The most main memory that each rank's process has held so far, in bytes. Collective. [rank]
+/// Returns the peak resident memory of each rank's process, in bytes. Collective. [rank]
 std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group);
-
-/// The most memory of each of `devices` that LibTorch has given out so far to this process, in bytes, then that of the
-/// other ranks' devices. None for the CPU, whose memory peak_memory_of_ranks() tells. Collective. [device]
+/// Returns LibTorch's peak allocated memory on each of `devices` in this process, then on the devices of the other
+/// ranks, in bytes. Skips the CPU: see peak_memory_of_ranks(). Collective. [device]
 std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>& devices, const ProcessGroup& group);
 
-/// How a classifier did, over all samples of all ranks.
+/// Result of a classifier over all samples of all ranks.
 struct ClassificationResult {
   double loss = 0;      ///< Mean; NaN without samples.
   double accuracy = 0;  ///< Share of samples whose highest logit is the target's: 0 .. 1; NaN without samples.
   std::int64_t samples = 0;
-  /// Samples by the class they are of and the class they were taken for. [target][predicted]
+  /// Number of samples by true class and predicted class. [target][predicted]
   std::vector<std::vector<std::int64_t>> confusion = {};
 
-  /// Of each class, the harmonic mean of precision and recall: 0 .. 1, and 0 for a class of which no sample was found
-  /// (as scikit-learn's zero_division=0). [class]
+  /// Returns the harmonic mean of precision and recall of each class: 0 .. 1. It is 0 for a class without correct
+  /// predictions (as with scikit-learn's zero_division=0). [class]
   std::vector<double> f1() const;
-  /// The mean of f1() over all classes that have samples or were predicted; NaN when there is none.
+  /// Returns the mean of f1() over all classes that have samples or were predicted; NaN if there are none.
   double macro_f1() const;
 };
 
-/// Where each class went, and its F1: a table for a terminal. `class_names`: [class].
+/// Returns the confusion matrix and the F1 of each class, as a table for a terminal. `class_names`: [class].
 std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names);
 
-/// Sums up a classifier's batches on their device, without waiting for it, until reduce(). Several threads may add: the
-/// counts do not depend on their order, the loss's last bits do.
+/// Accumulates a classifier's results on the devices of its batches. Does not wait for a device before reduce(). add()
+/// is thread-safe: the counts do not depend on the order of the calls, but the last bits of the loss do.
 class ClassificationMetrics {
  public:
-  /// Batches of `classes` logits each, on one device or several.
+  /// For batches with `classes` logits, on one or several devices.
   explicit ClassificationMetrics(std::int64_t classes);
   ~ClassificationMetrics();
   ClassificationMetrics(ClassificationMetrics&&) noexcept;
@@ -74,23 +73,23 @@ class ClassificationMetrics {
   /// `logits` [batch, classes], `targets` [batch] int64, `mean_loss` a scalar: the batch's mean loss.
   void add(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& mean_loss);
 
-  /// The two parts of add(), for who has the loss of several batches in one: what was predicted,
+  /// The first part of add(): counts predictions. For callers that have one loss for several batches.
   void add_predictions(const at::Tensor& logits, const at::Tensor& targets);
-  /// and the mean loss over `samples` samples.
+  /// The second part of add(): adds the mean loss over `samples` samples.
   void add_loss(const at::Tensor& mean_loss, std::int64_t samples);
 
-  /// Everything added so far on all ranks; the same bits on each. Collective, one all-reduce.
+  /// Returns the results of all ranks so far; the same bits on each rank. Collective, one all-reduce.
   ClassificationResult reduce(const ProcessGroup& group) const;
 
-  /// This rank's sums, so that a run goes on within an epoch: a CheckpointPart of each rank.
+  /// Saves this rank's sums, to resume within an epoch. Makes the class a CheckpointPart with of_each_rank.
   void save(torch::serialize::OutputArchive& archive) const;
-  /// In place of what was added so far. Throws InvalidArgument for another number of classes.
+  /// Replaces the sums. Throws InvalidArgument for another number of classes.
   void load(torch::serialize::InputArchive& archive);
 
  private:
   struct Sums;
   Sums& sums_on(c10::Device device);
-  at::Tensor all_sums() const;  // On the host, as doubles: the confusion, then the loss. [classes * classes + 2]
+  at::Tensor all_sums() const;  // On the host, as doubles: confusion, then loss. [classes * classes + 2]
 
   std::int64_t classes_;
   std::unique_ptr<std::mutex> mutex_;

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Torch's optimizer is declared, not included.
+// Tier 1: ATen/core/Tensor.h. Torch's optimizer is only declared.
 #pragma once
 
 #include <ddpkit/train/state_dict.h>
@@ -9,19 +9,19 @@ class Optimizer;
 
 namespace ddpkit::train {
 
-/// The optimizer's state in the layout of Python's Optimizer.state_dict(), which Python's optimizer of the same kind
-/// loads: {'state': {index: {'step', 'exp_avg', 'exp_avg_sq' ...}}, 'param_groups': [...]}, parameters counted through
-/// the groups, each once, and with `initial_lr` once a LearningRateScheduler has been made. Of torch::optim's AdamW,
-/// Adam and SGD, of their fused counterparts, and of a ShardedOptimizer after consolidate_state(), which gives what a
-/// process alone would. Tensors are copies. Throws InvalidArgument for another optimizer, and on a rank without
-/// consolidated state.
+/// Returns the optimizer's state in the layout of Python's Optimizer.state_dict(), which Python's optimizer of the same
+/// kind can load: {'state': {index: {'step', 'exp_avg', 'exp_avg_sq' ...}}, 'param_groups': [...]}. Parameters are
+/// numbered through the groups, each once. After a LearningRateScheduler has been made, groups have `initial_lr`.
+/// Supports torch::optim's AdamW, Adam and SGD, their fused counterparts, and a ShardedOptimizer after
+/// consolidate_state(), whose state is that of a process without sharding. Tensors are copies. Throws InvalidArgument
+/// for other optimizers, and on a rank without consolidated state.
 StateDict optimizer_state(const torch::optim::Optimizer& optimizer);
 
-/// Gives the optimizer such a state, from here or from Python's optimizer of the same kind: the state of each
-/// parameter, in the parameter's type and on its device, and the options of the groups; what LibTorch's options have no
-/// room for (foreach, fused, capturable, differentiable) is skipped. A ShardedOptimizer keeps its part:
-/// call it on all ranks, with the whole state. Throws InvalidArgument, with the optimizer as it was, when groups,
-/// parameters or shapes are other ones, something is missing, or maximize differs.
+/// Loads a state from optimizer_state() or from Python's optimizer of the same kind. Loads the state of each parameter,
+/// in the parameter's type and on its device, and the options of the groups. Skips options that LibTorch does not have
+/// (foreach, fused, capturable, differentiable). A ShardedOptimizer keeps its part: call it on all ranks with the whole
+/// state. Throws InvalidArgument, and changes nothing, if groups, parameters or shapes differ, if a key is missing, or
+/// if maximize differs.
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const StateDict& state);
 
 }  // namespace ddpkit::train

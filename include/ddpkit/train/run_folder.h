@@ -17,28 +17,28 @@ namespace ddpkit::train {
 
 /// Options of open_run_folder().
 struct RunFolderOptions {
-  bool resume = false;  ///< There must be a run to go on with.
-  /// Replace what is there. Under a launcher that starts a failed job anew (TORCHELASTIC_RESTART_COUNT), what the job
-  /// itself has written is gone on with all the same.
+  bool resume = false;  ///< Throw if there is no run to resume.
+  /// Replace an existing run. If a launcher restarts a failed job (TORCHELASTIC_RESTART_COUNT), a checkpoint that the
+  /// job has written is resumed nevertheless.
   bool overwrite = false;
-  /// Keys of the config in which a resumed run may differ from what it was.
+  /// Config keys that may differ between the checkpoint and the resumed run.
   std::vector<std::string> may_differ = {"epochs", "world_size", "multi_gpu"};
 };
 
-/// What open_run_folder() found.
+/// Result of open_run_folder().
 struct RunFolder {
-  std::filesystem::path checkpoint;            ///< Where this run's checkpoint goes.
-  std::optional<CheckpointInfo> to_resume;     ///< Set when there is a checkpoint to go on from.
-  std::shared_ptr<const void> lock = nullptr;  ///< Of rank 0: keeps other processes out for as long as it is held.
+  std::filesystem::path checkpoint;            ///< Path of this run's checkpoint.
+  std::optional<CheckpointInfo> to_resume;     ///< Set if there is a checkpoint to resume from.
+  std::shared_ptr<const void> lock = nullptr;  ///< On rank 0: locks the folder against other processes.
 };
 
-/// Makes `folder` ready for a run that `config` (a JSON object) describes. Collective; rank 0 looks at the disk.
-///
-/// A run that is there is gone on with. Nothing that took work is lost by accident: where it is another one, which
-/// differs in more than `may_differ`, InvalidArgument is thrown, unless it is to be overwritten; also with `resume`
-/// where there is none, and for a folder that cannot be written to, before the training rather than after its first
-/// epoch; and where another process has a RunFolder of it, which does not end within some seconds. Where the checkpoint
-/// itself is missing, the newest good one that is beside it (CheckpointOptions::keep) takes its name.
+/// Prepares `folder` for a run that `config` (a JSON object) describes. Collective; rank 0 accesses the disk. If the
+/// folder holds a checkpoint of the same run, the run resumes. If the checkpoint is missing, the newest intact one
+/// beside it (CheckpointOptions::keep) gets its name. Throws InvalidArgument
+/// - if the folder holds another run, which differs in more than `may_differ`, unless `overwrite` is set,
+/// - with `resume`, if there is no run,
+/// - if the folder is not writable,
+/// - if another process has locked the folder for longer than some seconds.
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group);
 

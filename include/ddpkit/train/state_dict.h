@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. Torch's module is declared, not included.
+// Tier 1: ATen/core/Tensor.h. Torch's module is only declared.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,13 +27,13 @@ class StateValue;
 struct StateItem;
 
 /// A key of a Python dict that is neither int nor str: None, a bool, float, larger int, complex, bytes, dtype, device,
-/// or a tuple of keys. Two are equal if type and value are.
+/// or a tuple of keys. Two keys are equal if their types and values are equal.
 class OtherStateKey {
  public:
   /// Throws InvalidArgument for a value that cannot be a key.
   explicit OtherStateKey(const StateValue& value);
   const StateValue& value() const noexcept { return *value_; }
-  const std::string& pickle() const noexcept { return pickle_; }  ///< Its value's, which identifies it.
+  const std::string& pickle() const noexcept { return pickle_; }  ///< Pickle of the value. Identifies the key.
   bool operator==(const OtherStateKey& other) const noexcept { return pickle_ == other.pickle_; }
 
  private:
@@ -52,11 +52,11 @@ struct std::hash<ddpkit::train::OtherStateKey> {
 
 namespace ddpkit::train {
 
-using StateKey = std::variant<std::int64_t, std::string, OtherStateKey>;  ///< Of a Python dict.
-std::string describe(const StateKey& key);                                ///< For messages.
+using StateKey = std::variant<std::int64_t, std::string, OtherStateKey>;  ///< Key of a Python dict.
+std::string describe(const StateKey& key);                                ///< Returns the key as text for messages.
 using StateList = std::vector<StateValue>;
 
-/// A Python tuple, where StateList is a list.
+/// A Python tuple. (StateList is a Python list.)
 struct StateTuple {
   std::vector<StateValue> items;  ///< In order.
 };
@@ -66,7 +66,7 @@ struct StateSet {
   std::vector<StateValue> items;  ///< In any order.
 };
 
-/// A Python bytes, or a bytearray.
+/// A Python bytes or bytearray.
 struct StateBytes {
   std::string bytes;
   bool is_bytearray = false;
@@ -74,13 +74,13 @@ struct StateBytes {
 
 /// A Python int that std::int64_t cannot hold.
 struct StateBigInt {
-  std::string bytes;  ///< Two's complement, the lowest byte first, as short as possible.
+  std::string bytes;  ///< Two's complement, little-endian, minimal length.
 };
 
-/// A Python dict, OrderedDict or Counter in its order.
+/// A Python dict, OrderedDict or Counter. Keeps the order.
 class StateDict {
  public:
-  enum class Kind { kDict, kOrderedDict, kCounter };  ///< What Python sees.
+  enum class Kind { kDict, kOrderedDict, kCounter };  ///< Type in Python.
 
   StateDict();
   StateDict(std::initializer_list<StateItem> items);
@@ -90,13 +90,13 @@ class StateDict {
   StateDict& operator=(StateDict&& other) noexcept;
   ~StateDict();
 
-  /// The key's value; a key that is not there is added at the end, with None.
+  /// Returns the key's value. Adds a missing key at the end, with None.
   StateValue& operator[](const StateKey& key);
-  /// Null where the key is not there.
+  /// Returns null if the key does not exist.
   const StateValue* find(const StateKey& key) const;
-  /// Throws InvalidArgument, naming the key, where it is not there.
+  /// Throws InvalidArgument, which names the key, if the key does not exist.
   const StateValue& at(const StateKey& key) const;
-  /// Whether the key is there.
+  /// Returns whether the key exists.
   bool contains(const StateKey& key) const { return find(key) != nullptr; }
   std::size_t size() const noexcept;
   bool empty() const noexcept { return size() == 0; }
@@ -106,14 +106,13 @@ class StateDict {
   std::vector<StateItem>::const_iterator end() const noexcept;
 
  private:
-  std::vector<StateItem> items_;  // Not yet a complete type: what needs one is defined behind it.
+  std::vector<StateItem> items_;  // Incomplete type here: functions that need it are defined below.
   std::unordered_map<StateKey, std::size_t> index_;
   Kind kind_ = Kind::kDict;
 };
 
-/// What a state dict is made of: None, bool, int, float, str, tensor, list, tuple, dict, and the rarer types that
-/// torch.load(weights_only=True) admits. Tensors are handles, as everywhere in LibTorch: a copy of a StateValue shares
-/// their memory.
+/// A value in a state dict: None, bool, int, float, str, tensor, list, tuple, dict, and the less common types that
+/// torch.load(weights_only=True) accepts. A copy of a StateValue shares the memory of its tensors.
 class StateValue {
  public:
   using Variant = std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, StateList,
@@ -141,19 +140,19 @@ class StateValue {
 
   const Variant& variant() const noexcept { return value_; }
   bool is_none() const noexcept { return std::holds_alternative<std::monostate>(value_); }
-  /// Null where it is something else. T is one of Variant's.
+  /// Returns null for another type. T is one of Variant's types.
   template <class T>
   const T* get_if() const noexcept {
     return std::get_if<T>(&value_);
   }
-  /// Each throws InvalidArgument, saying what it is, where it is something else.
+  /// These functions throw InvalidArgument for another type. The error names the actual type.
   bool to_bool() const;
   std::int64_t to_int() const;
-  double to_double() const;  ///< Of a float or an int.
+  double to_double() const;  ///< For a float or an int.
   const std::string& to_string() const;
   const at::Tensor& to_tensor() const;
   const StateDict& to_dict() const;
-  /// The items of a list or a tuple.
+  /// For a list or a tuple.
   const std::vector<StateValue>& to_items() const;
 
  private:
@@ -170,37 +169,37 @@ inline std::size_t StateDict::size() const noexcept { return items_.size(); }
 inline std::vector<StateItem>::const_iterator StateDict::begin() const noexcept { return items_.begin(); }
 inline std::vector<StateItem>::const_iterator StateDict::end() const noexcept { return items_.end(); }
 
-/// Writes what Python's torch.load(weights_only=True) reads, whole or not at all. Tensors on a storage that they share
-/// go on sharing it, with their strides; storages are written whole, as torch.save writes them, from any device, and
-/// are read to the CPU. Throws InvalidArgument for a quantized tensor and for values nested deeper than 100, Error with
-/// the system's reason when the file cannot be written. Not collective: one rank writes a file.
+/// Writes a file that Python's torch.load(weights_only=True) can read, atomically. Tensors that share a storage share
+/// it in the file, with their strides. Whole storages are written, as in torch.save, from any device; they are read to
+/// the CPU. Throws InvalidArgument for a quantized tensor and for values nested deeper than 100. Throws Error with the
+/// system's reason if the file cannot be written. Not collective: one rank writes a file.
 void save_state_dict(const std::filesystem::path& path, const StateValue& value);
 
-/// Reads what save_state_dict() or Python's torch.save (2.11) wrote, to the CPU: the types of docs/state-dicts.md. Runs
-/// nothing: a file is data here, whoever made it. Throws InvalidArgument, in one sentence with the file's name, when it
-/// is missing, truncated, damaged (its checksums differ), not little-endian, nested deeper than 100, or holds anything
-/// else, which is named.
+/// Reads a file of save_state_dict() or of Python's torch.save (2.11) to the CPU, with the types of
+/// docs/state-dicts.md. Safe for untrusted files: runs no code from the file. Throws InvalidArgument, in one sentence
+/// with the file's name, if the file is missing, truncated, damaged (wrong checksum), not little-endian, nested deeper
+/// than 100, or has an unsupported type, which the error names.
 StateValue load_state_dict(const std::filesystem::path& path);
 
-/// Parameters and buffers by name, in the order and under the names of Python's state_dict(); detached, on the module's
-/// own memory. Of a module in DistributedDataParallel give the bare module.
+/// Returns parameters and buffers by name, with the order and names of Python's state_dict(). Tensors are detached and
+/// share the module's memory. For a module in DistributedDataParallel, pass ddp.module().
 StateDict module_state(const torch::nn::Module& module);
 
 /// Options of load_module_state().
 struct LoadModuleOptions {
-  /// Every name of the module must be in the state, and the other way round.
+  /// The module and the state must have the same names.
   bool strict = true;
 };
 
-/// Names that did not meet; both empty where `strict`.
+/// Names that only the module or only the state has. Both are empty if `strict`.
 struct IncompatibleKeys {
   std::vector<std::string> missing;     ///< In the module only.
   std::vector<std::string> unexpected;  ///< In the state only.
 };
 
-/// Copies the state's tensors into the module's parameters and buffers, which keep their storage, type and device, as
-/// Python's load_state_dict() does. Throws InvalidArgument, with the module as it was, that names what is missing, what
-/// is unexpected (where `strict`), and what has another shape (always).
+/// Copies the state's tensors into the module's parameters and buffers, which keep their storage, type and device, like
+/// Python's load_state_dict(). Throws InvalidArgument, and changes nothing, for missing and unexpected names (if
+/// `strict`) and for tensors with another shape (always). The error lists their names.
 IncompatibleKeys load_module_state(torch::nn::Module& module, const StateDict& state,
                                    const LoadModuleOptions& options = {});
 

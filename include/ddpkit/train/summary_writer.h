@@ -8,28 +8,28 @@
 
 namespace ddpkit::train {
 
-/// Writes scalars and texts for TensorBoard: `tensorboard --logdir FOLDER` draws them. Call on one rank only.
+/// Writes scalars and texts for TensorBoard (`tensorboard --logdir FOLDER`). Call on one rank only.
 ///
 ///     SummaryWriter writer(folder / "tensorboard");
 ///     writer.add_scalar("loss/train", loss, step);
 ///
-/// The file is TensorBoard's own: records in TFRecord's framing (length, CRC-32C) that hold an Event each
-/// (tensorflow/core/util/event.proto). Each writer begins a file of its own, as a resumed run does.
+/// The file has TensorBoard's format: TFRecords (length, CRC-32C) that each hold an Event
+/// (tensorflow/core/util/event.proto). Each writer starts a new file.
 ///
-/// Each event is written to the file at once, in one system call: kill -9 loses no event. The functions throw Error if
-/// the disk is full.
+/// Each event is written immediately, in one system call, so kill -9 loses no event. The functions throw Error, for
+/// example if the disk is full.
 class SummaryWriter {
  public:
-  /// Makes the folder where it is missing. With `purge_step`, TensorBoard forgets what earlier files of the folder say
-  /// of that step and later ones: where a resumed run goes on. Throws Error with the system's reason.
+  /// Creates the folder if necessary. With `purge_step`, TensorBoard ignores the events of earlier files from that step
+  /// on: pass the step at which a run resumes. Throws Error with the system's reason.
   explicit SummaryWriter(const std::filesystem::path& folder, std::int64_t purge_step = 0);
   ~SummaryWriter();
   SummaryWriter(SummaryWriter&&) noexcept;
   SummaryWriter& operator=(SummaryWriter&&) noexcept;
 
-  /// `tag` groups by what stands before its first '/'. NaN and infinity are shown as such.
+  /// The part of `tag` before its first '/' is the group. NaN and infinity are shown as such.
   void add_scalar(const std::string& tag, double value, std::int64_t step);
-  /// Markdown, in TensorBoard's text tab.
+  /// Adds Markdown for TensorBoard's text tab.
   void add_text(const std::string& tag, const std::string& text, std::int64_t step);
 
   const std::filesystem::path& path() const noexcept;

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What drawings are made of.
+// Tier 0: the standard library only. Elements of SVG files.
 #pragma once
 
 #include <string>
@@ -12,9 +12,9 @@ std::string escaped(const std::string& text);
 std::string text_at(double x, double y, const std::string& anchor, const std::string& text,
                     const std::string& more = "");
 std::string line(double x1, double y1, double x2, double y2, const std::string& style);
-/// The least of 1, 2 and 5 times a power of 10 that is at least `value`, which is above 0: for an axis.
+/// Returns the smallest of 1, 2 and 5 times a power of 10 that is at least `value` (> 0): the step of an axis.
 double round_step(double value);
-/// The whole file; classes "title" and "tick" are for text.
+/// Returns the whole file. Text uses the classes "title" and "tick".
 std::string document(double width, double height, const std::string& body);
 
 }  // namespace ddpkit::train::svg

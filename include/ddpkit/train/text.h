@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What programs say.
+// Tier 0: the standard library only. Text output of programs.
 #pragma once
 
 #include <string>
@@ -6,13 +6,13 @@
 
 namespace ddpkit::train {
 
-/// `text` for an error message: in quotes, shortened to 40 characters, without control characters.
+/// Formats `text` for an error message: in quotes, shortened to 40 characters, without control characters.
 std::string in_quotes(std::string_view text);
 
-/// Prints a line to stdout at once. Does not throw where that is full: run_main() says so at the end.
+/// Prints a line to stdout and flushes. Does not throw if stdout is full: run_main() reports it at the end.
 void print_line(const std::string& line);
 
-/// Prints a line to stderr. Where that is full or gone there is nobody to tell.
+/// Prints a line to stderr. Ignores errors.
 void say(const std::string& line) noexcept;
 
 }  // namespace ddpkit::train

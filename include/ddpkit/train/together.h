@@ -10,14 +10,15 @@ class ProcessGroup;
 
 namespace ddpkit::train {
 
-/// Calls `body` on all ranks, and returns if `body` succeeded on all. For the parts of a program that may fail on one
-/// rank alone (reading files, writing them), which would leave the others waiting in their next collective.
+/// Calls `body` on all ranks, and returns if `body` succeeded on all. Use it for code that may fail on one rank only
+/// (reading and writing files); otherwise the other ranks would wait in their next collective.
 ///
-/// Collective; `body` itself must not be. If `body` throws, all ranks throw the error of the lowest rank that failed:
-/// that rank the same exception, the others an InvalidArgument or Error with its text. context().rank is that rank.
+/// Collective; `body` must not call collectives. If `body` throws, all ranks throw the error of the lowest rank that
+/// failed: that rank the same exception, the others an InvalidArgument or Error with its text. context().rank is that
+/// rank.
 void run_together(const ProcessGroup& group, const std::function<void()>& body);
 
-/// Rank `root`'s bytes, of any length, on every rank. Collective; what the others pass is ignored.
+/// Broadcasts bytes of any length from rank `root` and returns them. Collective; the other ranks' `bytes` are ignored.
 std::string broadcast_bytes(const ProcessGroup& group, std::string bytes, int root = 0);
 
 }  // namespace ddpkit::train
