@@ -63,14 +63,14 @@ class DeviceQueue final : public StagingQueue {
     const at::NoGradGuard no_grad;
     const c10::StreamGuard on_stream(stream_);
     to.copy_(from, /*non_blocking=*/true);
-    // Should its owner let go of it, the allocator gives the memory to nobody before this copy is over.
+    // If the owner frees the tensor, the allocator does not reuse its memory before this copy has completed.
     (to.is_cpu() ? from : to).record_stream(stream_);
   }
 
   void call(std::function<void()> work) override {
     const c10::DeviceGuard on_device(device_);
     auto* const kept = new std::function<void()>(std::move(work));
-    // The stream goes on when the function has returned.
+    // The stream continues after the function has returned.
     const cudaError_t status = cudaLaunchHostFunc(
         c10::cuda::CUDAStream(stream_).stream(),
         [](void* data) {

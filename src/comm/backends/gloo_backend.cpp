@@ -32,10 +32,10 @@
 namespace ddpkit {
 namespace {
 
-/// The guard names the rank that is late. gloo's own timeout comes after it.
+/// The guard reports the late rank. gloo's timeout must come after the guard's.
 constexpr std::chrono::seconds kGlooAfterGuard(2);
 
-/// The sockets of this process. [descriptor]
+/// Returns the stream sockets of this process. [descriptor]
 std::set<int> open_sockets() {
   std::set<int> sockets;
   std::error_code error;
@@ -49,7 +49,7 @@ std::set<int> open_sockets() {
   return sockets;
 }
 
-/// gloo writes to connections that may have ended. Its threads start with this thread's mask.
+/// gloo writes to connections that may have ended. gloo's threads inherit this thread's signal mask.
 class SigpipeBlocked {
  public:
   SigpipeBlocked() {
@@ -88,7 +88,7 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
     for (std::string interface; std::getline(list, interface, ',');) devices.push_back(device_of_interface(interface));
     return devices;
   }
-  // On one host loopback serves, whatever the host's name resolves to, and nobody outside can connect.
+    // On one host, loopback works for any host name and does not accept connections from other hosts.
   if (environment.local_world_size == environment.world_size)
     return {ProcessGroupGloo::createDeviceForHostname(usable_loopback("127.0.0.1"))};
   const std::string address = address_towards(environment.master_addr);
@@ -96,11 +96,11 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
                           : ProcessGroupGloo::createDeviceForHostname(address)};
 }
 
-/// ProcessGroupGloo sums before it divides, and its reduce() does not divide. This class divides float16 first, as
-/// DistributedDataParallel in Python does, since the sum of float16 values may overflow where the mean does not.
+/// ProcessGroupGloo divides after the sum, and its reduce() does not divide. For float16, this class divides before the
+/// sum, as DistributedDataParallel in Python does: the sum may overflow although the mean does not.
 class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
  public:
-  /// `before`: the sockets that were open before the constructor.
+  /// `before`: the sockets that were open before the construction.
   GlooBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               const c10::intrusive_ptr<Options>& options, std::unique_ptr<GroupGuard> guard,
               const std::set<int>& before)
@@ -109,7 +109,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
     for (const int fd : open_sockets()) {
       if (!before.contains(fd) && is_connected(fd)) sockets.push_back(fd);
     }
-    // Another number: another thread of this process has opened sockets too, which must not be ended.
+    // With another count, some sockets may belong to another thread of this process. They must not be shut down.
     if (sockets.size() == options->devices.size() * static_cast<std::size_t>(size - 1)) {
       for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     }
@@ -152,13 +152,13 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
   std::function<bool()> end_of(const WorkPtr& work) const override {
     return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
       const WorkPtr owned = weak.lock();
-      return !owned || owned->isCompleted();  // gloo's queue owns it until its end.
+      return !owned || owned->isCompleted();  // gloo's queue owns the work until its end.
     };
   }
 
-  /// gloo has no abort. A collective fails when a connection that it uses ends.
+  /// gloo has no abort. A collective fails if one of its connections ends.
   void end_connections() {
-    for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // Not for writing: gloo would be killed by SIGPIPE.
+    for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // SHUT_WR would cause SIGPIPE in gloo.
   }
 
   template <class Options>
@@ -171,7 +171,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
     return options;
   }
 
-  std::vector<int> sockets_;  ///< Duplicates of gloo's.
+  std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
 };
 
 }  // namespace

@@ -45,7 +45,7 @@ class GuardedWork final : public c10d::Work {
 
  private:
   const c10::intrusive_ptr<c10d::Work> work_;
-  const c10::intrusive_ptr<c10d::Backend> backend_;  ///< Owns the next.
+  const c10::intrusive_ptr<c10d::Backend> backend_;  ///< Owns guarded_.
   const GuardedBackend& guarded_;
 };
 

@@ -14,26 +14,26 @@
 
 namespace ddpkit {
 
-/// A backend may notice a failure before the guard, which knows the rank.
+/// Time to wait for the guard, which knows the failed rank. The backend may fail before the guard.
 inline constexpr std::chrono::milliseconds kPatience(500);
 
 class GuardedBackend : public AbortableBackend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  /// `hides_aborts`: after an abort, collectives seem to have succeeded.
+  /// `hides_aborts`: after an abort, the backend's collectives seem to have succeeded.
   GuardedBackend(std::unique_ptr<GroupGuard> guard, bool hides_aborts)
       : guard_(std::move(guard)), hides_aborts_(hides_aborts) {}
   void abort_group(const std::string& reason) noexcept override { guard_->abort(reason); }
   GroupGuard& guard() const { return *guard_; }
-  /// `work` was started by `backend`, which is this. The result fails with the failure of the group, if there is one.
+  /// Wraps `work`, which `backend` (this object) has started. The result throws the group's failure, if there is one.
   WorkPtr guarded(WorkPtr work, const c10::intrusive_ptr<c10d::Backend>& backend, std::uint64_t record,
                   bool is_message) const;
   bool hides_aborts() const noexcept { return hides_aborts_; }
 
  protected:
-  /// Tells another thread whether `work` has ended. It does not own `work`, which owns tensors. Empty in the capture of
-  /// a graph.
+  /// Returns a function that reports whether `work` has ended; called on another thread. It must not own `work`,
+  /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph.
   virtual std::function<bool()> end_of(const WorkPtr& work) const = 0;
 
   std::unique_ptr<GroupGuard> guard_;

@@ -49,12 +49,12 @@ void CallQueue::run() {
     calls_.pop_front();
     lock.unlock();
     call();
-    call = nullptr;  // What it holds goes without the lock.
+    call = nullptr;  // Destroys the captures without holding the lock.
     lock.lock();
   }
 }
 
-/// Complete with the last of its parts.
+/// Completes when all its parts have completed.
 class HierarchicalBackend::Job : public c10d::Work {
  public:
   Job(const HierarchicalBackend& backend, OpType type, Tensors outputs, std::size_t parts)
@@ -73,7 +73,7 @@ class HierarchicalBackend::Job : public c10d::Work {
       if (!failure_) failure_ = std::move(failure);
     }
     if (left_.fetch_sub(1) != 1) return;
-    --*unfinished_jobs_;  // First: a caller that has waited may destroy the group.
+    --*unfinished_jobs_;  // Before finish(): a caller that has waited may destroy the group.
     finish(failure_);
   }
 
@@ -88,9 +88,9 @@ class HierarchicalBackend::Job : public c10d::Work {
 struct HierarchicalBackend::Piece {
   Ptr<Job> job;
   c10d::ReduceOp op;
-  at::Tensor view;    ///< Of the caller's tensor, flat.
-  at::Tensor padded;  ///< A copy whose length the host's ranks divide, where that of `view` is none.
-  at::Tensor slice;   ///< This rank's, of the sum.
+  at::Tensor view;    ///< Flat view of the caller's tensor.
+  at::Tensor padded;  ///< Padded copy, if the length of `view` is not a multiple of the host's ranks.
+  at::Tensor slice;   ///< This rank's slice of the sum.
   WorkPtr on_rail;
 
   at::Tensor& buffer() { return padded.defined() ? padded : view; }
@@ -125,14 +125,14 @@ void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
     } catch (const Error&) {
       throw;
     } catch (const std::exception&) {
-      // gloo does not name the lost rank.
+      // gloo does not report the lost rank.
       dynamic_cast<GuardedBackend&>(*groups_.all).guard().throw_failure(kPatience);
       throw;
     }
   } catch (const std::exception& error) {
     if (const auto* lost = dynamic_cast<const PeerLost*>(&error);
         lost && lost->context().rank.value_or(rank_) != rank_) {
-      // gloo's groups may not know it yet.
+      // The guards of the gloo groups may not know the failure yet.
       for (const auto& group : {groups_.rail, groups_.all})
         dynamic_cast<GuardedBackend&>(*group).guard().fail(
             {flight::Failure::kPeerLost, *lost->context().rank, lost->what()});
@@ -154,12 +154,12 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::enqueue(const Ptr<Job>& job, s
 
 namespace {
 
-/// The tensor's elements in their order, and what brings a copy of them back into it.
+/// A contiguous copy or view of a tensor's elements, and the function that copies them back.
 struct Flat {
   explicit Flat(const at::Tensor& of) : tensor(of.detach()), dense(tensor.contiguous()) {}
-  /// Real numbers, which both shm and gloo can reduce.
+  /// Returns real numbers, which both shm and gloo can reduce.
   at::Tensor numbers() const { return (dense.is_complex() ? at::view_as_real(dense) : dense).view({-1}); }
-  /// For calls that only move elements: gloo knows fewer types.
+  /// Returns bytes, for calls that only copy elements: gloo supports fewer types.
   at::Tensor bytes() const { return dense.view({-1}).view(at::kByte); }
   void put_back() const {
     if (!tensor.is_contiguous()) tensor.copy_(dense);
@@ -188,12 +188,12 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
     throw InvalidArgument(fmt::format("all_reduce: there is no mean of {}", c10::toString(tensor.scalar_type())));
   const auto flat = std::make_shared<Flat>(tensor);
   const at::Tensor values = flat->numbers();
-  // Small enough that the network begins early, large enough that its latency does not count.
+  // Small enough that the network transfer starts early, large enough that its latency is negligible.
   constexpr std::int64_t kPieceBytes = 4 << 20;
   const std::int64_t local = local_world_size_, all = values.numel();
   const std::int64_t largest = std::max<std::int64_t>(1, kPieceBytes / (values.element_size() * local)) * local;
   const std::int64_t pieces = std::max<std::int64_t>(1, (all + largest - 1) / largest);
-  // One part more: the copy back, behind all pieces.
+  // The additional part is the copy back after all pieces.
   auto job = c10::make_intrusive<Job>(*this, OpType::ALLREDUCE, tensors, static_cast<std::size_t>(pieces) + 1);
   for (std::int64_t begin = 0; begin < all; begin += largest) {
     auto piece = std::make_shared<Piece>();
@@ -214,8 +214,8 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, co
   return job;
 }
 
-/// float16 has no room for some sums whose mean it can hold: there each level forms a mean. Other types are divided
-/// once.
+/// The sum of float16 values may overflow although the mean does not, so each level computes a mean. Other types are
+/// divided once, at the end.
 bool HierarchicalBackend::Piece::divides_last() const {
   return op.op_ == c10d::ReduceOp::AVG && view.scalar_type() != at::kHalf;
 }
@@ -308,7 +308,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOpt
 
 namespace {
 
-/// Throws on all ranks alike: all see the same.
+/// Throws on all ranks: all ranks see the same values.
 void check_hosts(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment) {
   const auto key = [](int rank) { return fmt::format("place-{}", rank); };
   const std::string own = fmt::format("{} of {}", environment.local_rank, environment.local_world_size);

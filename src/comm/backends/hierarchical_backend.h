@@ -17,11 +17,11 @@
 
 namespace ddpkit {
 
-/// Calls in the order in which they were handed over, on a thread of its own.
+/// Runs calls in order on a separate thread.
 class CallQueue {
  public:
   CallQueue();
-  /// Ends with the calls that are queued.
+  /// Waits for the queued calls.
   ~CallQueue();
   CallQueue(const CallQueue&) = delete;
   CallQueue& operator=(const CallQueue&) = delete;
@@ -38,12 +38,13 @@ class CallQueue {
   std::thread thread_;
 };
 
-/// Collectives of CPU ranks on several hosts, equally many on each: shared memory within a host, gloo between hosts.
+/// Collectives of CPU ranks on several hosts, with equally many ranks per host: shared memory within a host, gloo
+/// between hosts.
 ///
-/// All-reduce: the ranks of a host reduce-scatter in shared memory, each all-reduces its slice with the ranks of its
-/// number on the other hosts (its rail), and the slices are gathered in shared memory: each byte crosses the network
-/// once a host, not once a rank. Large tensors go in pieces, of which one is on the network while the next is reduced
-/// and the last gathered. Broadcast, all-gather and barrier likewise; what else there is, gloo does among all ranks.
+/// All-reduce has three steps: a reduce-scatter among the ranks of a host in shared memory, an all-reduce of each slice
+/// among the ranks with the same local rank (a rail), and an all-gather in shared memory. So each byte crosses the
+/// network once per host, not once per rank. Large tensors are split into pieces, and the three steps of different
+/// pieces overlap. Broadcast, all-gather and barrier work alike. Other collectives use gloo among all ranks.
 class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
  public:
   template <class T>
@@ -52,15 +53,15 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
   using Tensors = std::vector<at::Tensor>;
 
   struct Groups {
-    Ptr<c10d::Backend> in;    ///< shm among this host's ranks: what comes before the network.
-    Ptr<c10d::Backend> out;   ///< Another one of the same ranks: what comes behind it.
-    Ptr<c10d::Backend> rail;  ///< gloo among the ranks of this number on all hosts.
+    Ptr<c10d::Backend> in;    ///< shm among this host's ranks, for the step before the network.
+    Ptr<c10d::Backend> out;   ///< shm among the same ranks, for the step after the network.
+    Ptr<c10d::Backend> rail;  ///< gloo among the ranks with this local rank on all hosts.
     Ptr<c10d::Backend> all;   ///< gloo among all ranks.
   };
 
-  /// Rank r is number r % `local_world_size` on host r / `local_world_size`.
+  /// Rank r has local rank r % `local_world_size` on host r / `local_world_size`.
   HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups);
-  /// Aborts what is queued: other ranks may never join it. Waits for a call that is on the network already.
+  /// Aborts queued collectives, because other ranks may never join them. Waits for a running network call.
   ~HierarchicalBackend() override;
 
   const std::string getBackendName() const override { return "hierarchical"; }
@@ -117,24 +118,24 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
   std::size_t hosts() const { return static_cast<std::size_t>(size_ / local_world_size_); }
   int local_rank() const { return rank_ % local_world_size_; }
   int host() const { return rank_ / local_world_size_; }
-  /// `call`; what it throws aborts the group and ends a part of the job.
+  /// Runs `call`. An exception aborts the group and ends one part of the job.
   template <class Call>
   void attempt(const Ptr<Job>& job, const Call& call);
-  /// What the first queue does of a piece of an all-reduce, and what the second.
+  /// The steps of an all-reduce on the first queue and on the second queue.
   void reduce_piece(const std::shared_ptr<Piece>& piece);
   void gather_piece(const std::shared_ptr<Piece>& piece);
-  /// The whole of a collective, on the first queue.
+  /// Runs a whole collective on the first queue.
   WorkPtr enqueue(const Ptr<Job>& job, std::function<void()> call);
 
   int local_world_size_;
   Groups groups_;
   std::atomic<bool> ending_ = false;
   const std::shared_ptr<std::atomic<int>> unfinished_jobs_ = std::make_shared<std::atomic<int>>(0);
-  CallQueue second_;  ///< Waits for the network and drives `out`.
-  CallQueue first_;   ///< Drives `in` and begins what the network does. Ends first, as it feeds the other.
+  CallQueue second_;  ///< Waits for the network and uses `out`.
+  CallQueue first_;   ///< Uses `in` and starts the network calls. Destroyed first, because it pushes to second_.
 };
 
-/// Collective. Throws InvalidArgument, on all ranks, where hosts have different numbers of ranks or the ranks are not
+/// Collective. Throws InvalidArgument on all ranks if hosts have different numbers of ranks, or if the ranks are not
 /// numbered host by host.
 c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                               const LaunchEnvironment& environment,

@@ -26,11 +26,11 @@ namespace {
 
 using EndEvent = std::shared_ptr<at::cuda::CUDAEvent>;
 
-/// How long the end of a group waits for its collectives, and then for the other ranks.
+/// How long the destructor waits for the collectives of this rank, and then for the other ranks.
 constexpr std::chrono::seconds kEndLimit(2);
-/// After a failure, the collectives under way may still end for so long.
+/// After a failure, running collectives have this time to complete.
 constexpr std::chrono::milliseconds kAbortDelay(100);
-/// The guard names the rank that is late. c10d's own timeout, which ends the process, comes after it.
+/// The guard reports the late rank. c10d's timeout ends the process, so it must come after the guard's.
 constexpr std::chrono::seconds kWatchdogAfterGuard(60);
 
 /// C++ permits a pointer to a protected member through a derived class.
@@ -38,8 +38,8 @@ struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
 };
 
-/// Connects when it is made, and ends in order. The destructor of ProcessGroupNCCL only aborts: it prints a warning,
-/// and another rank that is still in the last collective hangs.
+/// Connects in the constructor, and shuts down in the destructor. The destructor of ProcessGroupNCCL only aborts: it
+/// prints a warning, and another rank that is still in the last collective hangs.
 class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
  public:
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment, c10::Device device,
@@ -48,15 +48,15 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
         GuardedBackend(std::move(guard), /*hides_aborts=*/true),
         store_(store) {
     setBoundDeviceId(device);
-    // Before memory is registered with the communicator: it must exist by then.
+    // The communicator must exist before memory is registered with it.
     eagerConnectSingleDevice(device);
     guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
 
   ~NcclBackend() override {
-    guard_->stop();  // Fails if an exception is under way.
+    guard_->stop();  // Fails if an exception is being thrown.
     try {
-      // shutdown() waits for the collectives without a limit, and nothing can abort it.
+      // shutdown() waits for the collectives without a timeout and cannot be aborted.
       if (!guard_->failed() && guard_->is_idle(kEndLimit) && others_are_idle()) {
         shutdown();
       } else {
@@ -77,14 +77,14 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
       try {
         return end->query();
       } catch (const std::exception&) {
-        return true;  // The device is lost. The program's next call for it fails.
+          return true;  // The device is lost. The program's next call for the device fails.
       }
     };
   }
 
-  /// On the guard's thread.
+  /// Called on the guard's thread.
   std::string find_error() {
-    const std::unique_lock lock(mutex_, std::try_to_lock);  // A communicator for messages may be being made.
+    const std::unique_lock lock(mutex_, std::try_to_lock);  // Held while a communicator for messages is created.
     if (!lock) return {};
     for (auto& [device, communicator] : devNCCLCommMap_) {
       try {
@@ -97,16 +97,16 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
     return {};
   }
 
-  /// c10d's watchdog forgets the collectives under way, which it would log as failed.
+  /// Removes the running collectives from c10d's watchdog, which would log them as failed.
   void silence_watchdog() {
     const std::lock_guard lock(workMetaListMutex_);
     workMetaList_.clear();
   }
 
-  /// On the guard's thread.
+  /// Called on the guard's thread.
   void end_collectives() {
     try {
-      guard_->is_idle(kAbortDelay);  // The lost rank may have done its part.
+      guard_->is_idle(kAbortDelay);  // The lost rank may have completed its part.
       silence_watchdog();
       abort();
     } catch (const std::exception&) {
@@ -114,12 +114,12 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
     }
   }
 
-  /// Whether all ranks come here within the limit. Then no rank needs this one any more.
+  /// Returns whether all ranks call this function within the limit. Then no rank needs this rank any more.
   bool others_are_idle() {
     if (getSize() == 1) return true;
     try {
       roll_call("nccl idle").wait_for_all("");
-      // Rank 0 may serve the store: it leaves last.
+      // Rank 0 may serve the store, so it leaves last.
       if (getRank() == 0) {
         roll_call("nccl left").wait_for_all("");
       } else {
@@ -127,7 +127,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
       }
       return true;
     } catch (const RendezvousError&) {
-      return false;  // A rank is late or has died, or the store has.
+      return false;  // A rank is late or has died, or the store has died.
     }
   }
 
@@ -136,12 +136,12 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-/// Set before the first ProcessGroupNCCL, which reads them.
+/// ProcessGroupNCCL reads these variables, so this is called before the first one is created.
 void set_defaults() {
   constexpr std::pair<const char*, const char*> kDefaults[] = {
-      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // Else the ranks ask rank 0's store every second, also after its end.
-      {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Else c10d's watchdog kills the process.
-      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}};  // Else the watchdog sleeps for a minute after a failure.
+      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // 1: the ranks poll rank 0's store each second, also after its end.
+      {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Otherwise c10d's watchdog kills the process.
+      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}};  // Otherwise the watchdog sleeps one minute after a failure.
   static const bool once = [&] {
     for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);
     return true;
@@ -159,7 +159,7 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = bounded(timeout) + kWatchdogAfterGuard;
-  options->is_high_priority_stream = true;  // Small kernels of communication must not queue behind backward's.
+  options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
   set_defaults();
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);
   return c10::make_intrusive<NcclBackend>(store, environment, device, std::move(options), std::move(guard));

@@ -1,4 +1,4 @@
-// Tier 2: c10d's Types.hpp. What the shm backend makes of a caller's tensors.
+// Tier 2: c10d's Types.hpp. Checks and conversions of tensors for the shm backend.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -9,41 +9,42 @@
 
 namespace ddpkit {
 
-/// Throws InvalidArgument for types that the engine does not know.
+/// Throws InvalidArgument for types that the engine does not support.
 shm::DataType data_type(const at::Tensor& tensor);
 
-/// Elements of data_type(): a complex number counts as two.
+/// Returns the number of elements of data_type(): a complex number counts as two.
 std::size_t element_count(const at::Tensor& tensor);
 
-/// Throws InvalidArgument unless the tensor is dense, on the CPU, and means what stands in its memory. `call` goes into
-/// the message.
+/// Throws InvalidArgument unless the tensor is dense, on the CPU, and not a conjugate or negative view. The message
+/// contains `call`.
 void check_tensor(const at::Tensor& tensor, const char* call);
 
-/// Throws InvalidArgument where elements of the tensor share memory, as expand() has it: a result cannot be put there.
+/// Throws InvalidArgument if elements of the tensor share memory, for example after expand(), so it cannot hold a
+/// result.
 void check_writable(const at::Tensor& tensor, const char* call);
 
-/// The list's one tensor, checked.
+/// Returns the only tensor of the list. Throws InvalidArgument for another number of tensors.
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call);
 
-/// Checks that there is one tensor a rank, each with `like`'s type and number of elements.
+/// Checks that there is one tensor per rank, each with `like`'s type and number of elements.
 void check_list(const std::vector<at::Tensor>& tensors, int world_size, const at::Tensor& like, const char* call);
 
 void check_root(std::int64_t root, int world_size, const char* call);
 
-/// The engine's name for c10d's reduction. Throws InvalidArgument where the tensor's type has none.
+/// Converts c10d's reduction to the engine's. Throws InvalidArgument if the tensor's type does not support it.
 shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* call);
 
-/// What this rank puts into a reduction: the tensor itself, dense; for PREMUL_SUM times the factor.
+/// Returns this rank's input of a reduction: the contiguous tensor; for PREMUL_SUM times the factor.
 at::Tensor contribution(const c10d::ReduceOp& op, const at::Tensor& tensor);
 
-/// Tensors as the engine wants them: dense stand-ins where the caller's are not, which are copied back at the end.
+/// Dense tensors for the engine. Other tensors get a dense temporary, which is copied back at the end.
 class Outputs {
  public:
-  /// `call` goes into messages.
+  /// `call`: the name for messages.
   explicit Outputs(const char* call) : call_(call) {}
-  /// Dense memory for the result that belongs into `tensor`. Throws InvalidArgument where it cannot be put there.
+  /// Returns dense memory for the result of `tensor`. Throws InvalidArgument if `tensor` cannot hold a result.
   at::Tensor add(const at::Tensor& tensor);
-  /// Puts the results into the caller's tensors, and keeps all alive until then.
+  /// Makes the request copy the results to the caller's tensors, and keep all tensors alive until then.
   void attach_to(shm::Request& request, std::vector<at::Tensor> inputs);
   void attach_to(shm::Message& message);
 

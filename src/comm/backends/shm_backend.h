@@ -10,7 +10,7 @@
 
 namespace ddpkit {
 
-/// c10d's contract on top of shm::Engine: checks tensors, makes them dense, hands out Work.
+/// Implements c10d::Backend on shm::Engine: checks tensors, makes them dense, returns Work.
 class ShmBackend : public c10d::Backend, public OwnBackend {
  public:
   ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout);
@@ -58,7 +58,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
   bool supportsSplitting() const override { return true; }
-  /// A group of the ranks in `ranks` (numbers in this group), in that order; null on the others.
+  /// Creates a group of the ranks in `ranks` (rank numbers of this group), in that order. Returns null on other ranks.
   Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                            const Ptr<Options>& options) override;
 
@@ -74,7 +74,7 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   void abort() override { engine_->abort("the program called abort()"); }
 
  private:
-  // Requests that keep their tensors alive. They start nothing and throw InvalidArgument.
+  // Create requests that keep their tensors alive. They start nothing and throw InvalidArgument.
   shm::Request all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   shm::Request all_gather_request(const Tensors& outputs, const at::Tensor& input) const;
   shm::Request all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
@@ -82,19 +82,19 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
                                       const c10d::ReduceOp& op) const;
   shm::Request all_to_all_request(const Tensors& outputs, const Tensors& inputs) const;
-  /// Has finished when it returns: the sizes of the parts must be known before the parts can be exchanged.
+  /// Synchronous: the sizes of the parts must be known before the parts can be exchanged.
   WorkPtr all_reduce_sparse(const at::Tensor& tensor, const c10d::ReduceOp& op);
   at::Tensor gather_parts(const at::Tensor& part) const;
   WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
-  // The same of contiguous tensors that have passed check_stacked(), and must outlive the request.
+  // For contiguous tensors that have passed check_stacked(). The tensors must outlive the request.
   shm::Request dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
   shm::Request dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
                                             const c10d::ReduceOp& op) const;
   void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
   void check_peer(int peer, int tag, const char* call) const;
-  /// Starts what a call asks for, once all its requests are made: one that is refused leaves the others unstarted.
-  /// A profiler is shown `inputs`.
+  /// Starts requests. Callers make all requests of a call first, so an invalid one leaves the others unstarted.
+  /// `inputs` are for the profiler.
   WorkPtr start(std::vector<shm::Request> requests, c10d::OpType type, Tensors outputs,
                 std::chrono::milliseconds timeout, at::TensorList inputs) const;
   WorkPtr start(shm::Request request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout,

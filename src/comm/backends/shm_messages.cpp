@@ -1,4 +1,4 @@
-// The shm backend's sends and receives.
+// send() and recv() of the shm backend.
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>

@@ -1,4 +1,4 @@
-// How the ranks of a group find each other's memory.
+// The rendezvous of the shm backend: maps the memory of the ranks.
 #include <unistd.h>
 
 #include <cstdio>
@@ -18,10 +18,10 @@
 namespace ddpkit {
 namespace {
 
-/// Reads the same on every rank of one host, container and user, and differs otherwise.
+/// Is the same for all ranks of one host, container and user, and differs otherwise.
 std::string host_identity() { return fmt::format("{}/{}/{}", boot_id(), namespace_number("pid"), ::geteuid()); }
 
-/// The memory that rank 0 has made, opened by another rank; `pids` is filled in.
+/// Opens the memory that rank 0 has created. Sets `pids`.
 shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int first_rank, std::vector<int>& pids,
                           const RollCall& roll_call) {
   const int world_size = static_cast<int>(offers.size());
@@ -46,7 +46,7 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
   try {
     control = shm::Mapping::open({.rank = first_rank, .pid = pids[0]}, fd, shm::control_bytes(world_size));
   } catch (const Error&) {
-    roll_call.throw_if_announced();  // Rank 0 closes the memory when it fails.
+    roll_call.throw_if_announced();  // Rank 0 closes the memory if it fails.
     throw;
   }
   const auto* head = reinterpret_cast<const shm::ControlHead*>(control.data());
@@ -86,15 +86,15 @@ c10::intrusive_ptr<c10d::Backend> create_shm_part(const c10::intrusive_ptr<c10d:
       auto opened = open_control(roll_call.exchange(offer), rank, first_rank, pids, roll_call);
       if (rank != 0) control = std::move(opened);
     }
-    // In a child made by fork() the engine is not destroyed: the child has none of its threads, and is no rank whose
-    // end the others would be told of.
+    // A child made by fork() does not destroy the engine: the child does not have the engine's threads, and its end
+    // must not be reported to the other ranks.
     std::shared_ptr<shm::Engine> engine(new shm::Engine(std::move(control), rank, pids, timeout, first_rank),
                                         [](shm::Engine* made) {
                                           if (made->is_of_this_process()) delete made;
                                         });
     return c10::make_intrusive<ShmBackend>(std::move(engine), timeout);
   } catch (const Error& error) {
-    // Otherwise the end of this rank would look like the fault.
+    // Otherwise the other ranks would report the end of this rank as the cause.
     if (world_size > 1) roll_call.announce(error);
     throw;
   }

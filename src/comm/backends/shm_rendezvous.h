@@ -5,7 +5,7 @@
 
 namespace ddpkit {
 
-/// create_shm_backend() of a part of a larger group, whose errors count ranks from `first_rank`.
+/// create_shm_backend() for a part of a larger group. Errors count ranks from `first_rank`.
 c10::intrusive_ptr<c10d::Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                   int world_size, std::chrono::milliseconds timeout, int first_rank);
 

@@ -1,4 +1,4 @@
-// All-reduce of sparse tensors, whose numbers of entries differ between ranks.
+// All-reduce of sparse tensors. The number of entries may differ between ranks.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kMostDimensions = 16;
 
-/// What ranks must know of each other's tensor before they exchange it.
+/// Describes a rank's tensor. Exchanged before the tensors.
 struct SparseHeader {
   std::int64_t dtype, sparse_dimensions, dimensions, entries;
   std::array<std::int64_t, kMostDimensions> sizes;

@@ -1,4 +1,4 @@
-// Collectives of one tensor that holds a part for each rank, whatever its shape.
+// Collectives of one tensor of any shape that holds a part for each rank.
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
@@ -13,7 +13,7 @@ using shm::Request;
 
 namespace {
 
-/// Where the parts lie: tensors of their own would take longer than a small collective.
+/// Returns the addresses of the parts. Creating tensors would take longer than a small collective.
 template <class Pointer>
 std::vector<Pointer> parts_of(const at::Tensor& stacked, int ranks) {
   const std::size_t bytes = stacked.nbytes() / static_cast<std::size_t>(ranks);
@@ -22,8 +22,8 @@ std::vector<Pointer> parts_of(const at::Tensor& stacked, int ranks) {
   return parts;
 }
 
-/// A part may lie within the stacked tensor as the rank's own, which the call leaves in its place. Elsewhere it would
-/// be written over, or write over others, before they have been read.
+/// A part may be within the stacked tensor only at this rank's position, which the call does not change. At another
+/// position, the call would overwrite data before reading them.
 void check_place(const at::Tensor& part, const at::Tensor& stacked, const void* own, const char* message) {
   const auto* first = static_cast<const std::byte*>(part.data_ptr());
   const auto* begin = static_cast<const std::byte*>(stacked.data_ptr());

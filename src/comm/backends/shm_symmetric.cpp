@@ -1,5 +1,5 @@
-// What the shm backend can do beyond c10d's contract: collectives without c10d's objects, symmetric memory, and
-// collectives where it lies.
+// Functions of the shm backend beyond c10d::Backend: synchronous collectives without Work, symmetric memory, and
+// in-place collectives.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
@@ -74,7 +74,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_in_place(const Tensors& tensors, 
   return reduce_pieces(tensors, &slices, op);
 }
 
-/// All-reduce, or reduce-scatter where there are slices.
+/// All-reduce; with slices, reduce-scatter.
 ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op) {
   const char* call = slices ? "reduce_scatter_in_place" : "all_reduce_in_place";
   std::vector<Request> requests;
@@ -105,7 +105,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tens
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
-  // Nothing makes ranks let go of a lease together: one may be in force here that is over elsewhere.
+  // Ranks release a lease at different times. A lease may be active here and released elsewhere.
   auto in_force = arena_.lock();
   std::int64_t agreed[] = {in_force ? 1 : 0, ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
   engine_->run({.kind = CollectiveKind::kAllReduce,

@@ -11,7 +11,7 @@ namespace {
 
 using c10d::OpType;
 
-/// ProcessGroupGloo's names. Null while no profiler asks for them.
+/// Returns the name of a profiler event, as in ProcessGroupGloo; null without a profiler.
 const char* event_title(OpType type) {
   if (!at::hasCallbacks()) return nullptr;
   switch (type) {
@@ -71,7 +71,7 @@ ShmWork::~ShmWork() {
   try {
     if (!engine_->test(pending_[0])) engine_->finish_in_background(pending_[0]);
   } catch (...) {
-    // The group has ended; whoever uses it next is told.
+    // The group has failed; its next call throws the error.
   }
 }
 
@@ -131,8 +131,8 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     if (future_) return future_;
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   }
-  // Complete with the last of several operations; with the first failure.
-  if (pending_.empty()) future_->markCompleted(c10::IValue(outputs_));  // An empty list.
+  // Completes when the last of several operations completes, or with the first failure.
+  if (pending_.empty()) future_->markCompleted(c10::IValue(outputs_));  // The list of tensors was empty.
   auto left = std::make_shared<std::atomic<std::size_t>>(pending_.size());
   for (const auto& pending : pending_) {
     engine_->finish_in_background(pending, [future = future_, left, outputs = outputs_](std::exception_ptr failure) {

@@ -10,13 +10,13 @@
 
 namespace ddpkit {
 
-/// c10d's handle on one or several of the engine's operations. Any thread may use it.
+/// c10d::Work for one or several operations of the engine. Thread-safe.
 class ShmWork : public c10d::Work {
  public:
-  /// Begins a profiler's event, whose end is the moment at which the work is seen to be complete.
+  /// Starts a profiler event, which ends when the work is seen to be complete.
   ShmWork(std::shared_ptr<shm::Engine> engine, c10d::OpType type, std::vector<at::Tensor> outputs,
           std::chrono::milliseconds timeout, at::TensorList inputs);
-  /// A send that nobody has waited for goes on in the background.
+  /// A send that was not waited for continues in the background.
   ~ShmWork() override;
 
   void reserve(std::size_t operations) { pending_.reserve(operations); }
@@ -30,11 +30,11 @@ class ShmWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   void abort() override { engine_->abort("the program aborted a collective"); }
-  /// Holds result(). Completed from a thread of the group's, also when nobody waits for the work itself.
+  /// Returns a future of result(). A thread of the group completes it, also if wait() is not called.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  /// Keeps the exception under way, the first one.
+  /// Stores the current exception if it is the first.
   void fail();
   void end_event();
 
@@ -43,7 +43,7 @@ class ShmWork : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   std::chrono::milliseconds timeout_;
   const bool has_event_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< Guarded, as exception_, by c10d::Work's mutex_.
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< Guarded by c10d::Work's mutex_, like exception_.
 };
 
 }  // namespace ddpkit

@@ -12,8 +12,8 @@ namespace ddpkit {
 
 using c10d::OpType;
 
-/// Lives until the queue has passed it. Its tensors are let go of by the host, never by the thread that the queue calls
-/// from, which may not use the device.
+/// One queued collective. Must exist until the queue has completed it. The host thread releases the tensors; the
+/// queue's callback thread must not, because it may not use the device.
 struct StagedBackend::Job {
   Tensors host;  ///< [part]
   Collective collective;
@@ -27,7 +27,7 @@ struct StagedBackend::Job {
       collective(*backend, host)->wait();
     } catch (const std::exception& error) {
       failure->set(std::current_exception());
-      // Ranks that found nothing wrong would wait for this one.
+      // The other ranks would wait for this rank.
       if (auto* group = dynamic_cast<AbortableBackend*>(backend.get())) group->abort_group(error.what());
     } catch (...) {
       failure->set(std::current_exception());
@@ -42,7 +42,8 @@ StagedBackend::StagedBackend(Ptr<c10d::Backend> host, Ptr<c10d::Backend> staged,
       queue_(std::move(queue)) {}
 
 StagedBackend::~StagedBackend() {
-  // What the queue has not passed yet it will still use; whoever lets go of a group does not wait for other ranks.
+  // The queue still uses jobs that it has not completed. The destructor must not wait for other ranks, so it leaks
+  // them.
   static auto* const abandoned = new std::vector<std::unique_ptr<Job>>;
   static std::mutex mutex;
   try {
@@ -97,16 +98,16 @@ StagedBackend::WorkPtr StagedBackend::stage(const char* call, OpType type, std::
   job->failure = failure_;
   for (const Part& part : parts)
     job->host.push_back(queue_->host_memory(part.tensor.sizes(), part.tensor.scalar_type()));
-  // Copies to the host come after the kernels that make what is copied, and copies back after those that still read
-  // what is overwritten.
+  // Copies to the host must follow the kernels that write their source. Copies back must follow the kernels that read
+  // their target.
   queue_->wait_for_caller();
   Job* const queued = job.get();
-  jobs_.push_back(std::move(job));  // From here on the queue may know of it.
+  jobs_.push_back(std::move(job));  // From here on the queue may use it.
   try {
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (parts[i].in) queue_->copy(queued->host[i], parts[i].tensor);
     }
-    // After the copies: the queue's order.
+    // The queue's order: after the copies.
     queue_->call([queued] { queued->run(); });
     Tensors outputs;
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -117,7 +118,7 @@ StagedBackend::WorkPtr StagedBackend::stage(const char* call, OpType type, std::
     queued->done = queue_->mark();
     return c10::make_intrusive<StagedWork>(rank_, type, std::move(outputs), queued->done, failure_);
   } catch (const std::exception& error) {
-    jobs_.back().release();  // Nobody knows how far the queue is with it.
+    jobs_.back().release();  // The queue may still use it.
     jobs_.pop_back();
     failure_->set(std::current_exception());
     abort_group(fmt::format("{} failed on rank {}: {}", call, rank_, error.what()));
@@ -156,7 +157,7 @@ StagedBackend::WorkPtr StagedBackend::broadcast(Tensors& tensors, const c10d::Br
 
 namespace {
 
-/// What a collective on lists works with: the host's copies of what goes in, then of what comes out.
+/// The host copies for a collective on lists: first the inputs, then the outputs.
 struct Lists {
   Lists(const std::vector<at::Tensor>& host, std::size_t inputs)
       : in(host.begin(), host.begin() + static_cast<std::ptrdiff_t>(inputs)),
@@ -164,7 +165,7 @@ struct Lists {
   std::vector<at::Tensor> in, out;
 };
 
-/// The tensors of a list of lists that has one list, or none.
+/// Returns the tensors of a list of at most one list.
 std::vector<at::Tensor> list_of(const std::vector<std::vector<at::Tensor>>& lists, const char* call) {
   if (lists.size() > 1) throw InvalidArgument(fmt::format("{}: one list of tensors is needed", call));
   return lists.empty() ? std::vector<at::Tensor>() : lists[0];

@@ -14,12 +14,12 @@
 
 namespace ddpkit {
 
-/// Collectives of a device's tensors by a backend for the host's. Each is queued as: wait for the caller's stream, copy
-/// to the host, the collective, copy back; waiting for it makes the caller's stream wait. So the host runs ahead, as
-/// with NCCL, and what goes wrong comes out of a later call.
+/// Runs collectives of a device's tensors on a host backend. Each collective is queued: wait for the caller's stream,
+/// copy to the host, run the collective, copy back. wait() makes the caller's stream wait. So the host runs ahead, as
+/// with NCCL, and a later call throws the errors.
 ///
-/// Tensors of the host go to a group of their own at once: what is queued comes when the device gets there, in the
-/// queue's order, which is the same on all ranks, but between the two there is none.
+/// CPU tensors use a separate group without the queue. Queued collectives run in the queue's order, which is the same
+/// on all ranks. There is no order between queued collectives and those of CPU tensors.
 class StagedBackend : public c10d::Backend, public AbortableBackend {
  public:
   template <class T>
@@ -27,9 +27,9 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
   using WorkPtr = Ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  /// `host` and `staged` are groups of the same ranks.
+  /// `host` and `staged` are two groups of the same ranks.
   StagedBackend(Ptr<c10d::Backend> host, Ptr<c10d::Backend> staged, std::unique_ptr<StagingQueue> queue);
-  /// Does not wait for what is queued.
+  /// Does not wait for queued collectives.
   ~StagedBackend() override;
 
   const std::string getBackendName() const override { return host_->getBackendName(); }
@@ -51,11 +51,11 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
                                const c10d::ReduceScatterOptions& options) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
-  /// Of the host's tensors only: queued behind each other, a message could not overtake one that waits for its answer.
+  /// Only for CPU tensors: in the queue, a message would wait for an earlier message that waits for its answer.
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
-  /// Of the hosts: what is queued is not waited for.
+  /// A barrier of the hosts. Does not wait for queued collectives.
   WorkPtr barrier(const c10d::BarrierOptions& options) override { return host_->barrier(options); }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
     host_->monitoredBarrier(options, wait_all_ranks);
@@ -65,19 +65,19 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
   void abort() override { abort_group("the program called abort()"); }
 
  private:
-  /// A tensor that takes part, and which way it is copied.
+  /// A tensor of a collective, and the directions in which it is copied.
   struct Part {
     at::Tensor tensor;
     bool in = false, out = false;
   };
-  /// Inputs first.
+  /// Returns the inputs, then the outputs.
   static std::vector<Part> parts_of(const Tensors& inputs, const Tensors& outputs);
   struct Job;
-  /// Does the collective on the host's copies of the parts. [part]
+  /// Runs the collective on the host copies of the parts. [part]
   using Collective = std::function<WorkPtr(c10d::Backend& backend, Tensors& host)>;
 
   WorkPtr stage(const char* call, c10d::OpType type, std::vector<Part> parts, Collective collective);
-  /// Whether the tensors are to be staged; throws InvalidArgument where some are and some are not.
+  /// Returns whether the tensors must be staged. Throws InvalidArgument for a mix of host and device tensors.
   bool staged(const char* call, std::initializer_list<const Tensors*> lists) const;
   void refuse_message(const char* call, const Tensors& tensors) const;
   void release_finished();
@@ -85,10 +85,10 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
   Ptr<c10d::Backend> host_, staged_;
   std::unique_ptr<StagingQueue> queue_;
   std::shared_ptr<StagedFailure> failure_ = std::make_shared<StagedFailure>();
-  std::deque<std::unique_ptr<Job>> jobs_;  ///< Queued, and perhaps done.
+  std::deque<std::unique_ptr<Job>> jobs_;  ///< Queued or completed.
 };
 
-/// Two groups of the shm backend, and a stream of `device`. Collective, as create_shm_backend().
+/// Creates two groups of the shm backend and a stream of `device`. Collective, like create_shm_backend().
 c10::intrusive_ptr<c10d::Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int world_size, at::Device device,
                                                             std::chrono::milliseconds timeout);

@@ -24,7 +24,7 @@ StagedWork::StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outp
 
 bool StagedWork::wait(std::chrono::milliseconds) {
   failure_->rethrow();
-  // Readers of the result come after the copy that brings it to the device.
+  // Kernels that read the result must follow the copy to the device.
   done_->caller_waits();
   return true;
 }

@@ -12,7 +12,7 @@
 
 namespace ddpkit {
 
-/// The first error of a group's staged collectives; those behind it do nothing.
+/// The first error of a group's staged collectives. After an error, the later ones do nothing.
 class StagedFailure {
  public:
   void set(std::exception_ptr failure);
@@ -24,7 +24,7 @@ class StagedFailure {
   std::exception_ptr failure_;
 };
 
-/// c10d's handle on a staged collective.
+/// c10d::Work for a staged collective.
 class StagedWork : public c10d::Work {
  public:
   StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<StagingQueue::Mark> done,
@@ -34,7 +34,7 @@ class StagedWork : public c10d::Work {
   bool isSuccess() const override { return !failure_->get(); }
   std::exception_ptr exception() const override { return failure_->get(); }
   std::vector<at::Tensor> result() override { return outputs_; }
-  /// The current stream waits, the host does not: `timeout` is the group's.
+  /// Makes the current stream wait; the host does not wait. Ignores `timeout`: the group's timeout applies.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
 
