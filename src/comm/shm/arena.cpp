@@ -12,20 +12,20 @@
 namespace ddpkit::shm {
 namespace {
 
-/// Pages are asked for in steps of this size.
+/// Pages are allocated in steps of this size.
 constexpr std::size_t kStep = std::size_t{2} << 20;
 constexpr std::size_t kPage = 4096;
-/// To join neighbours takes a look at every block, so this share of the memory must have been freed since the last
-/// time.
+/// join_neighbours() visits every block, so it runs only after 1 / kJoinShare of the memory was freed since its last
+/// run.
 constexpr std::size_t kJoinShare = 64;
 
 }  // namespace
 
-/// Stands before the caller's bytes; the next one stands behind them.
+/// The header before the caller's bytes. The next block follows these bytes.
 struct alignas(kCacheLine) Arena::Block {
-  std::size_t bytes;  ///< With this; at least its free list's class has.
+  std::size_t bytes;  ///< Including the header; at least the size of its free list's class.
   bool is_free;
-  Block* next;  ///< In the free list.
+  Block* next;  ///< Next in the free list.
 };
 
 Arena::Arena(std::shared_ptr<SymmetricSegment> segment, int rank, std::size_t reserve)
@@ -34,7 +34,7 @@ Arena::Arena(std::shared_ptr<SymmetricSegment> segment, int rank, std::size_t re
       end_(begin_.load() + segment_->bytes),
       limit_(segment_->bytes - std::min(reserve, segment_->bytes)) {
   stats_.capacity = segment_->bytes;
-  // In a child process, writes to shared pages would reach this one's tensors.
+  // A child process must not write to the shared pages: they hold this process's tensors.
   ::madvise(begin_, segment_->bytes, MADV_DONTFORK);
 }
 
@@ -42,10 +42,10 @@ std::size_t Arena::class_of(std::size_t bytes) noexcept {
   const auto log2 = static_cast<std::size_t>(std::bit_width(bytes) - 1);
   const std::size_t quarter = std::size_t{1} << (log2 - 2);
   const std::size_t above = bytes - (std::size_t{1} << log2);
-  return log2 * 4 + (above + quarter - 1) / quarter;  // Four quarters are the next doubling's first class.
+  return log2 * 4 + (above + quarter - 1) / quarter;  // With four quarters: the first class of the next doubling.
 }
 
-/// The largest class that a block of `bytes` is large enough for.
+/// Returns the largest class for which a block of `bytes` is large enough.
 std::size_t Arena::class_within(std::size_t bytes) noexcept {
   const auto log2 = static_cast<std::size_t>(std::bit_width(bytes) - 1);
   return log2 * 4 + ((bytes - (std::size_t{1} << log2)) >> (log2 - 2));
@@ -59,7 +59,7 @@ std::size_t Arena::class_bytes(std::size_t size_class) noexcept {
 void* Arena::allocate(std::size_t bytes, bool urgent) noexcept {
   const std::lock_guard lock(mutex_);
   if (closed_) return nullptr;
-  if (bytes > stats_.capacity) {  // Of the largest numbers there is no size class.
+  if (bytes > stats_.capacity) {  // The largest numbers have no size class.
     ++stats_.refused;
     return nullptr;
   }
@@ -96,7 +96,7 @@ Arena::Block* Arena::take(std::size_t size_class) noexcept {
   return block;
 }
 
-/// A new block from memory that is not in blocks yet, up to `limit` bytes from the start.
+/// Creates a block from unused memory, up to `limit` bytes from the start.
 Arena::Block* Arena::cut(std::size_t bytes, std::size_t limit) noexcept {
   const std::size_t end = used_ + bytes;
   if (end > limit || !grow(end)) return nullptr;
@@ -105,7 +105,7 @@ Arena::Block* Arena::cut(std::size_t bytes, std::size_t limit) noexcept {
   return block;
 }
 
-/// Of the smallest larger block; the rest of it stays free.
+/// Takes a part of the smallest larger block. The rest stays free.
 Arena::Block* Arena::take_part(std::size_t size_class) noexcept {
   const std::size_t bytes = class_bytes(size_class);
   Block* block = nullptr;
@@ -135,8 +135,8 @@ bool Arena::grow(std::size_t end) noexcept {
   const std::size_t wanted = std::min(stats_.capacity, (end + kStep - 1) / kStep * kStep);
   if (const std::size_t available = ddpkit::available_memory(); available != 0 && wanted - populated_ > available)
     return false;
-  // Unlike a first touch, which would end in SIGBUS, this fails with an error when memory runs out. A kernel before
-  // 5.14 does not know it (EINVAL), and leaves the pages to the first touch.
+  // If there is no memory, this fails with an error, while a first touch would raise SIGBUS. Kernels before 5.14 do not
+  // support it (EINVAL); then the first touch allocates the pages.
   const std::size_t from = populated_ / kPage * kPage;
   if (::madvise(begin_ + from, wanted - from, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) return false;
   populated_ = wanted;
@@ -168,8 +168,8 @@ void Arena::close() noexcept {
 
 void Arena::release_if_over() noexcept {
   if (!closed_ || stats_.in_use != 0) return;
-  // In this order: contains() must not take for the arena's what the system puts where its pages were, nor, finding one
-  // of these null and not the other, everything below the end.
+  // In this order, so that contains() is never true for other memory: neither for memory that the system maps at these
+  // addresses later, nor for addresses below end_ while begin_ is null.
   end_ = nullptr;
   begin_ = nullptr;
   segment_.reset();

@@ -14,36 +14,35 @@
 
 namespace ddpkit::shm {
 
-/// A caching allocator in symmetric memory: what a rank allocates here, every rank of the host can read where it
-/// stands.
+/// A caching allocator in symmetric memory. Every rank of the host can read the blocks that a rank allocates.
 ///
-/// Blocks come in size classes, four to a doubling. A freed block waits for the next request of its class: a training
-/// step asks for the same sizes again and again, so that from the second step on nothing is faulted in and what was
-/// freed last, still in the cache, is used first. Once all memory is in blocks, a request that finds none of its class
-/// has free neighbours joined, unless that was done a short while ago, and takes a part of a larger free block: so that
-/// batches of all lengths share what each needs for itself. Nothing is given back to the system before the arena ends.
-/// Its memory is bounded by the segment; pages are taken from the system only as blocks first need them.
+/// Blocks have size classes, four per doubling. A freed block is kept for the next request of its class. A training
+/// step requests the same sizes each time, so from the second step on there are no page faults, and the block that was
+/// freed last, which is still in the cache, is used first. If all memory is in blocks, and no block of the class is
+/// free, free neighbours are joined (unless that was done recently) and a part of a larger free block is used. So
+/// batches of different lengths share the memory. Memory is returned to the system only when the arena ends. The
+/// segment limits the size; pages are allocated when blocks first need them.
 ///
-/// Thread-safe. The object itself must outlive every block; its pages are unmapped when it is closed and the last block
+/// Thread-safe. The object must outlive every block. Its pages are unmapped when the arena is closed and the last block
 /// has been freed.
 class Arena {
  public:
-  /// Smaller requests are not for an arena: malloc keeps them in the cache as well.
+  /// Minimum size. malloc keeps smaller blocks in the cache as well.
   static constexpr std::size_t kSmallest = 4096;
 
-  /// `reserve` bytes of the segment are kept for urgent requests.
+  /// `reserve`: bytes of the segment that are kept for urgent requests.
   Arena(std::shared_ptr<SymmetricSegment> segment, int rank, std::size_t reserve);
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Aligned to 64 bytes; null when the arena is full, closed, or the system has no more memory.
+  /// Returns memory aligned to 64 bytes; null if the arena is full or closed, or if the system has no memory.
   void* allocate(std::size_t bytes, bool urgent = false) noexcept;
   void free(void* data) noexcept;
-  /// Whether `data` lies in the arena's pages; any pointer may be asked about.
+  /// Returns whether `data`, any pointer, is in the arena's pages.
   bool contains(const void* data) const noexcept { return data >= begin_.load() && data < end_.load(); }
-  /// In a child process: nothing else comes to lie where its pages are in the parent.
+  /// Call in a child process: reserves the addresses of the parent's pages.
   void keep_place() const noexcept;
-  /// No more blocks are handed out.
+  /// Stops the allocation of blocks.
   void close() noexcept;
 
   ArenaStats stats() const;
@@ -67,10 +66,10 @@ class Arena {
   std::shared_ptr<SymmetricSegment> segment_;
   std::atomic<std::byte*> begin_{nullptr};
   std::atomic<std::byte*> end_{nullptr};
-  std::size_t limit_ = 0;                ///< Of what is not urgent.
-  std::size_t used_ = 0;                 ///< Bytes from the start that blocks have been cut from.
+  std::size_t limit_ = 0;                ///< Limit for requests that are not urgent.
+  std::size_t used_ = 0;                 ///< Bytes from the start that are in blocks.
   std::size_t populated_ = 0;            ///< Bytes from the start that have pages.
-  std::size_t freed_ = 0;                ///< Bytes, since neighbours were last joined.
+  std::size_t freed_ = 0;                ///< Bytes freed since neighbours were last joined.
   std::array<Block*, kClasses> free_{};  ///< [size class]
   bool closed_ = false;
   ArenaStats stats_;

@@ -47,7 +47,7 @@ Engine::~Engine() {
   background_wanted_.notify_all();
   ring(rank_);
   if (background_thread_.get_id() == std::this_thread::get_id()) {
-    // A callback was the last to hold the engine: the thread ends when it comes back from there.
+    // A callback held the last reference to the engine. The thread ends after the callback returns.
     *ended_by_callback_ = true;
     background_thread_.detach();
   } else if (background_thread_.joinable()) {
@@ -56,7 +56,7 @@ Engine::~Engine() {
   if (recorder_.is_world(group_number_)) recorder_.leave();
   block(rank_).left.store(1);
   ring_sleepers();
-  // Nobody moves these on any more.
+  // No thread progresses these any more.
   const auto abandoned = std::make_exception_ptr(
       Error("the process group was let go of before its collective was over: keep it until then"));
   for (const Background& entry : background_) {
@@ -95,7 +95,7 @@ OperationHandle Engine::new_operation() {
   if (spare_.empty()) return std::make_shared<Operation>();
   OperationHandle operation = std::move(spare_.back());
   spare_.pop_back();
-  // A small collective is over sooner than it takes to allocate these anew.
+  // A small collective takes less time than allocating these vectors again.
   auto segments = std::move(operation->segments);
   auto parts = std::move(operation->parts);
   segments.clear();
@@ -108,8 +108,8 @@ OperationHandle Engine::new_operation() {
 
 void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation) {
   const Request& request = operation->request;
-  // The header of the collective kMaxOutstanding before is overwritten: everybody must have read it. While this thread
-  // waits for that, another may post: the number is this one's only once there is nothing left to wait for.
+  // The header of the collective kMaxOutstanding before is overwritten, so all ranks must have read it. While this
+  // thread waits, another thread may post a collective, so the sequence number is read after the wait.
   const auto header_is_free = [&] {
     return next_sequence_ < kMaxOutstanding || all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
   };
@@ -168,9 +168,9 @@ void Engine::settle(std::unique_lock<std::mutex>& lock) {
     }
     lock.lock();
     for (const Due& entry : due) entry.pending->finished = true;
-    ring(rank_);  // Another thread may wait for one of these.
+    ring(rank_);  // Another thread may wait for one of these operations.
     due.clear();
-    if (due_.empty()) due_.swap(due);  // Keeps the memory for the next ones.
+    if (due_.empty()) due_.swap(due);  // Keeps the memory for reuse.
   }
 }
 

@@ -26,11 +26,11 @@ namespace ddpkit::shm {
 
 using kernels::Reduction;
 
-/// Memory that all ranks map, at the same offsets of the same segment number, at addresses of their own.
+/// Memory that all ranks map, with the same segment number and the same offsets, at different addresses.
 struct SymmetricSegment {
   std::uint32_t id = 0;           ///< From 1, the same on all ranks.
-  std::vector<std::byte*> base;   ///< Rank r's pages, as mapped here. [rank]
-  std::size_t bytes = 0;          ///< Of each rank.
+  std::vector<std::byte*> base;   ///< Pages of each rank, at their address in this process. [rank]
+  std::size_t bytes = 0;          ///< Per rank.
   std::vector<Mapping> mappings;  ///< [rank]
 };
 
@@ -38,95 +38,94 @@ struct SymmetricSegment {
 struct Piece {
   void* data = nullptr;
   std::size_t numel = 0;
-  void* slice = nullptr;  ///< Reduce-scatter: where this rank's slice goes.
+  void* slice = nullptr;  ///< Reduce-scatter: output for this rank's slice.
 };
 
-/// One collective, as asked for. Pointers are to dense memory of `numel` elements each.
+/// Parameters of one collective. Pointers are to dense memory of `numel` elements each.
 struct Request {
   CollectiveKind kind = CollectiveKind::kBarrier;
   DataType dtype = DataType::kUInt8;
   Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
   int root = 0;                                 ///< Reduce, broadcast, gather, scatter.
-  const void* input = nullptr;                  ///< What this rank gives, where all ranks get the same.
-  void* output = nullptr;                       ///< What this rank gets, where that is one piece. May be the input.
+  const void* input = nullptr;                  ///< This rank's input, if it is one piece.
+  void* output = nullptr;                       ///< This rank's output, if it is one piece. May be the input.
   std::size_t numel = 0;                        ///< Of a piece; all-to-all: of the largest piece sent.
   std::vector<const void*> inputs = {};         ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
   std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
   std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
-  bool monitored = false;                       ///< Barrier: a timeout names the ranks in the words of c10d.
-  bool names_all = false;                       ///< Where `monitored`: all missing ranks, not the first one.
-  std::shared_ptr<void> keep_alive = {};        ///< Whatever owns the pointers.
-  std::function<void()> on_finish = {};         ///< Runs once when it has succeeded, before it counts as finished.
+  bool monitored = false;                       ///< Barrier: a timeout has the text of c10d's monitoredBarrier.
+  bool names_all = false;                       ///< If `monitored`: report all missing ranks, not only the first.
+  std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
+  std::function<void()> on_finish = {};         ///< Called once after success, before it counts as finished.
 };
 
-/// A collective under way.
+/// A collective in progress.
 struct Operation;
 using OperationHandle = std::shared_ptr<Operation>;
 
 /// The collectives of one rank in one group of processes that share memory.
 ///
-/// There is no thread behind it. A collective moves on whenever one of the group's calls passes by: each post() and
-/// each turn of a wait() takes every collective under way as far as the other ranks allow, and never blocks in between.
-/// So with one core a rank nothing takes cycles from the training loop.
+/// The engine has no progress thread. Each post() and each iteration of a wait() advances all collectives in progress
+/// as far as the other ranks allow, without blocking. So with one core per rank, the training loop loses no cycles to a
+/// thread.
 ///
-/// Each collective is cut into tickets (chunks). A ticket goes through three steps on every rank, in order:
-///   arrive   this rank's data is where the others can read it (its staging slot, or symmetric memory as it stands),
-///   reduce   where the work is shared: this rank's slice of the chunk is reduced for all,
+/// Each collective is split into tickets (chunks). A ticket has three steps on every rank, in order:
+///   arrive   this rank's data is readable by the others (in its staging slot, or in symmetric memory in place),
+///   reduce   for reductions: this rank reduces its slice of the chunk for all ranks,
 ///   finish   the result is in this rank's output.
-/// A rank may arrive at a ticket while others still finish earlier ones, as far as its staging slots reach.
+/// A rank may arrive at a ticket while others finish earlier ones, as far as its staging slots permit.
 ///
-/// Errors are final: the first one ends the group, every later call throws it again, and the other ranks are told.
+/// Errors are final: the first error ends the group, is reported to the other ranks, and is thrown by every later call.
 ///
-/// A wait in one group moves the process's other groups on too.
+/// A wait in one group also advances the other groups of the process.
 ///
-/// `on_finish` runs and `keep_alive` is released without a lock, on whichever thread made the progress.
+/// `on_finish` is called, and `keep_alive` released, without holding a lock, on the thread that made the progress.
 ///
 /// Thread-safe, but the order of collectives must be the same on all ranks.
 class Engine {
  public:
-  /// `control` is mapped by all ranks, whose processes are `pids` [rank]; returns when all have joined. Throws
-  /// RendezvousError when one does not in time, PeerLost when one ends or gives up before.
-  /// `first_rank`: what errors call rank 0, where the group is a part of a larger one.
+  /// All ranks map `control`; `pids` are their processes. [rank] Returns when all have joined. Throws RendezvousError
+  /// if a rank does not join in time, PeerLost if one ends or aborts before. `first_rank`: the number of rank 0 in
+  /// errors, if the group is a part of a larger one.
   Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank = 0);
-  /// Marks this rank as having left. Does not wait for anybody.
+  /// Marks this rank as having left. Does not wait.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   int rank() const noexcept { return rank_; }
   int world_size() const noexcept { return world_size_; }
-  /// False in a child made by fork(), which is no rank.
+  /// Returns false in a child made by fork().
   bool is_of_this_process() const noexcept;
 
-  /// Starts a collective. Throws what ended the group, if it has ended.
+  /// Starts a collective. Throws the group's error if the group has failed.
   PendingHandle post(Request request);
-  /// Runs a collective to its end: post() and wait() in one, for pointers that outlive the call.
+  /// Runs a collective and returns when it has finished, like post() and wait(). The pointers must outlive the call.
   void run(Request request);
-  /// Starts a send or a receive. Messages between two ranks with one tag arrive in the order they were sent; they are
-  /// independent of collectives. A send is finished when its bytes are on their way, not when they are received.
+  /// Starts a send or a receive. Messages between two ranks with the same tag arrive in the order of the sends. They
+  /// are independent of collectives. A send has finished when its bytes are in the channel, before they are received.
   MessageHandle post(MessageHandle message);
-  /// True when it is finished; makes progress. Throws what it failed with.
+  /// Returns whether it has finished. Makes progress. Throws its error.
   bool test(const PendingHandle& pending);
-  /// Blocks until it is finished; `timeout` counts from now, 0 is the group's default. Throws what it failed with.
+  /// Blocks until it has finished. `timeout` counts from now; 0: the group's default. Throws its error.
   void wait(const PendingHandle& pending, std::chrono::milliseconds timeout = {});
-  /// Sees to it that it finishes though nobody waits for it, then calls `then`, which does not throw, with what it
-  /// failed with, or null; also when this engine ends before. The one thing that takes a thread; the thread sleeps
-  /// while there is nothing to do.
+  /// Finishes it on a background thread and then calls `then`, which must not throw, with the error or null; also if
+  /// the engine is destroyed before. Only this function starts the thread. The thread sleeps while there is no work.
   void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
-  /// Collective: `bytes` of symmetric memory on every rank. Throws on every rank when one cannot have it.
-  /// With Fill::kOnTouch each page takes memory only once it is used.
+  /// Allocates `bytes` of symmetric memory on every rank. Collective. Throws on every rank if one rank cannot allocate.
+  /// With Fill::kOnTouch each page uses memory only after its first use.
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Fill fill = Mapping::Fill::kNow);
 
-  /// Ends the group from this rank; the others throw PeerLost with `reason`.
+  /// Ends the group from this rank. The others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
 
-  /// Progress on behalf of a rank that waits in another of its groups: what it has under way here may be what that one
-  /// waits for, by way of a third rank. False when nothing is under way. Never blocks, never throws.
+  /// Makes progress for a rank that waits in another group of this process: that group may indirectly depend on the
+  /// operations here, through a third rank. Returns false if no operation is in progress. Never blocks, never throws.
   bool progress_from_outside() noexcept;
-  /// The same for all ranks of one group in this process.
+  /// Returns an address that is the same for all ranks of one group in this process.
   const void* group() const noexcept { return blocks_; }
 
   void set_timeout(std::chrono::milliseconds timeout) noexcept;
@@ -136,15 +135,15 @@ class Engine {
   using Clock = std::chrono::steady_clock;
 
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
-  /// The number by which users know the rank.
+  /// Returns the rank's number for messages.
   int named(int rank) const noexcept { return first_rank_ + rank; }
   std::string named(const std::vector<int>& ranks) const;
   int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
   Progress& mine() const noexcept { return blocks_[rank_].progress; }
 
-  // Progress; all under mutex_.
+  // Progress. All functions require mutex_.
   bool progress();
-  /// All is done but for callbacks and deleters, which settle() runs.
+  /// Marks an operation as complete except for callbacks and deleters, which settle() runs.
   template <class Handle>
   void complete(const Handle& pending, std::function<void()>& on_finish, std::shared_ptr<void>& keep_alive) {
     pending->over = true;
@@ -162,15 +161,15 @@ class Engine {
   void copy_in(const Operation& operation, std::uint64_t ticket);
   void copy_others_slices(const Operation& operation, std::uint64_t ticket);
   void reduce_slice(const Operation& operation, std::uint64_t ticket);
-  /// This rank's share of a collective whose tensors all ranks read, and write, where they lie.
+  /// This rank's part of a collective whose tensors all ranks read and write in place.
   void move_in_place(const Operation& operation);
   void reduce_in_place(const Operation& operation);
   void reduce_pieces_to_slices(const Operation& operation);
-  /// Whether the result of a reduction comes to this rank: of a reduce, the root alone.
+  /// Returns whether this rank receives the result of a reduction. For reduce, only the root does.
   bool wants_result(const Request& request) const noexcept {
     return request.kind != CollectiveKind::kReduce || request.root == rank_;
   }
-  /// Takes the result of a ticket, and copies this rank's data of ticket `along` in on the way.
+  /// Copies the result of a ticket out. Copies this rank's data of ticket `along` in at the same time.
   void copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along);
   bool slot_is_free(std::uint64_t ticket) const noexcept;
   std::byte* slot(int rank, std::uint64_t ticket) const noexcept;
@@ -179,7 +178,7 @@ class Engine {
     SymmetricAddress address{};
     std::shared_ptr<SymmetricSegment> segment;
   };
-  /// Where in symmetric memory; an empty segment for private memory.
+  /// Returns the location in symmetric memory; an empty segment for private memory.
   Located locate(const void* data, std::size_t bytes) const;
   SymmetricAddress address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const;
   std::shared_ptr<SymmetricSegment> segment(std::uint32_t id) const;
@@ -196,13 +195,13 @@ class Engine {
   void join();
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
-  /// `ended`: ended_peers() before this rank last looked at them.
+  /// `ended`: the value of ended_peers() before this rank last checked its peers.
   void sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended);
-  /// Ranks that have announced a failure or left; this number never falls.
+  /// Returns the number of ranks that have announced a failure or left. It never decreases.
   int ended_peers() const noexcept;
   void ring(int rank) noexcept;
   void run_background();
-  // `message`: what is waited for, null for collectives.
+  // `message`: the message to wait for; null for collectives.
   std::vector<int> missing_ranks(const Message* message) const;
   void check_peers(const Message* message);
   [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited,
@@ -210,19 +209,19 @@ class Engine {
   std::string last_call(int rank) const;
   std::string current_call(const Message* message) const;
 
-  // Failing.
+  // Failures.
   void compare_headers(const Operation& operation);
   void compare_counts(const Operation& operation, int rank, const std::byte* slot);
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
-  /// What another rank has announced.
+  /// A failure that another rank has announced.
   struct Told {
     FailureKind kind = FailureKind::kNone;
     std::string text;
     std::optional<int> culprit;
   };
   std::optional<Told> told_by(int rank) const;
-  /// Throws what the rank has announced, if it has.
+  /// Throws the failure that the rank has announced, if any.
   void throw_told_by(int rank) const;
   Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
   std::string describe_call(const CollectiveHeader& header) const;
@@ -236,36 +235,36 @@ class Engine {
   Mapping control_;
   RankBlock* blocks_ = nullptr;        ///< [rank]
   std::vector<Mapping> staging_;       ///< [rank]
-  std::vector<Mapping> channels_;      ///< Those that lead from rank r. [rank]
+  std::vector<Mapping> channels_;      ///< The channels from rank r. [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
-  bool core_each_ = false;             ///< There is a core for each rank, so that spinning takes it from nobody.
+  bool core_each_ = false;             ///< There is a core for each rank, so a rank may spin.
 
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
   std::uint64_t next_sequence_ = 0;
-  /// Collectives under way, oldest first, and the sequence number of the front one.
+  /// Collectives in progress, oldest first, and the sequence number of the first.
   std::deque<OperationHandle> operations_;
   std::uint64_t first_sequence_ = 0;
-  std::uint64_t resolved_ = 0;     ///< Collectives whose path, and so whose tickets, are known.
-  std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to be resolved.
-  // The collectives at which this rank's next ticket to arrive at, to reduce and to finish belongs.
+  std::uint64_t resolved_ = 0;     ///< Number of collectives whose path and tickets are known.
+  std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to resolve.
+  // The collectives of this rank's next ticket to arrive at and to reduce.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
-  bool raised_ = false;  ///< Counts have been raised that sleeping peers have not been told of.
-  /// What settle() has to run.
+  bool raised_ = false;  ///< Counts were raised, and sleeping peers have not been notified.
+  /// Callbacks and deleters for settle().
   struct Due {
     PendingHandle pending;
     std::function<void()> on_finish;
     std::shared_ptr<void> keep_alive;
   };
   std::vector<Due> due_;
-  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: a small collective must not wait for the allocator.
-  std::vector<void*> parts_;            ///< Scratch: where each rank's part of a reduction lies. [rank]
+  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
+  std::vector<void*> parts_;            ///< Scratch: addresses of the ranks' parts of a reduction. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;
   std::unique_ptr<Mailbox> mailbox_;
   flight::Recorder& recorder_ = flight::Recorder::of_process();
-  const std::uint32_t group_number_ = recorder_.new_group();  ///< In this process, for the recorder.
+  const std::uint32_t group_number_ = recorder_.new_group();  ///< For the recorder, unique in this process.
 
   struct Background {
     PendingHandle pending;
@@ -275,7 +274,7 @@ class Engine {
   std::condition_variable background_wanted_;
   bool stopping_ = false;
   std::thread background_thread_;
-  /// Shared with the background thread, one of whose callbacks may be the last to hold the engine.
+  /// Shared with the background thread, because one of its callbacks may hold the last reference to the engine.
   std::shared_ptr<bool> ended_by_callback_ = std::make_shared<bool>(false);
 };
 

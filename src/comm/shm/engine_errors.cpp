@@ -1,4 +1,4 @@
-// What the engine says when things go wrong: comparing calls, watching peers, ending the group.
+// Errors of the engine: compares calls, monitors peers, ends the group.
 #include <signal.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 const char* name_of(CollectiveKind kind) {
   static_assert(static_cast<int>(CollectiveKind::kReduceScatterCoalesced) ==
                 static_cast<int>(flight::Call::kReduceScatterCoalesced));
-  // Peers write kinds: what is none has no name.
+  // Other processes write the kind, so it may be invalid.
   return kind > CollectiveKind::kReduceScatterCoalesced ? "?" : flight::name_of(static_cast<flight::Call>(kind));
 }
 
@@ -144,7 +144,7 @@ std::vector<int> Engine::missing_ranks(const Message* message) const {
     }
     return !missing.empty();
   };
-  // In the order in which the oldest collective needs its peers.
+  // In the order in which the oldest collective depends on its peers.
   if (below(&Progress::posted, first_sequence_ + 1)) return missing;
   if (below(&Progress::matched, first_sequence_ + 1)) return missing;
   const std::uint64_t ticket = mine().finished.load();
@@ -192,12 +192,12 @@ void Engine::check_peers(const Message* message) {
     if (r != rank_ && gone(r)) dead.push_back(r);
   }
   if (dead.empty()) return;
-  // A rank that is lost because of another one has said so before it ended.
+  // A rank that ended because of another rank's failure has announced that failure before.
   for (const int r : dead) fail_as_told(r);
-  // What it did before it ended counts, and may be enough.
+  // The operations that the rank completed before its end count, and may be enough.
   progress();
   const auto missing = missing_ranks(message);
-  // A message from anybody may still come while anybody is left.
+  // Any remaining rank may still send the message.
   if (message && message->peer == kAnySource && dead.size() < missing.size()) return;
   if (message && message->over) return;
   for (const int r : dead) {
@@ -215,7 +215,7 @@ void Engine::throw_timeout(const Message* message, std::chrono::milliseconds wai
   const auto missing = missing_ranks(message);
   std::vector<std::string> states;
   for (const int r : missing) {
-    // The launcher asks for stacks itself where it can read them; elsewhere the silent rank writes its own to stderr.
+    // If a launcher reads the recorder, it requests the stacks. Otherwise the silent rank prints its stack to stderr.
     if (const int signal = block(r).stack_signal; signal != 0 && !recorder_.is_read()) ::kill(pid(r), signal);
   }
   for (const int r : missing) states.push_back(fmt::format("rank {} (pid {}) {}", named(r), pid(r), last_call(r)));
@@ -237,7 +237,7 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   if (!operations_.empty()) context.call = name_of(operations_.front()->header.kind);
   failure_ = make_error(kind, text, std::move(context));
   announce(kind, text, culprit);
-  // A launcher knows the ranks of the whole job.
+  // The launcher only knows ranks of the world group.
   recorder_.fail(static_cast<flight::Failure>(kind), recorder_.is_world(group_number_) ? culprit : std::nullopt);
   std::rethrow_exception(failure_);
 }
@@ -257,7 +257,7 @@ std::optional<Engine::Told> Engine::told_by(int rank) const {
   const auto kind = static_cast<FailureKind>(theirs.failure.load());
   if (kind == FailureKind::kNone) return std::nullopt;
   const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
-  // An abort is announced as such by the rank that aborts alone.
+  // Only the rank that aborts announces kAborted.
   if (kind == FailureKind::kAborted)
     return Told{FailureKind::kPeerLost, fmt::format("rank {} gave up: {}", named(rank), text), named(rank)};
   return Told{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
@@ -270,7 +270,7 @@ void Engine::abort(const std::string& reason) noexcept {
   try {
     fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", named(rank_), reason), named(rank_));
   } catch (...) {
-    // The calls of this rank that follow throw it.
+    // Later calls of this rank throw it.
   }
 }
 

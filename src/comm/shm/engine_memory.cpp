@@ -1,4 +1,4 @@
-// The memory that ranks share: meeting, and symmetric segments.
+// Shared memory of the ranks: the rendezvous, and symmetric segments.
 #include <sched.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace ddpkit::shm {
 
 void Engine::join() {
-  // The first to come has made the memory and the layout; everybody fills in its own block.
+  // The control memory and its layout exist. Each rank fills in its block.
   staging_.resize(static_cast<std::size_t>(world_size_));
   for (const int pid : pids_) watches_.emplace_back(pid);
   Mapping& own = staging_[static_cast<std::size_t>(rank_)];
@@ -40,7 +40,7 @@ void Engine::join() {
       while (block(r).joined.load() < step) {
         throw_told_by(r);
         if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
-          throw_told_by(r);  // It may have said why between the two looks at it.
+          throw_told_by(r);  // The rank may have announced a failure between the two checks.
           throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(r), pid(r)),
                          {.rank = named(r), .call = "rendezvous"});
         }
@@ -63,7 +63,7 @@ void Engine::join() {
       staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
       channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
     }
-    // Fresh pages are zeroes, which is what a channel starts with.
+    // New pages are zero: the initial state of a channel.
     channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
     cpu_set_t theirs;
     CPU_ZERO(&theirs);
@@ -82,7 +82,7 @@ Mapping Engine::open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) co
   try {
     return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, fill);
   } catch (const Error&) {
-    throw_told_by(rank);  // A rank that fails says why before it closes its memory.
+    throw_told_by(rank);  // A rank that fails announces the failure before it closes its memory.
     throw;
   }
 }
@@ -137,13 +137,13 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
       segment->base.push_back(segment->mappings[index].data());
     }
   } catch (const PeerLost& error) {
-    // It may have taken part in the exchange that follows before it ended.
+    // The rank may have taken part in the next exchange before it ended, so the group must fail.
     const std::unique_lock lock(mutex_);
     fail(FailureKind::kPeerLost, error.what(), error.context().rank);
   } catch (const Error& error) {
     note_error(error);
   }
-  throw_first_error(gather(own));  // Also keeps the descriptor open until everybody has mapped it.
+  throw_first_error(gather(own));  // Also keeps the descriptor open until all ranks have mapped it.
   mapping.close_descriptor();
   const std::unique_lock lock(mutex_);
   segment->id = next_segment_++;

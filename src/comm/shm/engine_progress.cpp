@@ -1,4 +1,4 @@
-// How collectives move on: match, arrive, reduce, finish. Everything here runs under the engine's mutex.
+// Progress of collectives: match, arrive, reduce, finish. All functions require the engine's mutex.
 #include <algorithm>
 #include <cstring>
 
@@ -10,23 +10,23 @@
 namespace ddpkit::shm {
 namespace {
 
-/// From this size on a staged chunk's reduction is shared between more than two ranks.
+/// From this size, more than two ranks share the reduction of a staged chunk.
 constexpr std::size_t kShareFrom = std::size_t{16} << 10;
-/// Chunks that a rank copies in before it begins to reduce; the others it copies while it reduces earlier ones.
+/// Chunks that a rank copies in before it reduces. It copies the following chunks in while it reduces earlier ones.
 constexpr std::uint64_t kAhead = kSlots / 2;
 
-/// Whether ticket `ticket` can be copied in while an earlier one is reduced.
+/// Returns whether `ticket` can be copied in while an earlier ticket is reduced.
 bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
   return operation.request.kind == CollectiveKind::kAllReduce && operation.path == Path::kStaged &&
          !operation.shared_reduce && ticket >= operation.first_ticket + kAhead &&
-         ticket + 1 < operation.first_ticket + operation.tickets;  // The last chunk may be a short one.
+         ticket + 1 < operation.first_ticket + operation.tickets;  // The last chunk may be shorter.
 }
 
 }  // namespace
 
 Operation* Engine::at(std::uint64_t sequence) const noexcept {
   const std::uint64_t index = sequence - first_sequence_;
-  return index < operations_.size() ? operations_[index].get() : nullptr;  // None under way in a world of one.
+  return index < operations_.size() ? operations_[index].get() : nullptr;  // Null for a group of one rank.
 }
 
 std::byte* Engine::slot(int rank, std::uint64_t ticket) const noexcept {
@@ -57,7 +57,7 @@ bool Engine::progress() {
         [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
   }
   tell_peers();
-  // The thread that waits for others' collectives sleeps on this rank's own bell.
+  // The background thread sleeps on this rank's bell.
   if (moved && !background_.empty()) ring(rank_);
   return moved;
 }
@@ -70,17 +70,17 @@ bool Engine::match() {
     Operation* operation = at(sequence);
     if (!operation || !all_reached(&Progress::posted, sequence + 1)) return moved;
     compare_headers(*operation);
-    // Decided now: once every rank has matched, the headers may be overwritten.
+    // After every rank has matched, the headers may be overwritten.
     if (operation->path == Path::kUnknown) agree(*operation);
     raise(mine().matched, sequence + 1);
     moved = true;
   }
 }
 
-/// Gives collectives their tickets, in order, as soon as it is known how many each has.
+/// Assigns tickets to collectives, in order, as soon as their number of tickets is known.
 void Engine::resolve() {
   for (; Operation* operation = at(resolved_); ++resolved_) {
-    if (operation->path == Path::kUnknown) return;  // match() will tell.
+    if (operation->path == Path::kUnknown) return;  // match() decides the path.
     const CollectiveKind kind = operation->request.kind;
     const bool symmetric = operation->path == Path::kSymmetric;
     const std::size_t piece = operation->largest_piece * operation->element_size();
@@ -93,7 +93,7 @@ void Engine::resolve() {
   }
 }
 
-/// The last user of its slot was ticket - kSlots.
+/// The previous user of the slot is `ticket` - kSlots.
 bool Engine::slot_is_free(std::uint64_t ticket) const noexcept {
   return ticket < kSlots || all_reached(&Progress::finished, ticket - kSlots + 1);
 }
@@ -105,7 +105,7 @@ bool Engine::arrive() {
     const std::uint64_t ticket = mine().arrived.load(std::memory_order_relaxed);
     if (operation.path == Path::kStaged) {
       if (!slot_is_free(ticket)) return moved;
-      // finish() will see to it.
+      // finish() copies it.
       if (can_copy_along(operation, ticket) && ticket >= mine().finished.load(std::memory_order_relaxed) + kAhead)
         return moved;
       copy_in(operation, ticket);
@@ -130,7 +130,7 @@ bool Engine::reduce_slices() {
       reduce_slice(operation, ticket);
       raise(mine().reduced, ticket + 1);
     } else {
-      mine().reduced.store(ticket + 1, std::memory_order_release);  // Nobody waits for it.
+      mine().reduced.store(ticket + 1, std::memory_order_release);  // No rank waits for it.
     }
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++reduce_sequence_;
     moved = true;
@@ -168,7 +168,7 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   std::byte* const own = slot(rank_, ticket);
-  const auto self = static_cast<std::size_t>(rank_);  // What stays with this rank needs no slot.
+  const auto self = static_cast<std::size_t>(rank_);  // This rank's piece for itself needs no slot.
   const auto copy_piece = [&](std::size_t piece, const void* input, std::size_t numel) {
     const Span span = chunk_of(numel, step, chunk);
     if (span.count == 0) return;
@@ -212,7 +212,7 @@ void Engine::copy_in(const Operation& operation, std::uint64_t ticket) {
   }
 }
 
-/// What the peers reduce; this rank reduces its own slice from where it stands.
+/// Copies the slices that the peers reduce. This rank reduces its slice directly from the input.
 void Engine::copy_others_slices(const Operation& operation, std::uint64_t ticket) {
   const std::size_t size = operation.element_size();
   const Span chunk = chunk_of(operation.request.numel, kSlotBytes / size, ticket - operation.first_ticket);
@@ -233,7 +233,7 @@ void Engine::reduce_slice(const Operation& operation, std::uint64_t ticket) {
   if (slice.count == 0) return;
   const auto self = static_cast<std::size_t>(rank_);
   for (int r = 0; r < world_size_; ++r) parts_[static_cast<std::size_t>(r)] = slot(r, ticket) + slice.begin * size;
-  // Into this rank's slot, from which the others take it, and into its own output.
+  // To this rank's slot, from which the others copy it, and to this rank's output.
   const std::size_t begin = (chunk.begin + slice.begin) * size;
   void* outputs[] = {parts_[self], request.output ? static_cast<std::byte*>(request.output) + begin : nullptr};
   parts_[self] = const_cast<std::byte*>(static_cast<const std::byte*>(request.input)) + begin;
@@ -254,7 +254,7 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::opt
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   const auto own = static_cast<std::size_t>(rank_);
-  // Piece `piece` of rank `rank`, which this rank's own never left: `input`.
+  // Returns piece `piece` of rank `rank`: `input` for this rank, otherwise in the rank's slot.
   const auto given = [&](int rank, std::size_t piece, const void* input) {
     return rank == rank_ ? static_cast<const std::byte*>(input) + chunk * step * size
                          : slot(rank, ticket) + layout.table_bytes + piece * layout.piece_bytes;

@@ -1,4 +1,4 @@
-// Collectives on symmetric memory: where the ranks' tensors lie, and reducing and copying them there.
+// Collectives in symmetric memory: finds the ranks' tensors, reduces and copies in place.
 #include <algorithm>
 #include <cstring>
 
@@ -10,18 +10,18 @@
 namespace ddpkit::shm {
 namespace {
 
-/// Below this a tensor is staged even where all ranks share its memory: one exchange instead of two.
+/// A smaller tensor is staged even if it is in symmetric memory, because staging needs one exchange instead of two.
 constexpr std::size_t kStageBelow = 256;
-/// The same where nothing is added: what is staged is read by one exchange too, and a copy more of that little is
-/// cheap.
+/// The limit for collectives without a reduction. In place they also need only one exchange, but the additional copy of
+/// a small tensor costs little.
 constexpr std::size_t kStageCopiesBelow = std::size_t{4} << 10;
 
 struct Extent {
-  const void* data = nullptr;  ///< Null where there is nothing of the kind.
+  const void* data = nullptr;  ///< Null: none.
   std::size_t bytes = 0;
 };
 
-/// What the other ranks read where it lies, if it lies where they can: one dense tensor.
+/// Returns the dense tensor that the other ranks read in place if it is in symmetric memory.
 Extent given_to_others(const Operation& operation) {
   const Request& request = operation.request;
   const std::size_t piece = operation.bytes();
@@ -44,7 +44,7 @@ Extent given_to_others(const Operation& operation) {
   }
 }
 
-/// Reduces every rank's part, of `numel` elements, into `output`.
+/// Reduces all ranks' parts, of `numel` elements each, to `output`.
 void reduce_parts(const Request& request, const std::vector<void*>& parts, std::size_t numel, void* output) {
   kernels::reduce({.dtype = request.dtype,
                    .op = request.op,
@@ -81,8 +81,7 @@ std::shared_ptr<SymmetricSegment> Engine::segment(std::uint32_t id) const {
   return nullptr;
 }
 
-/// Says where in symmetric memory a collective's tensors lie, and what is known of its path before the others have
-/// come.
+/// Writes the symmetric addresses of a collective's tensors. Sets the path if it does not depend on the other ranks.
 void Engine::locate(Operation& operation) {
   const Request& request = operation.request;
   operation.largest_piece = request.numel;
@@ -129,7 +128,7 @@ void Engine::agree(Operation& operation) {
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = block(static_cast<int>(r));
       const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
-      // One tensor: symmetric where it lies in the same segment on all ranks, so that all of them decide alike.
+      // One tensor: symmetric if it is in the same segment on all ranks, so all ranks decide the same.
       const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
       const SymmetricSegment* holder = nullptr;
       for (const auto& held : operation.segments) {
@@ -179,7 +178,7 @@ void Engine::move_in_place(const Operation& operation) {
         std::memcpy(request.output, operation.parts[static_cast<std::size_t>(request.root)], operation.bytes());
       break;
     case CollectiveKind::kAllGather:
-      // Each begins with its own and goes on to the next rank's, so that not all read from one.
+      // Each rank starts with its own part, so that not all ranks read from the same rank.
       for (std::size_t i = 0; i < ranks; ++i) {
         const std::size_t r = (self + i) % ranks;
         if (request.outputs[r] != operation.parts[r])
@@ -206,7 +205,7 @@ void Engine::reduce_in_place(const Operation& operation) {
   const auto ranks = static_cast<std::size_t>(world_size_);
   const std::size_t pieces = operation.parts.size() / ranks;
   const auto numel_of = [&](std::size_t p) { return request.pieces.empty() ? request.numel : request.pieces[p].numel; };
-  // This rank's share of all the pieces' cache lines, one piece after another.
+  // This rank's share of the cache lines of all pieces, one piece after the other.
   std::size_t lines = 0;
   for (std::size_t p = 0; p < pieces; ++p) lines += (numel_of(p) + line - 1) / line;
   const Span share = slice_of(lines, kCacheLine, rank_, world_size_);
@@ -217,7 +216,7 @@ void Engine::reduce_in_place(const Operation& operation) {
     const std::size_t to = std::min((std::min(end, share.begin + share.count) - begin) * line, numel_of(p));
     begin = end;
     if (from >= to) continue;
-    // In rank order: the order of the sum, and so its bits, do not depend on who adds.
+    // In rank order: the order of the sum, and so its bits, do not depend on the rank that adds.
     for (std::size_t r = 0; r < ranks; ++r)
       parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + from * size;
     kernels::reduce({.dtype = request.dtype,

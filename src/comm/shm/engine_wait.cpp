@@ -1,4 +1,4 @@
-// How a rank waits: spinning, sleeping, telling sleepers, and moving the process's other groups on meanwhile.
+// Waiting: spins, sleeps, wakes sleeping peers, and progresses the other groups of the process.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -17,20 +17,20 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Longest sleep before a waiting rank looks whether its peers still live.
+/// Maximum sleep before a waiting rank checks that its peers are alive.
 constexpr milliseconds kNap(50);
-/// The same while another of the process's groups, whose bell does not wake this rank, has something under way.
+/// Maximum sleep while another group of the process, whose bell does not wake this rank, has operations in progress.
 constexpr milliseconds kShortNap(1);
-/// Turns between two looks at the other groups.
+/// Turns between two checks of the other groups.
 constexpr int kLookAround = 32;
-/// Turns of a waiting rank that has a core to itself: about 300 us, far shorter than what anybody would notice of a
-/// core taken from others. Longer than an interrupt or another process holds up a peer: to sleep through these costs
-/// both more (a virtual machine's core takes 12 us to wake another one) than it spares. Of a step of 0.3 ms, 50 us of
-/// spinning left the mean 7 % and the 90th percentile 14 % longer; 1 ms gained nothing more.
+/// Turns that a rank with a separate core spins before it sleeps: about 300 us. This is longer than the delay of a peer
+/// by an interrupt or another process. Sleeping through such delays costs both ranks more than it saves: the core of a
+/// virtual machine takes 12 us to wake another one. With 50 us, the mean of a 0.3 ms step was 7 % longer, and its 90th
+/// percentile 14 %. With 1 ms it was not shorter.
 constexpr int kSpinTurns = 6000;
-/// Of these, the first do not even pause between two looks: a small collective is over by then.
+/// Of these turns, the first do not pause: a small collective completes in this time.
 constexpr int kHotTurns = 100;
-/// Turns when there are more ranks than cores: the core is wanted by a peer.
+/// Turns with more ranks than cores: a peer needs the core.
 constexpr int kYieldTurns = 4;
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, milliseconds limit) {
@@ -42,10 +42,10 @@ void futex_wake(std::atomic<std::uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Between raising a count and looking who sleeps; sleep() has its counterpart.
+/// Between raising a count and checking which peers sleep. The counterpart is in sleep().
 void full_barrier() {
 #if defined(__SANITIZE_THREAD__)
-  static std::atomic<int> anything{0};  // ThreadSanitizer knows no fences.
+  static std::atomic<int> anything{0};  // ThreadSanitizer does not support fences.
   anything.exchange(1);
 #else
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -137,7 +137,7 @@ void Engine::run_background() {
 void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout, const Message* message,
                         const std::function<bool()>& done) {
   const int turns_awake = core_each_ ? kSpinTurns : kYieldTurns;
-  std::optional<Clock::time_point> start;  // The clock is read only by those who wait long.
+  std::optional<Clock::time_point> start;  // Reads the clock only after a long wait.
   for (int turn = 0;;) {
     throw_if_failed();
     if (progress()) turn = 0;
@@ -174,8 +174,8 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
 
 void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended) {
   RankBlock& self = block(rank_);
-  // A peer raises a count or ends its group, then looks at `sleeping`; here `sleeping` is set, then the counts and the
-  // ends are looked at. In whatever order these four happen, either this rank sees the change or the peer rings.
+  // A peer raises a count or ends its group, and then reads `sleeping`. This rank sets `sleeping`, and then reads the
+  // counts and ends. In any order of the four steps, either this rank sees the change or the peer rings.
   const std::uint32_t bell = self.bell.load();
   self.sleeping.fetch_add(1);
   if (!progress() && ended_peers() == ended) {
@@ -188,14 +188,14 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int end
 
 bool Engine::progress_from_outside() noexcept {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return true;  // Its own thread is at it.
+  if (!lock.owns_lock()) return true;  // Its own thread makes progress.
   if (failure_ || (operations_.empty() && (!mailbox_ || mailbox_->idle()))) return false;
   try {
     progress();
   } catch (const std::exception&) {
-    return false;  // Kept in failure_, for whoever uses that group next.
+    return false;  // Kept in failure_ for the next call of that group.
   }
-  // settle() is left to the group's own calls: a deleter may destroy a group, and the list of groups is locked here.
+  // The group's own calls run settle(): a deleter may destroy a group, and the list of groups is locked here.
   return true;
 }
 
@@ -204,7 +204,7 @@ void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexc
   raised_ = true;
 }
 
-/// Wakes the peers that sleep, once for all the counts that a turn has raised: the barrier costs more than the stores.
+/// Wakes sleeping peers, once for all the counts raised in a turn, because the barrier costs more than the stores.
 void Engine::tell_peers() noexcept {
   if (!raised_) return;
   raised_ = false;

@@ -14,7 +14,7 @@ namespace ddpkit::shm {
 class Engines {
  public:
   static Engines& all() {
-    static auto* engines = new Engines;  // Never destroyed: a group may be the last thing that a program lets go of.
+    static auto* engines = new Engines;  // Never destroyed: groups may be destroyed until the program ends.
     return *engines;
   }
   void add(Engine* engine) {
@@ -27,8 +27,8 @@ class Engines {
     std::erase(engines_, engine);
     count_groups();
   }
-  /// Whether any group but that of `self` has something under way, after moving it on. Ranks of one group in one
-  /// process are threads, each of which moves itself on.
+  /// Progresses the groups other than that of `self`. Returns whether one of them has operations in progress. Ranks of
+  /// one group in this process are threads that make progress separately.
   bool progress_others(const Engine* self) {
     if (groups_.load(std::memory_order_relaxed) < 2) return false;
     const std::unique_lock lock(mutex_, std::try_to_lock);

@@ -19,7 +19,7 @@ namespace ddpkit::shm {
 namespace {
 
 constexpr std::size_t kSmallestGranule = std::size_t{64} << 10;
-/// Each granule may become a mapping of its own, of which the kernel allows a process 65,530.
+/// Each granule may become a separate mapping, and the kernel allows 65,530 mappings per process.
 constexpr std::size_t kMostGranules = 4096;
 
 std::size_t granule_of(std::size_t bytes) {
@@ -28,7 +28,7 @@ std::size_t granule_of(std::size_t bytes) {
   return granule;
 }
 
-/// What a thread's last foreign fault was handed on with. The address of the siginfo is only compared.
+/// The last fault of a thread that was passed to the previous handler. The address of the siginfo is only compared.
 struct PassedOn {
   const siginfo_t* info = nullptr;
   const std::byte* frame = nullptr;
@@ -36,7 +36,7 @@ struct PassedOn {
 
 }  // namespace
 
-/// All of a process, where the signal handler finds them.
+/// All views of the process, for the signal handler.
 class GuardedViews {
  public:
   static void add(GuardedView* view) {
@@ -62,7 +62,7 @@ class GuardedViews {
     return *mutex;
   }
 
-  /// Each time: somebody may have taken the signal since.
+  /// Called for each view, because other code may have replaced the handler.
   static void install() {
     struct sigaction current {};
     if (::sigaction(SIGSEGV, nullptr, &current) == 0 && current.sa_sigaction == &GuardedViews::handle) return;
@@ -87,16 +87,15 @@ class GuardedViews {
         }
       }
     }
-    // Two handlers that each take the other for the one before must not call each other for ever: then the same signal
-    // comes back from further up this thread's stack. One that jumps out of the handler never returns, so that nothing
-    // may depend on that.
+    // Two handlers that each call the other as the previous one would not terminate. Then the same signal arrives again
+    // from further up this thread's stack. This check works also if a handler jumps out and never returns.
     const auto* frame = static_cast<const std::byte*>(__builtin_frame_address(0));
     const bool came_back = passed_on_.info == info && frame < passed_on_.frame;
     passed_on_ = {info, frame};
     if (!came_back && before_.sa_flags & SA_SIGINFO) return before_.sa_sigaction(signal, info, context);
     if (!came_back && before_.sa_handler != SIG_DFL && before_.sa_handler != SIG_IGN) return before_.sa_handler(signal);
     ::signal(SIGSEGV, SIG_DFL);
-    if (info->si_code <= 0) ::raise(SIGSEGV);  // Sent, not a fault: it would not come again by itself.
+    if (info->si_code <= 0) ::raise(SIGSEGV);  // Sent by kill(), so returning does not raise it again.
     errno = error;
   }
 

@@ -9,21 +9,21 @@
 
 namespace ddpkit::shm {
 
-/// Shared pages as one rank's user sees them: reading shows what the ranks have written to them; writing makes a
-/// private copy of the place, which this rank alone sees until renew().
+/// A copy-on-write view of shared pages. Reads show the shared content. A write makes a private copy of the granule,
+/// which only this rank sees until renew().
 ///
-/// So what several ranks do alike to memory that they share (scale a weight, load a checkpoint) happens once on each,
-/// as on memory of their own, and not as often as there are ranks.
+/// So if all ranks make the same change to shared memory (scale a weight, load a checkpoint), each rank sees the change
+/// once, as with private memory.
 ///
-/// The pages are mapped read-only. The first write to each granule raises SIGSEGV, for which this class installs a
-/// handler (others' faults go on to the handler that was there before); it notes the granule and lets the write
-/// through. System calls that are given such memory to write to fail with EFAULT instead.
+/// The pages are mapped read-only. The first write to each granule raises SIGSEGV. This class installs a handler, which
+/// marks the granule and makes it writable. Other faults are passed to the previous handler. System calls that write to
+/// such memory fail with EFAULT.
 class GuardedView {
  public:
-  /// Views there can be in a process at once.
+  /// Maximum number of views in a process.
   static constexpr std::size_t kMostViews = 1024;
 
-  /// Of the `bytes` behind the owner's descriptor. Throws as open_descriptor() does, and Error without address space.
+  /// Maps `bytes` of the owner's descriptor. Throws like open_descriptor(), and Error if there is no address space.
   GuardedView(const Owner& owner, int fd, std::size_t bytes);
   ~GuardedView();
   GuardedView(const GuardedView&) = delete;
@@ -34,16 +34,16 @@ class GuardedView {
   std::size_t granule_bytes() const noexcept { return granule_; }
   std::size_t granules() const noexcept { return (bytes_ + granule_ - 1) / granule_; }
 
-  /// Whether anything, or anything of a granule, has been written to since the last renew().
+  /// Returns whether any granule, or one granule, has been written to since the last renew().
   bool is_written() const noexcept { return written_any_.load(std::memory_order_acquire); }
   bool is_written(std::size_t granule) const noexcept { return written_[granule].load(std::memory_order_acquire); }
 
-  /// Forgets what has been written here: the view shows the shared memory again. Nobody may be writing.
+  /// Discards this rank's writes: the view shows the shared memory again. No thread may write meanwhile.
   void renew() noexcept;
 
  private:
   friend class GuardedViews;
-  /// In the signal handler: lets a write to `address` through. False when it lies elsewhere.
+  /// Called in the signal handler: makes the granule of `address` writable. Returns false for other addresses.
   bool let_write(const std::byte* address) noexcept;
 
   std::byte* data_ = nullptr;

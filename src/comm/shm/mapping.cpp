@@ -41,7 +41,7 @@ std::string descriptor_path(const Owner& owner, int fd) { return fmt::format("/p
                           mebibytes(bytes), mebibytes(available_memory()), std::strerror(error), limit));
 }
 
-/// Calls again what a signal has interrupted.
+/// Repeats a system call that a signal has interrupted.
 template <class Call>
 int retried(const Call& call) {
   int result;
@@ -50,12 +50,13 @@ int retried(const Call& call) {
   return result;
 }
 
-/// Peers may write to the pages, but neither execute them nor cut them off, which would end this process by SIGBUS.
+/// Seals the file: peers may write to the pages, but neither execute them nor truncate the file, which would cause
+/// SIGBUS in this process.
 int create_sealed(const std::string& name, std::size_t bytes) {
-  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which older headers lack.
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which older headers do not define.
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int fd = ::memfd_create(("ddpkit:" + name).c_str(), flags | kNoExecSeal);
-  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(("ddpkit:" + name).c_str(), flags);  // A kernel before 6.3.
+  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(("ddpkit:" + name).c_str(), flags);  // Kernels before 6.3.
   if (fd < 0) throw Error(fmt::format("memfd_create for {} failed: {}", name, std::strerror(errno)));
   if (retried([&] { return ::ftruncate(fd, static_cast<off_t>(bytes)); }) != 0) {
     const int error = errno;
@@ -66,22 +67,22 @@ int create_sealed(const std::string& name, std::size_t bytes) {
   return fd;
 }
 
-/// What this process maps.
+/// The mappings of this process.
 class MappedPages {
  public:
   static MappedPages& all() {
     static auto* mapped =
-        new MappedPages;  // Never destroyed: a mapping may be the last thing that a program lets go of.
+        new MappedPages;  // Never destroyed: mappings may be destroyed until the program ends.
     return *mapped;
   }
 
-  /// The pages behind a descriptor, mapped now unless they are; null (and errno) when that fails.
+  /// Returns the pages of a descriptor. Maps them if they are not mapped. Returns null and sets errno on failure.
   std::shared_ptr<std::byte> get(int fd, std::size_t bytes, Mapping::Fill fill) {
     struct stat file {};
     if (::fstat(fd, &file) != 0) return nullptr;
     const Key key{file.st_dev, file.st_ino, bytes};
     const std::lock_guard lock(mutex_);
-    // A file that is mapped lives on, so that no other can have its number.
+    // A mapped file continues to exist, so no other file can have its inode number.
     if (const auto found = pages_.find(key); found != pages_.end()) {
       if (auto pages = found->second.lock()) return pages;
     }
@@ -107,17 +108,17 @@ class MappedPages {
 Mapping::~Mapping() { close_descriptor(); }
 
 Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
-  // Asking for more than there is would not fail: it would wake the kernel's out-of-memory killer.
+  // A request for more than the available memory would not fail but cause the kernel's out-of-memory killer to run.
   const std::size_t available = available_memory();
   if (fill == Fill::kNow && available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
   Mapping mapping;
   mapping.fd_ = create_sealed(name, bytes);
-  // The advice for huge pages counts only for pages that do not exist yet, so it comes between mapping and filling.
+  // Advice for huge pages affects only pages that do not exist yet, so it must precede the allocation.
   mapping.pages_ = MappedPages::all().get(mapping.fd_, bytes, Fill::kOnTouch);
   if (!mapping.pages_) throw_out_of_memory(name, bytes, errno);
   mapping.size_ = bytes;
   if (fill == Fill::kOnTouch) return mapping;
-  // Unlike a first touch, which would be killed by SIGBUS, this fails with an error when memory runs out.
+  // If there is no memory, this fails with an error, while a first touch would raise SIGBUS.
   if (retried([&] { return ::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)); }) != 0)
     throw_out_of_memory(name, bytes, errno);
   return mapping;
@@ -128,7 +129,7 @@ int open_descriptor(const Owner& owner, int fd, int flags) {
   const int opened = ::open(path.c_str(), flags | O_CLOEXEC);
   if (opened >= 0) return opened;
   const int error = errno;
-  // A process that ends closes its descriptors a moment before it counts as ended.
+  // An ending process closes its descriptors shortly before it counts as ended.
   if (ProcessWatch(owner.pid).ends_within(std::chrono::seconds(2)))
     throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
                    {.rank = owner.rank, .call = "rendezvous"});

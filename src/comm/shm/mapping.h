@@ -14,16 +14,16 @@ struct Owner {
   int pid = 0;
 };
 
-/// The owner's descriptor `fd`, opened here with the `flags` of open(2). Throws PeerLost when its process has ended, as
-/// it may between offering a descriptor and this; RendezvousError with the cause when it cannot be opened (another
-/// host, container or user, too many open files).
+/// Opens the owner's descriptor `fd` in this process, with the `flags` of open(2). Throws PeerLost if the owner's
+/// process has ended. Throws RendezvousError with the cause if it cannot be opened (another host, container or user,
+/// too many open files).
 int open_descriptor(const Owner& owner, int fd, int flags);
 
-/// Pages shared between processes, from an unnamed memory file (memfd): nothing appears in any file system, and the
-/// kernel takes the pages back when the last process that maps them has ended, however it ended.
+/// Pages shared between processes, from an anonymous memory file (memfd). They are not visible in a file system. The
+/// kernel frees them when the last process that maps them has ended, for any reason.
 ///
-/// A process maps each page once: mappings of the same pages share one address (ranks that are threads of one process).
-/// Creating, opening and destroying are thread-safe.
+/// A process maps each page once: mappings of the same pages share one address (for ranks that are threads of one
+/// process). Creating, opening and destroying are thread-safe.
 class Mapping {
  public:
   Mapping() = default;
@@ -39,23 +39,23 @@ class Mapping {
 
   enum class Fill { kNow, kOnTouch };
 
-  /// New pages, all zero. kNow: really there (the calling thread's NUMA policy places them); kOnTouch: each takes
-  /// memory only once it is used. `name` shows in /proc/PID/maps. Throws Error that says how much was asked for and how
-  /// much there is.
+  /// Creates zeroed pages. kNow: allocates all pages (placed by the calling thread's NUMA policy). kOnTouch: allocates
+  /// each page on first use. `name` is shown in /proc/PID/maps. Throws Error, which gives the requested and the
+  /// available size.
   static Mapping create(const std::string& name, std::size_t bytes, Fill fill = Fill::kNow);
 
-  /// The pages behind the owner's descriptor. Throws as open_descriptor() does.
+  /// Maps the pages of the owner's descriptor. Throws like open_descriptor().
   static Mapping open(const Owner& owner, int fd, std::size_t bytes, Fill fill = Fill::kNow);
 
   std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }
-  /// The descriptor others may open; -1 after close_descriptor() and for opened mappings.
+  /// Returns the descriptor that others may open; -1 after close_descriptor() and for opened mappings.
   int descriptor() const noexcept { return fd_; }
-  /// Once every peer has opened it, the mapping no longer needs its descriptor.
+  /// Closes the descriptor. Call it when every peer has opened it. The mapping remains.
   void close_descriptor() noexcept;
 
  private:
-  std::shared_ptr<std::byte> pages_;  ///< Unmapped with their last mapping in this process.
+  std::shared_ptr<std::byte> pages_;  ///< Unmapped with the last Mapping of them in this process.
   std::size_t size_ = 0;
   int fd_ = -1;
 };

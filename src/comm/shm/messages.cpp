@@ -10,7 +10,7 @@
 namespace ddpkit::shm {
 namespace {
 
-/// Copies as much as there is room for into the ring; returns how much.
+/// Copies to the ring as much as fits. Returns the number of bytes.
 std::size_t write_some(ChannelBlock& channel, const std::byte* data, std::size_t bytes) {
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
   const std::size_t room = kChannelBytes - static_cast<std::size_t>(written - channel.read.load());
@@ -23,7 +23,7 @@ std::size_t write_some(ChannelBlock& channel, const std::byte* data, std::size_t
   return count;
 }
 
-/// The other end.
+/// Copies from the ring as much as is available. Returns the number of bytes.
 std::size_t read_some(ChannelBlock& channel, std::byte* data, std::size_t bytes) {
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
   const std::size_t there = static_cast<std::size_t>(channel.written.load() - read);
@@ -61,7 +61,7 @@ void Mailbox::post(MessageHandle message) {
   }
 }
 
-/// Serves a receive from the messages that came before it.
+/// Completes a receive from the messages that arrived before it was posted.
 bool Mailbox::take_early(const MessageHandle& handle) {
   Message& receive = *handle;
   for (std::size_t p = 0; p < incoming_.size(); ++p) {
@@ -99,8 +99,8 @@ MessageHandle Mailbox::take_match(int peer, const MessageHeader& header) {
   return *found;
 }
 
-/// Whether a receive waits that this peer could serve: only then are messages taken that nobody has asked for yet, so
-/// that a sender which runs ahead is held back by its channel, not by this rank's memory.
+/// Returns whether this peer's message could complete a posted receive. Only then are unexpected messages read. So the
+/// channel limits a sender that runs ahead, and this rank's memory use is limited.
 bool Mailbox::wanted(int peer) const {
   return std::any_of(receives_.begin(), receives_.end(), [&](const MessageHandle& receive) {
     return receive->peer == peer || receive->peer == kAnySource;
@@ -139,7 +139,7 @@ bool Mailbox::pull(int peer) {
   bool moved = false;
   while (in.header || wanted(peer)) {
     if (!in.header) {
-      // A header is taken whole; its parts may come one after the other.
+      // A header is read only when all of it is available.
       if (channel.written.load() - channel.read.load() < sizeof(MessageHeader)) return moved;
       std::byte head[sizeof(MessageHeader)];
       read_some(channel, head, sizeof head);
@@ -164,7 +164,7 @@ bool Mailbox::pull(int peer) {
     } else {
       in.early.push_back({*in.header, std::move(in.buffer)});
       in.buffer.clear();
-      // A receive may have been asked for while its message was coming into the buffer.
+      // A receive may have been posted while its message was read to the buffer.
       for (auto receive = receives_.begin(); receive != receives_.end();) {
         receive = !(*receive)->matched && take_early(*receive) ? receives_.erase(receive) : std::next(receive);
       }

@@ -17,7 +17,7 @@ namespace ddpkit::shm {
 
 using kernels::DataType;
 
-/// What stands before a message's bytes in a channel.
+/// Precedes the bytes of a message in a channel.
 struct MessageHeader {
   std::uint64_t bytes;
   std::uint64_t numel;
@@ -27,13 +27,13 @@ struct MessageHeader {
 
 struct Message;
 
-/// What can be waited for.
+/// An operation that can be waited for.
 struct Pending {
   explicit Pending(const Message* as_message = nullptr) : message(as_message) {}
-  const Message* message;  ///< Itself, where it is a message.
-  bool over = false;       ///< But for on_finish.
+  const Message* message;  ///< This object if it is a message, otherwise null.
+  bool over = false;       ///< Complete except for on_finish.
   bool finished = false;
-  std::exception_ptr failure = nullptr;  ///< What on_finish threw: this one alone has failed, the group continues.
+  std::exception_ptr failure = nullptr;  ///< Exception of on_finish. Only this operation has failed, not the group.
 
   void throw_if_failed() const {
     if (failure) std::rethrow_exception(failure);
@@ -41,13 +41,13 @@ struct Pending {
 };
 using PendingHandle = std::shared_ptr<Pending>;
 
-/// A send or a receive under way.
+/// A send or a receive in progress.
 struct Message : Pending {
   Message() : Pending(this) {}
   enum class Kind { kSend, kReceive };
 
   Kind kind = Kind::kSend;
-  int peer = 0;  ///< kAnySource: whoever sends first; then who it was.
+  int peer = 0;  ///< kAnySource: the rank that sends first; later that rank.
   int tag = 0;
   DataType dtype = DataType::kUInt8;
   std::size_t numel = 0;
@@ -55,8 +55,8 @@ struct Message : Pending {
   std::shared_ptr<void> keep_alive = {};
   std::function<void()> on_finish = {};
 
-  std::size_t done = 0;  ///< Bytes of header and data that have been through the channel.
-  bool matched = false;  ///< A receive for which the message has begun to come.
+  std::size_t done = 0;  ///< Bytes of header and data that were written to or read from the channel.
+  bool matched = false;  ///< For a receive: its message has started to arrive.
 
   std::size_t bytes() const { return numel * size_of(dtype); }
 };
@@ -64,23 +64,23 @@ using MessageHandle = std::shared_ptr<Message>;
 
 inline constexpr int kAnySource = -1;
 
-/// "recv of 10 float32 from rank 1 (tag 0)".
+/// Returns text such as "recv of 10 float32 from rank 1 (tag 0)".
 std::string describe(const Message& message);
 
-/// The messages of one rank: queues of sends for each peer, receives in the order they were asked for, and messages
-/// that came before anybody asked. Driven by the engine, under its mutex.
+/// The messages of one rank: a queue of sends per peer, receives in the order of their posts, and unexpected messages.
+/// The engine calls it and holds its mutex.
 class Mailbox {
  public:
-  /// `channels`: those that lead from rank r start at channels[r]; the one to rank p is channels[r][p].
+  /// `channels[r]` points to the channels from rank r; channels[r][p] is the one to rank p.
   Mailbox(int rank, std::vector<ChannelBlock*> channels);
 
   void post(MessageHandle message);
   bool idle() const noexcept { return receives_.empty() && sending_ == 0; }
 
-  /// Moves everything as far as the peers allow. Calls `ring(peer)` for each peer that may go on. Throws
-  /// CollectiveMismatch when a message has another size or type than its receive.
+  /// Makes progress as far as the peers allow. Calls `ring(peer)` for each peer that may continue. Throws
+  /// CollectiveMismatch if a message has another size or type than its receive.
   bool progress(const std::function<void(int peer)>& ring);
-  /// Passes on the messages that are complete but for their `on_finish`.
+  /// Passes the messages that are complete except for their `on_finish` to `take`.
   template <class Take>
   void take_finished(const Take& take) {
     for (const MessageHandle& message : finished_) take(message);
@@ -93,10 +93,10 @@ class Mailbox {
     std::vector<std::byte> data;
   };
   struct Incoming {
-    std::optional<MessageHeader> header;  ///< Of the message under way; its bytes follow.
+    std::optional<MessageHeader> header;  ///< Header of the message in progress; its bytes follow.
     std::size_t done = 0;
-    MessageHandle receive;     ///< Where it goes; null: to `early`.
-    std::list<Arrived> early;  ///< Complete messages that nobody has asked for.
+    MessageHandle receive;     ///< Target of the message; null: the message goes to `early`.
+    std::list<Arrived> early;  ///< Complete unexpected messages.
     std::vector<std::byte> buffer;
   };
 

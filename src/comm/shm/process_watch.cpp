@@ -29,9 +29,9 @@ ProcessWatch& ProcessWatch::operator=(ProcessWatch&& other) noexcept {
 bool ProcessWatch::alive() const noexcept {
   if (fd_ >= 0) {
     pollfd descriptor{fd_, POLLIN, 0};
-    return ::poll(&descriptor, 1, 0) <= 0;  // A poll() that fails says nothing of the process.
+    return ::poll(&descriptor, 1, 0) <= 0;  // An error of poll() does not mean that the process has ended.
   }
-  // A kernel or a sandbox without pidfd: the process id must do.
+  // A kernel or a sandbox without pidfd.
   return pid_ > 0 && (::kill(pid_, 0) == 0 || errno == EPERM);
 }
 

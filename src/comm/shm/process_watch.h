@@ -5,8 +5,8 @@
 
 namespace ddpkit::shm {
 
-/// Tells whether another process still runs. Holds a pidfd, so that a new process that gets the old one's id is not
-/// mistaken for it.
+/// Checks whether another process still runs. Holds a pidfd, so a new process with the same process ID is not mistaken
+/// for it.
 class ProcessWatch {
  public:
   ProcessWatch() = default;
@@ -15,9 +15,9 @@ class ProcessWatch {
   ProcessWatch(ProcessWatch&& other) noexcept;
   ProcessWatch& operator=(ProcessWatch&& other) noexcept;
 
-  /// False once it has ended, also while its parent has not yet reaped it. A system call.
+  /// Returns false after the process has ended, also before its parent has reaped it. Makes a system call.
   bool alive() const noexcept;
-  /// Whether it has ended, or does so within `patience`.
+  /// Returns whether the process has ended or ends within `patience`.
   bool ends_within(std::chrono::milliseconds patience) const noexcept;
 
  private:
