@@ -19,7 +19,7 @@
 namespace ddpkit::flight {
 namespace {
 
-/// Of the signals that nobody uses for anything: programs have SIGUSR1 and SIGUSR2 for themselves.
+/// The signal is SIGRTMIN plus this number. Programs may use SIGUSR1 and SIGUSR2.
 constexpr int kSignalsAfterFirst = 7;
 constexpr int kMostFrames = 64;
 
@@ -65,7 +65,7 @@ void Recorder::attach() noexcept {
   page_ = nullptr;
   const int fd = page_descriptor();
   struct stat file {};
-  // The number may have come to mean another file by now.
+  // The descriptor may belong to another file.
   if (fd < 0 || ::fstat(fd, &file) != 0 || file.st_size != static_cast<off_t>(sizeof(Page))) return;
   void* memory = ::mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) return;
@@ -85,7 +85,7 @@ void Recorder::install_handler() noexcept {
   struct sigaction current {};
   if (signal > SIGRTMAX || ::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) return;
   void* frame = nullptr;
-  ::backtrace(&frame, 1);  // Loads what it needs now, and not in the handler.
+  ::backtrace(&frame, 1);  // Loads libgcc now, because the handler must not.
   struct sigaction action {};
   action.sa_handler = &Recorder::write_stack;
   action.sa_flags = SA_RESTART;
@@ -101,9 +101,9 @@ void Recorder::write_stack(int) {
     ::backtrace_symbols_fd(frames + 2, std::max(0, count - 2), STDERR_FILENO);
   } else {
     constexpr auto kBegin = static_cast<off_t>(offsetof(Page, stack));
-    // Each line is cut where the page ends: writing on would make the file longer than its readers know.
+    // Stops before the end of the page: more lines would make the file longer than the page.
     ::lseek(self.fd_, kBegin, SEEK_SET);
-    // The first two are this handler and the kernel's call of it.
+    // Skips this handler and the kernel's call of it.
     for (int i = 2; i < count && ::lseek(self.fd_, 0, SEEK_CUR) < kBegin + static_cast<off_t>(kStackBytes) - 1024; ++i)
       ::backtrace_symbols_fd(frames + i, 1, self.fd_);
     const off_t end = std::min(::lseek(self.fd_, 0, SEEK_CUR), kBegin + static_cast<off_t>(kStackBytes));

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. How a process records its collectives.
+// Tier 0: the standard library only. Records the collectives of a process.
 #pragma once
 
 #include <atomic>
@@ -9,24 +9,24 @@
 
 namespace ddpkit::flight {
 
-/// This process's recorder: writes into the page that the launcher reads, or into memory of its own where there is no
-/// such launcher. A few stores a collective; no lock, and the clock only now and then.
+/// The recorder of this process. Writes to the page that the launcher reads, or to private memory without such a
+/// launcher. Costs a few stores per collective: it takes no lock and reads the clock rarely.
 ///
-/// Thread-safe. Two groups' collectives that start on two threads in the same instant may share a record.
+/// Thread-safe. Collectives of two groups that start on two threads at the same time may share a record.
 class Recorder {
  public:
-  /// Never destroyed: the last collectives may come from static objects.
+  /// Never destroyed: static objects may call collectives until the program ends.
   static Recorder& of_process() noexcept;
 
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// A number for a new group of this process, from 0.
+  /// Returns a number for a new group of this process, from 0.
   std::uint32_t new_group() noexcept { return groups_.fetch_add(1); }
-  /// Whether it is the group of all ranks of the job.
+  /// Returns whether it is the group of all ranks of the job.
   bool is_world(std::uint32_t group) const noexcept { return group == world_group_.load(std::memory_order_relaxed); }
 
-  /// Returns the record, for finish().
+  /// Records the start of a collective. Returns the record, for finish().
   std::uint64_t start(Call call, std::uint64_t sequence, std::uint64_t bytes, std::uint32_t group) noexcept {
     Page& page = *page_;
     const std::uint64_t index = page.next.load(std::memory_order_relaxed);
@@ -40,7 +40,7 @@ class Recorder {
     record.what.store(static_cast<std::uint64_t>(call) | (std::uint64_t{group} << 8) | (bucket << 32),
                       std::memory_order_relaxed);
     record.step.store(page.step.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    // Reading even the coarse clock takes 6 ns: of a small collective only now and then.
+    // Reading the coarse clock takes 6 ns, so it is read only for some of the small collectives.
     const bool look = bytes > kLargeBytes || index % kSmallBetweenLooks == 0;
     record.started_ms.store(look ? now_ms() : 0, std::memory_order_relaxed);
     page.next.store(index + 1, std::memory_order_release);
@@ -51,13 +51,13 @@ class Recorder {
     if (record.index.load(std::memory_order_relaxed) == index) record.finished.store(1, std::memory_order_release);
   }
   const Record& record(std::uint64_t index) const noexcept { return page_->records[index % kRecords]; }
-  /// This rank has begun to wait long for a collective.
+  /// Records that this rank has started a long wait for a collective.
   void waits(std::uint64_t index) noexcept;
 
-  /// The next collective is that of this bucket.
+  /// Sets the bucket of the next collective.
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
-  /// This rank waits in the rendezvous for a world of `world` ranks. The next group is the group of that world.
+  /// Records that this rank waits in the rendezvous of `world` ranks. The next group is the group of all these ranks.
   void meet(int world) noexcept {
     world_group_.store(groups_.load());
     page_->outcome.store(Outcome{});
@@ -65,15 +65,15 @@ class Recorder {
     page_->phase.store(Phase::kMeeting, std::memory_order_release);
   }
   void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
-  /// This rank leaves the group of all ranks. To be called before the others can notice.
+  /// Records that this rank leaves the group of all ranks. Call it before the others can detect it.
   void leave() noexcept { page_->phase.store(Phase::kLeft); }
-  /// The first counts. `culprit`: rank in the whole job, where that is known.
+  /// Records the failure; only the first counts. `culprit`: rank in the whole job, if known.
   void fail(Failure failure, std::optional<int> culprit) noexcept;
 
-  /// The signal that makes this process write its stack: into the page, or to stderr where no launcher reads it. 0:
+  /// Returns the signal that makes this process write its stack, to the page or, without a launcher, to stderr. 0:
   /// none.
   int stack_signal() const noexcept { return page_->stack_signal.load(std::memory_order_relaxed); }
-  /// Whether a launcher reads the page.
+  /// Returns whether a launcher reads the page.
   bool is_read() const noexcept { return fd_ >= 0; }
 
  private:
@@ -88,7 +88,7 @@ class Recorder {
 
   Page* page_;
   int fd_ = -1;
-  std::atomic<std::uint64_t> bucket_{0};  ///< Of the next collective, plus one; 0: none.
+  std::atomic<std::uint64_t> bucket_{0};  ///< Bucket of the next collective, plus one; 0: none.
   std::atomic<std::uint32_t> groups_{0};
   std::atomic<std::uint32_t> world_group_{0};
 };

@@ -27,13 +27,13 @@ double seconds_since(std::chrono::steady_clock::time_point then) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
 }
 
-/// Of CLOCK_MONOTONIC, which is steady_clock's.
+/// Of CLOCK_MONOTONIC, which is also the clock of steady_clock.
 double seconds_since(std::uint64_t then_ms) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::max(0.0, std::chrono::duration<double>(now).count() - static_cast<double>(then_ms) / 1000);
 }
 
-/// "program(_ZN3foo3barEv+0x12) [0x55]" gives "foo::bar() (program)"; a function without a name its place in the file.
+/// Converts "program(_ZN3foo3barEv+0x12) [0x55]" to "foo::bar() (program)". A function without a name keeps its offset.
 std::string readable(const std::string& line) {
   const auto open = line.find('('), close = line.find(')', open);
   if (open == std::string::npos || close == std::string::npos) return line;
@@ -47,7 +47,8 @@ std::string readable(const std::string& line) {
   return fmt::format("{} ({})", status == 0 ? name.get() : symbol.c_str(), file);
 }
 
-/// The process may have ended, and another one may have its number: a signal without a handler would kill that one.
+/// Returns whether the process has a handler for the signal. Another process may have the same ID now, and a signal
+/// without a handler would kill it.
 bool handles(int pid, int signal) {
   std::ifstream status(fmt::format("/proc/{}/status", pid));
   for (std::string line; std::getline(status, line);) {
@@ -123,7 +124,7 @@ std::string View::state(bool ended) const {
     return (ended ? "had called no collective" : "has called no collective") + at;
   }
   const double age = seconds_since(seen_at_);
-  // The newest may be finished while an older one is not.
+  // The newest collective may be finished while an older one is not.
   for (std::uint64_t index = next < kRecords ? 0 : next - kRecords; index < next; ++index) {
     const Record& record = page_->records[index % kRecords];
     if (record.index.load() != index || record.finished.load() != 0) continue;

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. How a launcher reads what a rank has recorded.
+// Tier 0: the standard library only. Reads the records of a rank, for a launcher.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace ddpkit::flight {
 
-/// A page for one rank: unnamed memory, the owner's alone, gone with the processes that have it.
+/// A page for one rank: anonymous memory that only its owner can access, freed when the processes that have it end.
 class View {
  public:
   View();
@@ -18,34 +18,35 @@ class View {
   View(View&& other) noexcept;
   View& operator=(View&&) = delete;
 
-  /// For the rank to inherit, under the name kPageVariable.
+  /// Returns the descriptor that the rank inherits; kPageVariable holds its number.
   int descriptor() const noexcept { return fd_; }
 
-  /// What its collectives failed with, and who is at fault.
+  /// Returns the failure of its collectives, and the rank that caused it.
   Failure failure() const noexcept;
   std::optional<int> culprit() const noexcept;
 
-  /// Whether the rank waits for the others of a world of `world` ranks.
+  /// Returns whether the rank waits in the rendezvous of `world` ranks.
   bool is_meeting(int world) const noexcept;
-  /// Whether it has met the others, or those of a world of its own.
+  /// Returns whether the rank has completed its rendezvous, also that of a group of one.
   bool has_met() const noexcept;
-  /// Whether the rank has left the group of all ranks.
+  /// Returns whether the rank has left the group of all ranks.
   bool has_left() const noexcept;
 
-  /// Looks whether the rank has gone on since the last call.
+  /// Checks whether the rank has made progress since the last call.
   void sample() noexcept;
 
-  /// "is in all_reduce number 812 (4096 bytes, group 0, bucket 2) at step 40 for 3.1 s", or what the rank did last: a
-  /// sentence without its subject. `ended`: the rank has ended; empty when it never came to init_process_group.
+  /// Returns "is in all_reduce number 812 (4096 bytes, group 0, bucket 2) at step 40 for 3.1 s", or the rank's last
+  /// activity: a sentence without its subject. `ended`: the rank has ended; then the text is empty if the rank never
+  /// called init_process_group.
   std::string state(bool ended) const;
-  /// The same of each collective that the page holds, oldest first, one a line.
+  /// Returns all collectives in the page, oldest first, one per line.
   std::string history() const;
 
-  /// Asks process `pid` for its stack. False when it has no page, or no way to tell.
+  /// Requests the stack of process `pid`. Returns false if the process has no page or no handler.
   bool ask_for_stack(int pid) noexcept;
-  /// Whether a stack has come since ask_for_stack().
+  /// Returns whether a stack was written since ask_for_stack().
   bool has_stack() const noexcept;
-  /// That stack: functions with their names, innermost first, one a line.
+  /// Returns that stack: function names, innermost first, one per line.
   std::string stack() const;
 
  private:
@@ -54,11 +55,11 @@ class View {
   int fd_ = -1;
   Page* page_ = nullptr;
   std::uint32_t stacks_before_ = 0;
-  std::uint64_t seen_ = 0;  ///< Collectives that were started and finished at the last sample.
+  std::uint64_t seen_ = 0;  ///< Number of collectives started and finished at the last sample.
   Clock::time_point seen_at_ = Clock::now();
 };
 
-/// "is stopped (SIGSTOP)" for a process that is; otherwise empty.
+/// Returns "is stopped (SIGSTOP)" for a stopped process; otherwise empty.
 std::string stopped_text(int pid);
 
 }  // namespace ddpkit::flight
