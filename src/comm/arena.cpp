@@ -18,7 +18,7 @@ namespace {
 
 using shm::Arena;
 
-/// LibTorch's CPU allocator, with an arena before it.
+/// Wraps LibTorch's CPU allocator: takes large blocks from an arena.
 class ArenaAllocator final : public c10::Allocator {
  public:
   static ArenaAllocator& get() {
@@ -61,11 +61,11 @@ class ArenaAllocator final : public c10::Allocator {
  private:
   explicit ArenaAllocator(c10::Allocator* base) : base_(base) {}
 
-  /// All that there have been. Never shorter, so that no tensor's end needs a lock, not even in a child process.
+  /// All arenas of this process. Never removed, so freeing a tensor needs no lock, also in a child process.
   struct Link {
     std::unique_ptr<Arena> arena;
     Link* older;
-    bool inherited = false;  ///< From the process that this one was forked from.
+    bool inherited = false;  ///< From the parent process, by fork().
   };
 
   const Link* link_of(const void* data) const {
@@ -74,7 +74,7 @@ class ArenaAllocator final : public c10::Allocator {
     return link;
   }
 
-  /// In a child process, which has none of the arenas' pages: it takes no blocks of theirs and gives none back.
+  /// Called in a child process, which cannot access the arenas' pages. The child neither allocates nor frees blocks.
   void leave_to_parent() {
     current = nullptr;
     for (Link* link = newest_; link; link = link->older) {

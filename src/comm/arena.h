@@ -15,11 +15,11 @@ namespace shm {
 class Arena;
 }
 
-/// While it lives, this process's CPU tensors of a page and more come from memory that all ranks of a group map, as
-/// far as it reaches: a gradient that autograd makes already stands where every rank can read it. Tensors outlive it.
+/// While a lease exists, this process's CPU tensors of a page and more are allocated from memory that all ranks of a
+/// group map, up to its capacity. Gradients are then readable by every rank. Tensors may outlive the lease.
 class ArenaLease {
  public:
-  /// Whether another lease is in force: a process has one at a time.
+  /// Returns whether a lease is active. A process has at most one.
   static bool taken();
 
   ArenaLease(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve);
@@ -27,19 +27,19 @@ class ArenaLease {
   ArenaLease(const ArenaLease&) = delete;
   ArenaLease& operator=(const ArenaLease&) = delete;
 
-  /// Memory of this process alone, of up to `capacity` bytes, none of it kept for empty(). Null while another lease is
-  /// in force.
+  /// Opens an arena of up to `capacity` bytes that only this process uses, without a reserve for empty(). Returns null
+  /// if another lease is active.
   static std::shared_ptr<ArenaLease> open_private(std::size_t capacity);
 
-  /// A tensor of `numel` elements in the arena, from the part kept for the purpose if need be. Contents undefined.
-  /// Throws Error when it is full.
+  /// Allocates a tensor of `numel` elements in the arena, if necessary from the reserve. The content is undefined.
+  /// Throws Error if the arena is full.
   at::Tensor empty(std::int64_t numel, at::ScalarType dtype);
-  /// Whether `data` is in the arena.
+  /// Returns whether `data` is in the arena.
   bool contains(const void* data) const noexcept;
   ArenaStats stats() const;
 
  private:
-  shm::Arena* arena_;  ///< Lives for ever: a tensor may be the last thing that a program lets go of.
+  shm::Arena* arena_;  ///< Never destroyed: tensors may be freed at any time until the program ends.
 };
 
 }  // namespace ddpkit

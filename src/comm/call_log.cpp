@@ -13,7 +13,7 @@ namespace {
 std::string kind_of_record(std::uint64_t index) {
   const flight::Record& record = flight::Recorder::of_process().record(index);
   const auto call = static_cast<flight::Call>(record.what.load() & 0xff);
-  // Ranks may exchange different amounts.
+  // Ranks may exchange different sizes.
   if (call == flight::Call::kAllToAll) return flight::name_of(call);
   return fmt::format("{}/{}", flight::name_of(call), record.bytes.load());
 }
@@ -47,7 +47,7 @@ bool CallLog::look() {
 
 std::optional<CallLog::Late> CallLog::late(std::chrono::milliseconds timeout) const {
   const std::lock_guard lock(mutex_);
-  // A call may wait for those before it.
+  // A call may wait for earlier calls.
   if (calls_.empty() || Clock::now() - std::max(calls_.front().since, progress_) < timeout) return std::nullopt;
   const Call& call = calls_.front();
   return Late{call.number, kind_of_record(call.record), describe_record(call.record)};

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. The collectives of one group that this rank has called.
+// Tier 0: the standard library only. A log of the collectives that this rank has called in one group.
 #pragma once
 
 #include <chrono>
@@ -14,25 +14,25 @@ namespace ddpkit {
 /// Thread-safe.
 class CallLog {
  public:
-  /// A call that takes too long.
+  /// A call that has exceeded its timeout.
   struct Late {
-    std::optional<std::uint64_t> number;  ///< Of the group's collectives, from 0; empty for messages.
-    std::string kind;                     ///< Equal on all ranks.
+    std::optional<std::uint64_t> number;  ///< Number of the collective in its group, from 0; empty for messages.
+    std::string kind;                     ///< The same on all ranks.
     std::string text;                     ///< "all_reduce number 41 (4096 bytes, group 0, bucket 3) at step 12"
   };
 
-  /// `record`: of the flight recorder, which learns of the end. `has_ended` is called by another thread.
-  /// Returns whether no other call was under way.
+  /// `record`: index in the flight recorder, which is notified of the end. `has_ended` is called on another thread.
+  /// Returns whether no other call was in progress.
   bool add(std::uint64_t record, bool is_message, std::function<bool()> has_ended);
-  /// Whether calls are under way.
+  /// Returns whether calls are in progress.
   bool look();
   std::optional<Late> late(std::chrono::milliseconds timeout) const;
 
-  /// Collectives that were called.
+  /// Returns the number of collectives called.
   std::uint64_t count() const;
-  /// The kind of collective `number`; "-" if it has ended or has not been called.
+  /// Returns the kind of collective `number`; "-" if it has ended or has not been called.
   std::string kind_of(std::uint64_t number) const;
-  /// "is in all_reduce number 41 (...)" or "is in no collective; its last one was ..."
+  /// Returns "is in all_reduce number 41 (...)" or "is in no collective; its last one was ...".
   std::string state() const;
 
  private:
@@ -45,10 +45,10 @@ class CallLog {
   };
 
   mutable std::mutex mutex_;
-  std::vector<Call> calls_;  ///< Under way, oldest first.
+  std::vector<Call> calls_;  ///< In progress, oldest first.
   std::uint64_t count_ = 0;
   std::optional<std::uint64_t> last_record_;
-  Clock::time_point progress_;  ///< Last end of a call.
+  Clock::time_point progress_;  ///< Time of the last end of a call.
 };
 
 }  // namespace ddpkit

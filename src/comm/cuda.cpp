@@ -12,7 +12,7 @@ namespace {
 
 class CapturedGraph final : public Graph {
  public:
-  // The threads of autograd and NCCL's watchdog continue: only this thread must make no unsafe call.
+  // Other threads (autograd, NCCL's watchdog) may make unsafe calls during the capture; only this thread must not.
   void begin_capture() override { graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal); }
   void end_capture() override { graph_.capture_end(); }
   void replay() override { graph_.replay(); }

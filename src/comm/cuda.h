@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h. What needs CUDA. A build without CUDA has no devices.
+// Tier 1: ATen/core/Tensor.h. Functions that need CUDA. A build without CUDA has no devices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +9,16 @@
 
 namespace ddpkit::cuda {
 
-/// GPUs that this process can use.
+/// Returns the number of GPUs that this process can use.
 int device_count();
-/// Makes `device` the current one of this thread.
+/// Sets the current device of this thread.
 void set_device(c10::Device device);
 
-/// Writes the sum of `parts`, one per device of this process, to parts[0], by NCCL. parts[i] is contiguous and belongs
-/// to streams[i], on which its device works. Returns false, and does nothing, if NCCL is missing or has no sum of this
-/// type.
+/// Writes the sum of `parts`, one per device of this process, to parts[0], by NCCL. parts[i] is contiguous and used on
+/// streams[i]. Returns false, and does nothing, if there is no NCCL or if NCCL does not support the type.
 bool reduce(const std::vector<at::Tensor>& parts, const std::vector<c10::Stream>& streams);
 
-/// A CUDA graph of the work that this thread gives to the current stream.
+/// A CUDA graph of the work that this thread queues on the current stream.
 class Graph {
  public:
   virtual ~Graph() = default;

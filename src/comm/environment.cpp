@@ -13,12 +13,12 @@
 namespace ddpkit {
 namespace {
 
-/// Reads whole numbers out of the environment and says which variable is wrong.
+/// Reads numbers from environment variables. Errors name the variable.
 class Variables {
  public:
   explicit Variables(const EnvironmentLookup& lookup) : lookup_(lookup) {}
 
-  /// An empty variable counts as one that is not set, as for most shells' users.
+  /// An empty variable counts as not set.
   std::optional<std::string> text(const char* name) const {
     auto value = lookup_(name);
     if (value && value->empty()) return std::nullopt;
@@ -72,7 +72,7 @@ LaunchEnvironment read_torchrun(const Variables& variables) {
   return environment;
 }
 
-/// "2(x3),1" says tasks per node: 2, 2, 2, 1.
+/// Parses the format "2(x3),1", which means the tasks per node 2, 2, 2, 1.
 int slurm_tasks_on_node(const std::string& text, int node) {
   int index = 0;
   const char* at = text.data();
@@ -121,11 +121,11 @@ struct MpiLauncher {
   const char* name;
   const char* rank;
   const char* size;
-  const char* local_ranks[2];  ///< The first that is set counts, as of the next.
+  const char* local_ranks[2];  ///< The first that is set counts; the same for local_sizes.
   const char* local_sizes[2];
   const char* hosts;   ///< Number of hosts.
-  const char* job;     ///< Names the job.
-  const char* option;  ///< Passes MASTER_ADDR to all ranks.
+  const char* job;     ///< Identifies the job.
+  const char* option;  ///< How to pass MASTER_ADDR to all ranks.
 };
 
 constexpr MpiLauncher kMpiLaunchers[] = {
@@ -153,7 +153,7 @@ constexpr MpiLauncher kMpiLaunchers[] = {
      .hosts = "FLUX_JOB_NNODES",
      .job = "FLUX_JOB_ID",
      .option = "flux run --env=MASTER_ADDR=HOST"},
-    // Hydra of MPICH and Intel MPI, Cray's PALS.
+    // Hydra of MPICH and Intel MPI; Cray's PALS.
     {.name = "pmi",
      .rank = "PMI_RANK",
      .size = "PMI_SIZE",
@@ -164,7 +164,7 @@ constexpr MpiLauncher kMpiLaunchers[] = {
      .option = "mpiexec -genv MASTER_ADDR HOST"},
 };
 
-/// Set by launchers that do not set the number of ranks.
+/// Variables of launchers that do not set the number of ranks.
 constexpr const char* kRanksWithoutSize[] = {"PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"};
 
 const MpiLauncher* find_mpi_launcher(const Variables& variables) {
@@ -208,12 +208,12 @@ LaunchEnvironment read_mpi(const Variables& variables, const MpiLauncher& launch
   return environment;
 }
 
-/// The launcher that started this process itself. mpirun and mpiexec in a Slurm allocation start their daemons with
-/// srun, and the ranks inherit the variables of the daemon's step. So Slurm's variables count only if these are the
-/// rank's own.
+/// Detects the launcher that started this process directly. In a Slurm allocation, mpirun and mpiexec start their
+/// daemons with srun, and the ranks inherit the variables of the daemon's step. So Slurm's variables count only if they
+/// are those of the rank.
 LaunchEnvironment read_scheduler(const Variables& variables) {
-  // Inside an allocation Slurm also sets SLURM_PROCID and SLURM_NTASKS for a batch script's own shell; only srun
-  // sets the size of a step.
+  // In an allocation, Slurm also sets SLURM_PROCID and SLURM_NTASKS for the shell of a batch script. Only srun sets the
+  // size of a step.
   const bool has_step = variables.text("SLURM_STEP_NUM_TASKS") && variables.text("SLURM_PROCID");
   const MpiLauncher* mpi = find_mpi_launcher(variables);
   const bool agree = has_step && mpi && variables.text("SLURM_STEP_NUM_TASKS") == variables.text(mpi->size) &&
@@ -233,7 +233,7 @@ LaunchEnvironment read_scheduler(const Variables& variables) {
   return environment;
 }
 
-/// A world of one that was set by hand, under a launcher that started several ranks: each would train everything.
+/// Throws if the user has set a world size of 1 under a launcher of several ranks: each rank would train separately.
 void refuse_worlds_of_one(const Variables& variables, const LaunchEnvironment& environment) {
   if (environment.world_size > 1 || variables.text("TORCHELASTIC_RUN_ID")) return;
   const MpiLauncher* mpi = find_mpi_launcher(variables);

@@ -28,19 +28,19 @@
 namespace ddpkit {
 namespace {
 
-/// Lines are sent whole, and never block: they are shorter than any socket's buffer.
+/// Lines are sent in one piece and never block, because they are shorter than the buffer of a socket.
 constexpr std::size_t kMostText = 2000;
 constexpr std::chrono::milliseconds kLook(20);
-/// How long rank 0 waits for answers about a late call, and the other ranks for rank 0.
+/// How long rank 0 waits for answers about a late call, and the other ranks wait for rank 0.
 constexpr std::chrono::milliseconds kAnswerLimit(300), kVerdictLimit(1000);
-/// A backend that reports a lost connection may notice the end of a rank before the guard.
+/// A backend may report a lost connection before the guard detects the end of the rank.
 constexpr std::chrono::milliseconds kErrorDelay(200);
 
 void send_line(int fd, const std::string& line) noexcept {
   static_cast<void>(::send(fd, line.data(), line.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
-/// The kernel ends a connection to a host that is gone.
+/// Makes the kernel close a connection to an unreachable host.
 void keep_alive(int fd) noexcept {
   const int on = 1, idle = 5, interval = 5, count = 3;
   ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -87,7 +87,7 @@ GroupGuard::~GroupGuard() { stop(); }
 std::string GroupGuard::listen(const LaunchEnvironment& environment) {
   const bool one_host = environment.local_world_size == ranks_;
   const std::string address = one_host ? usable_loopback("127.0.0.1") : address_towards(environment.master_addr);
-  if (address.empty()) return {};  // No way to the other hosts.
+  if (address.empty()) return {};  // There is no route to the other hosts.
   const auto port = listen_on(address, listener_);
   if (!port)
     throw RendezvousError(fmt::format("rank {} cannot listen on {}: {}", name_, address, std::strerror(errno)));
@@ -217,7 +217,7 @@ bool GroupGuard::take_hello(Peer& peer, std::istream& words) {
   peer.name = name;
   const bool complete = std::ranges::count_if(peers_, [](const Peer& each) { return each.name >= 0; }) == ranks_ - 1;
   if (complete) ::close(std::exchange(listener_, -1));
-  if (failed_) send_line(peer.fd, line_of(failure_));  // It came late.
+  if (failed_) send_line(peer.fd, line_of(failure_));  // The peer connected after the failure.
   return true;
 }
 

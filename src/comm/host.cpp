@@ -26,14 +26,14 @@ namespace {
                           path, std::strerror(errno)));
 }
 
-constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  ///< cgroup v1 writes a number like this for "none".
+constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  ///< cgroup v1 writes about this number for "no limit".
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
   std::uint64_t value = 0;
   return parse_number(text, value) ? std::optional(value) : std::nullopt;
 }
 
-/// Of a file with lines "name number".
+/// Returns the number after `wanted` in a file with lines "name number".
 std::optional<std::uint64_t> entry(const std::string& path, const std::string& wanted) {
   std::ifstream file(path);
   std::string name, value, rest;
@@ -43,7 +43,7 @@ std::optional<std::uint64_t> entry(const std::string& path, const std::string& w
   return std::nullopt;
 }
 
-/// The files of one version of control groups.
+/// File names of one version of control groups.
 struct MemoryFiles {
   const char *limit, *usage, *inactive, *active;
 };
@@ -52,12 +52,12 @@ constexpr MemoryFiles kMemoryFiles[] = {
     {"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file", "total_active_file"},
 };
 
-/// Calls `see` with each limit, and with what is left below it.
+/// Calls `see` with each limit and the amount left below the limit.
 template <class See>
 void for_each_limit(const std::string& root, const See& see) {
   for (const std::string& folder : cgroup_folders("memory", root)) {
     for (const MemoryFiles& files : kMemoryFiles) {
-      const auto limit = number_in(first_line(folder + files.limit));  // "max" is none.
+      const auto limit = number_in(first_line(folder + files.limit));  // "max" means no limit.
       if (!limit || *limit >= kUnlimited) continue;
       const std::uint64_t usage = number_in(first_line(folder + files.usage)).value_or(0);
       const std::string stat = folder + "/memory.stat";
@@ -125,7 +125,7 @@ std::vector<std::string> cgroup_folders(const std::string& controller, const std
     std::vector<std::string> folders;
     for (; !group.empty() && group != "/"; group.erase(group.rfind('/'))) folders.push_back(base + group);
     folders.push_back(base);
-    // In a hybrid hierarchy v2 has no controllers: then v1's line has it.
+    // In a hybrid hierarchy, v2 has no controllers; the line of v1 has the folder.
     if (is_v2 && !std::ifstream(base + "/cgroup.controllers")) continue;
     return folders;
   }
@@ -142,7 +142,7 @@ std::size_t available_memory(const std::string& root) {
   const auto kilobytes = entry(root + "/proc/meminfo", "MemAvailable:");
   if (!kilobytes) return 0;
   std::uint64_t least = *kilobytes * 1024;
-  // A full container has something left, since 0 stands for an unknown amount.
+  // For a full container returns 1, because 0 means unknown.
   for_each_limit(root,
                  [&](std::uint64_t, std::uint64_t left) { least = std::min(least, std::max<std::uint64_t>(left, 1)); });
   return least;
@@ -151,7 +151,7 @@ std::size_t available_memory(const std::string& root) {
 std::optional<std::size_t> available_addresses() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
-  const std::string sizes = first_line("/proc/self/statm");  // In pages; the first is of what is mapped.
+  const std::string sizes = first_line("/proc/self/statm");  // In pages; the first number is the mapped size.
   const std::uint64_t pages = number_in(sizes.substr(0, sizes.find(' '))).value_or(0);
   const std::uint64_t mapped = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   return limit.rlim_cur - std::min<std::uint64_t>(limit.rlim_cur, mapped);

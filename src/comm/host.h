@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. This host: its kernel, cores and memory in bytes.
+// Tier 0: the standard library only. Kernel, cores and memory of this host. Sizes are in bytes.
 #pragma once
 
 #include <cstddef>
@@ -9,35 +9,36 @@
 
 namespace ddpkit {
 
-/// Of the kernel that runs: the same in all its containers; empty where it has none. Throws Error when it cannot be
-/// read.
+/// Returns the boot ID of the running kernel: the same in all containers of a host; empty if there is none. Throws
+/// Error if it cannot be read.
 std::string boot_id();
 
-/// Tells this kernel's namespaces of one kind ("pid", "net", "time") apart; 0 where it has none. Throws Error when it
-/// cannot be read: another number would look like another host.
+/// Returns a number that identifies this process's namespace of a kind ("pid", "net", "time"); 0 if the kernel has
+/// none.
+/// Throws Error if it cannot be read, because another number would look like another host.
 std::uint64_t namespace_number(const char* kind);
 
-/// Cores of this process's affinity mask; {0} if the mask cannot be read.
+/// Returns the cores of this process's affinity mask; {0} if the mask cannot be read.
 std::vector<int> allowed_cores();
 
-/// The first line of a file, such as those of /proc and /sys; empty where there is none.
+/// Returns the first line of a file, such as those of /proc and /sys; empty if there is no such file.
 std::string first_line(const std::string& path);
 
-/// The folders of this process's control groups, innermost first, up to the root of the hierarchy: any may limit it.
-/// `controller`: "memory", "cpu". `root`: where /proc and /sys are; another one in tests.
+/// Returns the folders of this process's control groups, innermost first, up to the root of the hierarchy. Each may
+/// have a limit. `controller`: "memory", "cpu". `root`: prefix of /proc and /sys, for tests.
 std::vector<std::string> cgroup_folders(const std::string& controller, const std::string& root = "");
 
-/// The least limit of this process's control groups (a container's).
+/// Returns the smallest memory limit of this process's control groups (a container's).
 std::optional<std::uint64_t> memory_limit(const std::string& root = "");
 
-/// What can be had without swapping, by the kernel's estimate and below the limits of the control groups; 0 when the
-/// kernel does not say.
+/// Returns the memory available without swapping: the kernel's estimate, at most the limits of the control groups; 0 if
+/// unknown.
 std::size_t available_memory(const std::string& root = "");
 
-/// Addresses that RLIMIT_AS (ulimit -v) leaves this process; empty without that limit.
+/// Returns the address space that RLIMIT_AS (ulimit -v) leaves for this process; empty without a limit.
 std::optional<std::size_t> available_addresses();
 
-/// The largest size for one of `arenas` arenas that this process maps, which leaves half of the memory to others.
+/// Returns the maximum size of one of `arenas` arenas, so that all arenas together use at most half of the memory.
 std::size_t arena_budget(std::size_t arenas);
 
 }  // namespace ddpkit

@@ -1,4 +1,4 @@
-// Which backend and which device, and how the ranks meet.
+// Choice of backend and device, and the rendezvous.
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>

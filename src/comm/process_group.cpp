@@ -42,7 +42,7 @@ void Work::wait() {
   try {
     work_->wait();
   } catch (const std::exception& error) {
-    // c10d's backends say in words alone whether it was the time that ran out.
+    // c10d's backends report a timeout only in the text of the error.
     const std::string_view text = error.what();
     const bool late =
         text.find("imed out") != text.npos || text.find("timeout") != text.npos || text.find("Timeout") != text.npos;
@@ -55,8 +55,8 @@ void Work::wait() {
 bool Work::is_completed() { return !work_ || work_->isCompleted(); }
 
 struct ProcessGroup::State {
-  /// In a child made by fork() nothing is let go of: it has none of the group's threads, which would be waited for, and
-  /// is no rank, whose end the others would be told of.
+  /// A child made by fork() must not delete the state: it would wait for threads that it does not have, and the end of
+  /// the group would be reported to the other ranks.
   struct Deleter {
     void operator()(State* state) const {
       if (::getpid() != state->process) return;
@@ -71,18 +71,18 @@ struct ProcessGroup::State {
   at::Device device;
   LaunchEnvironment environment;
   std::string backend_name;
-  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< Of groups split off.
+  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< For groups made by split().
   std::atomic<int> splits = 0;
-  OwnBackend* own = nullptr;  ///< The backend, where it is ddpkit's, as the next.
+  OwnBackend* own = nullptr;  ///< The backend, if it has this interface; the same for abortable and guarded.
   AbortableBackend* abortable = nullptr;
   GuardedBackend* guarded = nullptr;
-  bool one_device = false;         ///< The backend takes only tensors of `device`.
-  bool records = false;            ///< The backend does not tell the flight recorder by itself.
-  std::uint32_t group_number = 0;  ///< For the recorder, where `records`, as the next.
+  bool one_device = false;         ///< The backend supports only tensors on `device`.
+  bool records = false;            ///< Calls are recorded here: the backend does not use the flight recorder.
+  std::uint32_t group_number = 0;  ///< For the flight recorder, if `records`; the same for sequence.
   std::atomic<std::uint64_t> sequence = 0;
   pid_t process = ::getpid();
 
-  /// c10d's backends fail without naming the device.
+  /// The errors of c10d's backends do not name the device.
   void require_device(flight::Call call, const at::Tensor& tensor) const {
     if (!one_device || !tensor.defined()) return;
     const at::Device its = tensor.device();
@@ -91,7 +91,7 @@ struct ProcessGroup::State {
                                       flight::name_of(call), its.str(), backend_name, device.str()));
   }
 
-  /// NCCL and gloo would copy the bytes of one type into the memory of another one.
+  /// NCCL and gloo would copy the bytes of one type to a tensor of another type.
   static void require_one_type(flight::Call call, const at::Tensor& output, const at::Tensor& input) {
     if (!output.defined() || !input.defined() || output.scalar_type() == input.scalar_type()) return;
     throw InvalidArgument(fmt::format("{}: the input is of type {}, but the output of type {}; convert one of them",
@@ -99,7 +99,7 @@ struct ProcessGroup::State {
                                       c10::toString(output.scalar_type())));
   }
 
-  /// What `start` starts, on so many bytes.
+  /// Calls `start` and records the call with the size of `tensor`.
   template <class Start>
   Work recorded(flight::Call call, const at::Tensor& tensor, const Start& start) {
     require_device(call, tensor);
@@ -109,7 +109,7 @@ struct ProcessGroup::State {
     if (!guarded) return {start(), record};
     guarded->guard().throw_failure();
     const bool is_message = call == flight::Call::kSend || call == flight::Call::kReceive;
-    // On a device only the guard knows the end of the call.
+    // On a device, only the guard knows when the call ends.
     return {guarded->guarded(start(), backend, record, is_message), guarded->hides_aborts() ? Work::kNoRecord : record};
   }
 };
@@ -186,7 +186,7 @@ std::vector<std::int64_t> stacked_sizes(int ranks, const at::Tensor& tensor) {
   return sizes;
 }
 
-/// Flat: backends differ in which shapes they take, not in what they do.
+/// Returns a flat view: the backends support different shapes.
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 
 }  // namespace
@@ -311,7 +311,7 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
           "split: the ranks must be different numbers between 0 and {}, but {} is among them", world_size() - 1, r));
   }
   if (ranks.empty()) throw InvalidArgument("split: a group needs at least one rank");
-  // All ranks count splits alike, so that each group meets under a key of its own.
+  // All ranks count their splits, so the prefix of each group's store keys is unique.
   const int number = state_->splits++;
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
   if (own == ranks.end()) return std::nullopt;
@@ -325,7 +325,7 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
   } else {
     find_place_on_host(*store, environment);
   }
-  // A part need not have equally many ranks on each host.
+  // A subset may have different numbers of ranks per host.
   const std::string kind = backend_name() == "hierarchical" ? "gloo" : backend_name();
   return ProcessGroup(backend_named(kind, "the backend").create(store, environment, device(), state_->timeout), store,
                       device(), environment);
@@ -333,7 +333,7 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
   const auto options = at::TensorOptions(at::kByte);
-  // Where the backend takes the host's tensors, what goes wrong comes out at once.
+  // With a backend for CPU tensors, errors are thrown immediately.
   const at::Device where = state_->abortable && !state_->guarded ? at::kCPU : device();
   at::Tensor length = at::empty({1}, options.dtype(at::kLong));
   length.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());

@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How long a name that does not resolve may take to appear (a cluster's DNS may lag behind its processes).
+/// How long to retry a host name that does not resolve. A cluster's DNS may be slower than the start of its processes.
 constexpr std::chrono::seconds kResolveLimit(5);
 
 class Socket {
@@ -92,8 +92,8 @@ bool loopback_is_up() {
   return ::ioctl(socket.get(), SIOCGIFFLAGS, &request) != 0 || (request.ifr_flags & IFF_UP) != 0;
 }
 
-/// The socket that rank 0's store listens on: loopback alone where the master's address is loopback, so that nobody
-/// outside this host can reach it.
+/// Opens the socket of rank 0's store. If the master's address is loopback, listens only on loopback, so other hosts
+/// cannot connect.
 int listen_as_master(const LaunchEnvironment& environment) {
   const Addresses addresses = resolve(environment);
   const addrinfo* loopback = nullptr;
@@ -141,7 +141,7 @@ int listen_as_master(const LaunchEnvironment& environment) {
                         {.rank = 0, .call = "rendezvous"});
 }
 
-/// 0 if somebody listens there.
+/// Returns 0 if a process listens at the address, otherwise the errno.
 int connect_error(const addrinfo& at) {
   const Socket socket(::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (socket.get() < 0) return errno;
@@ -154,7 +154,7 @@ int connect_error(const addrinfo& at) {
   return error;
 }
 
-/// Returns when somebody listens at the master's address. c10d's own client would sleep a second between tries.
+/// Returns when a process listens at the master's address. c10d's client would sleep one second between attempts.
 void wait_for_master(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   const Addresses addresses = resolve(environment);
   const auto start = Clock::now();
@@ -162,7 +162,7 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
   auto nap = std::chrono::milliseconds(2);
   for (;;) {
     int error = 0;
-    bool is_unreachable = true;  // At all addresses: no time will change that.
+    bool is_unreachable = true;  // All addresses are unreachable, so waiting does not help.
     for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
       error = connect_error(*at);
       if (error == 0) return;
@@ -188,7 +188,7 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
   }
 }
 
-/// What this process knows of earlier rendezvous.
+/// The earlier rendezvous of this process.
 class Meetings {
  public:
   static Meetings& all() {
@@ -205,11 +205,11 @@ class Meetings {
     ++counts_[job_of(environment)];
   }
 
-  /// Served until this process ends: of two rendezvous one after the other, a rank that comes early to the second must
-  /// not find the first one's store, which would end under it.
+  /// Keeps the store until this process ends. Otherwise a rank that is early for the next rendezvous could connect to
+  /// the store of the previous one, which would then end.
   void serve(const LaunchEnvironment& environment, c10::intrusive_ptr<c10d::TCPStore> store) {
     const std::lock_guard lock(mutex_);
-    // Registered when a store has been made: so it ends before whatever LibTorch made for it does.
+    // Registered after the first store was created, so it runs before the destructors of LibTorch's statics.
     if (served_.empty()) std::atexit([] { all().end_served(); });
     served_.insert_or_assign(address_of(environment), std::move(store));
   }
@@ -220,13 +220,13 @@ class Meetings {
 
  private:
   void end_served() {
-    // A child made by fork() has not the threads that serve, for which they would wait.
+    // A child made by fork() does not have the stores' threads, and would wait for them.
     if (::getpid() == process_) served_.clear();
   }
   static std::string address_of(const LaunchEnvironment& environment) {
     return fmt::format("{}:{}", environment.master_addr, environment.master_port);
   }
-  /// Ranks of one job may be threads of one process.
+  /// Includes the rank, because ranks of one job may be threads of one process.
   static std::string job_of(const LaunchEnvironment& environment) {
     return fmt::format("{} {} rank {} of {}", address_of(environment), environment.run_id, environment.rank,
                        environment.world_size);
@@ -248,14 +248,14 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environme
   options.port = environment.master_port;
   Meetings& meetings = Meetings::all();
   options.isServer = environment.rank == 0 && !environment.use_agent_store && !meetings.serves(environment);
-  options.waitWorkers = false;  // wait_for_ranks() says for whom it waits.
+  options.waitWorkers = false;  // wait_for_ranks() waits and reports the missing ranks.
   options.timeout = timeout;
   if (options.isServer) options.masterListenFd = listen_as_master(environment);
   wait_for_master(environment, timeout);
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
     if (options.isServer) meetings.serve(environment, store);
-    // Two runs that meet at one port must not read each other's keys, nor one run those of its last rendezvous.
+    // The prefix separates runs that use the same port, and the rendezvous of one run.
     return c10::make_intrusive<c10d::PrefixStore>(
         fmt::format("ddpkit/{}/{}", environment.run_id, meetings.count(environment)), std::move(store));
   } catch (const c10::Error& error) {

@@ -76,7 +76,7 @@ void RollCall::wait_for_all(const std::string& text) {
     const auto start = Clock::now();
     WaitReport report;
     auto nap = std::chrono::microseconds(200);
-    // Asked for rather than waited for: c10d logs a warning about every wait that ends without an answer.
+    // Polls, because c10d logs a warning for every wait that times out.
     while (!store_->check(keys)) {
       throw_if_announced();
       if (Clock::now() - start > timeout_) {
@@ -124,11 +124,11 @@ void RollCall::throw_if_announced() const {
     if (!store_->check({failed})) return;
     announced = text_of(store_->get(failed));
   } catch (const c10::Error&) {
-    return;  // Rank 0 has ended, and its store with it.
+    return;  // Rank 0 has ended, and so has its store.
   }
   int teller = -1, culprit = -1, length = 0;
   if (std::sscanf(announced.c_str(), "%d %d %n", &teller, &culprit, &length) != 2) return;
-  if (teller == first_rank_ + rank_) return;  // This rank's own earlier try.
+  if (teller == first_rank_ + rank_) return;  // From an earlier attempt of this rank.
   throw RendezvousError(announced.substr(static_cast<std::size_t>(length)), {.rank = culprit, .call = "rendezvous"});
 }
 
@@ -139,7 +139,7 @@ void RollCall::announce(const Error& error) const noexcept {
         fmt::format("{}{}", culprit == own ? fmt::format("rank {} gave up: ", own) : "", error.what());
     store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, culprit, text)));
   } catch (const std::exception&) {
-    // Without rank 0's store the others have nobody to wait for.
+    // Without rank 0's store, the others do not wait.
   }
 }
 
@@ -155,7 +155,7 @@ namespace {
 std::string presence_key(int rank) { return fmt::format("present/{}", rank); }
 std::string this_host() { return fmt::format("{}/{} ", boot_id(), namespace_number("pid")); }
 
-/// The process on this host that has come as `rank` and still runs, unless that is this one.
+/// Returns the process on this host that has registered as `rank`, if it still runs and is not this process.
 std::optional<int> process_of_rank(c10d::Store& store, int rank) {
   if (!store.check({presence_key(rank)})) return std::nullopt;
   const std::string presence = text_of(store.get(presence_key(rank))), host = this_host();

@@ -1,4 +1,4 @@
-// Tier 1: c10d's Store. Who has come to a rendezvous.
+// Tier 1: c10d's Store. The ranks that have arrived at a rendezvous.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -19,7 +19,7 @@ namespace ddpkit {
 
 class Error;
 
-/// Writes to stderr why a rank still waits: after 5 s, and again after increasing times.
+/// Prints to stderr why a rank still waits: after 5 s, then at increasing intervals.
 class WaitReport {
  public:
   void write_if_late(const std::function<std::string()>& text);
@@ -30,24 +30,25 @@ class WaitReport {
   Clock::time_point at_ = Clock::now() + next_;
 };
 
-/// The part of a store through which the ranks of one group meet. A rank that fails says so there, and the others fail
-/// with its words.
+/// A rendezvous of the ranks of one group through keys of a store. A rank that fails stores its error; the others throw
+/// that error.
 class RollCall {
  public:
-  /// `first_rank`: what messages call rank 0. `hint` ends what rank 0 writes while ranks are missing.
+  /// `first_rank`: the number of rank 0 in messages. `hint`: end of the line that rank 0 prints while ranks are
+  /// missing.
   RollCall(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int world_size,
            std::chrono::milliseconds timeout, int first_rank = 0, std::string hint = {});
 
-  /// Collective: every rank's `text`. [rank] Throws RendezvousError that names the ranks that did not come in time, or
-  /// has the words of a rank that failed.
+  /// Returns the `text` of every rank. [rank] Collective. Throws RendezvousError, which names the ranks that did not
+  /// arrive in time, or has the error of a rank that failed.
   std::vector<std::string> exchange(const std::string& text);
-  /// Collective: the same without the texts.
+  /// Like exchange(), without returning the texts. Collective.
   void wait_for_all(const std::string& text);
-  /// The same without a wait.
+  /// Like exchange(), without waiting.
   void come(const std::string& text);
   /// Throws RendezvousError if another rank has announced that it failed.
   void throw_if_announced() const;
-  /// Tells the ranks that still wait what this rank fails with. Never throws.
+  /// Reports this rank's error to the ranks that still wait. Never throws.
   void announce(const Error& error) const noexcept;
 
  private:
@@ -64,16 +65,15 @@ class RollCall {
   std::string hint_;
 };
 
-/// How to leave a job whose variables are left over in the environment; empty under a launcher.
+/// Returns a hint for a user whose environment still has the variables of a job; empty under a launcher.
 std::string alone_hint(const LaunchEnvironment& environment);
 
-/// Collective, before a backend is made: returns when all ranks have come. Throws as RollCall::exchange(), and
-/// RendezvousError when two processes of one host have the same rank.
+/// Waits until all ranks have arrived. Collective, before a backend is created. Throws like RollCall::exchange(), and
+/// RendezvousError if two processes of one host have the same rank.
 void wait_for_ranks(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment,
                     std::chrono::milliseconds timeout);
 
-/// Fills in how many of a part's ranks are on this host, and the how manieth of them this one is. A host is what one
-/// loopback serves.
+/// Sets local_rank and local_world_size of a subset of ranks. Ranks with the same loopback interface are on one host.
 void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment);
 
 }  // namespace ddpkit

@@ -43,7 +43,7 @@ std::string address_towards(const std::string& master) {
     sockaddr_storage own{};
     socklen_t length = sizeof own;
     char text[NI_MAXHOST];
-    // Connecting a datagram socket sends nothing: it only asks the kernel for the route.
+    // Connecting a datagram socket sends nothing; it makes the kernel select the route.
     if (fd >= 0 && ::connect(fd, at->ai_addr, at->ai_addrlen) == 0 &&
         ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
         ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0)
@@ -84,7 +84,7 @@ int connect_to(const std::string& address, const std::string& port, std::chrono:
   const AddressList addresses = addresses_of(address, port, SOCK_STREAM, AI_NUMERICHOST | AI_NUMERICSERV);
   if (!addresses) return -1;
   const int fd = ::socket(addresses->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  // The limit of connect().
+  // The timeout of connect().
   const timeval limit{.tv_sec = std::clamp<std::chrono::seconds::rep>(timeout.count() / 1000, 1, 3600), .tv_usec = 0};
   if (fd < 0 || ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0 ||
       ::connect(fd, addresses->ai_addr, addresses->ai_addrlen) != 0)

@@ -23,24 +23,24 @@ namespace {
 
 using Clock = TimelineRecorder::Clock;
 
-/// Exchanges of clock readings: the tightest of them counts.
+/// Number of exchanges of clock readings. The tightest bounds count.
 constexpr int kExchanges = 32;
 
 std::int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-/// What ranks share that share a CLOCK_MONOTONIC: a running kernel, seen through one time namespace.
+/// Identifies the kernel and the time namespace: ranks with the same value share CLOCK_MONOTONIC.
 std::string clock_identity() { return fmt::format("{}/{}", boot_id(), namespace_number("time")); }
 
-/// Where tensors lie that the ranks exchange: for `shm` on the host, also where it serves GPUs, whose messages it
-/// refuses.
+/// Returns the device for tensors that the ranks exchange. For `shm` it is the CPU, because `shm` has no send() and
+/// recv() of CUDA tensors.
 at::Device exchange_device(const ProcessGroup& group) {
   return group.backend_name() == "shm" ? at::Device(at::kCPU) : group.device();
 }
 
-/// Every rank's text, on rank 0; nothing on the others. Not all_gather_bytes(), by which all ranks would hold all.
-/// [rank]
+/// Returns every rank's text on rank 0; nothing on the others. all_gather_bytes() would need memory for all texts on
+/// all ranks. [rank]
 std::vector<std::string> gather_text(const std::string& text, const ProcessGroup& group) {
   std::vector<std::string> texts;
   const auto sizes = group.all_gather_bytes(std::to_string(text.size()));
@@ -61,7 +61,7 @@ std::vector<std::string> gather_text(const std::string& text, const ProcessGroup
   return texts;
 }
 
-/// Throws on all ranks what went wrong on rank 0; nothing when its text is empty. Collective.
+/// Throws rank 0's `problem` on all ranks unless it is empty. Collective.
 void agree(const std::string& problem, const ProcessGroup& group) {
   const std::string first = group.all_gather_bytes(group.rank() == 0 ? problem : std::string())[0];
   if (!first.empty()) throw InvalidArgument(first);
@@ -73,7 +73,7 @@ std::string cannot_write(const std::string& path) {
   return fmt::format("the timeline cannot be written to {}: {}", path, std::strerror(errno));
 }
 
-/// An empty text, or why the whole of `parts` could not be written.
+/// Writes `parts` to a file. Returns an empty text, or the error.
 std::string write_file(const std::string& path, const std::vector<std::string>& parts) {
   const std::string partial = partial_path(path);
   std::ofstream file(partial, std::ios::binary | std::ios::trunc);
@@ -142,7 +142,7 @@ void TimelineRecorder::align_clocks() {
     const at::Tensor token = at::zeros({1}, at::TensorOptions(at::kLong).device(exchange_device(group_)));
     own[2 * i] = nanoseconds(Clock::now());
     group_.all_reduce(token);
-    token.cpu();  // With a GPU, all_reduce() has not waited.
+    token.cpu();  // On a GPU, all_reduce() does not wait.
     own[2 * i + 1] = nanoseconds(Clock::now());
   }
   const at::Tensor all = group_.all_gather(readings.to(exchange_device(group_))).cpu();
@@ -172,7 +172,7 @@ void TimelineRecorder::add(std::string name, int track, Clock::time_point begin,
   events_.push_back({std::move(name), track, begin, end, details});
 }
 
-/// This rank's events as JSON objects with commas between them, by time.
+/// Returns this rank's events as JSON objects, ordered by time and separated by commas.
 std::string TimelineRecorder::render() const {
   const std::lock_guard lock(mutex_);
   const int rank = group_.rank();
@@ -192,7 +192,7 @@ std::string TimelineRecorder::render() const {
     tracks.insert(event.track);
     by_time.push_back(&event);
   }
-  // Of two that begin together the longer one first, for it is around the other.
+  // Of two events with the same begin, the longer one comes first, because it encloses the other.
   std::stable_sort(by_time.begin(), by_time.end(), [](const Event* a, const Event* b) {
     return a->begin != b->begin ? a->begin < b->begin : a->end > b->end;
   });
@@ -253,7 +253,7 @@ Timeline::Span::~Span() {
   try {
     recorder_->add(std::move(name_), TimelineRecorder::kCompute, begin_, std::chrono::steady_clock::now());
   } catch (...) {
-    // A destructor must not throw: out of memory, the span is left out.
+    // A destructor must not throw. Without memory, the span is dropped.
   }
 }
 

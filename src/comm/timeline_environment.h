@@ -7,14 +7,14 @@
 
 namespace ddpkit {
 
-/// A timeline that nobody has to write code for.
+/// A timeline requested by environment variables.
 struct TimelineRequest {
   std::string path;
-  std::uint64_t steps = 100;  ///< Synchronised backwards to record; then it is written.
+  std::uint64_t steps = 100;  ///< Synchronized backwards to record before the file is written.
 };
 
-/// From DDPKIT_TIMELINE (a path) and DDPKIT_TIMELINE_STEPS, for the process's first caller; nothing for the others,
-/// which would write to the same file. Throws InvalidArgument when the number is none.
+/// Reads DDPKIT_TIMELINE (a path) and DDPKIT_TIMELINE_STEPS. Only the first call in a process returns the request,
+/// because several timelines would write to the same file. Throws InvalidArgument for an invalid number.
 std::optional<TimelineRequest> take_timeline_request();
 
 }  // namespace ddpkit

@@ -1,4 +1,4 @@
-// Tier 1. What a Timeline holds.
+// Tier 1. The implementation of Timeline.
 #pragma once
 
 #include <chrono>
@@ -14,33 +14,33 @@
 
 namespace ddpkit {
 
-/// What was read from a clock before and after one exchange that no rank leaves before all have entered.
+/// Clock readings before and after one exchange. No rank leaves an exchange before all have entered it.
 struct ClockReading {
   std::int64_t before_ns = 0;
   std::int64_t after_ns = 0;
 };
 
-/// What to add to a clock's readings to get the reference clock's, and how far off that may be.
+/// The offset to add to a clock's readings to get the reference clock, and the maximum error.
 struct ClockOffset {
   std::int64_t ns = 0;
   std::int64_t error_ns = 0;
 };
 
-/// Nobody leaves an exchange before all have entered it: so each exchange bounds the offset from both sides, and the
-/// tightest bounds over all of them count. Readings in the order of the exchanges.
+/// Computes the offset of two clocks. No rank leaves an exchange before all have entered it, so each exchange bounds
+/// the offset from both sides. The tightest bounds count. Readings are in the order of the exchanges.
 ClockOffset clock_offset(const std::vector<ClockReading>& reference, const std::vector<ClockReading>& other);
 
-/// `text` as a JSON string, in its quotes.
+/// Returns `text` as a JSON string with quotes.
 std::string json_string(const std::string& text);
 
-/// What an event shows when it is clicked on.
+/// Details that the viewer shows for a selected event.
 struct TimelineDetails {
   std::optional<std::uint64_t> step = {};
   std::optional<std::size_t> bytes = {};
   std::optional<std::size_t> parameters = {};
 };
 
-/// Of one rank.
+/// Records the events of one rank.
 class TimelineRecorder {
  public:
   using Clock = std::chrono::steady_clock;
@@ -51,7 +51,7 @@ class TimelineRecorder {
   /// Collective.
   TimelineRecorder(ProcessGroup group, std::string path, const TimelineOptions& options);
 
-  /// From any thread.
+  /// Thread-safe.
   void add(std::string name, int track, Clock::time_point begin, Clock::time_point end,
            const TimelineDetails& details = {});
   void write();
@@ -73,8 +73,8 @@ class TimelineRecorder {
   ProcessGroup group_;
   std::string path_;
   TimelineOptions options_;
-  ClockOffset offset_;          ///< To rank 0's clock.
-  std::int64_t origin_ns_ = 0;  ///< On rank 0's clock: what the file calls 0.
+  ClockOffset offset_;          ///< Relative to rank 0's clock.
+  std::int64_t origin_ns_ = 0;  ///< Time 0 of the file, on rank 0's clock.
   mutable std::mutex mutex_;
   std::vector<Event> events_;
   std::size_t dropped_ = 0;

@@ -6,7 +6,7 @@
 
 namespace ddpkit {
 
-/// A timeout that can be added to a point in time: a hundred years at most, where more would wrap around.
+/// Limits a timeout to 100 years, so that it can be added to a time point without overflow.
 inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365 * 100));
 }
