@@ -32,6 +32,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   DistributedSampler(std::size_t size, const ProcessGroup& group, const DistributedSamplerOptions& options = {});
   /// Takes rank and world size instead of a group.
   DistributedSampler(std::size_t size, int world_size, int rank, const DistributedSamplerOptions& options = {});
+
   /// Call before each epoch. Otherwise every epoch has the same order, and rank 0 warns once.
   void set_epoch(std::uint64_t epoch);
   std::uint64_t epoch() const noexcept;  ///< Set by set_epoch() or load().

@@ -50,6 +50,7 @@ struct ShardedOptions {
 /// weight, loading a checkpoint) works as on private memory: the rank sees its own write. If all ranks have written the
 /// same values, the next step applies them once. Otherwise it throws InvalidArgument on all ranks, which names the
 /// parameter and a rank. (This uses page faults: see docs/optimizers.md.)
+///
 /// Construction, step(), clip_grad_norm() and consolidate_state() are collective. Not thread-safe.
 class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScaling, public Joinable {
  public:

@@ -57,7 +57,6 @@ struct StepOptions {
   bool fixed_global_batch = false;
   /// Each rank updates 1 / ranks of the weights (ShardedOptimizer), so `other_us` is divided by ranks. Reduce-scatter
   /// and all-gather transfer the same bytes as all-reduce.
-  /// all-gather move what all-reduce moves.
   bool sharded_update = false;
 };
 

@@ -38,6 +38,7 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values, const Proc
 
 /// Returns the peak resident memory of each rank's process, in bytes. Collective. [rank]
 std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group);
+
 /// Returns LibTorch's peak allocated memory on each of `devices` in this process, then on the devices of the other
 /// ranks, in bytes. Skips the CPU: see peak_memory_of_ranks(). Collective. [device]
 std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>& devices, const ProcessGroup& group);
