@@ -24,7 +24,7 @@ class Error : public std::runtime_error {
   explicit Error(const std::string& message) : std::runtime_error(message) {}
   Error(const std::string& message, Context context) : std::runtime_error(message), context_(std::move(context)) {}
 
-  /// The facts in the message, for programs.
+  /// Returns the facts of the message, for programs.
   const Context& context() const noexcept { return context_; }
 
  private:

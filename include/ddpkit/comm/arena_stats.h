@@ -6,7 +6,6 @@
 
 namespace ddpkit {
 
-/// What an arena of symmetric memory holds, in bytes of this rank.
 /// Usage of this rank's arena of symmetric memory. All sizes are in bytes.
 struct ArenaStats {
   std::size_t capacity = 0;       ///< Upper limit of the arena.

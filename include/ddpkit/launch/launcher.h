@@ -41,7 +41,6 @@ struct LocalLaunchOptions {
   /// Time between the signal and SIGKILL if the launcher is stopped by a signal: long enough for a checkpoint.
   std::chrono::milliseconds signal_grace = std::chrono::seconds(30);
   /// Stop the other ranks if one fails.
-  /// End the other ranks when one fails.
   bool stop_on_failure = true;
   /// Receives the output of all ranks. Empty: rank 0 uses this process's stdin, stdout and stderr. The lines of the
   /// other ranks go to stderr with the prefix "[rank N] ".
