@@ -104,7 +104,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   const std::chrono::milliseconds timeout = bounded(options.timeout);
   if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
   flight::Recorder& recorder = flight::Recorder::of_process();
-  recorder.meet(environment.world_size);
+  recorder.start_rendezvous(environment.world_size);
   const auto start = std::chrono::steady_clock::now();
   try {
     auto store = connect_store(environment, timeout);

@@ -189,11 +189,11 @@ void wait_for_master(const LaunchEnvironment& environment, std::chrono::millisec
 }
 
 /// The earlier rendezvous of this process.
-class Meetings {
+class RendezvousHistory {
  public:
-  static Meetings& all() {
-    static auto* meetings = new Meetings;
-    return *meetings;
+  static RendezvousHistory& all() {
+    static auto* history = new RendezvousHistory;
+    return *history;
   }
 
   int count(const LaunchEnvironment& environment) {
@@ -240,24 +240,24 @@ class Meetings {
 
 }  // namespace
 
-void note_rendezvous(const LaunchEnvironment& environment) { Meetings::all().add(environment); }
+void note_rendezvous(const LaunchEnvironment& environment) { RendezvousHistory::all().add(environment); }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;
-  Meetings& meetings = Meetings::all();
-  options.isServer = environment.rank == 0 && !environment.use_agent_store && !meetings.serves(environment);
+  RendezvousHistory& history = RendezvousHistory::all();
+  options.isServer = environment.rank == 0 && !environment.use_agent_store && !history.serves(environment);
   options.waitWorkers = false;  // wait_for_ranks() waits and reports the missing ranks.
   options.timeout = timeout;
   if (options.isServer) options.masterListenFd = listen_as_master(environment);
   wait_for_master(environment, timeout);
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-    if (options.isServer) meetings.serve(environment, store);
+    if (options.isServer) history.serve(environment, store);
     // The prefix separates runs that use the same port, and the rendezvous of one run.
     return c10::make_intrusive<c10d::PrefixStore>(
-        fmt::format("ddpkit/{}/{}", environment.run_id, meetings.count(environment)), std::move(store));
+        fmt::format("ddpkit/{}/{}", environment.run_id, history.count(environment)), std::move(store));
   } catch (const c10::Error& error) {
     throw RendezvousError(fmt::format("rank {} cannot use the store at {}:{}: {}", environment.rank,
                                       environment.master_addr, environment.master_port, error.what_without_backtrace()),

@@ -126,9 +126,9 @@ void RollCall::throw_if_announced() const {
   } catch (const c10::Error&) {
     return;  // Rank 0 has ended, and so has its store.
   }
-  int teller = -1, culprit = -1, length = 0;
-  if (std::sscanf(announced.c_str(), "%d %d %n", &teller, &culprit, &length) != 2) return;
-  if (teller == first_rank_ + rank_) return;  // From an earlier attempt of this rank.
+  int reporter = -1, culprit = -1, length = 0;
+  if (std::sscanf(announced.c_str(), "%d %d %n", &reporter, &culprit, &length) != 2) return;
+  if (reporter == first_rank_ + rank_) return;  // From an earlier attempt of this rank.
   throw RendezvousError(announced.substr(static_cast<std::size_t>(length)), {.rank = culprit, .call = "rendezvous"});
 }
 

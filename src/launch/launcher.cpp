@@ -192,11 +192,13 @@ class Launch {
   /// Finds a rank that exited with code 0 without joining the group while another rank waits for all ranks to join.
   /// Without this check, the wait would end only at its timeout.
   void find_absent_rank() {
-    const auto is_meeting = [&](const flight::View& view) { return view.is_meeting(options_.nodes * options_.ranks); };
+    const auto is_in_rendezvous = [&](const flight::View& view) {
+      return view.is_in_rendezvous(options_.nodes * options_.ranks);
+    };
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      if (processes_[rank].running() || views_[rank].has_met()) continue;
+      if (processes_[rank].running() || views_[rank].has_connected()) continue;
       for (std::size_t other = 0; other < processes_.size(); ++other) {
-        if (!processes_[other].running() || !is_meeting(views_[other])) continue;
+        if (!processes_[other].running() || !is_in_rendezvous(views_[other])) continue;
         result_.ranks[rank].before_meeting = true;
         first_failure_ = rank;
         return;

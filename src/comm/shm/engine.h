@@ -185,7 +185,7 @@ class Engine {
   void run_alone(const OperationHandle& operation);
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
   void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;
-  void tell_peers() noexcept;
+  void notify_peers() noexcept;
   void ring_sleepers() noexcept;
   OperationHandle new_operation();
   OperationHandle begin(std::unique_lock<std::mutex>& lock, Request request);
@@ -215,14 +215,14 @@ class Engine {
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
   /// A failure that another rank has announced.
-  struct Told {
+  struct AnnouncedFailure {
     FailureKind kind = FailureKind::kNone;
     std::string text;
     std::optional<int> culprit;
   };
-  std::optional<Told> told_by(int rank) const;
+  std::optional<AnnouncedFailure> announced_failure(int rank) const;
   /// Throws the failure that the rank has announced, if any.
-  void throw_told_by(int rank) const;
+  void throw_announced_failure(int rank) const;
   Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
   std::string describe_call(const CollectiveHeader& header) const;
   void throw_if_failed() const;

@@ -174,17 +174,17 @@ int Engine::ended_peers() const noexcept {
   return ended;
 }
 
-void Engine::throw_told_by(int rank) const {
-  if (const auto told = told_by(rank))
-    std::rethrow_exception(make_error(told->kind, told->text, {.rank = told->culprit, .call = "rendezvous"}));
+void Engine::throw_announced_failure(int rank) const {
+  if (const auto failure = announced_failure(rank))
+    std::rethrow_exception(make_error(failure->kind, failure->text, {.rank = failure->culprit, .call = "rendezvous"}));
 }
 
 void Engine::check_peers(const Message* message) {
-  const auto fail_as_told = [&](int r) {
-    if (const auto told = told_by(r)) fail(told->kind, told->text, told->culprit);
+  const auto fail_as_announced = [&](int r) {
+    if (const auto failure = announced_failure(r)) fail(failure->kind, failure->text, failure->culprit);
   };
   for (int r = 0; r < world_size_; ++r) {
-    if (r != rank_) fail_as_told(r);
+    if (r != rank_) fail_as_announced(r);
   }
   const auto gone = [&](int r) { return block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive(); };
   std::vector<int> dead;
@@ -193,7 +193,7 @@ void Engine::check_peers(const Message* message) {
   }
   if (dead.empty()) return;
   // A rank that ended because of another rank's failure has announced that failure before.
-  for (const int r : dead) fail_as_told(r);
+  for (const int r : dead) fail_as_announced(r);
   // The operations that the rank completed before its end count, and may be enough.
   progress();
   const auto missing = missing_ranks(message);
@@ -252,15 +252,15 @@ void Engine::announce(FailureKind kind, const std::string& text, std::optional<i
   ring_sleepers();
 }
 
-std::optional<Engine::Told> Engine::told_by(int rank) const {
+std::optional<Engine::AnnouncedFailure> Engine::announced_failure(int rank) const {
   const RankBlock& theirs = block(rank);
   const auto kind = static_cast<FailureKind>(theirs.failure.load());
   if (kind == FailureKind::kNone) return std::nullopt;
   const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
   // Only the rank that aborts announces kAborted.
   if (kind == FailureKind::kAborted)
-    return Told{FailureKind::kPeerLost, fmt::format("rank {} gave up: {}", named(rank), text), named(rank)};
-  return Told{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
+    return AnnouncedFailure{FailureKind::kPeerLost, fmt::format("rank {} gave up: {}", named(rank), text), named(rank)};
+  return AnnouncedFailure{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
 }
 
 void Engine::abort(const std::string& reason) noexcept {

@@ -38,9 +38,9 @@ void Engine::join() {
   const auto wait_for_all = [&](std::uint32_t step) {
     for (int r = 0; r < world_size_; ++r) {
       while (block(r).joined.load() < step) {
-        throw_told_by(r);
+        throw_announced_failure(r);
         if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
-          throw_told_by(r);  // The rank may have announced a failure between the two checks.
+          throw_announced_failure(r);  // The rank may have announced a failure between the two checks.
           throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(r), pid(r)),
                          {.rank = named(r), .call = "rendezvous"});
         }
@@ -82,7 +82,7 @@ Mapping Engine::open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) co
   try {
     return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, fill);
   } catch (const Error&) {
-    throw_told_by(rank);  // A rank that fails announces the failure before it closes its memory.
+    throw_announced_failure(rank);  // A rank that fails announces the failure before it closes its memory.
     throw;
   }
 }

@@ -56,7 +56,7 @@ bool Engine::progress() {
     mailbox_->take_finished(
         [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
   }
-  tell_peers();
+  notify_peers();
   // The background thread sleeps on this rank's bell.
   if (moved && !background_.empty()) ring(rank_);
   return moved;

@@ -205,7 +205,7 @@ void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexc
 }
 
 /// Wakes sleeping peers, once for all the counts raised in a turn, because the barrier costs more than the stores.
-void Engine::tell_peers() noexcept {
+void Engine::notify_peers() noexcept {
   if (!raised_) return;
   raised_ = false;
   full_barrier();

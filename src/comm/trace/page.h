@@ -32,7 +32,7 @@ enum class Call : std::uint8_t {
 };
 const char* name_of(Call call);
 
-enum class Phase : std::uint32_t { kStarting, kMeeting, kTraining, kLeft };
+enum class Phase : std::uint32_t { kStarting, kRendezvous, kTraining, kLeft };
 
 /// How a collective failed. Same values as shm::FailureKind.
 enum class Failure : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };

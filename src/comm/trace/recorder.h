@@ -58,11 +58,11 @@ class Recorder {
   void set_bucket(std::size_t bucket) noexcept { bucket_.store(bucket + 1, std::memory_order_relaxed); }
   void set_step(std::int64_t step) noexcept { page_->step.store(step, std::memory_order_relaxed); }
   /// Records that this rank waits in the rendezvous of `world` ranks. The next group is the group of all these ranks.
-  void meet(int world) noexcept {
+  void start_rendezvous(int world) noexcept {
     world_group_.store(groups_.load());
     page_->outcome.store(Outcome{});
     page_->world.store(world, std::memory_order_relaxed);
-    page_->phase.store(Phase::kMeeting, std::memory_order_release);
+    page_->phase.store(Phase::kRendezvous, std::memory_order_release);
   }
   void set_phase(Phase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
   /// Records that this rank leaves the group of all ranks. Call it before the others can detect it.

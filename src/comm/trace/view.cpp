@@ -89,11 +89,11 @@ std::optional<int> View::culprit() const noexcept {
   return culprit < 0 ? std::nullopt : std::optional<int>(culprit);
 }
 
-bool View::is_meeting(int world) const noexcept {
-  return page_->phase.load() == Phase::kMeeting && page_->world.load() == world;
+bool View::is_in_rendezvous(int world) const noexcept {
+  return page_->phase.load() == Phase::kRendezvous && page_->world.load() == world;
 }
 
-bool View::has_met() const noexcept { return page_->phase.load() == Phase::kTraining || has_left(); }
+bool View::has_connected() const noexcept { return page_->phase.load() == Phase::kTraining || has_left(); }
 
 bool View::has_left() const noexcept { return page_->phase.load() == Phase::kLeft; }
 
@@ -119,7 +119,7 @@ std::string View::state(bool ended) const {
   const std::int64_t step = page_->step.load();
   const std::string at = step < 0 ? "" : fmt::format(" at step {}", step);
   if (next == 0) {
-    if (page_->phase.load() == Phase::kMeeting)
+    if (page_->phase.load() == Phase::kRendezvous)
       return ended ? "was meeting the other ranks" : "is meeting the other ranks";
     return (ended ? "had called no collective" : "has called no collective") + at;
   }

@@ -26,9 +26,9 @@ class View {
   std::optional<int> culprit() const noexcept;
 
   /// Returns whether the rank waits in the rendezvous of `world` ranks.
-  bool is_meeting(int world) const noexcept;
+  bool is_in_rendezvous(int world) const noexcept;
   /// Returns whether the rank has completed its rendezvous, also that of a group of one.
-  bool has_met() const noexcept;
+  bool has_connected() const noexcept;
   /// Returns whether the rank has left the group of all ranks.
   bool has_left() const noexcept;
 
