@@ -118,8 +118,8 @@ at::Tensor ArenaLease::empty(std::int64_t numel, at::ScalarType dtype) {
   if (!data) {
     const ArenaStats now = stats();
     throw Error(
-        fmt::format("the arena of symmetric memory is full: {} bytes asked for, {} of {} in use; give it more "
-                    "(arena_mb) or switch it off",
+        fmt::format("the arena of symmetric memory is full: {} bytes requested, {} of {} in use; increase arena_mb "
+                    "or disable the arena",
                     bytes, now.in_use, now.capacity));
   }
   return at::from_blob(data, {numel}, &ArenaAllocator::free_any, at::TensorOptions(dtype).device(at::kCPU));

@@ -92,7 +92,7 @@ int slurm_tasks_on_node(const std::string& text, int node) {
     if (at < end && *at == ',') ++at;
   }
   throw InvalidArgument(
-      fmt::format("SLURM_STEP_TASKS_PER_NODE is \"{}\", which says nothing about node {}", text, node));
+      fmt::format("SLURM_STEP_TASKS_PER_NODE is \"{}\", which has no task count for node {}", text, node));
 }
 
 LaunchEnvironment read_slurm(const Variables& variables) {

@@ -88,7 +88,7 @@ c10::Device device_of_rank(std::optional<c10::Device> wanted, std::string_view b
   if (!device.is_cuda() || device.has_index()) return device;
   if (gpus > 0 && environment.local_rank >= gpus)
     throw InvalidArgument(fmt::format(
-        "rank {} is number {} on this host, which has {} GPU{}: start at most one rank a GPU, or train on the "
+        "rank {} is number {} on this host, which has {} GPU{}: start at most one rank per GPU, or train on the "
         "CPU with the shm backend",
         environment.rank, environment.local_rank, gpus, gpus == 1 ? "" : "s"));
   return with_index(device, environment.local_rank);

@@ -101,7 +101,7 @@ void RollCall::wait_for_all(const std::string& text) {
 }
 
 void RollCall::throw_lost_store(const c10::Error& error) const {
-  throw RendezvousError(fmt::format("rank {} lost the store of rank 0 while the ranks were meeting: {}",
+  throw RendezvousError(fmt::format("rank {} lost the connection to rank 0's store during the rendezvous: {}",
                                     first_rank_ + rank_, error.what_without_backtrace()),
                         {.rank = 0, .call = "rendezvous"});
 }
@@ -191,7 +191,7 @@ void find_place_on_host(c10d::Store& store, LaunchEnvironment& environment) {
     try {
       host = store.get(key(rank));
     } catch (const c10::Error& error) {
-      throw RendezvousError(fmt::format("rank {} of a part of {} did not come to split(): {}", rank,
+      throw RendezvousError(fmt::format("rank {} of a subset of {} did not call split(): {}", rank,
                                         environment.world_size, error.what_without_backtrace()),
                             {.rank = rank, .call = "split"});
     }

@@ -97,7 +97,7 @@ std::unique_ptr<StagingQueue> create_device_queue(at::Device device) {
     throw InvalidArgument(
         fmt::format("the shm backend is for tensors of the CPU and of CUDA devices, not on {}", device.str()));
   if (const int devices = c10::cuda::device_count(); device.index() >= devices || devices == 0)
-    throw InvalidArgument(fmt::format("tensors are to be on {}, but this host shows {} GPUs", device.str(), devices));
+    throw InvalidArgument(fmt::format("the device is {}, but this host has {} GPUs", device.str(), devices));
   return std::make_unique<DeviceQueue>(with_index(device, c10::cuda::current_device()));
 }
 

@@ -120,7 +120,7 @@ template <class Call>
 void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
   try {
     try {
-      if (ending_) throw Error("the process group was destroyed before its collective was over: keep it until then");
+      if (ending_) throw Error("the process group was destroyed before the end of its collective; keep it until then");
       call();
     } catch (const Error&) {
       throw;
@@ -323,13 +323,13 @@ void check_hosts(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvir
     if (place != fmt::format("{} of {}", rank % local_world_size, local_world_size))
       throw InvalidArgument(
           fmt::format("the hierarchical backend needs equally many ranks on each host, numbered host by host, but rank "
-                      "{} is number {} on its host, and rank 0 number {}: take gloo",
+                      "{} is number {} on its host, and rank 0 number {}; use gloo",
                       rank, place, text));
   }
   if (environment.world_size % local_world_size != 0)
     throw InvalidArgument(
         fmt::format("the hierarchical backend needs equally many ranks on each host, but {} ranks are "
-                    "not a multiple of {}: take gloo",
+                    "not a multiple of {}; use gloo",
                     environment.world_size, local_world_size));
 }
 

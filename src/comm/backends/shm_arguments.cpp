@@ -27,8 +27,8 @@ void check_tensor(const at::Tensor& tensor, const char* call) {
     throw InvalidArgument(fmt::format("{}: the shm backend takes dense CPU tensors, not {} on {}", call,
                                       c10::str(tensor.layout()), tensor.device().str()));
   if (tensor.is_conj() || tensor.is_neg())
-    throw InvalidArgument(fmt::format("{}: the tensor is a {} view, which the memory does not show: call {}() first",
-                                      call, tensor.is_conj() ? "conjugate" : "negative",
+    throw InvalidArgument(fmt::format("{}: the tensor is a {} view; call {}() first", call,
+                                      tensor.is_conj() ? "conjugate" : "negative",
                                       tensor.is_conj() ? "resolve_conj" : "resolve_neg"));
 }
 
@@ -41,7 +41,7 @@ void check_writable(const at::Tensor& tensor, const char* call) {
 }
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* call) {
-  if (tensors.size() != 1) throw InvalidArgument(fmt::format("{}: one tensor a call, not {}", call, tensors.size()));
+  if (tensors.size() != 1) throw InvalidArgument(fmt::format("{}: one tensor per call, not {}", call, tensors.size()));
   check_tensor(tensors[0], call);
   return tensors[0];
 }
@@ -65,7 +65,7 @@ void check_root(std::int64_t root, int world_size, const char* call) {
 }
 
 shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* call) {
-  if (op.op_ == c10d::ReduceOp::UNUSED) throw InvalidArgument(fmt::format("{}: no reduction is named", call));
+  if (op.op_ == c10d::ReduceOp::UNUSED) throw InvalidArgument(fmt::format("{}: no reduction operator", call));
   const bool premultiplied = op.op_ == c10d::ReduceOp::PREMUL_SUM;
   const auto wanted = premultiplied ? shm::Reduction::kSum : static_cast<shm::Reduction>(op.op_);
   const bool linear = wanted == shm::Reduction::kSum || wanted == shm::Reduction::kAvg;

@@ -32,8 +32,8 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
     const auto index = static_cast<std::size_t>(r);
     if (offers[index].substr(0, offers[index].find(' ')) != host)
       throw RendezvousError(
-          fmt::format("the shm backend is for ranks of one host, container and user, but rank {} is not where rank {} "
-                      "is: use the gloo backend, or set LOCAL_WORLD_SIZE to the ranks a host",
+          fmt::format("the shm backend is for ranks of one host, container and user, but rank {} and rank {} do not "
+                      "share all three; use the gloo backend, or set LOCAL_WORLD_SIZE to the number of ranks per host",
                       first_rank + r, first_rank),
           {.rank = first_rank + r, .call = "rendezvous"});
     const int expected = r == 0 ? 2 : 1;

@@ -88,7 +88,7 @@ std::string describe(const CollectiveHeader& header) {
     case CollectiveKind::kAllGather:
       return fmt::format("{} of {}", name, data);
     case CollectiveKind::kAllToAll:
-      return fmt::format("{} of at most {} a rank", name, data);
+      return fmt::format("{} of at most {} per rank", name, data);
   }
   return name;
 }

@@ -34,7 +34,7 @@ std::string descriptor_path(const Owner& owner, int fd) { return fmt::format("/p
   std::string limit;
   if (const auto addresses = available_addresses(); addresses && *addresses < bytes)
     limit = fmt::format(
-        "; RLIMIT_AS (ulimit -v) leaves this process {:.1f} MiB: lift it, or ask for a smaller arena "
+        "; RLIMIT_AS (ulimit -v) leaves this process {:.1f} MiB: raise it, or choose a smaller arena "
         "(arena_mb)",
         mebibytes(*addresses));
   throw Error(fmt::format("no shared memory for {}: {:.1f} MiB asked for, {:.1f} MiB available ({}){}", name,

@@ -120,7 +120,7 @@ std::string View::state(bool ended) const {
   const std::string at = step < 0 ? "" : fmt::format(" at step {}", step);
   if (next == 0) {
     if (page_->phase.load() == Phase::kRendezvous)
-      return ended ? "was meeting the other ranks" : "is meeting the other ranks";
+      return ended ? "was in the rendezvous with the other ranks" : "is in the rendezvous with the other ranks";
     return (ended ? "had called no collective" : "has called no collective") + at;
   }
   const double age = seconds_since(seen_at_);
