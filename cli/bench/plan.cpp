@@ -42,7 +42,8 @@ void add_plan_options(CLI::App& command, Plan& plan) {
                   "Duration of a timed batch of calls in us (default: 100, or 20000 if ranks share cores)")
       ->check(CLI::Range(1, 10'000'000))
       ->type_name("N");
-  command.add_option("--warmup", plan.timing.warmup, "Calls for warm-up per size (default: as many as fit into 0.05 s)")
+  command
+      .add_option("--warmup", plan.timing.warmup, "Calls for warm-up per size (default: as many as fit into 0.05 s)")
       ->check(CLI::Range(1, 100'000'000))
       ->type_name("N");
 }

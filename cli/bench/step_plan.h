@@ -22,8 +22,8 @@ struct StepPlan {
   std::vector<std::string> bucket_caps_mb = {"default"};
   std::string device = "cpu";  ///< Or "cuda": rank r trains on GPU r.
   int ranks = 0;               ///< 0: ranks_on() the device.
-  int steps = 0;        ///< Timed steps per system, over all rounds. 0: as many as fit into `kTurnSeconds`.
-  bool no_pin = false;  ///< Do not pin ranks to cores.
+  int steps = 0;               ///< Timed steps per system, over all rounds. 0: as many as fit into `kTurnSeconds`.
+  bool no_pin = false;         ///< Do not pin ranks to cores.
 };
 
 /// Number of rounds. The systems take turns in each round, so a disturbance of the machine affects all systems.

@@ -77,10 +77,9 @@ Findings live_all_reduce(const std::string& backend, int ranks) {
                        : result.first_failure ? result.first_failure->describe()
                                               : "no answer";
   if (const std::string words = output.substr(0, output.find('\n')); !words.empty()) reason += ": " + words;
-  return {
-      {"all-reduce", Severity::kProblem, fmt::format("{}: {}", title, reason),
-       fmt::format("Find out why {} ranks cannot all-reduce with {}: ddpkit run -n {} PROGRAM prints more.", ranks,
-                   backend, ranks)}};
+  return {{"all-reduce", Severity::kProblem, fmt::format("{}: {}", title, reason),
+           fmt::format("Find out why {} ranks cannot all-reduce with {}: ddpkit run -n {} PROGRAM prints more.", ranks,
+                       backend, ranks)}};
 }
 
 }  // namespace ddpkit::cli

@@ -313,9 +313,8 @@ class Launch {
   /// Returns whether the rank ended without a signal from the launcher.
   bool ended_independently(std::size_t rank) const {
     const RankExit& end = result_.ranks[rank];
-    return !processes_[rank].running() &&
-           (sent_signals_[rank] == 0 ||
-            (end.signal != 0 && end.signal != SIGTERM && end.signal != sent_signals_[rank]));
+    return !processes_[rank].running() && (sent_signals_[rank] == 0 || (end.signal != 0 && end.signal != SIGTERM &&
+                                                                        end.signal != sent_signals_[rank]));
   }
 
   std::vector<std::size_t> suspects() const {

@@ -182,9 +182,8 @@ void add_trainer_options(CLI::App& app, TrainerOptions& options) {
       app.add_option("--save-dir", options.save_dir, "Folder for the run's checkpoint; without it none is written")
           ->type_name("FOLDER")
           ->group(run);
-  CLI::Option* resume =
-      app.add_flag("--resume", options.resume,
-                   "Fail if --save-dir has no run to resume (default: resume if there is one)");
+  CLI::Option* resume = app.add_flag("--resume", options.resume,
+                                     "Fail if --save-dir has no run to resume (default: resume if there is one)");
   resume->needs(save_dir)->group(run);
   app.add_flag("--overwrite", options.overwrite, "Replace the run in --save-dir; not what a restarted job wrote itself")
       ->excludes(resume)

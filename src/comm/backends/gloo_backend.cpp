@@ -88,7 +88,7 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
     for (std::string interface; std::getline(list, interface, ',');) devices.push_back(device_of_interface(interface));
     return devices;
   }
-    // On one host, loopback works for any host name and does not accept connections from other hosts.
+  // On one host, loopback works for any host name and does not accept connections from other hosts.
   if (environment.local_world_size == environment.world_size)
     return {ProcessGroupGloo::createDeviceForHostname(usable_loopback("127.0.0.1"))};
   const std::string address = address_towards(environment.master_addr);

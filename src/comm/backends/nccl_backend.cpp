@@ -77,7 +77,7 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
       try {
         return end->query();
       } catch (const std::exception&) {
-          return true;  // The device is lost. The program's next call for the device fails.
+        return true;  // The device is lost. The program's next call for the device fails.
       }
     };
   }

@@ -71,8 +71,7 @@ int create_sealed(const std::string& name, std::size_t bytes) {
 class MappedPages {
  public:
   static MappedPages& all() {
-    static auto* mapped =
-        new MappedPages;  // Never destroyed: mappings may be destroyed until the program ends.
+    static auto* mapped = new MappedPages;  // Never destroyed: mappings may be destroyed until the program ends.
     return *mapped;
   }
 

@@ -150,8 +150,7 @@ std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::s
   const std::lock_guard lock(mutex_);
   require_no_backward("the output for shards");
   run_on_all_ranks(group_, "set_shard_output", [&] {
-    if (comm_hook_)
-      throw InvalidArgument("gradients cannot be sharded: the communication hook needs whole gradients");
+    if (comm_hook_) throw InvalidArgument("gradients cannot be sharded: the communication hook needs whole gradients");
     for (const NamedParameter& parameter : parameters_) {
       if (parameter.sparse)
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
