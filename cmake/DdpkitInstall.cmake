@@ -7,12 +7,12 @@ install(TARGETS ddpkit ddpkit_fmt ddpkit_scaling EXPORT ddpkitTargets)
 set(DDPKIT_HAS_TRAIN OFF)
 if(TARGET ddpkit_train)
   set(DDPKIT_HAS_TRAIN ON)
-  # An export of its own: whoever wants only ddpkit::ddpkit need not have what ddpkit::train links.
+  # A separate export: users of ddpkit::ddpkit alone do not need the dependencies of ddpkit::train.
   install(TARGETS ddpkit_train EXPORT ddpkitTrainTargets)
   install(EXPORT ddpkitTrainTargets NAMESPACE ddpkit:: DESTINATION "${package_dir}")
 endif()
 if(TARGET ddpkit_cli)
-  # Written out, as INSTALL_RPATH_USE_LINK_PATH leaves out folders inside the project, such as .deps.
+  # Set explicitly: INSTALL_RPATH_USE_LINK_PATH omits folders inside the project, such as .deps.
   set_target_properties(ddpkit_cli PROPERTIES INSTALL_RPATH "${LibTorch_PREFIX}/lib")
   install(TARGETS ddpkit_cli)
 endif()
@@ -27,8 +27,8 @@ install(FILES "${PROJECT_BINARY_DIR}/ddpkitConfig.cmake" "${PROJECT_BINARY_DIR}/
   "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake" "${PROJECT_SOURCE_DIR}/cmake/DdpkitTrainDependencies.cmake"
   DESTINATION "${package_dir}")
 
-# `cpack` in the build folder makes a package of it. LibTorch comes in no Debian package: it is looked for as
-# FindLibTorch.cmake says, and the programs find it where it stood when they were built.
+# `cpack` in the build folder makes a package. LibTorch comes in no Debian package: FindLibTorch.cmake searches it, and
+# the programs load it from its path at build time.
 set(CPACK_GENERATOR "DEB;TGZ")
 set(CPACK_PACKAGE_CONTACT "ddpkit contributors")
 set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")

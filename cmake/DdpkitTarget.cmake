@@ -1,11 +1,11 @@
-# What every target of ddpkit's own code has in common: C++20, warnings, a sanitizer,
-# and the compiler cache. Nothing here reaches a project that links ddpkit.
+# Sets the common options of ddpkit's targets: C++20, warnings, sanitizer and compiler cache. Projects that link ddpkit
+# do not inherit them.
 
 if(PROJECT_IS_TOP_LEVEL)
   find_program(CCACHE_PROGRAM ccache)
   if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-    # Precompiled headers hit the cache only with this sloppiness; paths relative to the
-    # source folder let one clone use what another has compiled.
+    # Precompiled headers hit the cache only with this sloppiness. Paths are relative to the source folder, so that
+    # clones share the cache.
     set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
         "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
         "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${CCACHE_PROGRAM}")
@@ -18,14 +18,14 @@ function(ddpkit_target target)
   # __FILE__, which LibTorch's and Catch2's macros use, is a path from the source folder: each clone has the same objects,
   # and hits the compiler cache.
   target_compile_options(${target} PRIVATE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
-  # -fPIC for programs too: CMake would give them -fPIE, and then no precompiled header serves both kinds.
+  # Programs need -fPIC too: CMake would give them -fPIE, and no precompiled header would serve both kinds.
   target_compile_options(${target} PRIVATE -fPIC -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
   if(DDPKIT_SANITIZER)
     set(flags -fsanitize=${DDPKIT_SANITIZER} -fno-omit-frame-pointer)
     if(DDPKIT_SANITIZER STREQUAL "address")
       list(APPEND flags -fsanitize=undefined -fno-sanitize=vptr)
     endif()
-    # GCC's flow analysis is misled by a sanitizer's code: it warns of LibTorch's headers. (-Wtsan: they use fences.)
+    # A sanitizer's code misleads GCC's flow analysis: it warns about LibTorch's headers. (-Wtsan: they use fences.)
     target_compile_options(${target} PRIVATE ${flags}
       "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-tsan>")
     target_link_options(${target} PUBLIC ${flags})
@@ -33,7 +33,7 @@ function(ddpkit_target target)
 endfunction()
 
 # ddpkit_shared_pch(NAME HEADERS header... [OPTIONS option...] [LIBRARIES target...]) makes the precompiled header NAME.
-# A precompiled header takes 40 s of one core, so several targets share one.
+# A precompiled header takes 40 s of one core, so several targets share it.
 function(ddpkit_shared_pch name)
   cmake_parse_arguments(PARSE_ARGV 1 pch "" "" "HEADERS;OPTIONS;LIBRARIES")
   file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/${name}.cpp" CONTENT "")
@@ -44,8 +44,8 @@ function(ddpkit_shared_pch name)
   target_precompile_headers(${name} PRIVATE ${pch_HEADERS})
 endfunction()
 
-# For what includes torch/torch.h and is not a test. Each object that uses the header takes 10 s less, the header 40 s:
-# it does not pay for what script/demo builds.
+# For targets that include torch/torch.h and are not tests. The header takes 40 s and saves 10 s per object, so
+# script/demo's targets do not use it.
 function(ddpkit_torch_pch target)
   if(NOT TARGET ddpkit_torch_pch)
     ddpkit_shared_pch(ddpkit_torch_pch HEADERS <torch/torch.h>)

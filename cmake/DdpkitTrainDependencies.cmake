@@ -1,5 +1,5 @@
-# Finds the packages that ddpkit::train links. Sets ddpkit_train_missing to the names of those that are not found.
-# A project that has built one itself, for example by FetchContent, has its target: then nothing is searched.
+# Finds the packages that ddpkit::train links. Sets ddpkit_train_missing to the names of the packages that are not
+# found. Skips a package whose target exists, for example from FetchContent.
 set(ddpkit_train_missing "")
 foreach(ddpkit_request IN ITEMS "CLI11;2.1" yaml-cpp nlohmann_json)
   list(GET ddpkit_request 0 ddpkit_package)

@@ -23,7 +23,7 @@ Variables: ``LibTorch_PREFIX``, ``LibTorch_VERSION``.
 
 set(_libtorch_probe "include/torch/csrc/api/include/torch/torch.h")
 
-# Expands one path that a user may name to the folder holding include/ and lib/.
+# Expands one path given by the user to the folder with include/ and lib/.
 function(_libtorch_expand path out)
   set(candidates "${path}" "${path}/torch" "${path}/libtorch")
   file(GLOB site_packages "${path}/lib/python3*/site-packages/torch"
@@ -52,7 +52,7 @@ else()
     endif()
   endforeach()
   if(NOT LibTorch_PREFIX)
-    # find_spec locates the package without importing it, which would cost seconds.
+    # find_spec locates the package without importing it. The import would take seconds.
     execute_process(
       COMMAND python3 -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
       OUTPUT_VARIABLE _libtorch_path OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET
@@ -87,7 +87,7 @@ if(LibTorch_PREFIX)
               HINTS ${_libtorch_nvidia_includes} PATHS /usr/local/cuda/include NO_CACHE)
     find_path(LibTorch_NCCL_INCLUDE_DIR nccl.h
               HINTS ${_libtorch_nvidia_includes} PATHS /usr/local/cuda/include NO_CACHE)
-    # The wheel's runtime has no name without a version, which find_library looks for by itself.
+    # The wheel's runtime has only a versioned name. find_library does not find versioned names automatically.
     find_library(LibTorch_CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12
                  HINTS ${_libtorch_nvidia_libs} "${LibTorch_PREFIX}/lib" PATHS /usr/local/cuda/lib64 NO_CACHE)
     if(LibTorch_TORCH_CUDA_LIBRARY AND LibTorch_C10_CUDA_LIBRARY AND LibTorch_CUDA_INCLUDE_DIR
@@ -113,8 +113,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_include_directories(LibTorch::LibTorch INTERFACE
     "${LibTorch_PREFIX}/include" "${LibTorch_PREFIX}/include/torch/csrc/api/include")
   target_link_libraries(LibTorch::LibTorch INTERFACE LibTorch::torch_cpu LibTorch::c10)
-  # libtorch_cpu.so itself needs CUDA's runtime and CUPTI: found at run time by its own
-  # rpath, at link time by ours.
+  # libtorch_cpu.so needs CUDA's runtime and CUPTI. Its own rpath finds them at run time, ours at link time.
   foreach(_libtorch_path IN LISTS _libtorch_nvidia_libs ITEMS "${LibTorch_PREFIX}/lib")
     target_link_options(LibTorch::LibTorch INTERFACE "LINKER:-rpath-link,${_libtorch_path}")
   endforeach()
@@ -130,8 +129,8 @@ if(LibTorch_CUDA_FOUND AND NOT TARGET LibTorch::CUDA)
   add_library(LibTorch::CUDA INTERFACE IMPORTED)
   target_include_directories(LibTorch::CUDA INTERFACE
     "${LibTorch_CUDA_INCLUDE_DIR}" "${LibTorch_NCCL_INCLUDE_DIR}" ${_libtorch_nvidia_includes})
-  # Its kernels register themselves when the library loads: a linker that drops it as
-  # unneeded would silently leave a program without CUDA.
+  # Its kernels register when the library loads. A linker that drops the library as unneeded would silently disable
+  # CUDA.
   target_link_libraries(LibTorch::CUDA INTERFACE LibTorch::LibTorch
     "-Wl,--no-as-needed" LibTorch::torch_cuda LibTorch::c10_cuda "-Wl,--as-needed" LibTorch::cudart)
 endif()

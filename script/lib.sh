@@ -1,16 +1,15 @@
-# What the scripts share. Sourced, never run; the caller has set -euo pipefail.
+# Functions of several scripts. Sourced, never run; the caller has set -euo pipefail.
 # shellcheck shell=bash disable=SC2034
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 deps=$root/.deps
 build=$root/build
 
-# The one place that says which LibTorch. The two NVIDIA wheels are what libtorch_cpu.so links
-# (libcudart.so.13, libcupti.so.13), at the versions that torch==2.11.0 asks for by way of
-# cuda-toolkit[cudart,cupti]==13.0.2.
+# The only definition of the LibTorch version. libtorch_cpu.so links the two NVIDIA wheels (libcudart.so.13,
+# libcupti.so.13), at the versions that torch==2.11.0 requires through cuda-toolkit[cudart,cupti]==13.0.2.
 torch_version=2.11.0
 cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-cupti==13.0.85")
-# With all that they depend on: the CUDA configuration, and what the comparisons with Python import.
+# With all dependencies: for the CUDA configuration and the comparisons with Python.
 full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18")
 
 # Packages of Debian 12 and Ubuntu 24.04.
@@ -18,9 +17,9 @@ packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv 
           catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev
           pkg-config libsndfile1-dev libsamplerate0-dev
           libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
-# Headers for the gloo backend, which is left out where a distribution lacks them.
+# Headers for the gloo backend. Distributions without them build without that backend.
 optional_packages=(libgloo-dev)
-# What is measured beside Python's PyTorch, and starts ranks in a test.
+# Compared with ddpkit in benchmarks, and starts ranks in a test.
 peer_packages=(libopenmpi-dev openmpi-bin)
 
 say() { printf '%s\n' "$*" >&2; }
@@ -30,7 +29,7 @@ die() {
   exit 1
 }
 
-# Prints the comment that a script opens with.
+# Prints the comment at the head of a script.
 usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p;}' "$0"; }
 
 wrong_use() {
@@ -40,7 +39,7 @@ wrong_use() {
 
 has_nvidia() { [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null 2>&1; }
 
-# The folder with include/ and lib/ that a path names, by the rules of cmake/FindLibTorch.cmake.
+# Prints the folder with include/ and lib/ for a path, by the rules of cmake/FindLibTorch.cmake.
 torch_folder() {
   local candidate
   for candidate in "$1" "$1/torch" "$1/libtorch" "$1"/lib/python3*/site-packages/torch "$1"/python3*/site-packages/torch; do
@@ -52,8 +51,8 @@ torch_folder() {
   return 1
 }
 
-# A Python that can make a virtual environment and has wheels of this LibTorch. The distribution's
-# comes first: one earlier in PATH often lacks pip or venv.
+# Finds a Python that can create a virtual environment and has wheels of this LibTorch. Tries the distribution's Python
+# first: others earlier in PATH often lack pip or venv.
 find_python() {
   local candidate
   for candidate in /usr/bin/python3 python3; do
@@ -66,7 +65,7 @@ find_python() {
   return 1
 }
 
-# logged LOG COMMAND...: runs it quietly; on failure shows the end of what it printed.
+# logged LOG COMMAND...: runs the command with its output in LOG; on failure prints the end of LOG.
 logged() {
   local log=$1
   shift
@@ -79,7 +78,7 @@ logged() {
   return 1
 }
 
-# Packages of the arguments that are not installed, one a line.
+# Prints the packages of the arguments that are not installed, one per line.
 missing_packages() {
   local installed package
   installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "$@" 2>/dev/null | sed -n 's/^installed //p') || true
@@ -88,7 +87,7 @@ missing_packages() {
   done
 }
 
-# install_packages WHY PACKAGE...: by apt; where that is not possible, says which line to run.
+# install_packages WHY PACKAGE...: installs with apt. If that is not possible, prints the command to run.
 install_packages() {
   local why=$1 as_root=()
   shift
@@ -100,7 +99,7 @@ install_packages() {
     fi
     as_root=(sudo)
   fi
-  # A package list that is not there, or old, names files that the mirror no longer has.
+  # A missing or old package list names files that the mirror no longer has.
   if [ -z "${apt_updated:-}" ]; then
     logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its words are above)"
     apt_updated=yes
@@ -110,7 +109,7 @@ install_packages() {
     || die "apt could not install $* (its words are above; on Ubuntu they need the component universe)"
 }
 
-# How many compilers at once: two, as each may take 3 GiB, fewer where memory is short.
+# Prints the number of parallel compilers: two, as each may take 3 GiB; fewer if memory is short.
 build_jobs() {
   if [ -n "${DDPKIT_JOBS:-}" ]; then
     [[ $DDPKIT_JOBS =~ ^[1-9][0-9]*$ ]] || die "DDPKIT_JOBS is '$DDPKIT_JOBS', not a number of jobs"

@@ -1,8 +1,8 @@
-"""Makes a data set of Asterisk's English prompts, for script/data: speech_manifests.py UNPACKED_PACKAGES NEW_FOLDER
+"""Makes a data set from Asterisk's English prompts, for script/data: speech_manifests.py UNPACKED_PACKAGES NEW_FOLDER
 
 Writes the WAV files and train.jsonl, dev.jsonl and test.jsonl (audio_filepath, duration, text), split by a hash of the
-file's name: about 80, 10 and 10 %. Transcripts are spelled as they are spoken: digits as words, and without what is not
-said (stage directions, names of symbols in brackets). Recordings without speech are left out.
+file's name: about 80, 10 and 10 %. Transcripts contain only spoken words: digits as words, without stage directions and
+names of symbols in brackets. Skips recordings without speech.
 """
 import gzip
 import hashlib
@@ -15,7 +15,7 @@ import wave
 
 DIGITS = "zero one two three four five six seven eight nine".split()
 SPOKEN = {"#": " pound ", "*": " star ", "&": " and ", "@": " at "}
-# Numbers that are not read digit by digit.
+# Numbers that are not spoken digit by digit.
 NUMBERS = {"28.8": "twenty eight point eight", "500": "five hundred", "600": "six hundred", "8500": "eighty five hundred"}
 
 
@@ -23,7 +23,7 @@ def spoken(text):
     text = re.sub(r"\([^)]*\)|\[[^]]*\]|<[^>]*>", " ", text)
     text = re.sub(r"\d+(?:\.\d+)?", lambda found: f" {NUMBERS.get(found[0], found[0])} ", text)
     text = re.sub(r"\d", lambda found: f" {DIGITS[int(found[0])]} ", text)
-    text = re.sub(r"\b([A-Za-z])\.(?=[A-Za-z]\b)", r"\1 ", text)  # A.M. is said as two letters.
+    text = re.sub(r"\b([A-Za-z])\.(?=[A-Za-z]\b)", r"\1 ", text)  # A.M. is spoken as two letters.
     for sign, word in SPOKEN.items():
         text = text.replace(sign, word)
     text = re.sub(r"[^a-z' ]", " ", text.lower().replace("\u2019", "'"))
