@@ -1,5 +1,5 @@
-// The asr trainer's full model on two ranks, and the same model in Python's DistributedDataParallel beside: what
-// `script/bench asr` runs. Every run is a program of its own; they take turns, and medians are shown.
+// Compares the asr trainer's full model on two ranks with the same model in Python's DistributedDataParallel.
+// `script/bench asr` runs this. Each run is a separate process. The runs alternate; the output shows medians.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -30,17 +30,17 @@ struct Options {
   bool peers = false;
 };
 
-// What both sides are given of the model; the rest is what the config says.
+// Model options of both sides. The config sets all other options.
 constexpr const char* kModel =
     R"({"sample_rate": 8000, "mels": 40, "width": 512, "kernel": 5, "strides": [2, 2], "layers": 6, )"
     R"("memory_channels": 40, "order": 32, "theta": 64, "dropout": 0.1})";
 
 struct Measured {
-  std::vector<double> step_ms;         // Median of each epoch but a run's first.
-  std::vector<double> epoch_seconds;   // The same epochs.
-  std::vector<double> exposed_shares;  // The same epochs; of ddpkit.
+  std::vector<double> step_ms;         // Median per epoch, without the first epoch of each run.
+  std::vector<double> epoch_seconds;   // Per epoch, without the first epoch of each run.
+  std::vector<double> exposed_shares;  // Per epoch, without the first epoch of each run. Only ddpkit.
   std::vector<double> first_step_seconds;
-  std::vector<double> peak_mib;  // Of each rank of each run.
+  std::vector<double> peak_mib;  // Per rank and run.
 };
 
 double now() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
@@ -50,7 +50,7 @@ std::vector<std::string> command_of(bool is_python, const Options& options) {
   const std::string batch = std::to_string(options.batch_size), epochs = std::to_string(options.epochs);
   if (is_python) {
     std::vector<std::string> command = ddpkit::bench::python_command("asr.py");
-    // Python's ranks are started as its users start them: by torchrun.
+    // torchrun starts Python's ranks, as users start them.
     std::vector<std::string> torchrun = {
         command[0],   "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", std::to_string(options.ranks),
         "--no-python"};
@@ -59,7 +59,7 @@ std::vector<std::string> command_of(bool is_python, const Options& options) {
     torchrun.insert(torchrun.end(), command.begin(), command.end());
     return torchrun;
   }
-  // Both in float32, without SpecAugment, at a constant rate, and with the features kept.
+  // Both sides: float32, no SpecAugment, constant learning rate, all features cached.
   std::vector<std::string> command = {options.asr,
                                       "--config",
                                       options.config,

@@ -1,9 +1,9 @@
-// What saving costs the training:
+// Measures the time that checkpoints add to training:
 //
 //     ddpkit run -n 2 -- bench_checkpoint [MODEL [EVERY [FOLDER]]]
 //
-// trains MODEL (mlp-7.6m) under DistributedDataParallel with AdamW, and compares steps without checkpoints with steps
-// of which one in EVERY (100) is followed by one, written in place or behind the training's back. The three take turns.
+// Trains MODEL (mlp-7.6m) under DistributedDataParallel with AdamW. Compares steps without checkpoints with steps that
+// write a checkpoint after every EVERY (100) steps, synchronously or in the background. The three variants alternate.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -31,8 +31,8 @@ using ddpkit::bench::microseconds;
 constexpr int kTurns = 6;
 
 struct Measured {
-  std::vector<double> turn_us;  ///< Mean of a step over a turn, its checkpoint with it.
-  std::vector<double> save_us;  ///< Of the call.
+  std::vector<double> turn_us;  ///< Mean time of a step, including its part of the checkpoint. [turn]
+  std::vector<double> save_us;  ///< Time of the save call.
 };
 
 }  // namespace
@@ -64,7 +64,7 @@ int main(int argc, char** argv) try {
   std::uintmax_t bytes = 0;
   ddpkit::train::Checkpoint in_place(folder / "checkpoint.pt", group, {.asynchronous = false});
   ddpkit::train::Checkpoint behind(folder / "checkpoint.pt", group);
-  behind.save(*task.model, optimizer, {});  // Its memory.
+  behind.save(*task.model, optimizer, {});  // Allocates the memory.
   behind.wait();
   for (int turn = 0; turn < kTurns; ++turn) {
     for (std::size_t way = 0; way < all.size(); ++way) {
@@ -88,7 +88,7 @@ int main(int argc, char** argv) try {
     const double none = median(all[0].turn_us);
     fmt::print("| none | {:.0f} | | |\n", none);
     for (const std::size_t way : {1, 2}) {
-      // Each turn beside the one without: the machine's moods are in both.
+      // Compares adjacent turns, so that variations of the machine affect both.
       std::vector<double> over;
       for (int turn = 0; turn < kTurns; ++turn)
         over.push_back(all[way].turn_us[static_cast<std::size_t>(turn)] /

@@ -1,5 +1,5 @@
-// The clstm_ppo trainer on one rank and on several, in turns: what `script/bench clstm_ppo` runs. Each rank has the
-// same episodes to run and to learn from, so with N ranks N times as many an update.
+// Runs the clstm_ppo trainer on one rank and on several ranks, alternating. `script/bench clstm_ppo` runs this. Each
+// rank runs and learns from the same number of episodes, so an update has N times as many episodes with N ranks.
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <vector>
@@ -23,7 +23,7 @@ struct Options {
   int updates = 6;
 };
 
-// Episodes a second, of each round of a run but its first.
+// Episodes per second of each round, without the first round of a run.
 std::vector<double> run(const Options& options, const std::string& data, int ranks) {
   constexpr int kEpisodes = 32;
   std::vector<std::string> command = {options.program,

@@ -1,9 +1,9 @@
-// What each communication hook sends, and what becomes of the loss:
+// Measures the bytes that each communication hook sends, and the loss with each hook:
 //
 //     ddpkit run -n 2 -- bench_comm_hooks [STEPS]
 //
-// An MLP (561 inputs, three hidden layers of 128, 6 classes) learns a random teacher's classes, with the same seeds for
-// every hook; on one machine bytes and losses are the same in every run, times are not.
+// An MLP (561 inputs, three hidden layers of 128, 6 classes) learns the classes of a random teacher. All hooks use the
+// same seeds. On one machine, bytes and losses are the same in each run; times differ.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -42,7 +42,7 @@ struct Row {
 struct Result {
   double bytes_a_step = 0;
   double us_a_step = 0;
-  double loss = 0;  ///< On samples that nobody has trained on.
+  double loss = 0;  ///< On samples that no rank has trained on.
 };
 
 Result measure(const ddpkit::ProcessGroup& group, const ddpkit::CommHook& hook, int steps) {
@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
   if (steps < 1) return std::cerr << "bench_comm_hooks [STEPS]\n", 2;
   const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
   const auto power_sgd = [&](std::int64_t rank) {
-    // A tenth of the steps in full, as PowerSGDOptions advises.
+    // A tenth of the steps is uncompressed, as PowerSGDOptions recommends.
     return comm_hooks::PowerSGD(
         group, {.matrix_approximation_rank = rank, .start_powerSGD_iter = static_cast<std::uint64_t>(steps / 10)});
   };

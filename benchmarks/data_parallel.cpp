@@ -1,9 +1,9 @@
-// DataParallel beside DistributedDataParallel and one device, on the same data in one run:
+// Compares DataParallel, DistributedDataParallel and one device on the same data in one run:
 //
 //     ddpkit run -n 2 -- bench_data_parallel [BATCH [ROUNDS]]
 //
-// One thread a rank and a replica. Samples a second, the median over all steps of all rounds. The last row is
-// DataParallel without its arena: with the blocks that malloc gives back to the system each step.
+// Uses one thread per rank or replica. Prints samples per second, as the median over all steps of all rounds. The last
+// row is DataParallel without its arena: malloc returns its blocks to the system in each step.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ nn::Sequential make_model() {
                         nn::Flatten(), nn::Linear(64, 6));
 }
 
-using Times = std::map<std::string, std::vector<double>>;  // [way] -> seconds a step
+using Times = std::map<std::string, std::vector<double>>;  // [way] -> seconds per step
 
 void measure(std::vector<double>& times, torch::optim::Optimizer& optimizer, const std::function<void()>& gradients) {
   constexpr int kWarm = 3, kSteps = 10;
@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const int ranks = group.world_size();
   torch::manual_seed(2);
-  // `batch` samples a device.
+  // `batch` samples per device.
   const Tensor x = torch::randn({batch * ranks, 9, 128});
   const Tensor y = torch::randint(6, {batch * ranks}, torch::kLong);
   const Tensor my_x = x.narrow(0, batch * group.rank(), batch);

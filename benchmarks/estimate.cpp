@@ -1,5 +1,5 @@
-// How near `ddpkit estimate` comes to what is measured here: from the timeline of one rank and the time that exchanging
-// fresh gradients takes, it predicts the step of two ranks on shared memory, which is then measured.
+// Measures the error of `ddpkit estimate`. Records the timeline of one rank and the time of exchanging fresh gradients,
+// and predicts the step of two ranks on shared memory. Then measures that step.
 //
 //   bench_estimate [--model NAME,...] [--rounds N] [--csv FILE]
 #include <torch/torch.h>
@@ -42,10 +42,10 @@ constexpr int kRanks = 2;
 constexpr const char* kAnswer = "bench_estimate: ";
 constexpr double kSecondsARun = 3;
 
-/// Prints a number for the process that has started this one.
+/// Prints a number for the parent process.
 void answer(const std::string& text) { std::cout << kAnswer << text << std::endl; }
 
-/// A rank of a training run under DistributedDataParallel; rank 0 answers with the median time of a step.
+/// Runs one rank of a training under DistributedDataParallel. Rank 0 prints the median time of a step.
 void train_rank(const ProcessGroup& group, const std::string& model, const std::string& timeline) {
   auto task = ddpkit::bench::make_step_task(model, 32, group.rank());
   ddpkit::DistributedDataParallel ddp(task.model, group);
@@ -56,7 +56,7 @@ void train_rank(const ProcessGroup& group, const std::string& model, const std::
     optimizer.step();
   };
   for (int i = 0; i < 20; ++i) step();
-  // As many on all ranks.
+  // The same number on all ranks.
   const auto begin = Clock::now();
   for (int i = 0; i < 10; ++i) step();
   at::Tensor steps = torch::tensor(std::clamp(kSecondsARun * 1e7 / microseconds(Clock::now() - begin), 30., 5000.));
@@ -74,8 +74,8 @@ void train_rank(const ProcessGroup& group, const std::string& model, const std::
   if (group.rank() == 0) answer(fmt::format("{}", median(times)));
 }
 
-/// What the exchange of fresh gradients adds to a step that makes them and uses them: a rank finds its own gradients in
-/// its cache and the sums that its peer has written there not any more. A table of bytes and microseconds.
+/// Measures the time that the exchange of fresh gradients adds to a step that computes and uses them. A rank has its
+/// own gradients in its cache, but not the sums that its peer has written. Prints a table of bytes and microseconds.
 void exchange_rank(const ProcessGroup& group) {
   std::string table;
   for (std::int64_t bytes = 16 << 10; bytes <= std::int64_t{128} << 20; bytes *= 2) {
@@ -115,7 +115,7 @@ int run_rank(const std::string& what, const std::string& timeline) {
   return 0;
 }
 
-/// Starts this program on so many ranks and returns what rank 0 answered.
+/// Starts this program on `ranks` ranks and returns the output of rank 0.
 std::string ask(int ranks, const std::string& what, const std::string& timeline) {
   std::string output;
   const auto result = ddpkit::local_launch(
@@ -147,7 +147,7 @@ Row measure(const std::string& model, int rounds, const ddpkit::scaling::AllRedu
             const std::filesystem::path& timeline) {
   std::vector<double> one, predicted, measured;
   for (int round = 0; round < rounds; ++round) {
-    // The recording is part of both.
+    // Both measurements include the cost of recording.
     ask(1, model, timeline.string());
     const auto profile = ddpkit::cli::read_profile(timeline.string());
     measured.push_back(std::stod(ask(kRanks, model, timeline.string())));

@@ -1,5 +1,5 @@
-// The har trainer on 1, 2 and 4 devices under DataParallel and DistributedDataParallel, and Python's beside: what
-// `script/bench har` runs. Every run is a program of its own; they take turns, and medians are shown.
+// Compares the har trainer on 1, 2 and 4 devices under DataParallel and DistributedDataParallel with the same model in
+// Python. `script/bench har` runs this. Each run is a separate process. The runs alternate; the output shows medians.
 #include <torch/cuda.h>
 
 #include <CLI/CLI.hpp>
@@ -64,7 +64,7 @@ struct System {
 };
 
 struct Measured {
-  std::vector<double> rates;             // Samples a second: an epoch each, but a run's first.
+  std::vector<double> rates;             // Samples per second of each epoch, without the first epoch of a run.
   std::vector<std::int64_t> on_devices;  // Bytes. [GPU]
   std::vector<std::int64_t> peaks;       // Bytes. [process]
 
@@ -75,7 +75,7 @@ void run(const System& system, const Options& options, Measured& measured) {
   const int ranks = system.is_one_process() ? 1 : system.devices;
   const bool on_gpus = torch::cuda::device_count() > 0;
   std::vector<std::string> command;
-  // A core for each device, where there are enough: else the scheduler deals them out.
+  // Pins one core per device if there are enough cores. Otherwise the scheduler assigns the cores.
   if (!on_gpus && system.is_one_process() && system.devices <= ddpkit::available_cores())
     command = {"taskset", "-c", fmt::format("0-{}", system.devices - 1)};
   const auto add = [&](const std::vector<std::string>& more) {
@@ -121,7 +121,7 @@ void print_tables(const std::map<System, Measured>& all, const Options& options)
     const double rate = measured.rate();
     fmt::print("| {} | {} | {:.0f} | {:.2f} | {:.2f}x | {:.0f} % |\n", system.name(), system.devices, rate,
                options.windows / rate, rate / alone, 100 * rate / alone / system.devices);
-    // More devices than cores share them, and say nothing of us.
+    // If devices share cores, the result does not show the scaling of ddpkit.
     const bool has_cores = system.devices <= ddpkit::available_cores();
     if (!system.is_python() && has_cores && options.devices.size() > 1)
       ddpkit::bench::note_ratio(
@@ -173,7 +173,7 @@ void plot(const std::map<System, Measured>& all, const Options& options) {
 
 void measure(Options options) {
   std::set<int> wanted(options.devices.begin(), options.devices.end());
-  wanted.insert(1);  // What speed-ups refer to.
+  wanted.insert(1);  // The reference of the speed-ups.
   options.devices.assign(wanted.begin(), wanted.end());
   const int gpus = static_cast<int>(torch::cuda::device_count());
   if (gpus > 0 && *wanted.rbegin() > gpus) {

@@ -1,9 +1,10 @@
-// All-reduce over several hosts by each backend in turn, on every rank that a launcher starts:
+// Measures all-reduce over several hosts with each backend in turn, on all ranks that a launcher starts:
 //
 //     ddpkit run --nnodes 2 --node-rank 0|1 --nproc-per-node 2 --master-addr HOST --master-port PORT -- bench_hosts
 //     BACKEND
 //
-// prints the median time a call for sizes from 4 KiB to 32 MiB. script/bench hosts runs it between network namespaces.
+// Prints the median time per call for sizes from 4 KiB to 32 MiB. script/bench hosts runs it between network
+// namespaces.
 #include <torch/torch.h>
 
 #include <iostream>

@@ -1,4 +1,4 @@
-// Google Benchmark of the sums that all-reduce is made of. bytes_per_second counts what is read and what is written.
+// Google Benchmark of the sum kernels of all-reduce. bytes_per_second counts the bytes read and written.
 #include <benchmark/benchmark.h>
 
 #include <vector>
@@ -9,7 +9,7 @@ namespace {
 
 using ddpkit::kernels::DataType;
 
-/// The sum of `inputs` buffers, written to each of them, as an in-place all-reduce does with its slice.
+/// Sums `inputs` buffers and writes the sum to each of them, as an in-place all-reduce does with its slice.
 void reduce_in_place(benchmark::State& state, DataType dtype, std::size_t element_bytes, std::size_t inputs) {
   const auto bytes = static_cast<std::size_t>(state.range(0));
   std::vector<std::vector<char>> buffers(inputs, std::vector<char>(bytes));

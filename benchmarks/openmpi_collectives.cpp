@@ -1,5 +1,5 @@
-// The collectives of `ddpkit bench collectives` with Open MPI, which the command runs under mpirun and whose rows it
-// takes over. By itself: mpirun -n 2 build/bin/openmpi_collectives --collective all_reduce
+// Runs the collectives of `ddpkit bench collectives` with Open MPI. That command starts this program with mpirun and
+// copies its rows. To run it alone: mpirun -n 2 build/bin/openmpi_collectives --collective all_reduce
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 using namespace ddpkit::bench;
 
-/// The arguments of one call; `slice` is the number of elements in one rank's share. In place: `output` is `input`.
+/// The arguments of one call. `slice`: number of elements per rank. In place: `output` is `input`.
 struct Call {
   int rank;
   int ranks;

@@ -1,7 +1,7 @@
-// Google Benchmark of an optimizer's step alone, on the parameters of an MLP: 561 inputs, four hidden layers of 1,500
-// (7.6 M parameters) or three of 128 (106 k), 6 classes. ns_per_element is what to compare; `limit_adam` and
-// `limit_sgd` read and write the same memory as the update does, and compute next to nothing. Where there is a GPU, the
-// same on it, behind "gpu/", where the limit is a copy of as many bytes.
+// Google Benchmark of one optimizer step on the parameters of an MLP: 561 inputs, four hidden layers of 1,500 (7.6 M
+// parameters) or three of 128 (106 k), 6 classes. Compare ns_per_element. `limit_adam` and `limit_sgd` read and write
+// the same memory as the update, with almost no arithmetic. If there is a GPU, "gpu/" has the same benchmarks on it;
+// their limit is a copy of the same number of bytes.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -29,7 +29,7 @@ torch::nn::Sequential mlp(std::int64_t hidden, int layers) {
   return net;
 }
 
-/// The model that the benchmark's argument names, with gradients.
+/// Returns the parameters of the model that the benchmark's argument names, with gradients.
 std::vector<torch::Tensor> parameters_of(const benchmark::State& state, torch::Device device = torch::kCPU) {
   torch::manual_seed(0);
   auto net = state.range(0) == 0 ? mlp(128, 3) : mlp(1500, 4);
@@ -50,7 +50,7 @@ void report(benchmark::State& state, std::int64_t elements, int bytes_per_elemen
   state.SetLabel(ddpkit::kernels::variant_name());
 }
 
-constexpr int kAdamBytes = 7 * 4;  // Reads parameter, gradient and two of state; writes all but the gradient.
+constexpr int kAdamBytes = 7 * 4;  // Reads parameter, gradient and two state tensors; writes all except the gradient.
 constexpr int kSgdBytes = 5 * 4;   // With momentum.
 
 template <class Optimizer, class Options>
@@ -99,7 +99,7 @@ DDPKIT_BEST_INSTRUCTIONS void add_to_two(float* a, float* b, const float* from, 
   }
 }
 
-/// Reads the parameters, `kStates` arrays of their size and the gradients, and writes all but those.
+/// Reads the parameters, the gradients and `kStates` arrays of the same size; writes all except the gradients.
 template <int kStates>
 void limit(benchmark::State& state) {
   const auto parameters = parameters_of(state);
@@ -126,7 +126,7 @@ BENCHMARK(limit_adam)->Arg(0)->Arg(1);
 BENCHMARK(limit_sgd)->Arg(0)->Arg(1);
 
 const torch::Device kGpu(torch::kCUDA, 0);
-/// The host waits for the GPU only after so many calls, as it does in a training.
+/// The host waits for the GPU once per this number of calls, as in training.
 constexpr int kCallsPerWait = 50;
 
 template <class Call>
@@ -171,7 +171,7 @@ void register_on_gpu() {
   add("limit_sgd", [](auto& state) { limit_on_gpu(state, kSgdBytes); });
 }
 
-/// Nothing to clip: the norm alone.
+/// Computes only the norm; the limit is too high to clip.
 void clip_libtorch(benchmark::State& state) {
   const auto parameters = parameters_of(state);
   for (auto _ : state) benchmark::DoNotOptimize(torch::nn::utils::clip_grad_norm_(parameters, 1e9));

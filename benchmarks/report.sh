@@ -1,17 +1,17 @@
 # shellcheck shell=bash
-# `script/bench all`, `script/bench check` and `script/bench --gpu`: every benchmark in one run, and what became of its ratios.
-# Sourced by script/bench.
+# `script/bench all`, `script/bench check` and `script/bench --gpu`: run all benchmarks and compare the ratios with the
+# committed ones. Sourced by script/bench.
 
-# Where what is committed lies.
+# Paths of the committed report and ratios.
 report=$root/docs/performance.md
 pictures=$root/docs/pictures
 ratios=$root/benchmarks/ratios.tsv
 
-# What stands before a section's title.
+# Markdown prefix of a section's title.
 heading="##"
 
-# section TITLE COMMAND...: runs script/bench COMMAND..., whose output becomes the section. What is a table of fixed width
-# is shown as it was printed. The temporary folder $made holds what goes with it.
+# section TITLE COMMAND...: runs script/bench COMMAND... and appends its output as a section. Shows a table of fixed
+# width as it was printed. The command writes its other files to the temporary folder $made.
 section() {
   local title=$1 start=$SECONDS
   shift
@@ -38,9 +38,9 @@ picture() {
   printf '![%s](pictures/%s)\n\n' "$1" "$2" >>"$made/sections"
 }
 
-# note_collectives CSV, note_steps CSV: the ratios in the rows of `ddpkit bench collectives` and `ddpkit bench step`. Of an
-# all-reduce three, of the other collectives one: geometric means over the sizes, since a single size of a peer's varies
-# from run to run by more than what is looked for here.
+# note_collectives CSV, note_steps CSV: compute the ratios from the rows of `ddpkit bench collectives` and `ddpkit bench
+# step`. All-reduce has three ratios, each other collective one. They are geometric means over the sizes: a peer's
+# result at a single size varies between runs by more than the changes to detect.
 note_collectives() {
   awk -F, '
     function note(key, other, ratio) {
@@ -85,7 +85,7 @@ note_steps() {
     }' "$1" >>"$made/ratios.tsv"
 }
 
-# What `all` and `check` measure: a function of each name below.
+# The parts that `all` and `check` measure. Each part has a function of its name below.
 parts=(collectives crowded sgd adamw har asr video clstm_ppo checkpoint hosts estimate micro headers)
 gpu_parts=(gpu_sgd gpu_adamw gpu_micro gpu_har gpu_collectives)
 
@@ -144,7 +144,7 @@ measure_gpu_collectives() {
 }
 measure_gpu_har() { section "har on GPUs" --gpu har --peers --rounds 2; }
 
-# measure PART...: runs them. $made/sections becomes their text, $made/measured.tsv their ratios: name, value, part.
+# measure PART...: runs the parts. Writes $made/sections (text) and $made/measured.tsv (ratios: name, value, part).
 measure() {
   local part
   : >"$made/sections"
@@ -156,14 +156,14 @@ measure() {
   done
 }
 
-# The table of the ratios that were measured.
+# Prints the table of the measured ratios.
 ratios_table() {
   printf '| cost | as a share | 1 / share |\n| --- | ---: | ---: |\n'
   awk -F '\t' '{ printf "| %s | %.3f | %.3g |\n", $1, $2, 1 / $2 }' "$made/measured.tsv"
   printf '\n'
 }
 
-# The report's part about GPUs, as it is there, or as it begins.
+# Prints the GPU part of the existing report, or the beginning of a new one.
 part_of_gpus() {
   if grep -q '^## On GPUs' "$report" 2>/dev/null; then
     sed -n '/^## On GPUs/,$p' "$report"
@@ -184,13 +184,14 @@ write_report_of_gpus() {
   say "Written: ${report#"$root"/}"
 }
 
-# In MB, as far as one core reaches it: the C library may tell what the whole processor has.
+# In MB, the part that one core can use. The C library may report the cache of the whole processor.
 last_level_cache() {
   { sed 's/K$//' /sys/devices/system/cpu/cpu0/cache/index3/size 2>/dev/null \
     || getconf LEVEL3_CACHE_SIZE | awk '{ print $1 / 1024 }'; } | awk '{ printf "%.0f MB", $1 / 1024 }'
 }
 
-# The machine and what it builds with. Cloud machines hide the processor's name: its model and its caches tell them apart.
+# Prints the machine and the compiler. Cloud machines hide the processor's name, so the model number and caches identify
+# the processor.
 machine() {
   awk -F '[[:space:]]*: ' '
     FILENAME == "/proc/meminfo" { if ($1 == "MemTotal") memory = int($2 / 1048576 + 0.5); next }
@@ -203,12 +204,12 @@ machine() {
   printf ', last-level cache %s; %s; LibTorch %s' "$(last_level_cache)" "$(c++ --version | head -n 1)" "$torch_version"
 }
 
-# The machine that the report is of.
+# Prints the machine of the committed report.
 machine_of_report() {
   sed -n 's/^Measured on [^:]*: \(.*\)\.$/\1/p;/^## On GPUs/q' "$report" | head -n 1
 }
 
-# put_report DATE: $made/sections and $made/measured.tsv become the report and its ratios.
+# put_report DATE: writes the report and its ratios from $made/sections and $made/measured.tsv.
 put_report() {
   {
     cat <<'EOF'
@@ -237,7 +238,7 @@ EOF
 
 write_report() { put_report "$(date -u +%F)"; }
 
-# What was measured takes the place of its like in the report, and the rest stays.
+# Replaces the measured sections of the report; keeps all others.
 write_report_of_parts() {
   local there missing
   there=$(machine_of_report)
@@ -266,8 +267,8 @@ write_report_of_parts() {
   put_report "$(sed -n 's/^Measured on \([^:]*\):.*/\1/p' "$report" | head -n 1)"
 }
 
-# compare_ratios BEFORE AFTER: a table; 1 when one is missing or over 15 % worse. A part that this host cannot measure, or a
-# peer that it lacks (Open MPI), is left out. With a third argument it prints only the parts in which one is.
+# compare_ratios BEFORE AFTER: prints a table. Returns 1 if a ratio is missing or over 15 % worse. Skips parts that this
+# host cannot measure and missing peers (Open MPI). With a third argument, prints only the parts with such a ratio.
 compare_ratios() {
   awk -F '\t' -v only_parts="${3:-}" '
     NR == FNR { before[$1] = $2; part[$1] = $3; order[++count] = $1; next }
@@ -289,7 +290,7 @@ compare_ratios() {
     }' "$1" "$2"
 }
 
-# check_ratios [PART...]: of all parts without one.
+# check_ratios [PART...]: without PART, checks all parts.
 check_ratios() {
   local has_ratios again here there before=$made/before.tsv
   [ $# -gt 0 ] || set -- "${parts[@]}"
@@ -298,7 +299,7 @@ check_ratios() {
   awk -F '\t' -v chosen="$*" 'index(" " chosen " ", " " $3 " ")' "$ratios" >"$before"
   here=$(machine)
   measure "${has_ratios[@]}"
-  # Something else may have run beside: what looks worse is measured once more, and the better figure counts.
+  # Another process may have disturbed the run: parts that look worse are measured again, and the better figure counts.
   mapfile -t again < <(compare_ratios "$before" "$made/measured.tsv" parts)
   if [ ${#again[@]} -gt 0 ]; then
     say "Worse by over 15 %, so measured again: ${again[*]}"

@@ -1,4 +1,4 @@
-// Runs of a trainer, ours or Python's, for the benchmarks that set them side by side.
+// Runs a trainer of ddpkit or Python, for benchmarks that compare them.
 #pragma once
 
 #include <filesystem>
@@ -9,15 +9,15 @@
 
 namespace ddpkit::bench {
 
-/// Puts `command` on the core of its LOCAL_RANK, where there is a core for each of `ranks`: else the scheduler deals
-/// them out.
+/// Pins `command` to the core of its LOCAL_RANK if there is one core for each of `ranks`. Otherwise the scheduler
+/// assigns the cores.
 std::vector<std::string> on_own_core(std::vector<std::string> command, int ranks);
 
-/// Starts `command` on `ranks` ranks of one thread each and returns the JSON objects that rank 0 printed, one a line.
-/// Throws Error, which says what the program printed, when it fails, prints none or runs for more than ten minutes.
+/// Starts `command` on `ranks` ranks with one thread each. Returns the JSON objects that rank 0 printed, one per line.
+/// Throws Error with the output if the program fails, prints no object or runs for more than ten minutes.
 std::vector<nlohmann::json> run_trainer(const std::vector<std::string>& command, int ranks);
 
-/// A folder for generated data, gone with it.
+/// A temporary folder for generated data. The destructor removes the folder.
 class TemporaryData {
  public:
   explicit TemporaryData(const std::string& name);

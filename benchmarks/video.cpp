@@ -1,5 +1,5 @@
-// The video trainer's two halves, decoding and the model, alone and together, and Python's beside: what
-// `script/bench video` runs. Every run is a program of its own; they take turns, and medians are shown.
+// Compares the two halves of the video trainer (decoding and the model), alone and together, with Python. `script/bench
+// video` runs this. Each run is a separate process. The runs alternate; the output shows medians.
 #include <sys/resource.h>
 #include <torch/torch.h>
 
@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct Options {
-  std::string role;  // Of a process that measures; empty: the one that starts them.
+  std::string role;  // The role of a measuring process. Empty in the parent process.
   std::string video;
   std::string data;
   std::vector<int> sizes = {64, 112};
@@ -45,9 +45,9 @@ struct Options {
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// ---- what the measuring processes do ------------------------------------------------------------
+// ---- Measuring processes ------------------------------------------------------------------------
 
-// Every trial once, shuffled, by `threads` threads.
+// Decodes each trial once, in shuffled order, on `threads` threads.
 void measure_decoding(const Options& options) {
   video::DataFaults faults(video::trials_file(options.data), video::OnBadData::kStop);
   const video::TrialSet set = video::read_trials(options.data, {}, 17, faults);
@@ -71,7 +71,7 @@ void measure_decoding(const Options& options) {
              nlohmann::json{{"clips_per_second", static_cast<double>(count * batch) / seconds_since(start)}}.dump());
 }
 
-// Training steps on clips that are there already.
+// Runs training steps on clips that are already decoded.
 void measure_model(const Options& options, ddpkit::train::Program& program) {
   const ddpkit::ProcessGroup group = program.init_process_group();
   torch::manual_seed(0);
@@ -107,7 +107,7 @@ void measure_model(const Options& options, ddpkit::train::Program& program) {
                    .dump());
 }
 
-// ---- the one that starts them -------------------------------------------------------------------
+// ---- Parent process ------------------------------------------------------------------------------
 
 struct Result {
   double clips_per_second = 0;
@@ -115,7 +115,7 @@ struct Result {
 };
 
 Result run(std::vector<std::string> command, int ranks) {
-  // What decodes in one process gets all cores.
+  // A process that decodes alone may use all cores.
   if (ranks > 1) command = ddpkit::bench::on_own_core(std::move(command), ranks);
   std::vector<double> rates;
   Result found;
@@ -123,7 +123,7 @@ Result run(std::vector<std::string> command, int ranks) {
     rates.push_back(json["clips_per_second"]);
     found.peak_mib = static_cast<double>(json.value("peak_bytes", std::int64_t{0})) / (1 << 20);
   }
-  if (rates.size() > 1) rates.erase(rates.begin());  // The first epoch begins cold.
+  if (rates.size() > 1) rates.erase(rates.begin());  // Drops the first epoch: the caches are cold.
   found.clips_per_second = ddpkit::bench::median(rates);
   return found;
 }
@@ -168,7 +168,7 @@ class Bench {
 void compare(const Options& options) {
   const Bench bench(options);
   const int size = options.sizes.front();
-  std::map<std::pair<bool, std::string>, std::vector<double>> rates;  // By python, what.
+  std::map<std::pair<bool, std::string>, std::vector<double>> rates;  // [is Python, role]
   const std::vector<std::string> rows = {"decoding, 1 thread", fmt::format("decoding, {} threads", options.ranks),
                                          fmt::format("model, {} ranks", options.ranks),
                                          fmt::format("both, {} ranks", options.ranks)};
@@ -192,7 +192,7 @@ void compare(const Options& options) {
     if (options.peers) fmt::print(" {:.1f} | {:.2f}x |", rate(true, row), rate(false, row) / rate(true, row));
     fmt::print("\n");
   }
-  // On the same cores, a clip costs the time of its decoding and of its part of the steps.
+  // On the same cores, a clip costs its decoding time plus its part of the step time.
   const auto allowed = [&](bool python) { return 1 / (1 / rate(python, 1) + 1 / rate(python, 2)); };
   fmt::print("| what the halves allow | {:.1f} |", allowed(false));
   if (options.peers) fmt::print(" {:.1f} | |", allowed(true));

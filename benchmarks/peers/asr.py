@@ -1,10 +1,10 @@
 """Python's side of `script/bench asr`, which starts it: one rank of the asr trainer's model under DistributedDataParallel
-with Gloo, on the same recordings, in batches of the same number of utterances; one JSON line an epoch.
+with Gloo, on the same recordings, in batches of the same number of utterances. Prints one JSON line per epoch.
 
 asr.py MANIFEST EPOCHS BATCH_SIZE MODEL    MODEL: JSON of the asr trainer's model and features options
 
-The Legendre memory is computed as ddpkit's trainer does it, by products with constant matrices in chunks of time: both
-call the same kernels of LibTorch. Features are computed in the first epoch and kept.
+Computes the Legendre memory as ddpkit's trainer does, by products with constant matrices in chunks of time: both call
+the same kernels of LibTorch. Computes features in the first epoch and caches them.
 """
 import json
 import os
@@ -147,7 +147,8 @@ def features(index):
     return cache[index]
 
 
-# Sorted by length, in batches; each rank takes its part of a batch as even in length as ddpkit's sampler makes them.
+# Batches of the list sorted by length. Each rank gets a part of a batch with similar total length, as from ddpkit's
+# sampler.
 order = sorted(range(len(lines)), key=lambda index: -durations[index])
 batches = []
 for begin in range(0, len(order), batch_size):
@@ -193,10 +194,10 @@ for epoch in range(epochs):
     peaks = [None] * ranks
     torch.distributed.all_gather_object(peaks, peak_bytes())
     if rank == 0:
-        line = {  # Of an even number of steps the trainer takes the upper median.
+        line = {  # The trainer uses the upper median of an even number of steps.
             "epoch": epoch + 1, "median_step_ms": 1e3 * statistics.median_high(seconds), "seconds": sum(seconds),
             "train_loss": value, "first_step_at": first_step_at, "peak_memory_bytes": peaks, "parameters": parameters,
         }
         print(json.dumps(line), flush=True)
 torch.distributed.barrier()
-os._exit(0)  # Gloo's threads now and then abort a process that ends in order.
+os._exit(0)  # Gloo's threads sometimes abort a process at a normal exit.

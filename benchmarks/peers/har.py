@@ -1,6 +1,6 @@
 """Python's side of `script/bench har`, which starts it: one rank of the har trainer's cnn under
-DistributedDataParallel, with NCCL on GPUs and Gloo on the CPU, or nn.DataParallel on the GPUs given; on the same
-windows, in the same batches; one JSON line an epoch.
+DistributedDataParallel, with NCCL on GPUs and Gloo on the CPU, or nn.DataParallel on the given GPUs. Uses the same
+windows in the same batches. Prints one JSON line per epoch.
 
 har.py FOLDER EPOCHS BATCH_SIZE ddp|GPU,..."""
 import json
@@ -87,4 +87,4 @@ for epoch in range(epochs):
         }
         print(json.dumps(line), flush=True)
 torch.distributed.barrier()
-os._exit(0)  # Gloo's threads now and then abort a process that ends in order.
+os._exit(0)  # Gloo's threads sometimes abort a process at a normal exit.

@@ -1,8 +1,8 @@
 """Python's side of `ddpkit bench step --peers`, which starts it: one rank of a DistributedDataParallel with Gloo (on GPUs
-NCCL), or with --alone a process that trains without.
+NCCL), or with --alone one process without it.
 
-The same models, data, batch, thread and pinning as cli/bench/step_models.cpp and step_rank.cpp, and the same questions
-and answers (cli/bench/workers.h, step_row.h)."""
+Uses the same models, data, batch, thread and pinning as cli/bench/step_models.cpp and step_rank.cpp, and the same
+requests and answers (cli/bench/workers.h, step_row.h)."""
 import argparse
 import datetime
 import os
@@ -19,7 +19,7 @@ parser.add_argument("--control", required=True)
 arguments = parser.parse_args()
 rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
-# Before torch starts a thread, all of which inherit it.
+# Set before torch starts threads: threads inherit the affinity.
 cores = sorted(os.sched_getaffinity(0))
 if arguments.device == "cpu" and not arguments.no_pin and len(cores) >= ranks:
     os.sched_setaffinity(0, {cores[rank]})
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0) for _ in range(2)
         )
-        # Not a buffer, which would be broadcast.
+        # Not a buffer: buffers would be broadcast.
         self.mask = nn.Transformer.generate_square_subsequent_mask(self.LENGTH).to(device)
 
     def forward(self, tokens):
@@ -117,7 +117,7 @@ def count_wrong(weights):
 
 
 def questions():
-    # The pipe is this process's own from its start.
+    # The pipe was inherited from the parent process.
     with os.fdopen(int(arguments.control.split(",")[rank])) as pipe:
         yield from (line.split() for line in iter(pipe.readline, ""))
 
@@ -139,7 +139,7 @@ if arguments.alone:
     forward = model
 else:
     forward = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-# The fastest that Python has.
+# The fastest variant in Python.
 if arguments.optimizer == "sgd":
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
 else:
@@ -154,13 +154,13 @@ def train():
 
 
 def timed(steps):
-    """As StepClock in C++: when it began, and the steps' times, in microseconds."""
+    """As StepClock in C++: returns the start time and the times of the steps, in microseconds."""
     if device.type == "cpu":
         times = [time.perf_counter()]
         for _ in range(steps):
             train()
             times.append(time.perf_counter())
-        # perf_counter is std::chrono::steady_clock's clock.
+        # perf_counter has the same clock as std::chrono::steady_clock.
         return times[0] * 1e6, [(b - a) * 1e6 for a, b in zip(times, times[1:])]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize(device)

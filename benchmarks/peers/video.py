@@ -1,5 +1,5 @@
-"""Python's side of `script/bench video`, which starts it: the same clips out of the same files (PyAV in DataLoader
-workers), the same 3D-CNN under DistributedDataParallel with Gloo, the same augmentation; one JSON line an epoch.
+"""Python's side of `script/bench video`, which starts it: the same clips from the same files (PyAV in DataLoader
+workers), the same 3D-CNN under DistributedDataParallel with Gloo, the same augmentation. Prints a JSON line per epoch.
 
 video.py decode|model|both FOLDER SIZE BATCH STEPS WORKERS"""
 import csv
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 @functools.lru_cache(maxsize=32)
 def opened(path):
-    """A file stays open in its worker, as on the other side."""
+    """Keeps the file open in its worker, as ddpkit does."""
     container = av.open(path)
     container.streams.video[0].thread_type = "NONE"
     container.streams.video[0].codec_context.thread_count = 1
@@ -36,7 +36,7 @@ class Clips(torch.utils.data.Dataset):
         with open(f"{folder}/trials.csv", newline="") as file:
             self.trials = list(csv.DictReader(file))
         self.names = [line.strip() for line in open(f"{folder}/classes.txt")]
-        if role == "both":  # The trainer holds 20 % of the videos out.
+        if role == "both":  # The trainer holds out 20 % of the videos.
             videos = sorted({trial["video"] for trial in self.trials})
             kept = set(random.Random(0).sample(videos, len(videos) - round(0.2 * len(videos))))
             self.trials = [trial for trial in self.trials if trial["video"] in kept]
@@ -49,7 +49,7 @@ class Clips(torch.utils.data.Dataset):
         container = opened(f"{folder}/{trial['video']}")
         stream = container.streams.video[0]
         first = int(trial["start_frame"])
-        ticks = 1 / (stream.average_rate * stream.time_base)  # Of one frame.
+        ticks = 1 / (stream.average_rate * stream.time_base)  # Per frame.
         container.seek(int(first * ticks), stream=stream)
         pixels = np.empty((FRAMES, size, size), np.uint8)
         for frame in container.decode(stream):
@@ -83,7 +83,7 @@ class Cnn(nn.Module):
 
 
 def sources(count, length):
-    """Where each row (or column) of each clip comes from: shifted, half of them mirrored."""
+    """Returns the source of each row (or column) of each clip: shifted, half of them mirrored."""
     shift = ((torch.rand(count, 1) * 2 - 1) * 0.08 * length).round().long()
     moved = (torch.arange(length) + shift).clamp(0, length - 1)
     return torch.where(torch.rand(count, 1) < 0.5, length - 1 - moved, moved)
@@ -108,7 +108,7 @@ def show(clips, seconds):
 if role == "decode":
     loader = torch.utils.data.DataLoader(
         Clips(), batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True)
-    for epoch in range(3):  # The first starts the workers and opens the files.
+    for epoch in range(3):  # The first epoch starts the workers and opens the files.
         start = time.perf_counter()
         clips = sum(len(labels) for _, labels in loader)
         show(clips, time.perf_counter() - start)
@@ -152,4 +152,4 @@ else:
         torch.distributed.barrier()
         show(clips * ranks, time.perf_counter() - start)
 torch.distributed.barrier()
-os._exit(0)  # Gloo's threads now and then abort a process that ends in order.
+os._exit(0)  # Gloo's threads sometimes abort a process at a normal exit.
