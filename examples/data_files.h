@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. Files of data sets as they lie on disks.
+// Tier 0: the standard library only. Reads the files of data sets.
 #pragma once
 
 #include <algorithm>
@@ -22,19 +22,20 @@ inline std::string lower(std::string_view text) {
   return result;
 }
 
-/// The part of `name` before `ending`, in capitals or not; empty if it ends otherwise.
+/// Returns the part of `name` before the extension `ending`, in any case. Empty if `name` ends differently.
 inline std::string without_ending(const std::string& name, std::string_view ending) {
   return lower(name).ends_with(ending) ? name.substr(0, name.size() - ending.size()) : "";
 }
 
-/// macOS keeps a file's attributes in ._NAME beside NAME on other file systems (AppleDouble, RFC 1740). It is no data.
+/// macOS stores attributes of NAME in ._NAME on other file systems (AppleDouble, RFC 1740). These files hold no data.
 inline bool is_apple_double(const fs::path& path) {
   if (!path.filename().string().starts_with("._")) return false;
   std::string magic(4, 0);
   return std::ifstream(path, std::ios::binary).read(magic.data(), 4) && magic == std::string("\0\5\x16\7", 4);
 }
 
-/// What `folder` holds, sorted, without AppleDouble files. Throws InvalidArgument where the system refuses.
+/// Returns the entries of `folder`, sorted, without AppleDouble files. Throws InvalidArgument if the system reports an
+/// error.
 inline std::vector<fs::path> entries(const fs::path& folder) {
   std::vector<fs::path> paths;
   try {
@@ -48,8 +49,8 @@ inline std::vector<fs::path> entries(const fs::path& folder) {
   return paths;
 }
 
-/// The file that is called as `path`, with its name in capitals or not; `path` where there is none. Throws
-/// InvalidArgument where there are two.
+/// Returns the file with the name of `path` in any case; `path` if there is none. Throws InvalidArgument if there are
+/// two.
 inline fs::path in_any_case(const fs::path& path) {
   std::error_code none;
   const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
@@ -65,13 +66,13 @@ inline fs::path in_any_case(const fs::path& path) {
   return found.empty() ? path : path.parent_path() / found[0].filename();
 }
 
-/// Without a UTF-8 byte-order mark.
+/// Removes a UTF-8 byte-order mark.
 inline std::string_view without_mark(std::string_view text) {
   constexpr std::string_view kMark = "\xEF\xBB\xBF";
   return text.starts_with(kMark) ? text.substr(kMark.size()) : text;
 }
 
-/// A whole text, without a byte-order mark. Throws InvalidArgument.
+/// Reads a text file without its byte-order mark. Throws InvalidArgument.
 inline std::string read_text(const fs::path& path) {
   std::error_code none;
   if (!fs::exists(path, none)) throw ddpkit::InvalidArgument("there is no file " + path.string());

@@ -9,18 +9,18 @@
 #include <system_error>
 #include <utility>
 
-/// A folder that appears whole or not at all: what is put into path() gets its name by commit(); without one it is
-/// removed. Until then it lies in a folder of its own beside the name, NAME.partial-XXXXXX.
+/// A folder that appears atomically. commit() gives path() its final name; without commit(), the destructor removes it.
+/// Until then it is in a private folder next to the name, NAME.partial-XXXXXX.
 class NewFolder {
  public:
-  /// `name`: no folder has it, or an empty one. Throws std::filesystem::filesystem_error.
+  /// `name` must not exist, or be an empty folder. Throws std::filesystem::filesystem_error.
   explicit NewFolder(const std::filesystem::path& name) : name_(name.has_filename() ? name : name.parent_path()) {
     if (name_.has_parent_path()) std::filesystem::create_directories(name_.parent_path());
     std::string own = name_.string() + ".partial-XXXXXX";
     if (!::mkdtemp(own.data()))
       throw std::filesystem::filesystem_error("mkdtemp", name_, std::error_code(errno, std::generic_category()));
     own_ = own;
-    // It has mkdtemp()'s permissions, its content is to have the user's.
+    // mkdtemp()'s folder is private; the content must have the user's default permissions.
     path_ = own_ / "content";
     try {
       std::filesystem::create_directory(path_);

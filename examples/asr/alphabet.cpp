@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::string_view kCharacters = " 'abcdefghijklmnopqrstuvwxyz";
 
-// Bytes of the UTF-8 character that begins with `lead`.
+// Returns the number of bytes of the UTF-8 character that begins with `lead`.
 std::size_t length_of(unsigned char lead) { return lead < 0xc0 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4; }
 
 }  // namespace

@@ -8,24 +8,25 @@
 
 namespace asr {
 
-/// The characters that the model writes: space, apostrophe and a to z. Label 0 is CTC's blank.
+/// The characters that the model writes: space, apostrophe and a to z. Label 0 is the blank of CTC.
 class Alphabet {
  public:
   static constexpr std::int64_t kBlank = 0;
 
-  std::int64_t size() const;  ///< Labels, the blank among them.
+  std::int64_t size() const;  ///< Number of labels, including the blank.
 
-  /// Labels of a normalised text; empty where a character is none of the alphabet's.
+  /// Returns the labels of a normalised text. Returns nothing if a character is not in the alphabet.
   std::optional<std::vector<std::int64_t>> encode(const std::string& text) const;
   std::string decode(const std::vector<std::int64_t>& labels) const;
 };
 
-/// A transcript in the alphabet's writing: lower case, the usual marks of punctuation and hyphens as spaces, curly
-/// apostrophes straight, single spaces. What else it holds (digits, letters with accents) stays, for encode() to
-/// refuse: how a number is spoken is known to who made the transcript.
+/// Normalises a transcript: lower case, usual punctuation and hyphens as spaces, straight apostrophes, single spaces.
+/// Other characters (digits, letters with accents) remain, and encode() rejects them: only the author of the transcript
+/// knows how a number is spoken.
 std::string normalise(const std::string& text);
 
-/// The first character of a normalised text that is not in the alphabet, as a quoted text; empty when there is none.
+/// Returns the first character of a normalised text that is not in the alphabet, in quotes. Returns an empty string if
+/// there is none.
 std::string unknown_character(const std::string& text);
 
 }  // namespace asr

@@ -27,13 +27,13 @@ std::uint32_t little_endian(const char* bytes) {
   return value;
 }
 
-// libsndfile reads a WAV that was cut off as if it had been meant to be so short.
+// libsndfile reads a truncated WAV without an error.
 void check_wav_is_whole(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   char header[12];
   if (!file.read(header, 12) || std::memcmp(header, "RIFF", 4) != 0 || std::memcmp(header + 8, "WAVE", 4) != 0) return;
   const auto size = static_cast<std::uint64_t>(std::filesystem::file_size(path));
-  constexpr std::uint32_t kUnknown = 0xffffffff;  // Written by who streams to a pipe.
+  constexpr std::uint32_t kUnknown = 0xffffffff;  // Programs that stream to a pipe write this length.
   for (std::uint64_t at = 12; at + 8 <= size;) {
     char chunk[8];
     file.seekg(static_cast<std::streamoff>(at));
@@ -86,7 +86,7 @@ std::vector<float> resampled(const std::vector<float>& input, int from, int to, 
   return output;
 }
 
-// In samples: the first one, and the number.
+// Returns the first sample and the number of samples.
 std::pair<sf_count_t, sf_count_t> place_of(const Segment& segment, const SF_INFO& info,
                                            const std::filesystem::path& path) {
   constexpr double kRounding = 0.05;
@@ -117,7 +117,7 @@ std::vector<float> read_audio(const std::filesystem::path& path, int sample_rate
   const auto samples = static_cast<std::size_t>(count);
   if (begin > 0 && sf_seek(file.get(), begin, SEEK_SET) != begin)
     throw AudioError(fmt::format("{}: its sample {} cannot be reached", path.string(), begin));
-  // In blocks: a header may announce far more than there is.
+  // Reads in blocks: a header may announce far more than the file has.
   constexpr std::size_t kBlock = 1 << 16;
   std::vector<float> mono, block(kBlock * channels);
   while (mono.size() < samples) {

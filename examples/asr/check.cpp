@@ -52,7 +52,7 @@ void check_all_gather(const ddpkit::ProcessGroup& group) {
     expect((all[rank] == rank).all().item<bool>(), fmt::format("all_gather: rank {}'s value did not arrive", rank));
 }
 
-// Each rank has utterances of its own: all must get the gradient of the mean over all of them.
+// Each rank has different utterances. All ranks must get the gradient of the mean over all utterances.
 void check_gradients(const ddpkit::ProcessGroup& group) {
   torch::manual_seed(0);
   auto model = std::make_shared<Recognizer>(

@@ -5,9 +5,9 @@
 
 namespace asr {
 
-/// Tests a distributed set-up, with one rank as well: who is there, the collectives, and that DistributedDataParallel
-/// gives all ranks the gradient that one process would compute. Rank 0 prints a line a test. Collective. Throws Error
-/// on the first that fails.
+/// Tests a distributed setup, also with one rank: the hosts of the ranks, the collectives, and that
+/// DistributedDataParallel gives all ranks the gradient that one process would compute. Rank 0 prints a line per test.
+/// Collective. Throws Error at the first failure.
 void check(const ddpkit::ProcessGroup& group);
 
 }  // namespace asr

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr double kLongest = 1e8;  // Seconds.
 
-// Seconds; `otherwise` where the manifest has none.
+// Seconds; returns `otherwise` if the manifest has no value.
 double seconds_in(const nlohmann::json& json, const char* key, double otherwise, const std::string& here) {
   if (!json.contains(key) || json[key].is_null()) return otherwise;
   const double value = json[key].is_number() ? json[key].get<double>() : -1;
@@ -67,7 +67,7 @@ bool is_recording(const fs::path& path) {
   return ending == ".flac" || ending == ".wav";
 }
 
-// A folder of LibriSpeech and all below it, through links.
+// Reads a folder in LibriSpeech's layout and all its subfolders, through links.
 class LibriSpeech {
  public:
   explicit LibriSpeech(const fs::path& root) { read_folder(root); }
@@ -76,8 +76,8 @@ class LibriSpeech {
 
  private:
   void read_folder(const fs::path& folder) {
-    if (!seen_.insert(fs::canonical(folder)).second) return;  // Links may make a circle.
-    std::map<std::string, fs::path> recordings;               // By their names in small letters.
+    if (!seen_.insert(fs::canonical(folder)).second) return;  // Links may form a cycle.
+    std::map<std::string, fs::path> recordings;               // [name in lower case]
     std::vector<fs::path> transcripts;
     for (const fs::path& path : data_files::entries(folder)) {
       if (fs::is_directory(path)) {
@@ -90,7 +90,7 @@ class LibriSpeech {
         throw InvalidArgument(fmt::format("{} has the name of another file, in other capitals", path.string()));
       }
     }
-    std::string lost;  // A name without a recording: where both exist, one of them is misspelt.
+    std::string lost;  // A name without a recording. If a recording has no name either, one of them is misspelt.
     for (const fs::path& path : transcripts) read_transcripts(path, recordings, lost);
     if (!recordings.empty())
       throw InvalidArgument(fmt::format("{}: no line of a *.trans.txt beside it names it{}",
@@ -98,7 +98,7 @@ class LibriSpeech {
                                         lost.empty() ? "" : fmt::format(", and {} has no recording", lost)));
   }
 
-  // Takes the recordings that the transcripts name out of `recordings`.
+  // Removes the recordings that the transcripts name from `recordings`.
   void read_transcripts(const fs::path& path, std::map<std::string, fs::path>& recordings, std::string& lost) {
     std::istringstream file(data_files::read_text(path));
     int number = 0;

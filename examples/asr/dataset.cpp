@@ -26,7 +26,7 @@ constexpr double kSumsUnit = 1 << 20;
 FeatureSums::FeatureSums(std::int64_t mels) : moments(torch::zeros({2, mels}, torch::kLong)) {}
 
 void FeatureSums::add(const FeatureSums& other) {
-  // Not in place: a checkpoint that is being written may still read the sums so far.
+  // Not in place: a checkpoint that is being written may still read the previous sums.
   moments = moments + other.moments;
   frames += other.frames;
 }
@@ -68,7 +68,7 @@ Batch Batch::keeping(const std::vector<bool>& keep) const {
     begin += length;
   }
   if (rows.empty()) {
-    // Something for the collectives of forward and backward to work on.
+    // Keeps one utterance: the collectives of forward and backward need input.
     kept.utterances = {utterances.front()};
     kept.features = torch::zeros_like(features.slice(0, 0, 1));
     kept.frames = frames.slice(0, 0, 1);
@@ -102,7 +102,7 @@ Dataset::Dataset(std::vector<Utterance> utterances, const DatasetOptions& option
 void Dataset::scan(const DatasetOptions& options, const ddpkit::ProcessGroup& group) {
   const auto size = static_cast<std::int64_t>(utterances_.size());
   const auto share = ddpkit::train::evaluation_share(size, group.rank(), group.world_size());
-  std::vector<double> frames(utterances_.size(), 0);  // 0: something is wrong. Of this rank's share, then of all.
+  std::vector<double> frames(utterances_.size(), 0);  // 0: a fault. First this rank's share, then all ranks'.
   ddpkit::train::run_together(group, [&] {
     for (std::int64_t i = share.begin; i < share.end; ++i) {
       const Utterance& utterance = utterances_[static_cast<std::size_t>(i)];
@@ -121,7 +121,7 @@ void Dataset::scan(const DatasetOptions& options, const ddpkit::ProcessGroup& gr
       try {
         const AudioInfo info = audio_info(utterance.file, utterance.segment);
         const std::int64_t count = log_mel_.frames(info.samples * log_mel_.options().sample_rate / info.sample_rate);
-        // CTC wants a blank between two equal labels.
+        // CTC needs a blank between two equal labels.
         std::int64_t needed = static_cast<std::int64_t>(target->size());
         for (std::size_t at = 1; at < target->size(); ++at) needed += (*target)[at] == (*target)[at - 1] ? 1 : 0;
         if (options.output_frames(count) < needed) {
@@ -209,12 +209,13 @@ Batch Dataset::batch(const std::vector<std::size_t>& indices, std::size_t repeat
       batch.sums.add(computed.sums);
     std::vector<std::int64_t> target = alphabet_.encode(utterance.text).value();
     if (!one.defined()) {
-      // Unreadable after all: the least that CTC takes, since its header may have announced anything.
+      // The recording is unreadable although its header was valid. Uses the shortest input of CTC: the header may have
+      // announced any length.
       one = torch::zeros({1, log_mel_.options().mels});
       target.resize(1);
     }
     if (augmentation) {
-      // By the utterance: the same on whichever rank it is.
+      // The seed depends on the utterance, not on the rank.
       const std::uint64_t seed =
           ddpkit::train::epoch_seed(augmentation->seed, augmentation->epoch, static_cast<int>(indices[row]));
       if (augmentation->spec_augment) one = spec_augment(one, *augmentation->spec_augment, seed);

@@ -20,38 +20,38 @@
 
 namespace asr {
 
-/// Sums over frames of log-mel features before normalisation. They are whole numbers, so that the same frames give the
-/// same bits in whatever order they come.
+/// Sums over frames of log-mel features before normalisation. The sums are integers, so the same frames in any order
+/// give the same bits.
 struct FeatureSums {
   explicit FeatureSums(std::int64_t mels);
 
   void add(const FeatureSums& other);
-  /// Mean and standard deviation of each band over the frames of all ranks. Collective. [mels]
+  /// Returns mean and standard deviation of each band over the frames of all ranks. Collective. [mels]
   std::pair<at::Tensor, at::Tensor> statistics(const ddpkit::ProcessGroup& group) const;
 
-  at::Tensor moments;  ///< Of the values, and of their squares, times 2^20. [2, mels] int64
+  at::Tensor moments;  ///< Sums of the values and of their squares, times 2^20. [2, mels] int64
   std::int64_t frames = 0;
 };
 
-/// Utterances put together, padded at their ends with zeros.
+/// Utterances as one batch, padded at their ends with zeros.
 struct Batch {
-  std::vector<std::size_t> utterances = {};  ///< Their numbers in the dataset. [utterance]
+  std::vector<std::size_t> utterances = {};  ///< Indices in the dataset. [utterance]
   at::Tensor features = {};                  ///< [batch, frames, mels]
-  at::Tensor frames = {};                    ///< Of each utterance. [batch] int64
-  at::Tensor targets = {};                   ///< Labels, one utterance's after the other. [sum] int64
+  at::Tensor frames = {};                    ///< Frames per utterance. [batch] int64
+  at::Tensor targets = {};                   ///< Labels of all utterances, concatenated. [sum] int64
   at::Tensor target_lengths = {};            ///< [batch] int64
-  at::Tensor noise = {};                     ///< For dropout; see Recognizer::forward(). Undefined where none is drawn.
-  at::Tensor weights = {};                   ///< 1, or 0 for padding and for what could not be read. [batch] float32
+  at::Tensor noise = {};                     ///< For dropout; see Recognizer::forward(). Undefined without dropout.
+  at::Tensor weights = {};                   ///< 1, or 0 for padding and unreadable recordings. [batch] float32
   std::int64_t batch_size = 0;               ///< Utterances of the whole batch, over all ranks.
-  FeatureSums sums;                          ///< Of the utterances with a weight, before augmentation.
+  FeatureSums sums;                          ///< Over the utterances with a weight, before augmentation.
 
   std::int64_t size() const { return frames.size(0); }
   Batch to(c10::Device device) const;
-  /// Without the rows of which `keep` [batch] is false; one row of weight 0 where none is left.
+  /// Returns the rows for which `keep` [batch] is true. If there is none, returns one row of weight 0.
   Batch keeping(const std::vector<bool>& keep) const;
 };
 
-/// What is drawn anew for each utterance in each epoch.
+/// Random augmentation, drawn again for each utterance in each epoch.
 struct Augmentation {
   std::optional<SpecAugmentOptions> spec_augment;
   std::int64_t noise_layers = 0;  ///< 0: no noise.
@@ -63,25 +63,25 @@ struct Augmentation {
 struct DatasetOptions {
   std::string name = {};  ///< For messages.
   FeatureOptions features = {};
-  double cache_mb = 512;                                           ///< MiB of features to keep, of this process.
-  std::function<std::int64_t(std::int64_t frames)> output_frames;  ///< Of the model.
+  double cache_mb = 512;                                           ///< MiB of features to cache, per process.
+  std::function<std::int64_t(std::int64_t frames)> output_frames;  ///< Output frames of the model.
 };
 
-/// Utterances with their features, which are computed when they are asked for and kept while there is room. Safe to
-/// call from several threads.
+/// Utterances with their features. Features are computed on demand and cached up to a limit. Thread-safe.
 class Dataset {
  public:
-  /// Looks at every file's header and transcript, each rank at its share, and hands what is wrong to `faults`.
-  /// Collective. Throws InvalidArgument on all ranks where `faults` throws on one, or where nothing is left.
+  /// Checks the header and transcript of each file; each rank checks its share. Passes errors to `faults`. Collective.
+  /// Throws InvalidArgument on all ranks if `faults` throws on one rank, or if no utterance remains.
   Dataset(std::vector<Utterance> utterances, const DatasetOptions& options, Faults& faults,
           const ddpkit::ProcessGroup& group);
 
   std::size_t size() const noexcept { return utterances_.size(); }
   const Utterance& operator[](std::size_t index) const { return utterances_[index]; }
   std::vector<std::int64_t> lengths() const;  ///< Frames. [utterance]
-  double seconds() const;                     ///< Of all of it.
+  double seconds() const;                     ///< Duration of the dataset.
 
-  /// Normalised features [frames, mels]; empty where the recording turns out to be unreadable, which `faults` is told.
+  /// Returns normalised features [frames, mels]. If the recording is unreadable, notifies `faults` and returns an empty
+  /// tensor.
   at::Tensor features(std::size_t index) const { return computed(index).features; }
 
   /// The last `repeated` utterances get no weight.
@@ -90,7 +90,7 @@ class Dataset {
 
  private:
   struct Computed {
-    at::Tensor features;  ///< Undefined where the recording could not be read, or nothing is kept.
+    at::Tensor features;  ///< Undefined if the recording could not be read, or if features are not cached.
     FeatureSums sums;
   };
 

@@ -23,7 +23,7 @@ double log_add(double a, double b) {
   return b == kNever ? a : a + std::log1p(std::exp(b - a));
 }
 
-// The two ways in which the paths to a prefix end.
+// Log probabilities of the paths to a prefix that end in a blank, and of those that end in a label.
 struct Ends {
   double in_blank = kNever;
   double in_label = kNever;
@@ -61,7 +61,7 @@ std::vector<Hypothesis> prefix_beam_search(const at::Tensor& log_probs, std::int
       if (!prefix.empty()) same.in_label = log_add(same.in_label, ends.in_label + row[prefix.back()]);
       for (std::int64_t label = 0; label < labels; ++label) {
         if (label == Alphabet::kBlank || row[label] < least) continue;
-        // The same label once more needs a blank in between.
+        // The same label again needs a blank in between.
         const bool repeats = !prefix.empty() && prefix.back() == label;
         const double before = repeats ? ends.in_blank : ends.either();
         if (before == kNever) continue;

@@ -35,7 +35,7 @@ EvaluationResult evaluate(Recognizer& model, const Dataset& dataset, const Evalu
                           const ddpkit::ProcessGroup& group) {
   const torch::NoGradGuard no_grad;
   model.eval();
-  // From the longest to the shortest, the ranks in turn.
+  // Sorted from the longest to the shortest and dealt to the ranks in turn.
   std::vector<std::size_t> order(dataset.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
@@ -57,7 +57,7 @@ EvaluationResult evaluate(Recognizer& model, const Dataset& dataset, const Evalu
     const at::Tensor log_probs = torch::log_softmax(logits, 2).to(torch::kCPU);
     for (std::size_t row = 0; row < indices.size(); ++row) {
       const auto at = static_cast<std::int64_t>(row);
-      if (batch.weights[at].item<float>() == 0) continue;  // Unreadable after all.
+      if (batch.weights[at].item<float>() == 0) continue;  // The recording was unreadable.
       const Utterance& utterance = dataset[indices[row]];
       const std::string heard = transcript(log_probs[at].slice(0, 0, steps[at].item<std::int64_t>()), options);
       result.errors.add(utterance.text, heard);

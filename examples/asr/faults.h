@@ -13,29 +13,29 @@ class ProcessGroup;
 
 namespace asr {
 
-/// What can be wrong with an utterance.
+/// Kinds of faults of an utterance.
 enum class Fault {
-  kUnreadable,        ///< Missing, truncated, no recording.
-  kEmptyTranscript,   ///< Nothing is said.
-  kUnknownCharacter,  ///< The transcript has one that is not in the alphabet.
-  kTooShort,          ///< The target is longer than the model's frames.
-  kNanLoss,           ///< Its loss is NaN or infinite.
+  kUnreadable,  ///< Missing, truncated, or not a recording.
+  kEmptyTranscript,
+  kUnknownCharacter,  ///< The transcript has a character that is not in the alphabet.
+  kTooShort,          ///< The target is longer than the model's output.
+  kNanLoss,           ///< The loss is NaN or infinite.
 };
 inline constexpr std::size_t kFaults = 5;
 const char* name_of(Fault fault);
 
 enum class FaultPolicy { kStop, kSkip };
 
-/// Files that are wrong, by kind. Safe to call from several threads.
+/// Faulty files, by kind. Thread-safe.
 class Faults {
  public:
   explicit Faults(FaultPolicy policy) : policy_(policy) {}
 
-  /// `message` begins with the file. Stop: throws InvalidArgument with it. Skip: prints it to stderr, once a file, and
-  /// counts the file.
+  /// Reports a fault. `message` begins with the file. Stop: throws InvalidArgument with `message`. Skip: prints
+  /// `message` to stderr once per file, and counts the file.
   void add(Fault fault, const std::string& file, const std::string& message);
 
-  /// Different files of each kind over all ranks; the same on each. Collective. [Fault]
+  /// Returns the number of different files of each kind over all ranks, equal on each rank. Collective. [Fault]
   std::array<std::size_t, kFaults> count(const ddpkit::ProcessGroup& group) const;
 
   FaultPolicy policy() const noexcept { return policy_; }

@@ -14,7 +14,7 @@ namespace asr {
 namespace {
 
 constexpr double kLowestHz = 20;
-constexpr double kFloor = 1e-6;  // Of the power in a band: digital silence has a logarithm too.
+constexpr double kFloor = 1e-6;  // Added to the power in a band, so that digital silence has a logarithm.
 
 double to_mel(double hz) { return 2595 * std::log10(1 + hz / 700); }
 double to_hz(double mel) { return 700 * (std::pow(10, mel / 2595) - 1); }
@@ -53,7 +53,7 @@ LogMel::LogMel(const FeatureOptions& options)
     throw ddpkit::InvalidArgument(fmt::format("features: a window of {} ms every {} ms leaves sound out or is empty",
                                               options.window_ms, options.hop_ms));
   while (fft_ < window_) fft_ *= 2;
-  // Low bands of a short window fall between two bins of its spectrum: a finer grid finds them.
+  // Low bands of a short window fall between two bins of its spectrum. A finer grid has bins for them.
   fft_ *= 2;
   hann_ = torch::hann_window(window_);
   filters_ = mel_filters(options.mels, fft_, options.sample_rate);
@@ -102,7 +102,7 @@ at::Tensor RunningNormaliser::operator()(const at::Tensor& features) {
 at::Tensor spec_augment(const at::Tensor& features, const SpecAugmentOptions& options, std::uint64_t seed) {
   at::Tensor result = features.clone();
   std::mt19937_64 random(seed);
-  // A distribution of the standard's would differ from library to library.
+  // The distributions of the standard library differ between implementations.
   const auto below = [&random](std::int64_t end) {
     return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(end));
   };

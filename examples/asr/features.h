@@ -12,20 +12,21 @@ struct FeatureOptions {
   int sample_rate = 16'000;  ///< Hz; recordings at another rate are resampled.
   double window_ms = 25;
   double hop_ms = 10;
-  int mels = 80;  ///< Bands of a frame.
+  int mels = 80;  ///< Bands per frame.
 };
 
-/// Log-mel spectra: Hann windows, power spectrum, triangular bands even on the mel scale (HTK's formula) from 20 Hz to
-/// half the sampling rate, natural logarithm. A frame needs only samples up to its window's end, so that sound can be
-/// taken as it comes. Safe to call from several threads.
+/// Log-mel spectra: Hann windows, power spectrum, triangular bands evenly spaced on the mel scale (HTK's formula) from
+/// 20 Hz to half the sampling rate, natural logarithm. A frame needs only samples up to the end of its window, so sound
+/// can be streamed. Thread-safe.
 class LogMel {
  public:
-  /// Throws InvalidArgument for a window that is shorter than its hop, or bands narrower than the spectrum can tell.
+  /// Throws InvalidArgument for a window shorter than its hop, or bands narrower than the resolution of the spectrum.
   explicit LogMel(const FeatureOptions& options);
 
-  /// Frames of that many samples: at least one, for which a shorter recording is filled up with silence.
+  /// Returns the number of frames of `samples`, at least one. A recording shorter than one frame is padded with
+  /// silence.
   std::int64_t frames(std::int64_t samples) const;
-  /// `samples` at the options' rate; returns [frames, mels] float32.
+  /// Takes `samples` at the options' rate. Returns [frames, mels] float32.
   at::Tensor operator()(const std::vector<float>& samples) const;
 
   std::int64_t window() const noexcept { return window_; }  ///< Samples.
@@ -39,16 +40,16 @@ class LogMel {
   at::Tensor filters_;  ///< [fft / 2 + 1, mels]
 };
 
-/// Each band with mean 0 and variance 1 over the utterance. `features` [frames, mels].
+/// Normalises each band to mean 0 and variance 1 over the utterance. `features` [frames, mels].
 at::Tensor normalised(const at::Tensor& features);
 
-/// Mean and standard deviation of each band, which sound that has not ended yet is normalised by: those of the training
-/// set to begin with, then more and more of what has been heard.
+/// Mean and standard deviation of each band, for the normalisation of streamed sound. Starts with the statistics of the
+/// training set and adds the frames received.
 class RunningNormaliser {
  public:
   /// `mean`, `deviation` [mels]; they count as `frames` frames.
   RunningNormaliser(const at::Tensor& mean, const at::Tensor& deviation, double frames = 100);
-  /// The next frames [frames, mels], each by what has been heard up to it.
+  /// Normalises the next frames [frames, mels], each with the statistics up to it.
   at::Tensor operator()(const at::Tensor& features);
 
  private:
@@ -59,13 +60,14 @@ class RunningNormaliser {
 /// SpecAugment without time warping: Park and others 2019, arXiv 1904.08779.
 struct SpecAugmentOptions {
   int time_masks = 2;
-  int time_width = 10;      ///< Frames; a mask is 0 to so many wide.
-  double time_share = 0.2;  ///< And no wider than this share of the utterance.
+  int time_width = 10;      ///< Frames; a mask is 0 to `time_width` wide.
+  double time_share = 0.2;  ///< Limits the width to this share of the utterance.
   int frequency_masks = 2;
   int frequency_width = 8;  ///< Bands.
 };
 
-/// A copy of normalised features [frames, mels] with masks set to 0, their mean. Same seed, same masks.
+/// Returns a copy of normalised features [frames, mels] with masks set to 0, their mean. The same seed gives the same
+/// masks.
 at::Tensor spec_augment(const at::Tensor& features, const SpecAugmentOptions& options, std::uint64_t seed);
 
 }  // namespace asr

@@ -14,13 +14,13 @@ namespace asr {
 namespace {
 
 constexpr std::int64_t kChunk = 32;      // Steps.
-constexpr std::int64_t kMostChunks = 8;  // Of a segment, whose memories are there at once.
-constexpr std::int64_t kRows = 2048;     // Of a segment, over the batch: about what a core's cache holds.
+constexpr std::int64_t kMostChunks = 8;  // Chunks per segment. The memories of one segment exist at the same time.
+constexpr std::int64_t kRows = 2048;     // Rows per segment, over the batch: about the size of a core's cache.
 
 }  // namespace
 
 LegendreSystem legendre_system(std::int64_t order, double theta) {
-  // Together in one exponential: exp([A B; 0 0]) = [a b; 0 1].
+  // One exponential computes both: exp([A B; 0 0]) = [a b; 0 1].
   const at::Tensor continuous = torch::zeros({order + 1, order + 1}, torch::kDouble);
   auto value = continuous.accessor<double, 2>();
   for (std::int64_t i = 0; i < order; ++i) {
@@ -36,20 +36,20 @@ LegendreSystem legendre_system(std::int64_t order, double theta) {
 // All float32.
 struct LegendreMemory::Matrices {
   std::int64_t order = 0;
-  at::Tensor a, b;    // Of the system.
-  at::Tensor within;  // [chunk * order, chunk + order]: a chunk's memories from its inputs and the state before it.
-  at::Tensor end;     // [order, chunk]: the last of them from the inputs alone.
-  // [chunks * order, chunks * order]: the states before each chunk from the state before the first and what each but
-  // the last chunk adds. Its upper left corner is that of fewer chunks.
+  at::Tensor a, b;    // Matrices of the system.
+  at::Tensor within;  // [chunk * order, chunk + order]: a chunk's memories from its inputs and previous state.
+  at::Tensor end;     // [order, chunk]: computes a chunk's last memory from the inputs alone.
+  // [chunks * order, chunks * order]: computes the state before each chunk from the state before the first chunk and
+  // the contributions of all but the last chunk. The upper left corner serves fewer chunks.
   at::Tensor carry;
 
-  // The memories of a segment [batch, steps, order * channels], from `u` [batch, whole chunks of steps, channels] and
-  // the state before it [batch, order, channels].
+  // Returns the memories of a segment [batch, steps, order * channels], from `u` [batch, whole chunks of steps,
+  // channels] and the previous state [batch, order, channels].
   at::Tensor remember(const at::Tensor& u, const at::Tensor& state) const;
   struct Gradients {
     at::Tensor u, state;
   };
-  // The other way round.
+  // The backward pass of remember().
   Gradients remember_backward(const at::Tensor& memories) const;
 };
 
@@ -57,7 +57,7 @@ namespace {
 
 using Matrices = LegendreMemory::Matrices;
 
-// A constant times each of a batch.
+// Multiplies a constant with each matrix of a batch.
 at::Tensor times(const at::Tensor& constant, const at::Tensor& batch) {
   return torch::bmm(constant.unsqueeze(0).expand({batch.size(0), constant.size(0), constant.size(1)}), batch);
 }
@@ -87,7 +87,7 @@ Matrices::Gradients Matrices::remember_backward(const at::Tensor& memories) cons
   const at::Tensor states = both.slice(1, kChunk).reshape({batch, chunks * order, channels});
   if (chunks == 1) return {.u = inputs, .state = states};
   const at::Tensor added = times(corner(carry, chunks * order).t(), states).reshape({batch, chunks, order, channels});
-  // What a chunk adds goes into the next one's state; the last one's goes nowhere.
+  // A chunk's contribution goes to the next chunk's state; the contribution of the last chunk is unused.
   const at::Tensor ends = torch::cat({added.slice(1, 1), torch::zeros_like(added.slice(1, 0, 1))}, 1);
   inputs = inputs + times(end.t(), ends.reshape({batch * chunks, order, channels}));
   return {.u = inputs.reshape({batch, steps, channels}), .state = added.select(1, 0)};
@@ -95,7 +95,7 @@ Matrices::Gradients Matrices::remember_backward(const at::Tensor& memories) cons
 
 namespace {
 
-// Of equal lengths, but the last.
+// All segments except the last have this length.
 std::int64_t segment_steps(std::int64_t batch) {
   return kChunk * std::clamp<std::int64_t>(kRows / (batch * kChunk), 1, kMostChunks);
 }
@@ -105,7 +105,7 @@ at::Tensor whole_chunks(const at::Tensor& x) {
   return missing == 0 ? x.contiguous() : torch::constant_pad_nd(x, {0, 0, 0, missing});
 }
 
-// What autograd keeps.
+// The tensors that autograd keeps.
 struct Held : torch::CustomClassHolder {
   explicit Held(std::shared_ptr<const Matrices> held) : matrices(std::move(held)) {}
   std::shared_ptr<const Matrices> matrices;

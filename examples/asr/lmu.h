@@ -13,22 +13,22 @@
 namespace asr {
 
 struct LmuOptions {
-  std::int64_t width = 512;           ///< Inputs and outputs.
-  std::int64_t memory_channels = 40;  ///< Signals that are remembered.
-  std::int64_t order = 32;            ///< Numbers that remember each.
-  double theta = 64;                  ///< Steps they reach back.
+  std::int64_t width = 512;           ///< Number of inputs and of outputs.
+  std::int64_t memory_channels = 40;  ///< Number of signals in the memory.
+  std::int64_t order = 32;            ///< Numbers per signal.
+  double theta = 64;                  ///< Length of the memory, in steps.
 };
 
 /// One layer: u = x Wu + bu; m = memory(u); y = gelu(m Wm + x Wx + b). The parallelisable LMU of Chilkuri and Eliasmith
-/// 2021 (section 3.2): no path from y or m back to u, so that all that recurs is the linear memory.
+/// 2021 (section 3.2). There is no path from y or m back to u, so only the linear memory is recurrent.
 class LmuLayerImpl : public torch::nn::Cloneable<LmuLayerImpl> {
  public:
   explicit LmuLayerImpl(const LmuOptions& options);
   void reset() override;
 
-  /// `x` [batch, steps, width]; the same shape out.
+  /// `x` [batch, steps, width]; returns the same shape.
   at::Tensor forward(const at::Tensor& x);
-  /// `x` [batch, width]; moves `state` [batch, order, memory_channels] on, or begins where it is undefined.
+  /// `x` [batch, width]; advances `state` [batch, order, memory_channels]. An undefined `state` is initialized.
   at::Tensor step(const at::Tensor& x, at::Tensor& state);
 
  private:

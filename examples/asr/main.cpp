@@ -1,4 +1,5 @@
-// Writes down what is said in recordings, and learns to: Legendre Memory Units trained with CTC, on one rank or many.
+// Speech recognition: Legendre Memory Units trained with CTC on one or several ranks. Trains, evaluates and
+// transcribes.
 #include <malloc.h>
 #include <torch/cuda.h>
 
@@ -33,9 +34,9 @@ using ddpkit::train::whole_number;
 struct CommandLine {
   std::string config;
   std::vector<std::string> overrides;
-  std::string seed, save_dir, max_steps;  // As given; Config checks them.
+  std::string seed, save_dir, max_steps;  // Unparsed; Config checks them.
   bool json = false;
-  std::string ranks;  // To start; empty: none.
+  std::string ranks;  // Number of ranks to start; empty: none.
   ddpkit::LocalLaunchOptions launch = {.command = {}, .ranks = 0};
   std::vector<std::string> files;
   bool streaming = false;
@@ -84,7 +85,7 @@ Config config_of(const CommandLine& line) {
   return config;
 }
 
-// This program once more for each rank, without --spawn.
+// Starts this program once per rank, without --spawn.
 int spawn(const CommandLine& line, int argc, char** argv) {
   ddpkit::LocalLaunchOptions launch = line.launch;
   launch.ranks = ddpkit::train::count_ranks(line.ranks, static_cast<int>(torch::cuda::device_count()));
@@ -97,12 +98,12 @@ int spawn(const CommandLine& line, int argc, char** argv) {
     if (!is_launch) {
       launch.command.push_back(argument);
     } else if (name == argument) {
-      ++i;  // Its value.
+      ++i;  // Skips its value.
     }
   }
   launch.forward_signals = true;
   const ddpkit::LocalLaunchResult result = ddpkit::local_launch(launch);
-  // A rank that exited with an error has reported it.
+  // A rank that exited with an error code has already reported the error.
   if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))
     ddpkit::train::say(fmt::format("asr: rank {} {}", result.first_failure->rank, result.first_failure->describe()));
   return result.exit_code();
@@ -150,9 +151,9 @@ void evaluate_sets(const CommandLine& line, ddpkit::train::Program& program) {
   asr::evaluate_run(options, group);
 }
 
-/// Every batch has another length, so that what one leaves free never fits the next: on its heap glibc, which keeps
-/// blocks of up to 32 MiB there once it has seen such a one freed, would hold almost twice what the largest batch
-/// needs. From 1 MiB on each block comes from the system by itself, and goes back.
+/// Each batch has another length, so freed blocks rarely fit the next batch. glibc keeps freed blocks of up to 32 MiB
+/// on its heap, and would hold almost twice the memory of the largest batch. With this setting, malloc maps each block
+/// from 1 MiB on separately and returns it to the system.
 void give_large_blocks_back() {
 #if defined(__GLIBC__)
   ::mallopt(M_MMAP_THRESHOLD, 1 << 20);

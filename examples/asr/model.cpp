@@ -41,7 +41,7 @@ std::int64_t Recognizer::output_frames(std::int64_t frames) const {
   return frames;
 }
 
-// `input` [batch, channels, kernel - 1 frames of the past and then some].
+// `input` [batch, channels, frames], which begins with kernel - 1 frames of the past.
 at::Tensor Recognizer::convolve(std::size_t index, const at::Tensor& input) {
   at::Tensor x = convolutions_[index]->as<torch::nn::Conv1d>()->forward(input);
   if (options_.batch_norm) x = batch_norms_[index]->as<ddpkit::SyncBatchNorm>()->forward(x);

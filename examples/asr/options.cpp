@@ -82,7 +82,7 @@ Options read_options(Config& config) {
   DistributedOptions& distributed = options.distributed;
   config.read("distributed.enabled", distributed.enabled);
   config.read("distributed.backend", distributed.backend);
-  // Empty in the checkpoint of a run that has named none.
+  // Empty in the checkpoint of a run without this option.
   if (!distributed.backend.empty())
     config.read("distributed.backend", distributed.backend, {"auto", "shm", "gloo", "nccl", "hierarchical"});
   if (distributed.backend == "auto") distributed.backend.clear();

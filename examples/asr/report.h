@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What a run says.
+// Tier 0: the standard library only. The output of a run.
 #pragma once
 
 #include <array>
@@ -22,26 +22,26 @@ struct Epoch {
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
-  double lr = 0;                      ///< Of the last update.
-  double seconds = 0;                 ///< Of training.
-  double median_step_ms = 0;          ///< Of this rank, all of it: waiting for data, forward, backward, update.
-  double wait_seconds = 0;            ///< That this rank's steps have waited for data.
-  double exchange_exposed_share = 0;  ///< Of the steps' time: from a backward's last gradient to the last one reduced.
-  double first_step_at = 0;           ///< Seconds since 1970; when the run's first step was done.
-  double audio_seconds = 0;           ///< That was trained on.
+  double lr = 0;                      ///< Learning rate of the last update.
+  double seconds = 0;                 ///< Seconds of training.
+  double median_step_ms = 0;          ///< Of this rank, the complete step: waiting for data, forward, backward, update.
+  double wait_seconds = 0;            ///< Seconds that this rank's steps waited for data.
+  double exchange_exposed_share = 0;  ///< Share of step time from backward's last gradient to the end of the reduction.
+  double first_step_at = 0;           ///< Seconds since 1970, at the end of the run's first step.
+  double audio_seconds = 0;           ///< Seconds of audio trained on.
   double train_loss = 0;
-  double fullest_over_mean = 1;  ///< LengthBalance's.
-  double padding = 0;            ///< LengthBalance's.
+  double fullest_over_mean = 1;  ///< From LengthBalance.
+  double padding = 0;            ///< From LengthBalance.
   std::optional<double> dev_loss = std::nullopt;
-  ErrorCounts dev = {};                              ///< Of the dev set, where dev_loss has a value.
+  ErrorCounts dev = {};                              ///< Of the dev set, if dev_loss has a value.
   std::vector<std::int64_t> peak_memory_bytes = {};  ///< [rank]
 };
 
-/// One line of JSON, and one for a reader.
+/// Formats an epoch as one line of JSON, or as one line of text.
 std::string as_json(const Epoch& epoch);
 std::string as_line(const Epoch& epoch);
 
-/// The scalars of an epoch, by its number of updates.
+/// Writes the scalars of an epoch with its number of updates as step.
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 
 }  // namespace asr

@@ -10,10 +10,10 @@
 
 namespace asr {
 
-/// The fewest insertions, deletions and substitutions that make `b` of `a` (Levenshtein 1966).
+/// Returns the smallest number of insertions, deletions and substitutions that convert `a` to `b` (Levenshtein 1966).
 template <class Sequence>
 std::size_t edit_distance(const Sequence& a, const Sequence& b) {
-  std::vector<std::size_t> row(b.size() + 1);  // Distances of a's first i elements. [elements of b]
+  std::vector<std::size_t> row(b.size() + 1);  // Distances of the first i elements of a. [elements of b]
   std::iota(row.begin(), row.end(), std::size_t{0});
   for (std::size_t i = 1; i <= a.size(); ++i) {
     std::size_t diagonal = std::exchange(row[0], i);
@@ -26,10 +26,10 @@ std::size_t edit_distance(const Sequence& a, const Sequence& b) {
   return row.back();
 }
 
-/// Of a text, by spaces.
+/// Splits a text at spaces.
 std::vector<std::string> words_of(const std::string& text);
 
-/// What is wrong in transcripts, summed up: the rates weigh each utterance by its length.
+/// Sums of the errors in transcripts. The rates weight each utterance by its length.
 struct ErrorCounts {
   double utterances = 0;
   double characters = 0, character_edits = 0;

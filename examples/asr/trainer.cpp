@@ -39,12 +39,12 @@ double seconds_between(Clock::time_point a, Clock::time_point b) {
   return std::chrono::duration<double>(b - a).count();
 }
 
-// Over an epoch, on one rank.
+// Sums over an epoch on one rank.
 struct Sums {
   explicit Sums(std::int64_t mels) : features(mels) {}
 
   double loss = 0, utterances = 0;
-  FeatureSums features;  // In the first epoch.
+  FeatureSums features;  // Filled in the first epoch.
 
   void save(torch::serialize::OutputArchive& archive) const {
     archive.write("loss", c10::IValue(loss));
@@ -131,7 +131,7 @@ class Trainer {
     return model_;
   }
 
-  // By the update's number. The warm-up begins where one rank would have been (Goyal et al., arXiv 1706.02677).
+  // Learning rate by update number. The warm-up begins at the rate for one rank (Goyal et al., arXiv 1706.02677).
   ddpkit::optim::Schedule schedule() const {
     const auto batches = static_cast<double>(sampler_.num_batches());
     ddpkit::optim::Schedule result;
@@ -190,7 +190,7 @@ class Trainer {
             .epoch = info_.epoch};
   }
 
-  // False when the run was out of steps before the epoch's end.
+  // Returns false if the run reached its last step before the end of the epoch.
   bool train_epoch() {
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const auto begin = static_cast<std::int64_t>(sampler_.position());
@@ -274,7 +274,7 @@ class Trainer {
     model_->feature_deviation.copy_(deviation);
   }
 
-  // The loss on this rank's share, in a form whose sum over the ranks is the mean over the whole batch.
+  // Returns the loss on this rank's share. The sum over the ranks is the mean over the whole batch.
   double train_step(Batch batch) {
     while (true) {
       optimizer_.zero_grad();
@@ -285,13 +285,13 @@ class Trainer {
         losses = ctc_losses(ddp_(batch.features, batch.noise), steps_of(*model_, batch), batch);
       }
       const at::Tensor sum = torch::dot(losses, batch.weights);
-      // DistributedDataParallel takes the mean over ranks, whose shares may differ in size.
+      // DistributedDataParallel computes the mean over ranks, but their shares may differ in size.
       scaler_.scale(sum * (static_cast<double>(group_.world_size()) / static_cast<double>(batch.batch_size)))
           .backward();
       scaler_.unscale_(optimizer_);
       const double most = options_.training.clip_norm > 0 ? options_.training.clip_norm : HUGE_VAL;
       const double norm = ddpkit::optim::clip_grad_norm_(model_->parameters(), most);
-      // The gradients, and so their norm, are the same on every rank: all of them go the same way here.
+      // The gradients and their norm are equal on all ranks, so all ranks take the same branch.
       if (std::isfinite(norm) || scaler_.is_enabled()) {
         scaler_.step(optimizer_);
         scaler_.update();
@@ -307,7 +307,7 @@ class Trainer {
     }
   }
 
-  // Takes the utterances whose loss is NaN or infinite out of the batch, on whichever ranks they are. Collective.
+  // Removes the utterances with a NaN or infinite loss from the batch, on all ranks. Collective.
   void leave_out_faulty(Batch& batch, const at::Tensor& losses) {
     std::vector<bool> keep;
     double bad = 0, good = 0;
@@ -366,7 +366,7 @@ class Trainer {
   std::shared_ptr<Recognizer> model_;
   Faults faults_;
   std::unique_ptr<Dataset> train_;
-  std::unique_ptr<Dataset> dev_;  // Null where there is none.
+  std::unique_ptr<Dataset> dev_;  // Null if there is no dev set.
   ddpkit::LengthBucketedSampler sampler_;
   ddpkit::DistributedDataParallel<Recognizer> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
@@ -374,8 +374,8 @@ class Trainer {
   ddpkit::optim::GradScaler scaler_;
   ddpkit::train::RunFolder folder_;
   std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;  // How far the run has come.
-  Sums sums_{options_.features.mels};   // Of this epoch, on this rank.
+  ddpkit::train::CheckpointInfo info_;  // The progress of the run.
+  Sums sums_{options_.features.mels};   // Of this epoch on this rank.
   double first_step_at_ = 0;
   std::vector<Sample> samples_;
   std::optional<ddpkit::train::SummaryWriter> summary_;

@@ -9,8 +9,8 @@
 
 namespace asr {
 
-/// Trains on all ranks of the job this process belongs to, with what `config` says (Config::resolved(), kept in the
-/// checkpoint). Rank 0 prints to stdout, after the last epoch what was left out. Throws ddpkit::Error.
+/// Trains on all ranks of the job. `config` is Config::resolved(), stored in the checkpoint. Rank 0 prints to stdout;
+/// after the last epoch, also the number of skipped files. Throws ddpkit::Error.
 void train(const Options& options, const std::string& config, const ddpkit::ProcessGroup& group);
 
 }  // namespace asr

@@ -30,12 +30,12 @@ void transcribe_stream(Recognizer& model, const Options& options, const std::str
   const auto piece =
       std::max<std::size_t>(1, static_cast<std::size_t>(std::llround(piece_ms * options.features.sample_rate / 1000)));
   const auto window = static_cast<std::size_t>(log_mel.window()), hop = static_cast<std::size_t>(log_mel.hop());
-  std::vector<float> waiting;  // Sound whose frames are not complete.
+  std::vector<float> waiting;  // Samples of incomplete frames.
   for (std::size_t begin = 0; begin < sound.size(); begin += piece) {
     const std::size_t end = std::min(begin + piece, sound.size());
     waiting.insert(waiting.end(), sound.begin() + static_cast<std::ptrdiff_t>(begin),
                    sound.begin() + static_cast<std::ptrdiff_t>(end));
-    const bool is_all_of_it = end == sound.size() && sound.size() < window;  // Then silence fills up the only frame.
+    const bool is_all_of_it = end == sound.size() && sound.size() < window;  // Pads the frame with silence.
     if (waiting.size() < window && !is_all_of_it) continue;
     const at::Tensor features = normalise(log_mel(waiting));
     const std::size_t taken = static_cast<std::size_t>(features.size(0)) * hop;

@@ -9,12 +9,12 @@
 
 namespace asr {
 
-/// What is said in a recording, by the model in `model`, which is in eval mode. Throws AudioError.
+/// Transcribes a recording with `model`, which is in eval mode. Throws AudioError.
 std::string transcribe(Recognizer& model, const Options& options, const std::string& file);
 
-/// The same through the recurrent form, as if it were just being recorded: in pieces of `piece_ms`, none of which waits
-/// for a later one; `on_text` is given what each adds. Features are normalised by what has been heard so far, so that
-/// the first words may come out differently. Greedy decoding.
+/// Transcribes with the recurrent form, as a stream: in pieces of `piece_ms`, without later pieces. Calls `on_text`
+/// with the new text of each piece. The normalisation uses the features received so far, so the first words may differ
+/// from transcribe(). Greedy decoding.
 void transcribe_stream(Recognizer& model, const Options& options, const std::string& file, double piece_ms,
                        const std::function<void(double seconds, const std::string& text)>& on_text);
 

@@ -44,7 +44,7 @@ void set_up_device(const TrainOptions& options, c10::Device device) {
     return;
   }
   ddpkit::optim::set_precision({.cudnn_benchmark = options.cudnn_benchmark}, device);
-  // What has bfloat16 has TensorFloat-32: both came with compute capability 8.0.
+  // Devices with bfloat16 have TensorFloat-32: both need compute capability 8.0.
   if (ddpkit::optim::fastest_type(device) == c10::kBFloat16)
     ddpkit::optim::set_precision({.matmul_tf32 = options.tf32, .cudnn_tf32 = options.tf32}, device);
 }

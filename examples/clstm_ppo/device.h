@@ -9,18 +9,18 @@
 
 namespace clstm_ppo {
 
-/// Where this rank's model goes: of the first --num-gpus GPUs of its host the one with its local rank's number; the CPU
-/// where there are none or the backend is the CPU's. Throws ddpkit::train::UsageError for GPUs that are not there, and
-/// for more ranks than GPUs, or fewer than --num-gpus.
+/// Returns the device of this rank's model: the GPU with the number of the local rank, among the first --num-gpus GPUs
+/// of the host. Returns the CPU if there are no GPUs or the backend is for the CPU. Throws ddpkit::train::UsageError
+/// for missing GPUs, for more ranks than GPUs, and for fewer ranks than --num-gpus.
 c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment);
-/// The same on a host that shows `there` GPUs.
+/// Returns the same for a host with `there` GPUs.
 c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment, int there);
 
-/// On the CPU the process's threads; on a GPU TensorFloat-32 and cuDNN's benchmark, as the options say and the device
-/// allows.
+/// Applies the options that the device supports: on the CPU the number of threads; on a GPU TensorFloat-32 and the
+/// cuDNN benchmark.
 void set_up_device(const TrainOptions& options, c10::Device device);
 
-/// Throws ddpkit::train::UsageError for options that do not fit together.
+/// Throws ddpkit::train::UsageError for options that exclude each other.
 void check_options(const TrainOptions& options);
 
 }  // namespace clstm_ppo

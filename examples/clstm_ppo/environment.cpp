@@ -44,7 +44,7 @@ void TradingEnvironment::sell(std::size_t asset, double shares) {
 double TradingEnvironment::step(std::span<const float> actions) {
   const double before = value();
   const bool turbulent = market_->turbulence(day_) > options_.turbulence_threshold;
-  double wanted = 0;  // Money for purchases, costs included.
+  double wanted = 0;  // Money for purchases, including costs.
   for (std::size_t asset = 0; asset < holdings_.size(); ++asset) {
     const double price = market_->close(day_, asset);
     const double shares =
@@ -63,7 +63,7 @@ double TradingEnvironment::step(std::span<const float> actions) {
     cash_ -= money * (1 + options_.cost);
     costs_ += money * options_.cost;
   }
-  cash_ = std::max(cash_, 0.0);  // Rounding may have taken a hair more than there was.
+  cash_ = std::max(cash_, 0.0);  // Rounding may have made the cash slightly negative.
   ++day_;
   return value() / before - 1;
 }

@@ -14,7 +14,7 @@
 namespace clstm_ppo {
 namespace {
 
-// Mondays to Fridays from 2000-01-03 on.
+// Returns a day (Monday to Friday), counted from 2000-01-03.
 std::chrono::sys_days business_day(int number) {
   using namespace std::chrono;
   return sys_days(year(2000) / 1 / 3) + days(number / 5 * 7 + number % 5);
@@ -42,7 +42,7 @@ std::vector<PriceSeries> generate_prices(const GenerateOptions& options) {
       one.high.push_back(std::max(open, close) * std::exp(std::abs(random.normal(options.noise / 2))));
       one.low.push_back(std::min(open, close) * std::exp(-std::abs(random.normal(options.noise / 2))));
       one.volume.push_back(std::round(random.uniform(1e6, 2e6)));
-      // A log-normal move's mean.
+      // The mean of a log-normal move.
       one.expected_growth.push_back(std::exp(options.swing * std::cos(phase) + options.noise * options.noise / 2));
     }
   }

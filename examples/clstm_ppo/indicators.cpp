@@ -9,7 +9,7 @@ namespace {
 
 Series undefined(std::size_t days) { return Series(days, std::numeric_limits<double>::quiet_NaN()); }
 
-/// Where both are 0: `neither`.
+/// Returns `neither` if both are 0.
 double share(double a, double b, double neither) { return a + b > 0 ? a / (a + b) : neither; }
 
 }  // namespace
@@ -28,7 +28,7 @@ Series macd(const Series& close, int fast, int slow) {
 
 Series rsi(const Series& close, int period) {
   Series result = undefined(close.size());
-  double gains = 0, losses = 0;  // Averages, from day `period` on.
+  double gains = 0, losses = 0;  // Averages, defined from day `period`.
   for (std::size_t day = 1; day < close.size(); ++day) {
     const double change = close[day] - close[day - 1];
     const double gain = std::max(change, 0.0), loss = std::max(-change, 0.0);
@@ -53,7 +53,7 @@ Series cci(const Series& high, const Series& low, const Series& close, int perio
     double mean = 0, deviation = 0;
     for (std::size_t i = day + 1 - days; i <= day; ++i) mean += typical[i] / period;
     for (std::size_t i = day + 1 - days; i <= day; ++i) deviation += std::abs(typical[i] - mean) / period;
-    // A deviation of rounding's size is none.
+    // A deviation as small as the rounding errors counts as 0.
     result[day] = deviation > 1e-12 * std::abs(mean) ? (typical[day] - mean) / (0.015 * deviation) : 0;
   }
   return result;
@@ -73,7 +73,7 @@ Series adx(const Series& high, const Series& low, const Series& close, int perio
     up = up * keep + (rise > fall && rise > 0 ? rise : 0);
     down = down * keep + (fall > rise && fall > 0 ? fall : 0);
     if (day < first) continue;
-    // The range divides both directions, so that it cancels out; without any, nothing has moved.
+    // Both directions would be divided by the range, which cancels out. A range of 0 gives an index of 0.
     const double index = range > 0 && up + down > 0 ? 100 * std::abs(up - down) / (up + down) : 0;
     if (day < 2 * first) {
       average += index / period;

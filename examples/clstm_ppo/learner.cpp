@@ -12,12 +12,12 @@
 namespace clstm_ppo {
 namespace {
 
-// [episodes, steps, ...] as [episodes * sequences, sequence, ...].
+// Reshapes [episodes, steps, ...] to [episodes * sequences, sequence, ...].
 at::Tensor cut(const at::Tensor& all, std::int64_t sequence) {
   return all.unflatten(1, {all.size(1) / sequence, sequence}).flatten(0, 1);
 }
 
-// The memory before every sequence: [1, episodes * sequences, hidden].
+// Returns the memory before each sequence: [1, episodes * sequences, hidden].
 at::Tensor memory_of(const std::vector<Memory>& memory, at::Tensor Memory::*part) {
   std::vector<at::Tensor> parts;
   for (const Memory& one : memory) parts.push_back((one.*part).squeeze(0));
@@ -26,7 +26,8 @@ at::Tensor memory_of(const std::vector<Memory>& memory, at::Tensor Memory::*part
 
 }  // namespace
 
-// A rollout, cut up. The windows overlap, so that they stay a view: they are put together for a minibatch at a time.
+// A rollout, divided into sequences. The windows overlap and remain a view; only the windows of one minibatch are
+// copied at a time.
 struct Learner::Sequences {
   Sequences(const Rollout& rollout, std::int64_t length, const at::Tensor& all_advantages,
             const at::Tensor& all_targets)
@@ -117,7 +118,7 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
       for (std::size_t i = first; i < end; ++i) {
         std::optional<ddpkit::DistributedDataParallelBase::NoSync> no_sync;
         if (i + 1 < end) no_sync.emplace(ddp_.reducer());
-        // Each sequence counts alike, also in a pass's last batch, which may be smaller.
+        // Each sequence has the same weight, also in the last batch of a pass, which may be smaller.
         const double share = static_cast<double>(batches[i].numel()) / static_cast<double>(count);
         const PpoLoss loss = loss_of(sequences, batches[i]);
         scaler_.scale(loss.total * share).backward();

@@ -17,22 +17,22 @@
 
 namespace clstm_ppo {
 
-/// The model and what makes it better: PPO's passes over the episodes of all ranks, in minibatches of sequences.
+/// The model and its training: PPO's passes over the episodes of all ranks, in minibatches of sequences.
 class Learner {
  public:
   struct Result {
     UpdateMetrics metrics;
-    bool is_complete = true;  ///< False where `after_step` ended it.
+    bool is_complete = true;  ///< False if `after_step` stopped the training.
   };
 
-  /// Collective. `model`: on its device.
+  /// Collective. `model` must already be on its device.
   Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, std::int64_t rounds,
           const ddpkit::ProcessGroup& group);
 
-  /// --ppo-epochs passes over `rollout`, this rank's part. Each update is by the mean loss over --grad-accum-steps
-  /// minibatches of all ranks, whose gradients are exchanged once. Sequences come in an order drawn from `random`, each
-  /// with the memory that the model had before it when it acted. `after_step` is called after each update; false ends.
-  /// Collective.
+  /// Makes --ppo-epochs passes over `rollout`, this rank's part. Each update uses the mean loss over --grad-accum-steps
+  /// minibatches of all ranks and exchanges gradients once. The order of the sequences is drawn from `random`. Each
+  /// sequence starts with the memory that the model had when it acted. Calls `after_step` after each update; false
+  /// stops the training. Collective.
   Result learn(const Rollout& rollout, at::Generator random, const std::function<bool()>& after_step);
 
   CascadedLSTM& model() const noexcept { return *model_; }
@@ -53,9 +53,9 @@ class Learner {
   std::shared_ptr<CascadedLSTM> model_;
   ddpkit::DistributedDataParallel<CascadedLSTM> ddp_;
   ddpkit::optim::FusedAdam optimizer_;
-  std::int64_t batch_;    // Sequences a minibatch.
-  std::int64_t batches_;  // A pass.
-  std::int64_t updates_;  // A pass.
+  std::int64_t batch_;    // Sequences per minibatch.
+  std::int64_t batches_;  // Per pass.
+  std::int64_t updates_;  // Per pass.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
 };

@@ -1,4 +1,4 @@
-// Learns to trade; on one rank or many.
+// Trains a trading policy on one or several ranks.
 #include <CLI/CLI.hpp>
 #include <string>
 #include <vector>

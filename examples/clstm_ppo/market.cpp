@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kSecondsPerYear = 365.25 * 86400;
 
-// [day][asset] of every day but the first.
+// Returns of every day except the first. [day][asset]
 std::vector<std::vector<double>> returns_of(const std::vector<PriceSeries>& series) {
   std::vector<std::vector<double>> returns;
   for (std::size_t day = 1; day < series.front().size(); ++day) {
@@ -63,7 +63,7 @@ double Market::turbulence_quantile(const Period& period, double share) const {
   if (share >= 1) return std::numeric_limits<double>::infinity();
   std::vector<double> values(turbulence_.begin() + static_cast<std::ptrdiff_t>(period.first),
                              turbulence_.begin() + static_cast<std::ptrdiff_t>(period.last));
-  // Days without enough history say nothing.
+  // Days without enough history have no turbulence.
   std::erase(values, 0.0);
   if (values.empty()) return std::numeric_limits<double>::infinity();
   std::sort(values.begin(), values.end());
@@ -76,7 +76,7 @@ std::vector<PriceSeries> shuffled(const std::vector<PriceSeries>& series, double
   const auto middle =
       std::clamp(static_cast<std::size_t>(first_part * static_cast<double>(days)), std::size_t{1}, days - 1);
   ddpkit::train::Random random(seed);
-  std::vector<std::size_t> order;  // Of the moves: [day - 1], the day whose move it gets.
+  std::vector<std::size_t> order;  // Order of the moves. [day - 1] -> the day whose move it gets
   for (const Period part : {Period{1, middle}, Period{middle, days}}) {
     std::vector<std::size_t> moves;
     for (std::size_t day = part.first; day < part.last; ++day) moves.push_back(day);

@@ -18,10 +18,10 @@ struct Period {
   std::size_t days() const noexcept { return last - first; }
 };
 
-/// What the market tells about an asset each day, in this order. All of it is without a unit, so that what was learnt
-/// at 100 a share holds at 800.
+/// The signals of an asset per day, in this order. All are without a unit, so that a policy learned at a price of 100
+/// also works at 800.
 enum Signal : std::size_t {
-  kReturn,  ///< Logarithm of the close over the day before's.
+  kReturn,  ///< Logarithm of the ratio of the close to the previous close.
   kMacd,    ///< As a share of the close.
   kRsi,     ///< 0 to 100.
   kCci,
@@ -30,16 +30,16 @@ enum Signal : std::size_t {
 };
 
 struct MarketOptions {
-  int turbulence_days = 252;  ///< History that a day is compared with.
+  int turbulence_days = 252;  ///< Days of history for the turbulence.
 };
 
-/// Several assets over the same days, with what is computed of them. A day is a bar, whatever its length.
+/// Several assets over the same days, with computed signals. A day is a bar of any length.
 class Market {
  public:
-  /// `series`: joined(), at least least_days() long. The days on which an indicator is not yet defined are left out.
+  /// `series`: joined(), at least least_days() long. Skips the days on which an indicator is not yet defined.
   explicit Market(const std::vector<PriceSeries>& series, const MarketOptions& options = {});
 
-  /// Bars that a series must have so that `days` remain.
+  /// Returns the bars that a series must have so that `days` remain.
   static std::size_t least_days(std::size_t days);
 
   std::size_t days() const noexcept { return dates_.size(); }
@@ -51,19 +51,19 @@ class Market {
     return signals_[(day * assets() + asset) * kSignals + signal];
   }
 
-  /// How unusual a day's returns are: their squared Mahalanobis distance from those of the days before. 0 until there
-  /// is enough history. M. Kritzman and Y. Li, "Skulls, Financial Turbulence, and Risk Management", Financial Analysts
-  /// Journal 66(5), 2010.
+  /// Returns how unusual a day's returns are: their squared Mahalanobis distance from the returns of earlier days. 0
+  /// until there is enough history. M. Kritzman and Y. Li, "Skulls, Financial Turbulence, and Risk Management",
+  /// Financial Analysts Journal 66(5), 2010.
   double turbulence(std::size_t day) const { return turbulence_[day]; }
-  /// That `share` of the period's days do not exceed. Infinite when `share` is 1.
+  /// Returns the turbulence that `share` of the period's days do not exceed. Infinite if `share` is 1.
   double turbulence_quantile(const Period& period, double share) const;
 
-  /// Whether the pattern that makes the prices is known, as it is of a generated market.
+  /// Returns whether the expected prices are known, as in a generated market.
   bool has_pattern() const noexcept { return !expected_growth_.empty(); }
-  /// Close of the next day over this day's, as expected by one who knows the pattern.
+  /// Returns the expected ratio of the next day's close to this day's close, given the pattern.
   double expected_growth(std::size_t day, std::size_t asset) const { return expected_growth_[day * assets() + asset]; }
 
-  /// Bars in a year, by the dates: about 252 for trading days, 12 for months.
+  /// Bars per year, from the dates: about 252 for trading days, 12 for months.
   double periods_per_year() const noexcept { return periods_per_year_; }
 
  private:
@@ -76,9 +76,9 @@ class Market {
   double periods_per_year_ = 252;
 };
 
-/// The same moves of the same days in another order, drawn by `seed` within each of two parts, divided at the share
-/// `first_part`: each part ends where it ended, and the assets still move together, but there is nothing to predict.
-/// Leaves out `expected_growth`, which no longer holds.
+/// Returns the same moves of the same days in another order. `seed` shuffles within each of two parts, divided at the
+/// share `first_part`. Each part ends at the same prices, and the assets still move together, but nothing is
+/// predictable. Omits `expected_growth`, which is no longer valid.
 std::vector<PriceSeries> shuffled(const std::vector<PriceSeries>& series, double first_part, std::uint64_t seed);
 
 }  // namespace clstm_ppo

@@ -26,14 +26,14 @@ CascadedLSTM::CascadedLSTM(const ModelOptions& options)
       action_(register_module("action", torch::nn::Linear(options.hidden, options.assets))),
       value_(register_module("value", torch::nn::Linear(options.hidden, 1))),
       log_std_(register_parameter("log_std", torch::full({options.assets}, options.log_std))) {
-  // Begins near "do nothing" (M. Andrychowicz and others, arXiv 2006.05990, section 3.2).
+  // Initial actions are near 0 (M. Andrychowicz and others, arXiv 2006.05990, section 3.2).
   orthogonal(action_, 0.01);
   orthogonal(value_, 1);
 }
 
 CascadedLSTM::Outputs CascadedLSTM::forward(const at::Tensor& windows, const Memory& memory) {
   const std::int64_t batch = windows.size(0), steps = windows.size(1);
-  // Every window by itself; its last output is the day's features.
+  // The LSTM processes each window separately. Its last output is the day's features.
   const auto [read, unused] = features_(windows.flatten(0, 1));
   const at::Tensor features = read.select(1, -1).view({batch, steps, hidden_});
   const auto [acted, actor] = actor_(features, std::tuple(memory.actor_h, memory.actor_c));

@@ -21,7 +21,7 @@ RunningNormalizer::RunningNormalizer(std::int64_t size)
 
 void RunningNormalizer::update(const at::Tensor& states, const ddpkit::ProcessGroup& group) {
   const at::Tensor rows = states.detach().to(torch::kCPU, torch::kDouble).reshape({-1, mean_.size(0)});
-  // Two passes, so that what is summed is around 0: first the mean of all ranks, then the squares around it.
+  // Two passes avoid cancellation: first the mean over all ranks, then the squared deviations from the mean.
   const at::Tensor rows_of_rank = torch::full({1}, static_cast<double>(rows.size(0)), torch::kDouble);
   const at::Tensor sums = sum_over_ranks(torch::cat({rows.sum(0), rows_of_rank}), group);
   const double count = sums[-1].item<double>();

@@ -14,22 +14,23 @@ class OutputArchive;
 
 namespace clstm_ppo {
 
-/// Brings each number of a state to mean 0 and deviation 1, by all states that all ranks have seen so far. The
-/// statistics are the same on every rank, to the bit: T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a
-/// Pairwise Algorithm for Computing Sample Variances", 1979, on sums that are reduced over the ranks.
+/// Normalises each number of a state to mean 0 and standard deviation 1, over the states of all ranks so far. The
+/// statistics are bitwise equal on all ranks: T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a Pairwise
+/// Algorithm for Computing Sample Variances", 1979, on sums reduced over the ranks.
 class RunningNormalizer {
  public:
   explicit RunningNormalizer(std::int64_t size);
 
-  /// Takes in this rank's `states` [..., size] and the other ranks'. Collective.
+  /// Adds the `states` [..., size] of all ranks. Collective.
   void update(const at::Tensor& states, const ddpkit::ProcessGroup& group);
 
-  /// (states - mean) / deviation, within -10 .. 10, on the states' device. As they are before the first update.
+  /// Returns (states - mean) / deviation, clamped to -10 .. 10, on the states' device. Returns the states unchanged
+  /// before the first update.
   at::Tensor operator()(const at::Tensor& states) const;
 
-  double count() const noexcept { return count_; }                   ///< States seen, of all ranks.
+  double count() const noexcept { return count_; }                   ///< States of all ranks so far.
   const at::Tensor& mean() const noexcept { return mean_; }          ///< [size] float64, on the CPU.
-  const at::Tensor& variance() const noexcept { return variance_; }  ///< The same.
+  const at::Tensor& variance() const noexcept { return variance_; }  ///< [size] float64, on the CPU.
 
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);

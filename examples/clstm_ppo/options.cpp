@@ -125,7 +125,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--data", options.data, "Folder with NAME.csv (Date,Open,High,Low,Close,Volume) of each asset")
       ->type_name("FOLDER");
   ddpkit::train::add_trainer_options(app, options.trainer);
-  // A run is counted in rounds, after each of which there is a checkpoint.
+  // A run counts rounds and writes a checkpoint after each.
   ddpkit::train::add_checkpoint_options(app, options.trainer);
   for (const char* name : {"--epochs", "--checkpoint-steps"}) app.remove_option(app.get_option(name));
   app.get_option("--batch-size")->description("Days a batch, on each device");

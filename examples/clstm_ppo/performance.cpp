@@ -18,7 +18,7 @@ Performance performance_of(const std::vector<double>& values, double periods_per
   for (std::size_t day = 1; day < values.size(); ++day)
     squares += std::pow(values[day] / values[day - 1] - 1 - mean, 2);
   const double deviation = returns > 1 ? std::sqrt(squares / (returns - 1)) : 0;
-  // What rounding leaves of a portfolio of cash is no risk.
+  // A deviation as small as the rounding errors counts as 0.
   if (deviation > 1e-12) result.sharpe = mean / deviation * std::sqrt(periods_per_year);
   return result;
 }
@@ -36,17 +36,17 @@ std::vector<double> buy_and_hold(const Market& market, const Period& period, dou
 }
 
 std::vector<double> best_with_pattern(const Market& market, const Period& period, double initial_cash, double cost) {
-  const std::size_t places = market.assets() + 1;  // Where all the money is: cash, or one asset.
+  const std::size_t places = market.assets() + 1;  // A place for the money: cash, or one asset.
   const auto growth = [&](std::size_t day, std::size_t place) {
     return place == 0 ? 1.0 : market.expected_growth(day, place - 1);
   };
-  // What is left of 1 when it goes from one place to another.
+  // The part of 1 that remains after costs when money moves from one place to another.
   const auto kept = [&](std::size_t from, std::size_t to) {
     if (from == to) return 1.0;
     return (from == 0 ? 1.0 : 1 - cost) / (to == 0 ? 1.0 : 1 + cost);
   };
   const std::size_t steps = period.days() - 1;
-  std::vector<std::vector<std::size_t>> best(steps, std::vector<std::size_t>(places));  // [step][place]: to go to.
+  std::vector<std::vector<std::size_t>> best(steps, std::vector<std::size_t>(places));  // Next place. [step][place]
   std::vector<double> worth(places, 1.0);  // Expected final value of 1 in a place, before the step's trade.
   for (std::size_t step = steps; step-- > 0;) {
     std::vector<double> before(places, 0.0);

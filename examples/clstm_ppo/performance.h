@@ -7,26 +7,28 @@
 
 namespace clstm_ppo {
 
-/// How a portfolio did.
+/// The performance of a portfolio.
 struct Performance {
-  double total_return = 0;  ///< Last value over the first, less 1.
-  double sharpe = 0;  ///< Annualised: mean of the returns over their deviation, times the root of their number a year.
-  double max_drawdown = 0;  ///< The largest loss from a peak, as a share of it: 0 .. 1.
+  double total_return = 0;  ///< Last value divided by the first, minus 1.
+  double sharpe = 0;  ///< Annualised: mean of the returns divided by their standard deviation, times the square root of
+                      ///< the returns per year.
+  double max_drawdown = 0;  ///< The largest loss since a peak, as a share of the peak: 0 .. 1.
 };
 
-/// Of the values of a portfolio, day by day, at least one. The Sharpe ratio takes the riskless rate as 0 and is 0 where
-/// nothing moved. W. F. Sharpe, "The Sharpe Ratio", Journal of Portfolio Management 21(1), 1994. [day]
+/// Computes the performance from the daily values of a portfolio, at least one. The Sharpe ratio assumes a riskless
+/// rate of 0, and is 0 if the value did not change. W. F. Sharpe, "The Sharpe Ratio", Journal of Portfolio Management
+/// 21(1), 1994. [day]
 Performance performance_of(const std::vector<double>& values, double periods_per_year);
 
-/// Value of a portfolio that spends all its money, in equal parts, on the first day and then waits. Costs included. The
-/// period's days. [day]
+/// Returns the value of a portfolio that buys equal parts of all assets on the first day and then holds them, including
+/// costs. [day of the period]
 std::vector<double> buy_and_hold(const Market& market, const Period& period, double initial_cash, double cost);
 
-/// What the best that knows the pattern makes of a generated market: of all sequences of trades that know each day the
-/// expected growth of every asset, today's and later, but not what chance adds, the one with the highest expected final
-/// value; then its value on the prices as they came. Growth to the next day is independent of the past given the
-/// pattern, so that expected final value is a product, linear in every trade: an optimum is among those that hold one
-/// asset at a time or none, and dynamic programming backwards over the days finds it exactly. [day]
+/// Returns the value of the best policy that knows the pattern of a generated market. It knows the expected growth of
+/// each asset on each day, but not the noise. It maximizes the expected final value; the result is its value at the
+/// actual prices. Given the pattern, growth is independent of the past, so the expected final value is a product and
+/// linear in each trade. So an optimal policy holds one asset or only cash at a time, and backward dynamic programming
+/// over the days finds it exactly. [day]
 std::vector<double> best_with_pattern(const Market& market, const Period& period, double initial_cash, double cost);
 
 }  // namespace clstm_ppo

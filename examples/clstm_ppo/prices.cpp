@@ -29,9 +29,9 @@ using ddpkit::train::in_quotes;
 
 constexpr std::array<const char*, 6> kColumns = {"Date", "Open", "High", "Low", "Close", "Volume"};
 constexpr const char* kExpectedGrowth = "ExpectedGrowth";
-// Beyond these, products of ratios might leave double.
+// Outside this range, products of ratios might overflow double.
 constexpr double kLowestPrice = 1e-9, kHighestPrice = 1e12;
-// Prices that were adjusted for splits and dividends are rounded each by itself.
+// Prices adjusted for splits and dividends are rounded independently.
 constexpr double kRounding = 1e-6;
 
 [[noreturn]] void fail(const std::filesystem::path& file, std::size_t line, const std::string& reason) {
@@ -43,7 +43,7 @@ std::optional<double> parse_double(std::string_view text) {
   return ddpkit::parse_number(text, value) && std::isfinite(value) ? std::optional(value) : std::nullopt;
 }
 
-// Takes a number of exactly `digits` digits off `text`.
+// Removes a number of exactly `digits` digits from the front of `text`.
 std::optional<int> number(std::string_view& text, std::size_t digits) {
   int value = 0;
   if (text.size() < digits) return std::nullopt;
@@ -238,7 +238,7 @@ std::vector<PriceSeries> joined(const std::vector<PriceSeries>& series, std::siz
       kept.close.push_back(one.close[bar]);
       kept.volume.push_back(one.volume[bar]);
     }
-    // Growth to the next bar holds only where none was left out.
+    // Growth to the next bar is valid only if no bar was removed.
     if (common.size() == one.size()) kept.expected_growth = one.expected_growth;
   }
   return result;

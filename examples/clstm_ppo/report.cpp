@@ -95,7 +95,7 @@ std::string as_svg(const TestResult& test) {
   namespace svg = ddpkit::train::svg;
   constexpr double kWidth = 720, kHeight = 420, kLeft = 70, kRight = 20, kTop = 40, kBottom = 70;
   const std::vector<Curve> curves = curves_of(test);
-  double lowest = 100, highest = 100;  // Percent of the first day's value.
+  double lowest = 100, highest = 100;  // In percent of the first day's value.
   for (const Curve& curve : curves) {
     for (const double value : *curve.values) {
       lowest = std::min(lowest, 100 * value / curve.values->front());

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What a run says.
+// Tier 0: the standard library only. The output of a run.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace clstm_ppo {
 
 /// Means over the episodes of all ranks.
 struct EpisodeMetrics {
-  std::int64_t episodes = 0;  ///< That the means are of.
+  std::int64_t episodes = 0;  ///< Number of episodes in the means.
   double total_return = 0;
   double sharpe = 0;
   double max_drawdown = 0;
   double reward = 0;  ///< Sum over an episode.
-  double cost = 0;    ///< Paid for trades, as a share of the initial cash.
+  double cost = 0;    ///< Trading costs as a share of the initial cash.
 };
 
 /// Means over the batches of all ranks.
@@ -33,15 +33,15 @@ struct UpdateMetrics {
   double clip_share = 0;
 };
 
-/// How the policy did on the days that training never sees, beside those that need no policy.
+/// The policy's result on the held-out days, compared with portfolios without a policy.
 struct TestResult {
   std::vector<std::string> dates = {};            ///< [day]
-  std::vector<double> policy = {}, waiting = {};  ///< Values of the portfolios; waiting is buy-and-hold. [day]
-  std::vector<double> best = {};                  ///< Best that knows the pattern; empty where there is none. [day]
+  std::vector<double> policy = {}, waiting = {};  ///< Values of the portfolios. `waiting` is buy-and-hold. [day]
+  std::vector<double> best = {};                  ///< The best policy that knows the pattern; empty without. [day]
   double periods_per_year = 252;
 
   Performance policy_performance() const { return performance_of(policy, periods_per_year); }
-  /// Of the best return with the pattern.
+  /// Share of the best return that knows the pattern.
   std::optional<double> share_of_best() const;
 };
 
@@ -49,26 +49,25 @@ struct TestResult {
 struct Round {
   std::int64_t round = 0;  ///< From 1.
   std::int64_t rounds = 0;
-  std::int64_t episodes = 0;  ///< So far, of all ranks.
+  std::int64_t episodes = 0;  ///< So far, over all ranks.
   std::int64_t step = 0;      ///< Updates so far.
   int world_size = 1;
   double lr = 0;
   double seconds = 0;
   EpisodeMetrics episode = {};
   UpdateMetrics update = {};
-  std::optional<double> test_return = std::nullopt;  ///< Where it was looked at.
+  std::optional<double> test_return = std::nullopt;  ///< Empty if this round had no evaluation.
 };
 
-/// One line of JSON, and one for a reader.
+/// Formats a round as one line of JSON, or as one line of text.
 std::string as_json(const Round& round);
 std::string as_line(const Round& round);
 std::string as_json(const TestResult& test);
-/// A table.
 std::string as_table(const TestResult& test);
-/// The equity curves, as an SVG document.
+/// Draws the equity curves as an SVG document.
 std::string as_svg(const TestResult& test);
 
-/// The scalars of a round, by its number of updates.
+/// Writes the scalars of a round with its number of updates as step.
 void write_to(ddpkit::train::SummaryWriter& writer, const Round& round);
 
 }  // namespace clstm_ppo

@@ -9,7 +9,7 @@
 namespace clstm_ppo {
 namespace {
 
-// The environments of a rollout and the states they leave behind.
+// The environments of a rollout and the states that they produce.
 class SideBySide {
  public:
   SideBySide(const Market& market, const EnvironmentOptions& options, const std::vector<std::size_t>& first_days,

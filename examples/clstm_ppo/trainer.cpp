@@ -42,7 +42,7 @@ void DistributedCLSTMPPOTrainer::initialize() {
 void DistributedCLSTMPPOTrainer::train() {
   State& state = *state_;
   if (state.speaks() && !state.options.trainer.json) state.print_header();
-  std::optional<TestResult> test;  // Of the weights as they are now.
+  std::optional<TestResult> test;  // Of the current weights.
   std::int64_t kept_step = state.info.step;
   state.stop.emplace(state.group);
   while (state.info.epoch < state.rounds() && !state.is_out_of_steps() && !state.is_stopped) {
@@ -51,7 +51,7 @@ void DistributedCLSTMPPOTrainer::train() {
     const Rollout rollout = run_episode();
     const std::int64_t before = state.info.epoch;
     round.update = update(rollout);
-    if (state.info.epoch == before) break;  // Out of steps, or stopped, before the round's end.
+    if (state.info.epoch == before) break;  // The run reached its last step or was stopped before the end of the round.
     round.episode = gather_metrics(rollout);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     test.reset();
@@ -83,7 +83,7 @@ Rollout DistributedCLSTMPPOTrainer::run_episode() {
   ddpkit::train::Random random(seed);
   const auto steps = static_cast<std::size_t>(state.options.episode_steps),
              window = static_cast<std::size_t>(state.options.window);
-  const std::size_t first = state.training.first + window - 1;  // Its window begins with the period.
+  const std::size_t first = state.training.first + window - 1;  // The window begins with the period.
   std::vector<std::size_t> first_days;
   for (int episode = 0; episode < state.options.envs; ++episode)
     first_days.push_back(

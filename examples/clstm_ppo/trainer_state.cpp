@@ -24,7 +24,7 @@ void DistributedCLSTMPPOTrainer::State::read_market() {
       Market::least_days(static_cast<std::size_t>(std::ceil(static_cast<double>(train_days) / train_share)) + 2);
   std::vector<PriceSeries> series = joined(read_price_folder(options.data, options.assets, least), least);
   if (options.shuffle_prices) {
-    // Divided where the periods are, so that neither gets days of the other.
+    // Divides the bars at the boundary of the periods, so that no period gets days of the other.
     const auto bars = static_cast<double>(series.front().size()), skipped = static_cast<double>(Market::least_days(0));
     series = shuffled(series, (skipped + std::floor((bars - skipped) * train_share)) / bars, options.trainer.seed);
   }

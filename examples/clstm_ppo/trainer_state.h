@@ -1,4 +1,4 @@
-// Tier 2: torch/nn/module.h. What trainer.cpp and trainer_state.cpp share.
+// Tier 2: torch/nn/module.h. Shared by trainer.cpp and trainer_state.cpp.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct DistributedCLSTMPPOTrainer::State {
   std::int64_t rounds() const { return (options.num_episodes + episodes_a_round() - 1) / episodes_a_round(); }
   bool is_out_of_steps() const { return options.trainer.max_steps && info.step >= *options.trainer.max_steps; }
 
-  /// Of the current round, for this rank; `part` 0 explores, 1 shuffles.
+  /// Seed of the current round on this rank. `part` 0: exploration, 1: shuffling.
   std::uint64_t seed(int part) const {
     return ddpkit::train::epoch_seed(options.trainer.seed, 2 * info.epoch + part, group.rank());
   }
@@ -35,8 +35,8 @@ struct DistributedCLSTMPPOTrainer::State {
   void read_market();
   void make_model();
   void open_folder();
-  std::string plot() const;  ///< Where the equity curve goes; empty: nowhere.
-  void check_plot() const;   ///< That it can be written there.
+  std::string plot() const;  ///< File of the equity curve; empty: none.
+  void check_plot() const;   ///< Checks that the file is writable.
   void print_header() const;
   std::string config() const;
   std::vector<ddpkit::train::CheckpointPart> parts();

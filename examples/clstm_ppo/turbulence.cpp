@@ -9,7 +9,7 @@ namespace {
 
 using Matrix = std::vector<std::vector<double>>;
 
-// In place: the lower triangle L of L L^T. `matrix` is symmetric and, by its ridge, positive.
+// In place: the lower triangle L of L L^T. `matrix` is symmetric and, due to its ridge, positive definite.
 void factorise(Matrix& matrix) {
   for (std::size_t i = 0; i < matrix.size(); ++i) {
     for (std::size_t j = 0; j <= i; ++j) {
@@ -20,7 +20,7 @@ void factorise(Matrix& matrix) {
   }
 }
 
-// x^T (L L^T)^-1 x, by solving L y = x.
+// Returns x^T (L L^T)^-1 x, by solving L y = x.
 double squared_length(const Matrix& lower, std::vector<double> x) {
   double result = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -46,7 +46,8 @@ std::vector<double> turbulence(const std::vector<std::vector<double>>& returns, 
       for (std::size_t i = 0; i < assets; ++i)
         for (std::size_t j = 0; j <= i; ++j)
           covariance[i][j] += (returns[past][i] - mean[i]) * (returns[past][j] - mean[j]) / (days - 1);
-    // Assets that always move alike, or never, have no inverse: a millionth of the variance more is none to speak of.
+    // The covariance of assets that always move together, or never move, has no inverse. Increases the variance by a
+    // negligible millionth.
     for (std::size_t i = 0; i < assets; ++i) covariance[i][i] += 1e-6 * covariance[i][i] + 1e-12;
     factorise(covariance);
     std::vector<double> distance(assets);

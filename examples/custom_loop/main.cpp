@@ -1,4 +1,4 @@
-// The whole API on one page: a training loop that runs alone, and under `ddpkit run -n N`.
+// A complete training loop. Runs alone or under `ddpkit run -n N`.
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -25,7 +25,7 @@ struct Spirals : torch::data::Dataset<Spirals> {
 };
 
 int main() try {
-  auto group = ddpkit::init_process_group();  // launcher's environment; a world of one without it
+  auto group = ddpkit::init_process_group();  // from the launcher's environment; a world of one rank without a launcher
   auto model = std::make_shared<Net>();
   model->to(group.device());
   ddpkit::DistributedDataParallel ddp(model, group);  // broadcasts weights and buffers, hooks the gradients
@@ -39,7 +39,7 @@ int main() try {
     for (auto& batch : *loader) {
       optimizer.zero_grad();
       auto loss = torch::cross_entropy_loss(ddp(batch.data.to(group.device())), batch.target.to(group.device()));
-      loss.backward();  // all-reduce runs inside, bucket by bucket
+      loss.backward();  // runs all-reduce bucket by bucket during backward
       optimizer.step();
       losses += torch::stack({loss.detach(), torch::ones_like(loss)});
     }

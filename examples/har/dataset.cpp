@@ -37,7 +37,7 @@ Scale scale_of(const Recordings& split, std::size_t channel) {
   double squares = 0;
   each([&](double value) { squares += (value - scale.mean) * (value - scale.mean); });
   const double deviation = std::sqrt(squares / count);
-  // A sensor that never changes says nothing; do not blow its rounding up.
+  // Does not scale the rounding errors of a constant channel.
   if (deviation > 1e-6 * std::max(1.0, std::abs(scale.mean))) scale.deviation = deviation;
   return scale;
 }

@@ -12,7 +12,7 @@
 
 namespace har {
 
-/// One split, ready for a model.
+/// One split as tensors.
 struct Split {
   at::Tensor windows;  ///< [windows, channels, steps] float32
   at::Tensor labels;   ///< [windows] int64, 0 .. classes-1
@@ -32,12 +32,12 @@ struct Dataset {
   std::int64_t classes() const { return static_cast<std::int64_t>(class_names.size()); }
 };
 
-/// Reads the folder, whichever of the known layouts it has (UCI-HAR, .ts).
-/// Throws ddpkit::InvalidArgument when it has none of them or its files are not right.
+/// Reads a folder in one of the known layouts (UCI-HAR, .ts).
+/// Throws ddpkit::InvalidArgument if the layout is unknown or a file is invalid.
 RecordingSet read_recordings(const std::filesystem::path& folder);
 
-/// Brings every channel to mean 0 and standard deviation 1 over the training windows (both splits by the same numbers,
-/// which know nothing of the test windows). Missing values become 0, the channel's mean; they do not count.
+/// Normalises each channel to mean 0 and standard deviation 1 over the training windows. The test windows use the same
+/// numbers. Missing values become 0, the channel's mean; the statistics ignore them.
 Dataset normalised(const RecordingSet& recordings);
 
 }  // namespace har

@@ -29,9 +29,9 @@ constexpr double kSamplesPerSecond = 50;
 
 struct Activity {
   const char* name;
-  double frequency;               // Of the steps, Hz.
+  double frequency;               // Step frequency, Hz.
   std::array<double, 3> moves;    // Amplitude of the body's acceleration, g. [axis]
-  std::array<double, 3> gravity;  // How the sensor hangs, g. [axis]
+  std::array<double, 3> gravity;  // Direction of gravity at the sensor, g. [axis]
 };
 
 constexpr std::array<Activity, 6> kActivities = {{

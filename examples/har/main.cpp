@@ -1,4 +1,4 @@
-// Tells apart what a person does by what a worn sensor feels; on one rank or many.
+// Human activity recognition from a wearable sensor, on one or several ranks.
 #include <CLI/CLI.hpp>
 #include <string>
 

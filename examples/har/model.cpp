@@ -13,7 +13,7 @@ void add_block(nn::Sequential& layers, std::int64_t in, std::int64_t out, std::i
   layers->push_back(nn::ReLU());
 }
 
-// Rounding the pooled length up keeps even a window of one step.
+// ceil_mode supports windows of a single step.
 nn::MaxPool1d halve() { return nn::MaxPool1d(nn::MaxPool1dOptions(2).ceil_mode(true)); }
 
 nn::Sequential convolutions(std::int64_t channels) {

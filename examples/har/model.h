@@ -22,10 +22,10 @@ struct ModelOptions {
   double dropout = 0.2;
 };
 
-/// Windows in, a logit a class out. Cloneable, as DataParallel wants it.
+/// Maps windows to one logit per class. Cloneable, as DataParallel requires.
 class Classifier : public torch::nn::Cloneable<Classifier> {
  public:
-  /// Weights drawn from torch's default generator: seed it first.
+  /// Draws the weights from torch's default generator: seed the generator first.
   explicit Classifier(const ModelOptions& options);
 
   void reset() override;

@@ -15,25 +15,25 @@ namespace har {
 enum class MultiGpu {
   kNone,        ///< One device.
   kDp,          ///< One process with a replica on each device: ddpkit::DataParallel.
-  kDdp,         ///< One process a device, as the launcher started them: ddpkit::DistributedDataParallel.
+  kDdp,         ///< One process per device, started by the launcher: ddpkit::DistributedDataParallel.
   kLibTorchDp,  ///< LibTorch's own torch::nn::parallel::data_parallel, for comparison; GPUs only.
 };
 
 enum class OptimizerKind { kAdamW, kAdam, kSgd };
 
 enum class LrSchedule {
-  kCosine,    ///< From --lr down to 0 along half a cosine over the run: the last weights are the settled ones.
-  kConstant,  ///< --lr throughout.
+  kCosine,    ///< From --lr to 0 along half a cosine over the run.
+  kConstant,  ///< Constant --lr.
 };
 
-/// What `har --help` lists.
+/// The options of `har`.
 struct TrainOptions {
   ddpkit::train::TrainerOptions trainer = {.epochs = 30, .batch_size = 16, .lr = 1e-3};
   std::string data;  ///< Folder of the data set.
 
   MultiGpu multi_gpu = MultiGpu::kDdp;
-  std::vector<int> gpu_ids;     ///< GPUs to use, in this order; empty: all that are needed and there.
-  std::optional<int> replicas;  ///< CPU replicas of kDp; empty: one a core.
+  std::vector<int> gpu_ids;     ///< GPUs to use, in this order; empty: as many available GPUs as needed.
+  std::optional<int> replicas;  ///< CPU replicas of kDp; empty: one per core.
 
   Mode mode = Mode::kCnn;
   double dropout = 0.2;
@@ -43,17 +43,17 @@ struct TrainOptions {
   LrSchedule lr_schedule = LrSchedule::kCosine;
   ddpkit::optim::LearningRateScaling lr_scaling = ddpkit::optim::LearningRateScaling::kNone;
   int warmup_epochs = 0;
-  int grad_accum_steps = 1;  ///< Batches a device whose gradients make one update.
-  int num_workers = 0;       ///< Threads a rank that put batches together.
-  bool amp = true;           ///< Mixed precision, where the device gains by it.
-  bool profile = false;      ///< Leave a trace of all ranks in the run's folder.
-  bool tensorboard = false;  ///< Leave TensorBoard's events in the run's folder.
+  int grad_accum_steps = 1;  ///< Batches per device and update.
+  int num_workers = 0;       ///< Threads per rank that prepare batches.
+  bool amp = true;           ///< Mixed precision, if the device supports it efficiently.
+  bool profile = false;      ///< Writes a trace of all ranks to the run folder.
+  bool tensorboard = false;  ///< Writes TensorBoard events to the run folder.
 };
 
-/// Adds all of them to a program; `options` must outlive the parse.
+/// Adds all options to a program. `options` must outlive the parse.
 void add_train_options(CLI::App& app, TrainOptions& options);
 
-/// As on the command line.
+/// Returns the value's name on the command line.
 const char* name_of(MultiGpu value);
 const char* name_of(Mode value);
 const char* name_of(OptimizerKind value);

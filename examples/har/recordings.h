@@ -8,13 +8,13 @@
 
 namespace har {
 
-/// Windows of one split as a reader leaves them. NaN stands for a missing value.
+/// Windows of one split, as read. NaN is a missing value.
 struct Recordings {
   std::size_t channels = 0;
   std::size_t steps = 0;
-  std::vector<float> values;         ///< [window, channel, step], the step fastest.
+  std::vector<float> values;         ///< [window, channel, step], step varies fastest.
   std::vector<std::int64_t> labels;  ///< Class of each window, an index into class_names. [window]
-  std::vector<int> subjects;         ///< Who wore the sensor; empty where the data does not say. [window]
+  std::vector<int> subjects;         ///< Person who wore the sensor; empty if the data does not specify it. [window]
 
   std::size_t windows() const noexcept { return labels.size(); }
 };

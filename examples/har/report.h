@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h, through train/metrics.h. What a run says.
+// Tier 1: ATen/core/Tensor.h, through train/metrics.h. The output of a run.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@ struct Epoch {
   std::int64_t epoch = 0;  ///< From 1.
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< Updates so far.
-  int devices = 1;        ///< Of all ranks.
+  int devices = 1;        ///< Over all ranks.
   int world_size = 1;
-  double lr = 0;                                     ///< Of the last update.
-  std::int64_t samples = 0;                          ///< Trained on, by all ranks, since the program began the epoch.
-  double seconds = 0;                                ///< Of that.
-  std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
-  std::vector<std::int64_t> peak_device_bytes = {};  ///< Of each GPU so far; empty on the CPU. [device]
+  double lr = 0;                                     ///< Learning rate of the last update.
+  std::int64_t samples = 0;                          ///< Samples of all ranks since this process started the epoch.
+  double seconds = 0;                                ///< Time for these samples.
+  std::vector<std::int64_t> peak_memory_bytes = {};  ///< Main memory of each process so far. [rank]
+  std::vector<std::int64_t> peak_device_bytes = {};  ///< Memory of each GPU so far; empty on the CPU. [device]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult test;
 
   double samples_per_second() const { return static_cast<double>(samples) / seconds; }
 };
 
-/// One line of JSON, and one for a reader.
+/// Formats an epoch as one line of JSON, or as one line of text.
 std::string as_json(const Epoch& epoch);
 std::string as_line(const Epoch& epoch);
 
-/// The scalars of an epoch, by its number of updates.
+/// Writes the scalars of an epoch with its number of updates as step.
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 
 }  // namespace har

@@ -54,7 +54,7 @@ std::string_view next_word(std::string_view& rest) {
 }
 
 std::optional<float> parse_float(std::string_view text) {
-  // By way of double: what is too small for a float is zero, not an error.
+  // Parses as double: values too small for float become zero, not an error.
   const std::optional<double> value = parse<double>(text);
   if (!value || !std::isfinite(static_cast<float>(*value))) return std::nullopt;
   return static_cast<float>(*value);

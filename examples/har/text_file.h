@@ -9,14 +9,13 @@
 
 namespace har {
 
-/// A text file in memory, read line by line, that knows where it stands.
+/// Reads a text file line by line and reports errors with the line number.
 class TextFile {
  public:
-  /// The name may be in capitals or not; a byte-order mark is skipped. Throws ddpkit::InvalidArgument when the file
-  /// cannot be read.
+  /// The name may be in any case; skips a byte-order mark. Throws ddpkit::InvalidArgument if the file cannot be read.
   explicit TextFile(const std::filesystem::path& path);
 
-  /// The next line without its end and surrounding blanks, empty optional after the last. Skips empty lines.
+  /// Returns the next line without its end and surrounding blanks; nothing after the last. Skips empty lines.
   std::optional<std::string_view> next_line();
 
   /// Throws ddpkit::InvalidArgument "FILE:LINE: message" for the line that next_line() last returned.
@@ -32,16 +31,16 @@ class TextFile {
   std::size_t line_ = 0;  // Number of the last line returned, from 1.
 };
 
-/// Without blanks at both ends.
+/// Removes blanks at both ends.
 std::string_view trimmed(std::string_view text);
 
-/// Takes the next word off `rest`; empty at the end.
+/// Removes the next word from `rest` and returns it; empty at the end.
 std::string_view next_word(std::string_view& rest);
 
-/// All of `text` as a finite number; empty optional when it is anything else.
+/// Parses all of `text` as a finite number. Returns nothing for other text.
 std::optional<float> parse_float(std::string_view text);
 
-/// All of `text` as a whole number.
+/// Parses all of `text` as an integer.
 std::optional<int> parse_int(std::string_view text);
 
 }  // namespace har

@@ -93,11 +93,11 @@ class Trainer {
   }
 
  private:
-  int all_devices() const { return devices_->count() * group_.world_size(); }  // Of all ranks.
+  int all_devices() const { return devices_->count() * group_.world_size(); }  // Over all ranks.
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
-  // That so many samples of this rank make.
+  // Returns the updates that `samples` of this rank make.
   std::int64_t updates_of(std::size_t samples) const {
     const std::int64_t batches = (static_cast<std::int64_t>(samples) + batch_size_ - 1) / batch_size_;
     return (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
@@ -114,7 +114,7 @@ class Trainer {
     return model;
   }
 
-  // By the update's number. The warm-up begins where one device would have been (Goyal et al., arXiv 1706.02677).
+  // Learning rate by update number. The warm-up begins at the rate for one device (Goyal et al., arXiv 1706.02677).
   ddpkit::optim::Schedule schedule() const {
     const std::int64_t total = updates_ * options_.trainer.epochs;
     ddpkit::optim::Schedule result;
@@ -126,7 +126,7 @@ class Trainer {
 
   const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
 
-  // What another run in the same folder would have to share to be the same run.
+  // The settings that must be equal to resume a run.
   std::string config() const {
     return ddpkit::train::json_text(nlohmann::json{
         {"program", "har"},
@@ -172,7 +172,8 @@ class Trainer {
                         ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
     if (folder_.to_resume) {
       info_ = checkpoint_->load(*model_, *optimizer_, parts());
-      // On other devices an epoch has another number of updates: the schedule goes on from the same share of the run.
+      // On another number of devices an epoch has another number of updates. The schedule continues from the same
+      // fraction of the run.
       sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
       scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.indices().size()));
     }
@@ -213,18 +214,18 @@ class Trainer {
           fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
   }
 
-  // Of the epoch, which all batches of this process share in order.
+  // `number`: index of the batch in the epoch, in this process.
   Batch make_batch(const at::Tensor& indices, std::int64_t number) const {
     const std::int64_t begin = number * batch_size_;
     const at::Tensor rows = indices.slice(0, begin, begin + batch_size_).to(group_.device());
     return {.windows = train_.windows.index_select(0, rows), .labels = train_.labels.index_select(0, rows)};
   }
 
-  // False when the run was out of steps before the epoch's end.
+  // Returns false if the run reached its last step before the end of the epoch.
   bool train_epoch() {
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const std::vector<std::size_t> order = sampler_.indices();
-    // A run that resumes within an epoch keeps its sums too, unless it had another number of ranks.
+    // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
     if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(dataset_.classes());
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
@@ -260,7 +261,7 @@ class Trainer {
           info_.step % options_.trainer.checkpoint_steps == 0)
         save_within_epoch(update + 1);
     }
-    // Where no update has been made, the last checkpoint is as good.
+    // Without a new update, the last checkpoint is already current.
     if (is_stopped_ && update > 0 && checkpoint_) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
@@ -281,14 +282,14 @@ class Trainer {
     return true;
   }
 
-  // One update by the mean loss over the samples of all `batches`, on all devices of all ranks.
+  // Makes one update with the mean loss over the samples of all `batches`, on all devices of all ranks.
   at::Tensor train_step(const std::vector<Batch>& batches) {
     const auto samples = std::accumulate(batches.begin(), batches.end(), std::int64_t{0},
                                          [](std::int64_t sum, const Batch& batch) { return sum + batch.size(); });
     optimizer_->zero_grad();
     at::Tensor mean;
     for (const Batch& batch : batches) {
-      // Each sample counts alike, also in the epoch's last batch, which may be smaller.
+      // Each sample has the same weight, also in the last batch of an epoch, which may be smaller.
       const double share = static_cast<double>(batch.size()) / static_cast<double>(samples);
       const Devices::Loss loss = [&](const Devices::Forward& forward, const Batch& part) {
         const ddpkit::optim::Autocast autocast(part.windows.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
@@ -307,11 +308,11 @@ class Trainer {
     return mean;
   }
 
-  // Every test window once, each on one rank.
+  // Evaluates each test window once, each on one rank.
   ClassificationResult evaluate() {
     const torch::NoGradGuard no_grad;
-    // Batch normalisation has seen other batches on each rank: all evaluate with rank 0's statistics, which are those
-    // that the checkpoint holds.
+    // The statistics of batch normalisation differ between ranks. All ranks evaluate with those of rank 0, which the
+    // checkpoint holds.
     for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
     model_->eval();
     ClassificationMetrics metrics(dataset_.classes());
@@ -355,15 +356,15 @@ class Trainer {
   std::unique_ptr<Devices> devices_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ddpkit::DistributedSampler sampler_;
-  std::int64_t batch_size_;  // Of this process, on all its devices.
-  std::int64_t updates_;     // An epoch.
+  std::int64_t batch_size_;  // Of this process, over all its devices.
+  std::int64_t updates_;     // Per epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
-  ClassificationMetrics metrics_;  // Of the epoch under way.
+  ClassificationMetrics metrics_;  // Of the current epoch.
   ddpkit::train::RunFolder folder_;
   std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;             // How far the run has come.
-  std::optional<ClassificationResult> evaluated_;  // Of the weights as they are now.
+  ddpkit::train::CheckpointInfo info_;             // The progress of the run.
+  std::optional<ClassificationResult> evaluated_;  // Of the current weights.
   std::optional<ddpkit::Timeline> timeline_;
   std::optional<ddpkit::train::SummaryWriter> summary_;
   ddpkit::train::StopSignal stop_{group_};

@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kTrainSuffix = "_train.ts";
 
 struct Header {
-  bool missing = true;  // '?' may occur; so too where the header does not say.
+  bool missing = true;  // '?' may occur; also the default if the header does not specify it.
   bool equal_length = true;
   bool univariate = false;
   std::optional<int> dimensions;
@@ -36,7 +36,7 @@ struct Header {
   std::vector<std::string> class_names;  // [class]
 };
 
-// One file, its channels of whatever length.
+// One file, with channels of any length.
 struct TsFile {
   Header header;
   std::vector<std::vector<float>> series;  // [case * channels + channel][step]
@@ -58,12 +58,12 @@ int read_count(const TextFile& file, std::string_view tag, std::string_view valu
   return *count;
 }
 
-// In small letters.
+// In lower case.
 constexpr std::array kTags = {"@problemname", "@timestamps",  "@missing",     "@univariate",
                               "@dimension",   "@dimensions",  "@equallength", "@serieslength",
                               "@classlabel",  "@targetlabel", "@data"};
 
-// Everything up to and with @data.
+// Reads up to and including @data.
 Header read_header(TextFile& file) {
   Header header;
   std::set<std::string> seen;

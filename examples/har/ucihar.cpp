@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 constexpr int kMostClasses = 1000;
 
-// One whole number a line, each `least` .. `most`.
+// Reads one integer per line, each in `least` .. `most`.
 std::vector<int> read_numbers(const fs::path& path, const char* what, int least, int most) {
   TextFile file(path);
   std::vector<int> numbers;
@@ -36,7 +36,7 @@ std::vector<int> read_numbers(const fs::path& path, const char* what, int least,
   return numbers;
 }
 
-// "1 WALKING": one class a line, numbered from 1.
+// Reads lines like "1 WALKING", numbered from 1.
 std::vector<std::string> read_class_names(const fs::path& path) {
   TextFile file(path);
   std::vector<std::string> names;
@@ -53,7 +53,7 @@ std::vector<std::string> read_class_names(const fs::path& path) {
   return names;
 }
 
-// One signal: `windows` lines of `steps` values (0: as many as the first line has), as channel `channel` of `split`.
+// Reads one signal as channel `channel` of `split`: `windows` lines of `steps` values (0: as in the first line).
 void read_signal(const fs::path& path, std::size_t windows, std::size_t channel, Recordings& split) {
   TextFile file(path);
   std::vector<float> values;

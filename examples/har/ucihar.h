@@ -15,13 +15,13 @@ inline constexpr std::array<const char*, 9> kUciSignals = {
     "body_gyro_z", "total_acc_x", "total_acc_y", "total_acc_z",
 };
 
-/// Whether `folder` has the UCI-HAR layout, by what lies in it.
+/// Returns whether the contents of `folder` have the UCI-HAR layout.
 bool is_ucihar(const std::filesystem::path& folder);
 
-/// Reads the folder layout of "Human Activity Recognition Using Smartphones" (UCI): a window a line in each signal
-/// file, its class (from 1) in y_SPLIT.txt, and, where they exist, its subject in subject_SPLIT.txt and the classes'
-/// names in activity_labels.txt. Throws ddpkit::InvalidArgument with file and line for whatever is missing, malformed
-/// or contradicts another file.
+/// Reads the folder layout of "Human Activity Recognition Using Smartphones" (UCI): one window per line in each signal
+/// file and its class (from 1) in y_SPLIT.txt. Optional files: the subjects in subject_SPLIT.txt and the class names in
+/// activity_labels.txt. Throws ddpkit::InvalidArgument with file and line for missing, malformed or contradictory
+/// input.
 RecordingSet read_ucihar(const std::filesystem::path& folder);
 
 }  // namespace har

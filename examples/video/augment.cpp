@@ -9,7 +9,7 @@
 namespace video {
 namespace {
 
-// Where each output row (or column) of each clip comes from. [clip, position]
+// Returns the source of each output row (or column) of each clip. [clip, position]
 at::Tensor sources(const std::vector<Augmentation>& augmentations, std::int64_t length, bool vertical) {
   const auto clips = static_cast<std::int64_t>(augmentations.size());
   at::Tensor shift = at::empty({clips, 1}, at::kLong), mirror = at::empty({clips, 1}, at::kBool);
@@ -50,7 +50,7 @@ at::Tensor prepare_clips(const at::Tensor& pixels, const std::vector<Augmentatio
   const std::int64_t batch = pixels.size(0), frames = pixels.size(1), height = pixels.size(2), width = pixels.size(3);
   at::Tensor bytes = pixels;
   if (!augmentations.empty()) {
-    // One gather from bytes to bytes for mirror and shift.
+    // One gather on bytes does both mirror and shift.
     const at::Tensor rows = sources(augmentations, height, true).to(device).view({batch, height, 1});
     const at::Tensor columns = sources(augmentations, width, false).to(device).view({batch, 1, width});
     const at::Tensor from = (rows * width + columns).view({batch, 1, height * width}).expand({batch, frames, -1});

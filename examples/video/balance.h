@@ -1,4 +1,4 @@
-// What is done about classes of which there are few trials.
+// Balances classes with few trials.
 #pragma once
 
 #include <cstddef>
@@ -14,22 +14,22 @@
 
 namespace video {
 
-/// The inverse of how many of `trials` (numbers in `set`) are of each class, so that the mean over the trials is 1; 0
-/// for a class without any. All 1 with kNone. [class]
+/// Returns weights proportional to the inverse number of `trials` (indices in `set`) of each class. The mean over the
+/// trials is 1. A class without trials has 0. All 1 with kNone. [class]
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance);
 
-/// This rank's trials of each epoch, in order, equally many on all ranks: shuffled, or with kSampler drawn by the
-/// weights of their classes. Goes on within an epoch as the samplers do: see DistributedSampler::load().
+/// This rank's trials of each epoch, in order, the same number on all ranks. Shuffled, or with kSampler drawn by the
+/// weights of their classes. Resumes within an epoch as the samplers do: see DistributedSampler::load().
 class TrialSampler {
  public:
   TrialSampler(const TrialSet& set, const std::vector<std::size_t>& trials, const std::vector<double>& class_weights,
                Balance balance, std::uint64_t seed, const ddpkit::ProcessGroup& group);
 
   void set_epoch(std::int64_t epoch);
-  /// Numbers in the set. [sample]
+  /// Indices in the set. [sample]
   std::vector<std::size_t> trials() const;
-  std::size_t num_samples() const;  ///< Of a whole epoch.
-  /// So many of trials() have been used.
+  std::size_t num_samples() const;  ///< Per epoch.
+  /// The first `position` of trials() have been used.
   void set_position(std::size_t position);
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);

@@ -14,7 +14,7 @@ Motion::Motion(Behaviour behaviour, int frames, ddpkit::train::Random& random) {
   y_ = random.uniform(-0.06, 0.06);
   heading_ = random.angle();
   for (Swing* swing : {&along_, &stretch_, &head_, &front_, &hind_, &breath_}) swing->phase = random.angle();
-  breath_.speed = radians_a_frame(random.uniform(10, 14));  // In every class.
+  breath_.speed = radians_a_frame(random.uniform(10, 14));  // Equal in all classes.
   const double sign = random.below(2) == 0 ? 1 : -1;
   switch (behaviour) {
     case Behaviour::kRest:

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. What the made-up mouse does.
+// Tier 0: the standard library only. The behaviour of the synthetic mouse.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ struct BehaviourClass {
   double percent;  ///< Of all trials.
 };
 
-/// As uneven as in a study of a mouse in its cage. [Behaviour]
+/// As imbalanced as in a study of a mouse in its cage. [Behaviour]
 inline constexpr std::array<BehaviourClass, 8> kBehaviours = {{{"rest", 54},
                                                                {"walk", 14},
                                                                {"sniff", 11},
@@ -25,21 +25,21 @@ inline constexpr std::array<BehaviourClass, 8> kBehaviours = {{{"rest", 54},
                                                                {"scratch", 2},
                                                                {"paw_withdraw", 1}}};
 
-/// Where the mouse is in one frame, and how it holds itself. Lengths are shares of the frame's smaller side.
+/// Position and posture of the mouse in one frame. Lengths are shares of the frame's smaller side.
 struct Pose {
-  double x = 0, y = 0;  ///< Of the body's middle, from the frame's.
+  double x = 0, y = 0;  ///< Centre of the body, from the centre of the frame.
   double heading = 0;   ///< Radians.
   double stretch = 1;   ///< The body's length, relative.
   double head = 0;      ///< The head's angle to the body, radians.
   double front_paws = 0;
-  double hind_paw = 0;  ///< How far they are put out.
+  double hind_paw = 0;  ///< How far they are extended.
 };
 
 /// The pose over one trial.
 ///
-/// Whatever the behaviour, each of the pose's numbers is of the form base + amplitude * sin(phase), with a phase drawn
-/// from the whole circle (the heading is the phase itself). A behaviour lets one of the phases run: so in any single
-/// frame all poses are as likely in one class as in another, and only the change from frame to frame tells them apart.
+/// Each number of the pose is base + amplitude * sin(phase), with a phase drawn from the whole circle (the heading is
+/// the phase itself). A behaviour advances one of the phases. So in a single frame, all poses are equally likely in all
+/// classes; only the change between frames distinguishes the classes.
 class Motion {
  public:
   Motion(Behaviour behaviour, int frames, ddpkit::train::Random& random);
@@ -49,17 +49,17 @@ class Motion {
  private:
   struct Swing {
     double phase = 0;
-    double speed = 0;  ///< Radians a frame.
+    double speed = 0;  ///< Radians per frame.
     double at(double frame) const { return std::sin(phase + speed * frame); }
   };
 
   double x_ = 0, y_ = 0;
   double heading_ = 0, turning_ = 0;
   Swing along_, stretch_, head_, front_, hind_, breath_;
-  double jerk_frame_ = 1e9, jerk_phase_ = 0;  ///< When the hind paw is put elsewhere, and how far its phase jumps.
+  double jerk_frame_ = 1e9, jerk_phase_ = 0;  ///< The frame in which the hind paw moves, and the jump of its phase.
 };
 
-/// Between two poses, as the mouse comes from one trial's end to the next one's beginning.
+/// Interpolates between two poses, from the end of a trial to the beginning of the next.
 Pose between(const Pose& from, const Pose& to, double share);
 
 }  // namespace video

@@ -12,10 +12,10 @@ class OutputArchive;
 
 namespace video {
 
-/// The epoch with the highest macro F1 so far: a part of the checkpoint, so that a resumed run knows what to beat.
+/// The epoch with the highest macro F1 so far. Stored in the checkpoint, so that a resumed run compares with it.
 class Best {
  public:
-  /// Whether this epoch is better than all before; if so, it is kept. Of equal ones the first stays.
+  /// Returns whether this epoch is better than all before, and keeps it if so. If epochs are equal, the first remains.
   bool update(std::int64_t epoch, const ddpkit::train::ClassificationResult& result);
 
   std::int64_t epoch() const noexcept { return epoch_; }  ///< From 1; 0 before the first.

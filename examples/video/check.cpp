@@ -37,7 +37,7 @@ std::vector<Finding> check_video(const TrialSet& set, const std::vector<std::siz
         throw ddpkit::InvalidArgument(fmt::format("frames {} to {} of {} are asked for, but it has only {}",
                                                   trial.first, trial.last, video, index->frames()));
       if (depth == Check::kIndex) continue;
-      // The middle clip first, which evaluation will want again; then the rest of a longer trial.
+      // Decodes the middle clip first, because evaluation will need it; then the rest of a longer trial.
       const std::int64_t frames = loader.options().frames;
       std::set<std::int64_t> starts = {trial.first, trial.last + 1 - frames};
       for (std::int64_t start = trial.first; start + frames - 1 <= trial.last; start += frames) starts.insert(start);
@@ -85,7 +85,7 @@ void check_trials(TrialSet& set, ClipLoader& loader, const CheckOptions& options
   }
   bar.clear();
 
-  std::map<std::size_t, std::string> bad;  // In the file's order.
+  std::map<std::size_t, std::string> bad;  // In the order of the file.
   for (const std::string& rank : group.all_gather_bytes(ddpkit::train::json_text(mine))) {
     for (const auto& finding : nlohmann::json::parse(rank)) {
       const std::size_t trial = finding[0];

@@ -36,7 +36,7 @@ struct Closer {
 };
 using File = std::unique_ptr<std::FILE, Closer>;
 
-// A file: this, the pixels' digest, the key's length and the key, the pixels.
+// File format: this magic, the digest of the pixels, the length of the key, the key, the pixels.
 constexpr std::array<char, 8> kMagic = {'d', 'd', 'p', 'k', 'c', 'l', 'p', '1'};
 
 std::string header_of(const std::string& key, const Digest& digest) {
@@ -54,7 +54,7 @@ ClipCache::ClipCache(std::filesystem::path folder, std::int64_t most_bytes, int 
   try {
     std::filesystem::create_directories(folder_);
     for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
-      std::error_code gone;  // Another process may be renaming it.
+      std::error_code gone;  // Another process may rename the file at this moment.
       const auto size = entry.file_size(gone);
       if (!gone) bytes_left_ -= static_cast<std::int64_t>(size);
     }
@@ -103,7 +103,7 @@ void ClipCache::write(const std::string& key, const std::uint8_t* pixels, std::s
   const bool written = file && std::fwrite(header.data(), 1, header.size(), file.get()) == header.size() &&
                        std::fwrite(pixels, 1, bytes, file.get()) == bytes && std::fflush(file.get()) == 0;
   file.reset();
-  // Not made durable: after a power failure the checksum tells.
+  // No fsync: after a power failure, the checksum detects damage.
   std::error_code error;
   if (written) std::filesystem::rename(temporary, path, error);
   if (!written || error) {

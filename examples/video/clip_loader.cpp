@@ -17,7 +17,7 @@ ClipLoader::Entry ClipLoader::entry(const std::string& video) {
     const std::lock_guard lock(mutex_);
     if (const auto found = entries_.find(video); found != entries_.end()) return found->second;
   }
-  // Outside the lock: two threads may do it twice, with the same result.
+  // Outside the lock: two threads may compute the same index, with the same result.
   const std::filesystem::path path = folder_ / video;
   Entry made{.index = index_video(path), .version = {}};
   std::error_code error;

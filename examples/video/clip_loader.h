@@ -17,25 +17,25 @@ namespace video {
 
 struct ClipLoaderOptions {
   FrameSize size = {256, 256};
-  std::int64_t frames = 17;              ///< Of a clip.
-  int open_videos = 32;                  ///< Files with their decoders that are kept open while nobody reads them.
+  std::int64_t frames = 17;              ///< Per clip.
+  int open_videos = 32;                  ///< Idle files that remain open with their decoders.
   std::filesystem::path cache_dir = {};  ///< Empty: no cache.
-  std::int64_t cache_bytes = 0;          ///< What the folder may hold.
-  int processes = 1;                     ///< That write to it; each may take its part of what is left.
+  std::int64_t cache_bytes = 0;          ///< Limit of the folder.
+  int processes = 1;                     ///< Processes that write to the cache; each may write its part of the
+                                         ///< remaining space.
 };
 
-/// Decodes clips, in any number of threads: each call has a decoder to itself, one that has this video open if there
-/// is one.
+/// Decodes clips. Thread-safe: each call uses one decoder exclusively, if possible one that has this video open.
 class ClipLoader {
  public:
-  /// Videos are named relative to `folder`.
+  /// Video names are relative to `folder`.
   ClipLoader(std::filesystem::path folder, const ClipLoaderOptions& options);
 
-  /// Frames first .. first + frames - 1 of `video` to `pixels` [frames, height, width]. Throws
+  /// Decodes frames first .. first + frames - 1 of `video` to `pixels` [frames, height, width]. Throws
   /// ddpkit::InvalidArgument "PATH: what is wrong".
   void load(const std::string& video, std::int64_t first, std::uint8_t* pixels);
 
-  /// Made at the first call for each video. Throws ddpkit::InvalidArgument.
+  /// Created at the first call for each video. Throws ddpkit::InvalidArgument.
   std::shared_ptr<const VideoIndex> index(const std::string& video);
 
   std::int64_t clip_bytes() const noexcept { return options_.frames * options_.size.pixels(); }
@@ -57,7 +57,7 @@ class ClipLoader {
   std::optional<ClipCache> cache_;
   std::mutex mutex_;
   std::map<std::string, Entry> entries_;
-  std::list<std::pair<std::string, std::unique_ptr<VideoReader>>> idle_;  ///< The last used first.
+  std::list<std::pair<std::string, std::unique_ptr<VideoReader>>> idle_;  ///< Most recently used first.
 };
 
 }  // namespace video

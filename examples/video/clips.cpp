@@ -23,7 +23,7 @@ Clips load_clips(const TrialSet& set, const std::vector<std::size_t>& trials, Cl
     const Trial& trial = set.trials[number];
     Augmentation drawn;
     if (variation) {
-      // By the trial's line: the same whatever else the file holds.
+      // Depends on the trial's line only, not on the rest of the file.
       drawn =
           draw_augmentation(ddpkit::train::epoch_seed(variation->seed, variation->epoch, static_cast<int>(trial.line)));
       if (variation->augment) clips.augmentations.push_back(drawn);

@@ -13,7 +13,7 @@
 
 namespace video {
 
-/// A batch as it was decoded, in main memory.
+/// A batch of decoded clips in main memory.
 struct Clips {
   at::Tensor pixels;                        ///< [batch, frames, height, width] uint8
   at::Tensor labels;                        ///< [batch] int64
@@ -22,15 +22,15 @@ struct Clips {
   std::int64_t size() const { return labels.size(0); }
 };
 
-/// How an epoch varies its clips.
+/// The random variation of an epoch's clips.
 struct Variation {
   std::uint64_t seed = 0;
   std::int64_t epoch = 0;
-  bool augment = true;  ///< Otherwise only the clip's beginning within its trial is drawn.
+  bool augment = true;  ///< If false, only the start of the clip within its trial is drawn.
 };
 
-/// Loads the clips of these trials. With `variation` each is varied as seed, epoch and trial say; without, each is its
-/// trial's middle. `repeat_frame`: each clip is its middle frame over and over. Any thread.
+/// Loads the clips of these trials. With `variation`, each clip is varied by seed, epoch and trial. Without it, each is
+/// the middle of its trial. `repeat_frame`: each clip repeats its middle frame. Thread-safe.
 Clips load_clips(const TrialSet& set, const std::vector<std::size_t>& trials, ClipLoader& loader,
                  const std::optional<Variation>& variation, bool repeat_frame);
 

@@ -32,7 +32,7 @@ nlohmann::json run_config(const TrainOptions& options) {
 
 void write_config_file(const std::filesystem::path& path, const TrainOptions& options) {
   nlohmann::json config = run_config(options);
-  // What does not make another run of it, but is needed to start it.
+  // Needed to start the run, but may differ when it resumes.
   config["data"] = options.data;
   config["on_bad_data"] = name_of(options.on_bad_data);
   config["check"] = name_of(options.check);
@@ -51,7 +51,7 @@ void write_config_file(const std::filesystem::path& path, const TrainOptions& op
   for (const auto& [key, value] : config.items()) {
     std::string name = key;
     std::replace(name.begin(), name.end(), '_', '-');
-    text += fmt::format("{}: {}\n", name, ddpkit::train::json_text(value));  // JSON's values are YAML's too.
+    text += fmt::format("{}: {}\n", name, ddpkit::train::json_text(value));  // JSON values are valid YAML.
   }
   ddpkit::train::AtomicFile file(path);
   file.write(text.data(), text.size());

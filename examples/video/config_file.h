@@ -8,11 +8,11 @@
 
 namespace video {
 
-/// What makes a run this run, by the options' long names with '_' for '-'.
+/// Returns the options that identify a run, by their long names with '_' instead of '-'.
 nlohmann::json run_config(const TrainOptions& options);
 
-/// Writes a YAML file with which --config starts the same run again. It appears whole or not at all. Throws
-/// ddpkit::Error with the system's reason.
+/// Writes a YAML file for --config that starts the same run again. The file appears atomically. Throws ddpkit::Error
+/// with the system's reason.
 void write_config_file(const std::filesystem::path& path, const TrainOptions& options);
 
 }  // namespace video

@@ -30,7 +30,7 @@ void write_text(const fs::path& path, const std::string& text) {
   if (!file) throw ddpkit::Error(fmt::format("cannot write {}", path.string()));
 }
 
-// The lines of trials.csv that are about it.
+// Returns the lines of trials.csv for this video.
 std::string make_video(const fs::path& root, int number, const std::vector<Behaviour>& trials,
                        const GenerateOptions& options) {
   ddpkit::train::Random random(ddpkit::train::epoch_seed(options.seed, number, 1));

@@ -1,4 +1,4 @@
-// Tier 0 and FFmpeg's headers: its objects with owners, for the files that read and write videos.
+// Tier 0 and FFmpeg's headers. Owning pointers to FFmpeg's objects, for the files that read and write videos.
 #pragma once
 
 extern "C" {
@@ -15,7 +15,7 @@ extern "C" {
 
 namespace video {
 
-/// What FFmpeg says to an error code.
+/// Returns FFmpeg's text for an error code.
 inline std::string describe_av_error(int code) {
   char text[AV_ERROR_MAX_STRING_SIZE] = {};
   av_strerror(code, text, sizeof text);

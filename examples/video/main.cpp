@@ -1,4 +1,4 @@
-// Labels what a mouse does in short clips of video; on one rank or many.
+// Classifies the behaviour of a mouse in short video clips, on one or several ranks.
 #include <CLI/CLI.hpp>
 #include <string>
 #include <vector>
@@ -15,7 +15,7 @@ int main(int argc, char** argv) {
   video::GenerateOptions generate_options;
   const CLI::App* generate = video::add_generate_command(app, folder, generate_options);
   video::add_train_options(app, options);
-  // `video train ...` is `video ...`: no options of its own, so that a config file serves both.
+  // `video train ...` is the same as `video ...`. `train` has no options, so that a config file works for both.
   std::vector<const char*> arguments(argv, argv + argc);
   if (argc > 1 && std::string(argv[1]) == "train") arguments.erase(arguments.begin() + 1);
   return ddpkit::train::run_main(app, static_cast<int>(arguments.size()), arguments.data(),

@@ -13,20 +13,20 @@ namespace video {
 struct ModelOptions {
   std::int64_t classes = 0;
   double dropout = 0.2;
-  /// Channels behind the first convolution; each of the four that follow has about twice as many. 16 makes 3.06 M
-  /// parameters.
+  /// Channels after the first convolution; each of the four others has about twice as many as the one before. 16 gives
+  /// 3.06 M parameters.
   std::int64_t width = 16;
 };
 
-/// A 3D-CNN: five convolutions, each with batch normalisation and ReLU, then the mean over time and space, so that
-/// clips may have any length and size from 1 frame of 16x16 on. Space is halved at once and time from the second
-/// convolution on, which keeps the costly first layers small.
+/// A 3D-CNN: five convolutions, each with batch normalisation and ReLU, then the mean over time and space. Clips may
+/// have any length and size from 1 frame of 16x16. Space is halved from the first convolution, time from the second,
+/// which keeps the expensive first layers small.
 class Classifier : public torch::nn::Module {
  public:
-  /// Weights drawn from torch's default generator: seed it first.
+  /// Draws the weights from torch's default generator: seed the generator first.
   explicit Classifier(const ModelOptions& options);
 
-  /// `clips` [batch, 2, frames, height, width] as prepare_clips() makes them; returns logits [batch, classes].
+  /// `clips` [batch, 2, frames, height, width] from prepare_clips(); returns logits [batch, classes].
   at::Tensor forward(const at::Tensor& clips);
 
  private:

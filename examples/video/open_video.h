@@ -7,7 +7,7 @@
 
 namespace video {
 
-/// Opens a file and looks at its streams. Throws ddpkit::InvalidArgument "PATH: what is wrong".
+/// Opens a file and reads its stream information. Throws ddpkit::InvalidArgument "PATH: what is wrong".
 AvInput open_video(const std::filesystem::path& path);
 
 }  // namespace video

@@ -13,14 +13,14 @@
 
 namespace video {
 
-/// What is done about classes of which there are few trials.
+/// The handling of classes with few trials.
 enum class Balance {
   kNone,
-  kLoss,     ///< Each clip's loss is weighted by its class: by the inverse of how many there are.
-  kSampler,  ///< Clips are drawn with those weights, with replacement.
+  kLoss,     ///< Each clip's loss is weighted by the inverse number of trials of its class.
+  kSampler,  ///< Clips are drawn with these weights, with replacement.
 };
 
-/// What `video --help` lists.
+/// The options of `video`.
 struct TrainOptions {
   ddpkit::train::TrainerOptions trainer = {.epochs = 90, .batch_size = 8, .lr = 1e-3};
 
@@ -31,13 +31,13 @@ struct TrainOptions {
   double validation_share = 0.2;
   OnBadData on_bad_data = OnBadData::kStop;
   Check check = Check::kDecode;
-  bool repeat_frame = false;  ///< The control: each clip is its middle frame over and over.
+  bool repeat_frame = false;  ///< Control experiment: each clip repeats its middle frame.
 
-  int num_workers = 1;      ///< Decoding threads a rank.
-  int prefetch_factor = 2;  ///< Batches that each may be ahead.
+  int num_workers = 1;      ///< Decoding threads per rank.
+  int prefetch_factor = 2;  ///< Batches that each thread decodes in advance.
   int open_videos = 32;
   std::string cache_dir;
-  int cache_mb = 4096;  ///< Of all ranks of a host.
+  int cache_mb = 4096;  ///< Over all ranks of a host.
 
   Balance balance = Balance::kLoss;
   double weight_decay = 0.01;
@@ -49,16 +49,16 @@ struct TrainOptions {
   double dropout = 0.2;
   int width = 16;
 
-  bool tensorboard = true;  ///< Where there is a folder for the run.
+  bool tensorboard = true;  ///< If the run has a folder.
 };
 
-/// Adds all of them to a program; `options` must outlive the parse.
+/// Adds all options to a program. `options` must outlive the parse.
 void add_train_options(CLI::App& app, TrainOptions& options);
 
-/// Adds `generate`; `folder` and `options` must outlive the parse.
+/// Adds the command `generate`. `folder` and `options` must outlive the parse.
 CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptions& options);
 
-/// As on the command line.
+/// Returns the value's name on the command line.
 const char* name_of(Balance value);
 const char* name_of(OnBadData value);
 const char* name_of(Check value);

@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h, through train/metrics.h. What a run says.
+// Tier 1: ATen/core/Tensor.h, through train/metrics.h. The output of a run.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ struct Epoch {
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
-  double lr = 0;                                     ///< Of the last update.
-  std::int64_t clips = 0;                            ///< Trained on, by all ranks, since the program began the epoch.
-  double seconds = 0;                                ///< Of that.
-  double wait_seconds = 0;                           ///< Of these, what rank 0 has waited for clips.
-  std::vector<std::int64_t> peak_memory_bytes = {};  ///< Of each process so far, in main memory. [rank]
+  double lr = 0;                                     ///< Learning rate of the last update.
+  std::int64_t clips = 0;                            ///< Clips of all ranks since this process started the epoch.
+  double seconds = 0;                                ///< Time for these clips.
+  double wait_seconds = 0;                           ///< The part of `seconds` that rank 0 waited for clips.
+  std::vector<std::int64_t> peak_memory_bytes = {};  ///< Main memory of each process so far. [rank]
   ddpkit::train::ClassificationResult train;
   ddpkit::train::ClassificationResult validation;
   bool is_best = false;
@@ -30,14 +30,14 @@ struct Epoch {
   double clips_per_second() const { return static_cast<double>(clips) / seconds; }
 };
 
-/// One line of JSON, and one for a reader.
+/// Formats an epoch as one line of JSON, or as one line of text.
 std::string as_json(const Epoch& epoch);
 std::string as_line(const Epoch& epoch);
 
-/// The scalars of an epoch, by its number of updates.
+/// Writes the scalars of an epoch with its number of updates as step.
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch);
 
-/// Trials of each class in both sets, and the class's weight: a table for a terminal. `weights`: [class].
+/// Formats a table for a terminal: trials of each class in both sets, and the weight of the class. `weights`: [class].
 std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights);
 
 }  // namespace video

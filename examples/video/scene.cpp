@@ -49,7 +49,7 @@ void Scene::draw(const Spot& spot, const Pose& pose) {
     for (int column = left; column < right; ++column) {
       const double dx = column + 0.5 - x, dy = row + 0.5 - y;
       const double u = (dx * ex + dy * ey) / along, v = (dy * ex - dx * ey) / across;
-      // About the distance from the edge in pixels, outwards: an edge a pixel wide.
+      // Approximate distance from the edge in pixels, positive outside: the edge is one pixel wide.
       const double cover = std::clamp(0.5 - (std::sqrt(u * u + v * v) - 1) * std::min(along, across), 0.0, 1.0);
       float& pixel = canvas_[static_cast<std::size_t>(row) * static_cast<std::size_t>(size_.width) +
                              static_cast<std::size_t>(column)];
@@ -64,7 +64,7 @@ void Scene::render(const Pose& pose, ddpkit::train::Random& random, std::uint8_t
   const double neck = half * 0.85;
   const double nose_x = neck + 0.1 * std::cos(pose.head), nose_y = 0.1 * std::sin(pose.head);
   const double front = 0.05 + 0.05 * pose.front_paws, hind = 0.05 + 0.065 * pose.hind_paw;
-  // Tail, paws, body, ears, head: what lies on top comes last.
+  // Tail, paws, body, ears, head: later parts cover earlier parts.
   draw({-half - 0.09, 0.01, 0.11, 0.012, 0.15, coat_ + 45}, pose);
   draw({-half * 0.55, wide + hind, 0.045, 0.026, 0.9, paw_}, pose);
   draw({-half * 0.55, -wide - 0.01, 0.035, 0.024, -0.4, paw_}, pose);
@@ -75,7 +75,7 @@ void Scene::render(const Pose& pose, ddpkit::train::Random& random, std::uint8_t
   draw({nose_x, nose_y, 0.05, 0.034, pose.head, coat_ + 12}, pose);
   draw({nose_x + 0.045 * std::cos(pose.head), nose_y + 0.045 * std::sin(pose.head), 0.014, 0.014, 0, paw_}, pose);
   for (const double side : {1.0, -1.0}) draw({neck, side * 0.055, 0.028, 0.024, 0, coat_ + 60}, pose);
-  // Noise of +-2.5 grey levels, four pixels a draw.
+  // Noise of +-2.5 grey levels, four pixels per draw.
   std::uint64_t bits = 0;
   for (std::size_t i = 0; i < canvas_.size(); ++i) {
     if (i % 4 == 0) bits = random.bits();

@@ -11,19 +11,19 @@
 
 namespace video {
 
-/// A cage seen from above, with a mouse in it: light, bedding and coat are drawn once for each video.
+/// A cage seen from above with a mouse. Light, bedding and coat are drawn once for each video.
 class Scene {
  public:
   Scene(FrameSize size, ddpkit::train::Random& random);
 
-  /// One frame in grey, `pixels` [height, width], with the camera's noise.
+  /// Renders one frame in grey to `pixels` [height, width], with camera noise.
   void render(const Pose& pose, ddpkit::train::Random& random, std::uint8_t* pixels);
 
  private:
   struct Spot {
-    double x, y;           // From the mouse's middle, x along its body.
+    double x, y;           // From the centre of the mouse, x along its body.
     double along, across;  // Radii.
-    double angle;          // To the body.
+    double angle;          // Relative to the body.
     double grey;
   };
   void draw(const Spot& spot, const Pose& pose);

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # examples/video/train_multigpu.sh N [OPTION OF video...]
 #
-# Trains on N GPUs of this host, one rank each; where there is no GPU, on N ranks of the CPU.
-#   MASTER_PORT   rendezvous port, 29500 by default; where that is taken, a free one is looked for
-#   VIDEO, DDPKIT the programs, otherwise those of build/bin
+# Trains on N GPUs of this host, one rank per GPU. Without a GPU, trains on N CPU ranks.
+#   MASTER_PORT   rendezvous port, 29500 by default; if it is in use, the script finds a free port
+#   VIDEO, DDPKIT paths of the programs, by default in build/bin
 # For example: examples/video/train_multigpu.sh 2 --data data/mouse --save-dir runs/mouse
 set -euo pipefail
 
@@ -38,7 +38,7 @@ if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
   die "$ranks ranks, but this host shows $gpus GPU(s): one rank a GPU"
 fi
 
-# Something listens there when a connection succeeds.
+# The port is in use if a connection succeeds.
 is_taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 wanted=${MASTER_PORT:-29500}

@@ -78,7 +78,7 @@ class Trainer {
   bool speaks() const { return group_.rank() == 0; }
   bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
 
-  // That so many clips of this rank make.
+  // Returns the updates that `clips` of this rank make.
   std::int64_t updates_of(std::size_t clips) const {
     return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
   }
@@ -97,7 +97,7 @@ class Trainer {
   ddpkit::optim::Schedule schedule() const {
     const ddpkit::optim::Schedule decay = ddpkit::optim::cosine_decay(updates_ * options_.trainer.epochs);
     if (options_.warmup_epochs == 0) return decay;
-    // The warm-up begins where one rank would have been (Goyal et al., arXiv 1706.02677).
+    // The warm-up begins at the rate for one rank (Goyal et al., arXiv 1706.02677).
     const double scale = ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size());
     return decay * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
   }
@@ -132,7 +132,8 @@ class Trainer {
                         ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
     if (folder_.to_resume) {
       info_ = checkpoint_->load(*model_, optimizer_, parts());
-      // On other ranks an epoch has another number of updates: the schedule goes on from the same share of the run.
+      // On another number of ranks an epoch has another number of updates. The schedule continues from the same
+      // fraction of the run.
       sampler_.set_epoch(info_.epoch);
       scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.trials().size()));
     }
@@ -181,11 +182,11 @@ class Trainer {
             {.num_workers = options_.num_workers, .prefetch_factor = options_.prefetch_factor}};
   }
 
-  // False when the run was out of steps before the epoch's end.
+  // Returns false if the run reached its last step before the end of the epoch.
   bool train_epoch() {
     sampler_.set_epoch(info_.epoch);
     const std::vector<std::size_t> order = sampler_.trials();
-    // A run that resumes within an epoch keeps its sums too, unless it had another number of ranks.
+    // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
     if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
     model_->train();
@@ -214,7 +215,7 @@ class Trainer {
           info_.step % options_.trainer.checkpoint_steps == 0)
         save_within_epoch(update + 1);
     }
-    // Where no update has been made, the last checkpoint is as good.
+    // Without a new update, the last checkpoint is already current.
     if (is_stopped_ && update > 0) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
@@ -260,8 +261,8 @@ class Trainer {
       metrics_.add_predictions(logits, labels);
       const at::Tensor each = torch::nn::functional::cross_entropy(
           logits, labels, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
-      // Divided by the number of clips, not by the sum of their weights: so the ranks' mean is that of the joined
-      // batch.
+      // Divides by the number of clips, not by the sum of their weights. So the mean over the ranks equals that of the
+      // joined batch.
       if (options_.balance == Balance::kLoss)
         loss = (each * at::tensor(class_weights_, each.options()).index_select(0, labels)).mean();
       else
@@ -275,11 +276,11 @@ class Trainer {
     return loss.detach();
   }
 
-  // Every validation trial once, each on one rank.
+  // Evaluates each validation trial once, each on one rank.
   ClassificationResult evaluate() {
     const torch::NoGradGuard no_grad;
-    // Batch normalisation has seen other batches on each rank: all evaluate with rank 0's statistics, which are those
-    // that the checkpoint holds.
+    // The statistics of batch normalisation differ between ranks. All ranks evaluate with those of rank 0, which the
+    // checkpoint holds.
     for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
     model_->eval();
     ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
@@ -307,14 +308,14 @@ class Trainer {
   ddpkit::optim::FusedAdamW optimizer_;
   TrialSampler sampler_;
   std::int64_t batch_size_;
-  std::int64_t updates_;  // An epoch.
+  std::int64_t updates_;  // Per epoch.
   ddpkit::optim::LearningRateScheduler scheduler_;
   ddpkit::optim::GradScaler scaler_;
-  ClassificationMetrics metrics_;  // Of the epoch under way.
+  ClassificationMetrics metrics_;  // Of the current epoch.
   Best best_;
   ddpkit::train::RunFolder folder_;
   std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;  // How far the run has come.
+  ddpkit::train::CheckpointInfo info_;  // The progress of the run.
   std::optional<ddpkit::train::SummaryWriter> summary_;
   ddpkit::train::StopSignal stop_{group_};
   bool is_stopped_ = false;
@@ -330,7 +331,7 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
   std::optional<ClipLoader> loader;
   ddpkit::train::run_together(group, [&] {
     set = read_trials(folder, options.classes, options.frames, faults);
-    // A cache is one host's: its ranks share what it may hold.
+    // The ranks of a host share one cache and its limit.
     loader.emplace(folder, ClipLoaderOptions{.size = options.size,
                                              .frames = options.frames,
                                              .open_videos = options.open_videos,

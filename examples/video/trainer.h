@@ -7,8 +7,8 @@
 
 namespace video {
 
-/// Trains and evaluates, on all ranks of the job this process belongs to. Rank 0 prints to stdout, last the line
-/// "best macro F1 0.NNN (epoch N)". Throws ddpkit::Error.
+/// Trains and evaluates on all ranks of the job. Rank 0 prints to stdout; the last line is "best macro F1 0.NNN (epoch
+/// N)". Throws ddpkit::Error.
 void train(const TrainOptions& options, ddpkit::train::Program& program);
 
 }  // namespace video

@@ -32,7 +32,7 @@ std::string trimmed(const std::string& text) {
   return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
 }
 
-// Where each of kColumns stands. [column]
+// Returns the position of each of kColumns. [column]
 std::array<std::size_t, kColumns.size()> find_columns(const std::filesystem::path& csv, const CsvRecord& header) {
   std::array<std::size_t, kColumns.size()> places{};
   for (std::size_t column = 0; column < kColumns.size(); ++column) {
@@ -203,7 +203,7 @@ TrialSplit split_by_video(const TrialSet& set, double validation_share, std::uin
       double inside = 0;
       for (std::size_t i = 0; i < held_out; ++i) inside += counts[order[i]][k];
       if (all[k] > 0) cost += std::abs(inside / all[k] - validation_share);
-      if (all[k] > 1 && (inside == 0 || inside == all[k])) cost += 10;  // Worse than any distance.
+      if (all[k] > 1 && (inside == 0 || inside == all[k])) cost += 10;  // A cost above any distance.
     }
     if (cost >= best_cost) continue;
     best_cost = cost;

@@ -10,16 +10,16 @@
 
 namespace video {
 
-/// What becomes of data that is wrong.
+/// The handling of invalid data.
 enum class OnBadData {
   kStop,  ///< The first fault ends the program.
-  kSkip,  ///< The trial is left out; summary() tells of it.
+  kSkip,  ///< The trial is skipped; summary() reports it.
 };
 
-/// Part of a video in which one behaviour is shown.
+/// A part of a video that shows one behaviour.
 struct Trial {
   std::size_t line = 0;    ///< In the CSV file, from 1.
-  std::string video;       ///< As the file names it, relative to the data folder.
+  std::string video;       ///< As named in the file, relative to the data folder.
   std::int64_t first = 0;  ///< Frames, from 0.
   std::int64_t last = 0;
   std::int64_t label = 0;  ///< Index into class_names.
@@ -27,19 +27,19 @@ struct Trial {
   std::int64_t frames() const noexcept { return last - first + 1; }
 };
 
-/// Collects what is wrong with a data set, each with its file and line.
+/// Collects the faults of a data set, each with its file and line.
 class DataFaults {
  public:
   DataFaults(std::filesystem::path csv, OnBadData policy) : csv_(std::move(csv)), policy_(policy) {}
 
   /// With kStop, throws ddpkit::InvalidArgument "FILE:LINE: message".
   void add(std::size_t line, const std::string& message);
-  /// Something worth telling that keeps no trial from being used.
+  /// Reports a problem that does not exclude a trial.
   void note(std::size_t line, const std::string& message) { notes_.push_back(at(line, message)); }
 
   std::size_t count() const noexcept { return faults_.size(); }
-  /// How many trials were left out and the first `most` reasons, a line each (0: none of them); empty without faults
-  /// and notes.
+  /// Returns the number of skipped trials and the first `most` reasons, one per line (0: none of them). Empty without
+  /// faults and notes.
   std::string summary(std::size_t most = 20) const;
   std::string at(std::size_t line, const std::string& message) const;
 
@@ -53,29 +53,29 @@ class DataFaults {
 struct TrialSet {
   std::filesystem::path folder;
   std::vector<std::string> class_names;  ///< [class]
-  std::vector<Trial> trials;             ///< In the file's order.
+  std::vector<Trial> trials;             ///< In the order of the file.
 };
 
-/// Where read_trials() looks: FOLDER/trials.csv.
+/// The path that read_trials() reads: FOLDER/trials.csv.
 std::filesystem::path trials_file(const std::filesystem::path& folder);
 
 /// Reads FOLDER/trials.csv: columns video, start_frame, end_frame (the last frame, included) and label, in any order,
-/// with others between them. The classes are those of `classes`, else the lines of FOLDER/classes.txt, else all labels
-/// there are, sorted. Goes to `faults`: an unknown label, frames that are no numbers or too few for a clip of
-/// `clip_frames`, a line with too few or too many fields. Throws ddpkit::InvalidArgument in any case for a file that is
-/// missing or has no such header, and when no trial is left.
+/// possibly with others. The classes are `classes`, else the lines of FOLDER/classes.txt, else all labels, sorted.
+/// Reports to `faults`: an unknown label, frames that are not numbers or too few for a clip of `clip_frames`, a line
+/// with too few or too many fields. Always throws ddpkit::InvalidArgument for a file that is missing or has no such
+/// header, and if no trial remains.
 TrialSet read_trials(const std::filesystem::path& folder, std::vector<std::string> classes, std::int64_t clip_frames,
                      DataFaults& faults);
 
-/// Trials by number. [trial]
+/// Indices of trials. [trial]
 struct TrialSplit {
   std::vector<std::size_t> train;
   std::vector<std::size_t> validation;
 };
 
-/// Puts about `validation_share` of the videos into the validation set, with all their trials: no video is in both.
-/// Of many shuffles, all by `seed`, the one in which each class comes nearest to that share, and that leaves a class
-/// out of either set only where it must be. Throws ddpkit::InvalidArgument for fewer than two videos.
+/// Puts about `validation_share` of the videos into the validation set, with all their trials: no video is in both
+/// sets. Selects the best of many shuffles by `seed`: each class is near its share, and a class is missing from a set
+/// only if unavoidable. Throws ddpkit::InvalidArgument for fewer than two videos.
 TrialSplit split_by_video(const TrialSet& set, double validation_share, std::uint64_t seed);
 
 }  // namespace video

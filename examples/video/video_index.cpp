@@ -12,7 +12,7 @@
 namespace video {
 
 AvInput open_video(const std::filesystem::path& path) {
-  // Of FFmpeg's own lines on stderr nothing is needed: what is wrong is thrown.
+  // Disables FFmpeg's output on stderr: errors are thrown.
   av_log_set_level(AV_LOG_QUIET);
   std::error_code error;
   if (!std::filesystem::exists(path, error))
@@ -20,7 +20,7 @@ AvInput open_video(const std::filesystem::path& path) {
   if (!std::filesystem::is_regular_file(path, error))
     throw ddpkit::InvalidArgument(fmt::format("{} is not a file", path.string()));
   AVFormatContext* context = nullptr;
-  // With its protocol: a name such as "concat:x" is a file's name too.
+  // With the protocol "file:", because a file may have a name such as "concat:x".
   const int code = avformat_open_input(&context, ("file:" + path.string()).c_str(), nullptr, nullptr);
   if (code < 0)
     throw ddpkit::InvalidArgument(

@@ -12,7 +12,7 @@
 namespace video {
 namespace {
 
-// Whether the frame's first plane is its luma, a byte a pixel.
+// Returns whether the frame's first plane is its luma, one byte per pixel.
 bool has_plain_luma(AVPixelFormat format) {
   const AVPixFmtDescriptor* description = av_pix_fmt_desc_get(format);
   if (!description || (description->flags & (AV_PIX_FMT_FLAG_RGB | AV_PIX_FMT_FLAG_PAL | AV_PIX_FMT_FLAG_HWACCEL |
@@ -39,7 +39,7 @@ class VideoReader::Impl {
     if (first < 0 || count < 1 || first + count > index_->frames())
       fail(fmt::format("has {} frames, not {} to {}", index_->frames(), first, first + count - 1));
     try {
-      // Some containers are sought in by guessing, which may come out behind the keyframe: then from the beginning.
+      // Seeking in some containers is approximate and may end after the keyframe. Then decodes from the beginning.
       if (decode(first, count, size, pixels, /*seek=*/true) || decode(first, count, size, pixels, /*seek=*/false))
         return;
       fail(fmt::format("frame {} to {} cannot all be decoded: the file is damaged or truncated", first,
@@ -66,7 +66,7 @@ class VideoReader::Impl {
     int code = avcodec_parameters_to_context(decoder_.get(), stream->codecpar);
     decoder_->pkt_timebase = stream->time_base;
     decoder_->thread_count = 1;
-    // Damage is an error; FFmpeg would paint over it.
+    // Damage is an error; by default FFmpeg would conceal it.
     decoder_->err_recognition = AV_EF_EXPLODE;
     decoder_->error_concealment = 0;
     if (code >= 0) code = avcodec_open2(decoder_.get(), codec, nullptr);
@@ -76,7 +76,7 @@ class VideoReader::Impl {
     }
   }
 
-  // False when a frame does not come.
+  // Returns false if a frame is missing.
   bool decode(std::int64_t first, std::int64_t count, FrameSize size, std::uint8_t* pixels, bool seek) {
     go_to(first, seek && index_->seekable);
     for (std::int64_t wanted = first; wanted < first + count;) {
@@ -92,7 +92,7 @@ class VideoReader::Impl {
     return true;
   }
 
-  // After this, next_frame() comes by `first`.
+  // After this, next_frame() returns all frames from `first`.
   void go_to(std::int64_t first, bool seek) {
     const auto behind = std::upper_bound(index_->keyframes.begin(), index_->keyframes.end(), first);
     const std::int64_t keyframe = !seek || behind == index_->keyframes.begin() ? 0 : *std::prev(behind);
@@ -112,7 +112,7 @@ class VideoReader::Impl {
     read_ = true;
   }
 
-  // The number of the frame now in frame_; -1 at the end. Frames before `first` may be left out.
+  // Returns the number of the frame in frame_; -1 at the end. May skip frames before `first`.
   std::int64_t next_frame(std::int64_t first) {
     while (true) {
       const int code = avcodec_receive_frame(decoder_.get(), frame_.get());
@@ -123,7 +123,7 @@ class VideoReader::Impl {
       if (code == AVERROR_EOF || code == AVERROR(EAGAIN)) return -1;
       if (code < 0) fail(fmt::format("frame {} cannot be decoded ({})", position_, describe_av_error(code)));
       const std::int64_t number = number_of_frame();
-      if (number < 0) continue;  // Before the keyframe, or in no packet's time.
+      if (number < 0) continue;  // Before the keyframe, or a time that no packet has.
       if ((frame_->flags & AV_FRAME_FLAG_CORRUPT) != 0 || frame_->decode_error_flags != 0) {
         if (number < first) continue;
         fail(fmt::format("frame {} is damaged", number));
@@ -146,18 +146,18 @@ class VideoReader::Impl {
       av_packet_unref(packet_.get());
       code = av_read_frame(input_.get(), packet_.get());
     } while (code >= 0 && packet_->stream_index != index_->stream);
-    if (code < 0) {  // The end, or where the file breaks off: what the decoder still holds comes out.
+    if (code < 0) {  // The end of the file, or of a truncated file: drains the decoder.
       avcodec_send_packet(decoder_.get(), nullptr);
       drained_ = true;
       return;
     }
     const std::int64_t time = packet_->pts;
     const bool before = index_->seekable && time < index_->times[static_cast<std::size_t>(first)];
-    // No other frame is made from these.
+    // No other frame refers to these frames.
     decoder_->skip_frame = before ? AVDISCARD_NONREF : AVDISCARD_DEFAULT;
     code = avcodec_send_packet(decoder_.get(), packet_.get());
     av_packet_unref(packet_.get());
-    // Behind a keyframe, frames may follow that are shown before it and lack what they are made from.
+    // After a keyframe, frames may follow that are shown before the keyframe and refer to missing frames.
     const bool leads = clean_from_ != AV_NOPTS_VALUE && time < clean_from_;
     if (code < 0 && code != AVERROR_EOF && !leads)
       fail(fmt::format("cannot be decoded near frame {} ({})", std::max<std::int64_t>(position_, 0),
@@ -187,7 +187,7 @@ class VideoReader::Impl {
                          frame.height, av_get_pix_fmt_name(format) ? av_get_pix_fmt_name(format) : "?"));
       scaled_from_ = format;
       scaled_to_ = size;
-      // swscale writes whole vectors: into rows that have the room for them.
+      // swscale writes whole vectors, so the rows need space for them.
       stride_ = (size.width + 63) / 64 * 64;
       scaled_.resize(static_cast<std::size_t>(stride_) * static_cast<std::size_t>(size.height) + 64);
     }
@@ -210,8 +210,8 @@ class VideoReader::Impl {
   FrameSize scaled_to_;
   int stride_ = 0;
   std::vector<std::uint8_t> scaled_;
-  std::int64_t position_ = -1;  // The next frame that the decoder gives, or a later one; -1: go to a keyframe first.
-  std::int64_t clean_from_ = AV_NOPTS_VALUE;  // Time of the keyframe that was gone to.
+  std::int64_t position_ = -1;  // The decoder's next frame is this one or later. -1: seek to a keyframe first.
+  std::int64_t clean_from_ = AV_NOPTS_VALUE;  // Time of the keyframe of the last seek.
   bool drained_ = false;
   bool read_ = false;  // Packets have been read since the file was opened.
 };

@@ -17,7 +17,7 @@ struct FrameSize {
   bool operator==(const FrameSize&) const = default;
 };
 
-/// Decodes frames of one video by their numbers, in grey. One thread at a time; each reader is a decoder of one thread.
+/// Decodes frames of one video by number, in grey. Not thread-safe. Each reader has a single-threaded decoder.
 class VideoReader {
  public:
   /// Opens the file. Throws ddpkit::InvalidArgument "PATH: what is wrong".
@@ -26,11 +26,10 @@ class VideoReader {
   VideoReader(const VideoReader&) = delete;
   VideoReader& operator=(const VideoReader&) = delete;
 
-  /// Writes frames first .. first + count - 1, scaled to `size`, to `pixels` [count, height, width]: the luma as it is
-  /// stored, or, of formats that have none, what swscale makes of it. Goes to the keyframe before `first`, unless it
-  /// stands between that and `first` already, and decodes from there on; what no later frame needs is left out.
-  /// Throws ddpkit::InvalidArgument "PATH: ..." when the video has no such frames, cannot be decoded there, or changes
-  /// its size.
+  /// Writes frames first .. first + count - 1, scaled to `size`, to `pixels` [count, height, width]: the stored luma,
+  /// or swscale's conversion for other formats. Seeks to the keyframe before `first`, unless the decoder is already
+  /// between both, and decodes from there. Skips frames that no later frame needs. Throws ddpkit::InvalidArgument
+  /// "PATH: ..." if the video has no such frames, cannot be decoded there, or changes its size.
   void read(std::int64_t first, std::int64_t count, FrameSize size, std::uint8_t* pixels);
 
   const VideoIndex& index() const noexcept;

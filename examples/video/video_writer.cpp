@@ -46,7 +46,7 @@ class VideoWriter::Impl {
     encoder.framerate = {options.frames_per_second, 1};
     encoder.gop_size = options.keyframe_interval;
     encoder.thread_count = 1;
-    encoder.strict_std_compliance = FF_COMPLIANCE_UNOFFICIAL;  // Motion JPEG in the usual range.
+    encoder.strict_std_compliance = FF_COMPLIANCE_UNOFFICIAL;  // Permits Motion JPEG in the limited range.
     encoder.flags |= AV_CODEC_FLAG_BITEXACT;
     if (output->oformat->flags & AVFMT_GLOBALHEADER) encoder.flags |= AV_CODEC_FLAG_GLOBAL_HEADER;
     if (codec->id == AV_CODEC_ID_H264) {

@@ -14,15 +14,15 @@ struct VideoWriterOptions {
   FrameSize size = {};
   int frames_per_second = 30;
   int keyframe_interval = 30;  ///< Frames from one keyframe to the next, at most.
-  std::string codec = {};      ///< FFmpeg's name of the encoder; empty: libx264 where it is there, else mpeg4.
+  std::string codec = {};      ///< FFmpeg's name of the encoder; empty: libx264 if available, else mpeg4.
 };
 
-/// Encodes grey frames into a video file, in one thread; the same frames give the same file. The container is what the
-/// file's name ends in.
+/// Encodes grey frames into a video file in one thread. The same frames give the same file. The extension of the file
+/// name selects the container.
 class VideoWriter {
  public:
-  /// Throws ddpkit::InvalidArgument for an encoder that FFmpeg lacks and a size that it does not take (4:2:0 encoders
-  /// want even numbers), ddpkit::Error when the file cannot be made.
+  /// Throws ddpkit::InvalidArgument for an encoder that FFmpeg lacks or a size that the encoder rejects (4:2:0 encoders
+  /// need even numbers), and ddpkit::Error if the file cannot be created.
   VideoWriter(const std::filesystem::path& path, const VideoWriterOptions& options);
   ~VideoWriter();
   VideoWriter(const VideoWriter&) = delete;
@@ -30,7 +30,7 @@ class VideoWriter {
 
   /// `pixels` [height, width]. Throws ddpkit::Error.
   void write(const std::uint8_t* pixels);
-  /// The file is complete only after this. Throws ddpkit::Error when the disk is full or the like.
+  /// Completes the file. Throws ddpkit::Error if, for example, the disk is full.
   void finish();
 
  private:
