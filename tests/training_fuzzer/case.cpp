@@ -16,7 +16,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Case, data, world, backend, dtyp
 
 namespace {
 
-/// `value` without the keys that `standard` has alike. Members of an array are compared with a default one.
+/// Returns `value` without the keys that are equal in `standard`. Compares members of an array with a default one.
 json without_defaults(const json& value, const json& standard) {
   json result = json::object();
   for (const auto& [key, item] : value.items()) {
@@ -41,7 +41,7 @@ void check_keys(const json& value, const json& standard) {
 
 void add_features(const std::string& prefix, const json& value, std::multiset<std::string>& found) {
   for (const auto& [key, item] : value.items()) {
-    // Numbers that say which, not what.
+    // Indices and seeds: their value is not a feature.
     if (key == "data" || key == "width" || key == "rows" || key == "node" || key == "counts" || key == "value")
       continue;
     if (item.is_object()) {

@@ -1,5 +1,5 @@
-// A drawn training as data. Every field has a default; JSON holds only what differs from it, so that a case's features
-// are the keys of its JSON, and shrinking is the removal of keys.
+// A random training as data. Every field has a default, and JSON holds only other values. So a case's features are the
+// keys of its JSON, and shrinking removes keys.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@ namespace ddpkit::fuzz {
 /// A layer from [rows, width] to [rows, width].
 struct Node {
   std::string kind = "linear";  ///< See model.cpp.
-  std::string dtype = "";       ///< Of its parameters; empty: the case's.
+  std::string dtype = "";       ///< Of its parameters; empty: the type of the case.
   std::string layout = "";      ///< Of its weight: transposed, channels_last, sliced, flat (a view of one tensor).
-  int layout_rank = -1;         ///< Only on this rank; -1: on all.
-  int tie = -1;                 ///< A node whose weight is this one's too.
+  int layout_rank = -1;         ///< The layout is on this rank only; -1: on all.
+  int tie = -1;                 ///< Index of a node with the same weight.
   std::string tie_by =
       "name";    ///< handle: `head->weight = wte->weight`; name: register_parameter() of the same tensor.
-  int uses = 1;  ///< Times that the node is applied in a forward.
-  std::string when = "always";  ///< Steps and ranks that run it: never, even_steps, rank_0, by_rank.
-  bool sparse = false;          ///< Gradients of an embedding.
-  bool checkpoint = false;      ///< Run again in backward.
+  int uses = 1;  ///< Number of applications of the node in a forward.
+  std::string when = "always";  ///< Steps and ranks that run the node: never, even_steps, rank_0, by_rank.
+  bool sparse = false;          ///< Sparse gradients of an embedding.
+  bool checkpoint = false;      ///< Recomputed in backward.
   bool frozen = false;          ///< requires_grad is false when the model is wrapped.
-  bool ignored = false;         ///< Named in parameters_to_ignore.
+  bool ignored = false;         ///< Listed in parameters_to_ignore.
   bool detach = false;          ///< Its input is detached.
 };
 
@@ -37,7 +37,7 @@ struct Wrapper {
   bool find_unused = false;
   bool static_graph = false;
   bool broadcast_buffers = true;
-  std::string hook = "none";      ///< all_reduce, fp16, bf16, power_sgd, own, stats (own, and asks for statistics).
+  std::string hook = "none";      ///< all_reduce, fp16, bf16, power_sgd, own, stats (own, and enables statistics).
   std::string output = "tensor";  ///< tuple, map, opaque.
 };
 
@@ -56,15 +56,15 @@ struct OptimizerChoice {
   bool schedule = false;
 };
 
-/// What a training program does next. Fields that its kind does not use keep their defaults.
+/// One action of the training program. Fields that its kind does not use keep their defaults.
 struct Event {
   std::string kind = "step";
-  std::vector<int> slots = {0};  ///< Graphs that forward makes and backward uses.
+  std::vector<int> slots = {0};  ///< Graphs that forward creates and backward uses.
   std::string how = "";
   int node = 0;
   int rank = -1;
   double value = 1;
-  std::vector<int> counts = {};  ///< Steps of each rank, in a join.
+  std::vector<int> counts = {};  ///< Number of steps per rank, in a join.
 };
 
 struct Case {
@@ -75,29 +75,29 @@ struct Case {
   std::string autocast = "";  ///< The type of mixed precision, with weights in `dtype`; empty: none.
   int width = 2;
   int rows = 2;
-  double magnitude = 1;       ///< The loss is multiplied by it.
+  double magnitude = 1;       ///< Factor of the loss.
   bool other_starts = false;  ///< Ranks start from different weights.
-  bool twice = false;         ///< Ranks run the case again and expect the same bits.
+  bool twice = false;         ///< Ranks run the case twice and expect the same bits.
   std::vector<Node> nodes = {};
   Wrapper wrapper = {};
   OptimizerChoice optimizer = {};
   std::vector<Event> events = {};
 };
 
-/// Whether weights change within backward.
+/// Returns whether weights change within backward.
 inline bool updates_in_backward(const Case& drawn) {
   return drawn.optimizer.in_backward && drawn.optimizer.engine == "sharded";
 }
 
-/// Pure: the same on every machine.
+/// Deterministic: the same case on every machine.
 Case draw(std::uint64_t seed, std::uint64_t number);
 
 nlohmann::json to_json(const Case& drawn);
 Case from_json(const nlohmann::json& json);
 
-/// Keys and values that differ from the defaults, such as "optimizer.engine=sharded" or "event.kind=freeze".
+/// Returns keys and values that differ from the defaults, such as "optimizer.engine=sharded" or "event.kind=freeze".
 std::set<std::string> features(const Case& drawn);
-/// How many nodes, events and options have it.
+/// Returns the number of nodes, events and options with this feature.
 std::size_t count_feature(const Case& drawn, const std::string& feature);
 
 }  // namespace ddpkit::fuzz

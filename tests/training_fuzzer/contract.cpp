@@ -1,4 +1,4 @@
-// What the documentation allows ddpkit to refuse, by an Error on all ranks. All else has to work.
+// The errors that the documentation permits, as an Error on all ranks. All other cases must succeed.
 #include <algorithm>
 #include <set>
 
@@ -9,8 +9,8 @@ namespace {
 
 struct Clause {
   const char* feature;   ///< A prefix of one of the case's features.
-  const char* feature2;  ///< Another one; empty: none.
-  const char* phrase;    ///< Of the message.
+  const char* feature2;  ///< A second feature; empty: none.
+  const char* phrase;    ///< Text in the message.
 };
 
 constexpr Clause kClauses[] = {
@@ -18,16 +18,16 @@ constexpr Clause kClauses[] = {
     {"node.when", "", "gave no gradient to"},
     {"node.detach", "", "gave no gradient to"},
     {"event.kind=freeze", "", "gave no gradient to"},
-    // docs/ddp.md: a rank that uses no parameter needs an output whose tensors can be found.
+    // docs/ddp.md: a rank that uses no parameter needs an output whose tensors ddpkit can find.
     {"node.when", "wrapper.output=opaque", "cannot find the tensors in the output"},
     {"node.detach", "wrapper.output=opaque", "cannot find the tensors in the output"},
     {"event.kind=freeze", "wrapper.output=opaque", "cannot find the tensors in the output"},
-    // The same, on a rank that has its next collective before its next backward.
+    // The same, on a rank whose next collective precedes its next backward.
     {"node.when=by_rank", "wrapper.output=opaque", "do not match"},
     {"node.when=rank_0", "wrapper.output=opaque", "do not match"},
     // The same: checkpointed parameters do not appear in the graph of the forward pass.
     {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
-    // docs/optimizers.md: what a sharded optimizer is not made for.
+    // docs/optimizers.md: unsupported uses of a sharded optimizer.
     {"optimizer.engine=sharded", "layout=sliced", "is not dense in memory"},
     {"optimizer.engine=sharded", "event.how=sliced", "is not dense in memory"},
     {"optimizer.engine=sharded", "layout=sliced", "belong to no parameter"},
@@ -41,11 +41,11 @@ constexpr Clause kClauses[] = {
     {"event.kind=add_group", "event.kind=join", "does not average a parameter"},
     {"event.kind=freeze", "event.kind=wrap_again", "does not average a parameter"},
     {"optimizer.in_backward", "", "update_in_backward"},
-    // torch::optim::SGD writes weights without telling autograd, others tell.
+    // torch::optim::SGD writes weights without notifying autograd; other optimizers notify it.
     {"optimizer.engine", "event.how=retain", "modified by an inplace operation"},
     // ProcessGroup::abort() does not reach the other ranks over gloo.
     {"backend=", "", "gloo/transport/"},
-    // Layouts that differ between ranks may work or be refused.
+    // Layouts that differ between ranks may work or raise an error.
     {"node.layout_rank", "", "differs between rank"},
     {"event.kind=set_layout", "event.rank", "differs between rank"},
     {"event.kind=cast", "", ""},
@@ -60,7 +60,7 @@ constexpr Clause kClauses[] = {
     {"event.kind=throw", "node.when=rank_0", "do not match"},
 };
 
-/// Whether some wrapping finds that no averaged parameter wants a gradient.
+/// Returns whether the model is wrapped when no averaged parameter requires a gradient.
 bool wraps_untrained_model(const Case& drawn) {
   const auto is_averaged = [&](std::size_t i) {
     return i < drawn.nodes.size() && drawn.nodes[i].kind != "mask" && !drawn.nodes[i].ignored;

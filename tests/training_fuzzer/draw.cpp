@@ -1,4 +1,4 @@
-// The grammar: what is drawn, and how often.
+// The grammar: the random choices and their probabilities.
 #include <algorithm>
 
 #include "case.h"
@@ -16,7 +16,7 @@ class Drawer {
     draw_ranks();
     const int nodes = 1 + dice_.below(5);
     for (int i = 0; i < nodes; ++i) draw_node(i);
-    // A model has something to train.
+    // A model needs at least one trainable layer.
     if (std::none_of(case_.nodes.begin(), case_.nodes.end(), [](const Node& node) {
           return node.kind != "mask" && node.kind != "empty" && !node.frozen && !node.ignored && node.when == "always";
         }))
@@ -93,7 +93,7 @@ class Drawer {
     wrapper.broadcast_buffers = dice_.percent(80);
     if (is_data_parallel()) return;
     wrapper.view = dice_.percent(25);
-    // Ranks whose input to it wants no gradient would skip its collectives in backward.
+    // If a rank's input to the layer requires no gradient, the rank would skip the layer's collectives in backward.
     if (has("sync_batch_norm"))
       for (Node& node : case_.nodes)
         if (node.when != "never") node.when = "always";
@@ -117,11 +117,11 @@ class Drawer {
     choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
     if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
     if (has("complex") && choice.engine != "torch") choice.engine = "torch";
-    // Adam divides by the gradients' size, and so makes rounding as large as gradients.
+    // Adam divides by the size of the gradients, so rounding errors become as large as gradients.
     choice.kind = sparse || coarse ? "sgd" : dice_.word({"sgd", "adam", "adamw"});
     choice.groups = dice_.percent(75) ? 1 : 2 + dice_.below(2);
     if (choice.kind == "sgd" && !sparse) {
-      // Near the type's end LibTorch's intermediate values overflow where ddpkit's, in float32, do not.
+      // Near the limit of the type, LibTorch's intermediate values overflow; ddpkit's are in float32 and do not.
       choice.momentum = case_.magnitude == 1 && dice_.percent(50) ? 0.9 : 0;
       choice.nesterov = choice.momentum > 0 && dice_.percent(30);
     } else if (!sparse) {
@@ -156,21 +156,21 @@ class Drawer {
   void draw_clipped_step(bool poisoned) {
     add({.kind = "zero", .how = zero()});
     Event forward{.kind = "forward"};
-    if (poisoned && case_.wrapper.hook != "power_sgd") {  // It keeps what it has not sent.
+    if (poisoned && case_.wrapper.hook != "power_sgd") {  // PowerSGD keeps the part that it has not sent.
       forward.how = "poison";
       forward.rank = some_rank();
     }
     add(forward);
     add({.kind = "backward"});
-    // The order of the norm; 0 stands for infinity.
+    // The order of the norm; 0 means infinity.
     add({.kind = "clip", .node = dice_.one_of({2, 2, 2, 1, 0, 3}), .value = dice_.one_of({0.01, 1.0, 1e6})});
     add({.kind = "step", .how = "if_finite"});
   }
 
-  /// A step, or what makes steps interesting.
+  /// Draws a step, or events around steps.
   void draw_events() {
     const bool clips = !case_.optimizer.in_backward && !any_node(&Node::ignored, true);
-    // Near a type's end sums overflow or not by their order.
+    // Near the limit of a type, the order of a sum decides whether it overflows.
     if (case_.magnitude != 1 && dice_.percent(80)) return draw_step();
     switch (dice_.below(32)) {
       case 0:
@@ -179,7 +179,7 @@ class Drawer {
       case 1:
         if (clips) draw_clipped_step(true);
         return draw_step();
-      case 2:  // Accumulate.
+      case 2:  // Accumulates gradients.
         if (is_data_parallel()) return draw_step();
         add({.kind = "zero", .how = zero()});
         for (int i = 1 + dice_.below(2); i > 0; --i) {
@@ -197,12 +197,12 @@ class Drawer {
         add({.kind = "backward", .slots = dice_.percent(50) ? std::vector<int>{0, 1} : std::vector<int>{0}});
         return add({.kind = "step"});
       }
-      case 4:  // Two backwards on one forward, perhaps with a step between.
+      case 4:  // Two backwards on one forward, possibly with a step between.
         if (case_.optimizer.in_backward) return draw_step();
         add({.kind = "zero", .how = zero()});
         add({.kind = "forward"});
         add({.kind = "backward", .how = "retain"});
-        // A checkpoint would run again with the new weights.
+        // A checkpoint would recompute with the new weights.
         if (dice_.percent(60) && !any_node(&Node::checkpoint, true)) add({.kind = "step"});
         if (dice_.percent(50)) add({.kind = "zero", .how = zero()});
         add({.kind = "backward"});
@@ -220,7 +220,8 @@ class Drawer {
              .how = dice_.word({"transposed", "channels_last", "sliced", "contiguous"}),
              .node = any_index(),
              .rank = is_data_parallel() ? -1 : some_rank()});
-        // The parameter leaves the tensor `flat`, which a later event writes: on all ranks, or their weights differ.
+        // The parameter is no longer a view of `flat`, which a later event writes. On all ranks, or their weights would
+        // differ.
         if (any_node(&Node::layout, "flat")) case_.events.back().rank = -1;
         return draw_step();
       case 8:
@@ -260,7 +261,7 @@ class Drawer {
       }
       case 18:
         if (is_data_parallel() || case_.optimizer.in_backward) return draw_step();
-        // Ranks with different graphs go to collectives that do not match. Gloo ends the process then.
+        // Ranks with different graphs would call collectives that do not match. Gloo then terminates the process.
         if (case_.backend != "shm" &&
             (any_node(&Node::when, std::string("by_rank")) || any_node(&Node::when, std::string("rank_0"))))
           return draw_step();
@@ -275,7 +276,7 @@ class Drawer {
         if (!is_data_parallel() && case_.optimizer.engine != "sharded")
           add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
         return draw_step();
-      case 20:  // As programs do that scale gradients themselves.
+      case 20:  // As in programs that scale gradients themselves.
         if (case_.optimizer.engine == "sharded") return draw_step();
         add({.kind = "zero", .how = zero()});
         add({.kind = "forward"});
@@ -285,7 +286,7 @@ class Drawer {
       case 21:
         if (case_.dtype == "f64" && !is_data_parallel() && !has("complex") && dice_.percent(20)) add({.kind = "cast"});
         return draw_step();
-      case 22:  // Gradients that the program keeps. With `view` they are parts of buckets, as in Python.
+      case 22:  // The program keeps these gradients. With `view` they are parts of buckets, as in Python.
         draw_step();
         if (case_.optimizer.engine == "sharded" || case_.wrapper.view || case_.optimizer.scaler) return;
         add({.kind = "zero", .how = "hold"});

@@ -13,9 +13,9 @@
 namespace ddpkit::fuzz {
 namespace {
 
-/// Rounding errors that a result may hold, and by how much more it may miss the reference than the disturbed reference
-/// does. The latter shows the condition number of the case: a norm of nearly equal elements, or several steps, can make
-/// any rounding error large.
+/// Factor of the rounding errors that a result may have, and of the disturbed reference's distance from the reference.
+/// That distance measures the condition number of the case: a norm of nearly equal elements, or several steps, can
+/// amplify any rounding error.
 constexpr double kRoundings = 32;
 constexpr double kOfDisturbance = 16;
 
@@ -27,7 +27,7 @@ double tolerance(const Case& drawn) {
   return rounding > Rounding::kOfDouble ? std::max(2e-3, kRoundings * rounding) : power_sgd ? 1e-5 : 1e-9;
 }
 
-/// How far rounding errors move the tensor in one run. Infinite if that run took another way.
+/// Returns the distance that rounding errors move the tensor in one run. Infinite if that run took another branch.
 double movement(const Entry& expected, const Entry& disturbed) {
   if (disturbed.name != expected.name || disturbed.event != expected.event ||
       disturbed.values.size() != expected.values.size())
@@ -53,7 +53,7 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
     return fmt::format("{}: the reference has {} of event {}", where, expected.name, expected.event);
   if (entry.values.size() != expected.values.size())
     return fmt::format("{}: {} elements instead of {}", where, entry.values.size(), expected.values.size());
-  // Elements that are zero but for rounding.
+  // Elements that are zero except for rounding errors.
   double scale = (rounding_of(drawn).gradients > Rounding::kOfDouble ? 0.1 : 1e-3) * std::max(1.0, drawn.magnitude) *
                  (drawn.optimizer.scaler && expected.name.rfind("gradient", 0) == 0 ? 1024 : 1);
   for (const double value : expected.values)
@@ -66,10 +66,11 @@ std::string difference(const Case& drawn, const Entry& entry, const Entry& expec
   return {};
 }
 
-/// Over gloo an error on one rank is that to the others: ProcessGroup::abort() does not reach them.
+/// Over gloo, an error on one rank appears to the others as a lost connection: ProcessGroup::abort() does not reach
+/// them.
 bool is_lost_connection(const std::string& message) { return message.find("gloo/transport/") != std::string::npos; }
 
-/// What ranks reported before the first failure, if any.
+/// Compares the reports before the first failure, if any.
 Verdict compare(const Case& drawn, const std::vector<Report>& reports,
                 const std::vector<std::vector<Report>>& references) {
   const std::vector<Report>& reference = references[0];
@@ -80,7 +81,7 @@ Verdict compare(const Case& drawn, const std::vector<Report>& reports,
                                  [](const Event& event) { return event.kind == "step" || event.kind == "join"; });
   const auto first_step = static_cast<std::uint32_t>(step - drawn.events.begin());
   for (std::size_t i = 0; i < common; ++i) {
-    // After a step or a value near the type's end, intermediate types decide what comes out.
+    // After a step, or for a value near the limit of the type, the result depends on intermediate types.
     const Entry& expected = reference[0].entries[i];
     if (drawn.magnitude != 1 &&
         (expected.event > first_step || std::any_of(expected.values.begin(), expected.values.end(),
@@ -104,7 +105,7 @@ Verdict compare(const Case& drawn, const std::vector<Report>& reports,
       // The case itself makes the ranks differ.
       if (reference[rank].entries[i].values != reference[0].entries[i].values) continue;
       const Entry& other = reports[rank].entries[i];
-      // Ranks that have not used an ignored layer have no state of it.
+      // Ranks that have not used an ignored layer have no optimizer state of it.
       if (other.name != first.name || other.event != first.event || other.values.size() != first.values.size())
         continue;
       if (std::memcmp(first.values.data(), other.values.data(), first.values.size() * sizeof(double)) != 0 &&
@@ -160,15 +161,15 @@ Verdict judge(const Case& drawn, const std::vector<Report>& reports,
   for (const Report& report : reports)
     if (report.failure == Failure::kTimeout) return {"HANG", words};
   if (count < reports.size()) return {"SOME", words};
-  // Over gloo, a slow rank may hear of the failure of another rank while it still waits for an earlier collective. Over
-  // shm, a collective that all ranks have completed succeeds.
+  // Over gloo, a slow rank may be notified of another rank's failure while it still waits for an earlier collective.
+  // Over shm, a collective that all ranks have completed succeeds.
   const auto lost = [](const Report& report) { return report.failure == Failure::kPeerLost; };
   const bool without_lost = drawn.backend != "shm" && !std::all_of(reports.begin(), reports.end(), lost);
   std::uint32_t first_event = UINT32_MAX;
   for (const Report& report : reports)
     if (!without_lost || !lost(report)) first_event = std::min(first_event, report.failed_event);
   if (reference_failed && first_event >= reference[0].failed_event) {
-    // Every rank reports the exception of the program, whichever rank threw it.
+    // All ranks report the program's exception, also those that did not throw it.
     for (const Report& report : reports)
       if (reference[0].message == Model::Thrown().what() && !is_lost_connection(report.message) &&
           report.message.find(reference[0].message) == std::string::npos && !may_refuse(drawn, report.message))

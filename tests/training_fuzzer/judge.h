@@ -1,4 +1,4 @@
-// What a case's reports mean.
+// The verdict on a case's reports.
 #pragma once
 
 #include <string>
@@ -9,14 +9,14 @@
 
 namespace ddpkit::fuzz {
 
-/// PASS, REFUSED (as the contract allows) and ALIKE (LibTorch's own error, without ddpkit too) are right; all others
-/// are faults.
+/// PASS, REFUSED (as the contract allows) and ALIKE (LibTorch fails without ddpkit too) are right. All others are
+/// faults.
 ///   WRONG ...   a value differs from the reference: WRONG weight, gradient, buffer, state, norm, or entries
 ///   BITS        ranks differ, though each is within the tolerance
 ///   ACCEPTED    the reference fails, the ranks do not
-///   UNEXPECTED  an Error on all ranks that the contract does not know
+///   UNEXPECTED  an Error on all ranks that the contract does not list
 ///   SOME        an error on some ranks only
-///   UNNAMED     an error that is not ddpkit's
+///   UNNAMED     an error that does not come from ddpkit
 ///   HANG, CRASH
 struct Verdict {
   std::string kind;
@@ -24,7 +24,7 @@ struct Verdict {
   bool is_fault() const { return kind != "PASS" && kind != "REFUSED" && kind != "ALIKE"; }
 };
 
-/// `reports` of the ranks that ran. [rank] `references`: of all ranks, see run_reference(). [run][rank]
+/// `reports`: of the ranks that ran. [rank] `references`: of all ranks, see run_reference(). [run][rank]
 Verdict judge(const Case& drawn, const std::vector<Report>& reports,
               const std::vector<std::vector<Report>>& references);
 
@@ -36,7 +36,7 @@ struct Rounding {
 };
 Rounding rounding_of(const Case& drawn);
 
-/// Whether the documentation allows that `drawn` is refused with `message`. See contract.cpp.
+/// Returns whether the documentation permits the error `message` for `drawn`. See contract.cpp.
 bool may_refuse(const Case& drawn, const std::string& message);
 
 }  // namespace ddpkit::fuzz

@@ -25,13 +25,13 @@ StoredCase read_one(const std::filesystem::path& path) {
   return stored;
 }
 
-/// `drawn` without any of `feature`, by the fewest removals that shrinking knows.
+/// Returns `drawn` without `feature`, with the fewest removals of the shrinker.
 std::optional<Case> without(Case drawn, const std::string& feature) {
   for (int removals = 0; removals < 12; ++removals) {
     if (!features(drawn).contains(feature)) return drawn;
     const std::size_t before = count_feature(drawn, feature);
     const auto candidates = smaller(drawn);
-    // From the back: keys before nodes and events, since taking out a key changes least.
+    // From the back: keys before nodes and events, since removing a key changes least.
     const auto found = std::find_if(candidates.rbegin(), candidates.rend(),
                                     [&](const Case& one) { return count_feature(one, feature) < before; });
     if (found == candidates.rend()) return std::nullopt;
@@ -40,7 +40,7 @@ std::optional<Case> without(Case drawn, const std::string& feature) {
   return std::nullopt;
 }
 
-/// WRONG for all differences of values.
+/// Returns WRONG for all differences of values.
 std::string class_of(const std::string& kind) { return kind == "BITS" || kind.rfind("WRONG", 0) == 0 ? "WRONG" : kind; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The stored cases: faults that have been found. A fault not yet fixed is marked as known by its verdict.
+// The stored cases: faults found so far. A case of an unfixed fault lists the fault's verdicts.
 #pragma once
 
 #include <filesystem>
@@ -12,21 +12,21 @@
 namespace ddpkit::fuzz {
 
 struct StoredCase {
-  std::string name = {};                ///< The file's, without .json.
-  std::string about = {};               ///< What was, or is, wrong.
+  std::string name = {};                ///< The file name without .json.
+  std::string about = {};               ///< Description of the fault.
   std::vector<std::string> known = {};  ///< Verdicts while the fault is not fixed; empty: the case must be right.
   Case drawn = {};
 };
 
-/// A file, or all files of a folder. A file that holds no "case" is a case itself.
+/// Reads a file, or all files of a folder. A file without "case" is a case itself.
 std::vector<StoredCase> read_stored(const std::filesystem::path& path);
 
-/// Whether `verdict` is one of the known case's. A wrong value may be seen first in a weight or between ranks.
+/// Returns whether `verdict` is one of the known case's. A wrong value may first appear in a weight or between ranks.
 bool is_known(const StoredCase& stored, const Verdict& verdict);
 
-/// The name of the known case that explains why `drawn` fails as `verdict` says; empty: none does. It explains it when
-/// `drawn` has all features and the verdict of the known case, and is right once one of these features is taken out. Of
-/// a case that fails then too, another known case must explain why.
+/// Returns the name of the known case that explains why `drawn` fails with `verdict`; empty if there is none. A known
+/// case explains it if `drawn` has all its features and its verdict, and is right after one of these features is
+/// removed. If it still fails then, another known case must explain the rest.
 std::string explain(const Case& drawn, const Verdict& verdict, const std::vector<StoredCase>& stored,
                     const std::function<Verdict(const Case&)>& run, int depth = 3);
 

@@ -1,4 +1,4 @@
-// training_fuzzer: draws trainings, compares ddpkit with one process, shrinks what fails. See README.md.
+// training_fuzzer: draws random trainings, compares ddpkit with one process, and shrinks failing cases. See README.md.
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -34,14 +34,14 @@ struct Options {
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-/// A fault that goes away when its case is run again is not shrunk: what is left might be another one.
+/// Does not shrink a fault that disappears in a second run: the smaller case might show another fault.
 Case shrunk(Pool& pool, const Case& drawn, const Verdict& verdict) {
   return shrink(
       drawn, [&](const Case& one) { return pool.run(one).kind == verdict.kind; }, verdict.kind == "HANG" ? 40 : 250);
 }
 
-/// Whether the case fails in new processes too. A known fault that damages memory makes later cases of its processes
-/// fail.
+/// Returns whether the case also fails in new processes. A known fault that damages memory makes later cases of its
+/// processes fail.
 bool repeats(Pool& pool, const Case& drawn) {
   for (int tries = 0; tries < 3; ++tries) {
     pool.replace();
@@ -50,7 +50,7 @@ bool repeats(Pool& pool, const Case& drawn) {
   return false;
 }
 
-/// Stored cases: each has to be right, or as wrong as it is marked.
+/// Replays stored cases: each must be right, or fail with its known verdict.
 int replay(const Options& options) {
   Pool pool(options.threads);
   const auto start = Clock::now();
@@ -58,7 +58,7 @@ int replay(const Options& options) {
   int failures = 0;
   for (const StoredCase& one : stored) {
     Verdict verdict = pool.run(one.drawn);
-    // What reads or frees the wrong memory may pass for once.
+    // A wrong read or free may go unnoticed in one run.
     for (int tries = 0; tries < 9 && !one.known.empty() && !verdict.is_fault(); ++tries) verdict = pool.run(one.drawn);
     const bool expected = one.known.empty() ? !verdict.is_fault() : is_known(one, verdict);
     if (expected && !options.print) continue;
@@ -85,7 +85,7 @@ int draw_and_run(const Options& options) {
   const auto start = Clock::now();
   struct Known {
     std::uint64_t times = 0, first = 0;  ///< Number of the first case.
-    double seconds = 0;                  ///< Until the first case.
+    double seconds = 0;                  ///< Seconds until the first case.
   };
   std::map<std::string, std::uint64_t> verdicts;
   std::map<std::string, Known> known;
@@ -130,7 +130,7 @@ int draw_and_run(const Options& options) {
   fmt::print("; {} unknown faults, {} not repeated\n", unknown, not_repeated);
   for (const auto& [name, one] : known)
     fmt::print("  {} times {}, first in case {} after {:.0f} s\n", one.times, name, one.first, one.seconds);
-  // Variations of known faults still appear as unknown ones. A change that breaks training fails most cases.
+  // Variations of known faults still appear as unknown. A change that breaks training fails most cases.
   const bool has_known = std::any_of(stored.begin(), stored.end(), [](const auto& one) { return !one.known.empty(); });
   const std::uint64_t tolerated = has_known ? count / 100 : 0;
   if (tolerated > 0) fmt::print("{} unknown faults are tolerated while stored cases are marked as known\n", tolerated);
@@ -140,7 +140,7 @@ int draw_and_run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // The ranks share the cores. Before the first operator, and so for all of them.
+  // The ranks share the cores. Must precede the first operator, so it applies to all ranks.
   ::setenv("OMP_NUM_THREADS", "1", 1);
   std::signal(SIGPIPE, SIG_IGN);
   Options options;

@@ -220,7 +220,7 @@ at::Tensor Model::forward(const Batch& batch) {
     of.register_hook([](const at::Tensor&) -> void { throw Thrown(); });
     backward_throws.reset();
   };
-  // Backward does not pass a layer that detaches its input.
+  // Backward does not continue past a layer that detaches its input.
   const auto reaches = [&](std::size_t i) {
     const auto after = drawn_->nodes.begin() + static_cast<std::ptrdiff_t>(i) + 1;
     return std::none_of(after, drawn_->nodes.end(), [](const Node& node) { return node.detach; });
@@ -247,7 +247,7 @@ at::Tensor Model::run(std::size_t index, at::Tensor x, const Batch& batch) {
       x = apply(index, x, batch);
       continue;
     }
-    // A checkpoint has a backward only where its input wants a gradient.
+    // A checkpoint has a backward only if its input requires a gradient.
     if (!x.requires_grad()) x = x.detach().requires_grad_();
     x = testing::Checkpoint::apply(
         x, [this, index, batch](const at::Tensor& input) { return apply(index, input, batch); });

@@ -1,4 +1,4 @@
-// A module that interprets the nodes of a case: no case is compiled.
+// A module that interprets the nodes of a case, so that cases need no compilation.
 #pragma once
 
 #include <torch/torch.h>
@@ -18,12 +18,12 @@
 
 namespace ddpkit::fuzz {
 
-/// What one rank's forward gets; all elements differ, between ranks and steps too.
+/// The batch of one rank's forward. All elements differ, also between ranks and steps.
 struct Batch {
   at::Tensor x;             ///< [rows, width]
   at::Tensor index;         ///< [rows], for embeddings.
   at::Tensor mask;          ///< [rows, width]
-  at::Tensor coefficients;  ///< [rows, width], of the loss.
+  at::Tensor coefficients;  ///< [rows, width], coefficients of the loss.
   int step = 0;
   int rank = 0;
 };
@@ -31,7 +31,7 @@ Batch map_tensors(const Batch& batch, const TensorMap& map);
 Batch make_batch(const Case& drawn, int number, int rank);
 at::Tensor loss_of(const Case& drawn, const at::Tensor& output, const Batch& batch);
 
-/// What forward returns: the same tensor in another type.
+/// The same output tensor in another type.
 struct AsTuple {};
 struct AsMap {};
 struct AsOpaque {};
@@ -41,46 +41,46 @@ struct Opaque {
 
 class Model : public torch::nn::Cloneable<Model> {
  public:
-  /// As rank `rank` builds it. `group`: the ranks that sync_batch_norm spans; empty: plain batch norm. The reference
-  /// checkpoints nothing, and its embeddings have dense gradients.
+  /// Builds the model as rank `rank` does. `group`: the ranks of sync_batch_norm; empty: plain batch norm. The
+  /// reference does not checkpoint, and its embeddings have dense gradients.
   Model(const Case& drawn, int rank, std::optional<ProcessGroup> group, bool is_reference);
   void reset() override;
 
-  /// From now on it computes in that type.
+  /// Converts the model and later inputs to this type.
   void cast(at::ScalarType dtype) {
     to(dtype);
     input_type_ = dtype;
   }
-  /// Wants a gradient, so that every rank has a backward whatever it uses of the model.
+  /// Requires a gradient, so that each rank has a backward, whatever parts of the model it uses.
   at::Tensor input(const Batch& batch) const { return wanting_gradient(batch.x.to(input_type_)); }
-  /// Wants a gradient too: all layers of this rank behind a detached input may be frozen.
+  /// Requires a gradient too: all layers of this rank after a detached input may be frozen.
   static at::Tensor output(const at::Tensor& x) { return wanting_gradient(x); }
   at::Tensor forward(const Batch& batch);
   std::tuple<int, std::vector<at::Tensor>> forward(const Batch& batch, AsTuple) { return {1, {forward(batch)}}; }
   std::map<std::string, at::Tensor> forward(const Batch& batch, AsMap) { return {{"output", forward(batch)}}; }
   Opaque forward(const Batch& batch, AsOpaque) { return {forward(batch)}; }
-  /// What the case throws, for the program to catch.
+  /// The exception that a case throws and the program catches.
   struct Thrown : std::runtime_error {
     Thrown() : std::runtime_error("thrown by the case") {}
   };
-  /// Node `index` alone, as often as a forward uses it.
+  /// Runs node `index` alone, with as many applications as in a forward.
   at::Tensor run(std::size_t index, at::Tensor x, const Batch& batch);
 
-  /// The node's parameters, the main one first.
+  /// Returns the node's parameters, the main parameter first.
   std::vector<at::Tensor> parameters_of(std::size_t index) const;
-  /// Each once, whatever its names.
+  /// Each parameter once, also if it has several names.
   std::vector<at::Tensor> distinct_parameters() const;
-  /// Names of parameters and buffers of ignored nodes.
+  /// Returns the names of parameters and buffers of ignored nodes.
   std::vector<std::string> ignored_names() const;
-  /// Gives the node's main parameter another layout with the same values.
+  /// Changes the layout of the node's main parameter without changing its values.
   void set_layout(std::size_t index, const std::string& layout);
-  /// The next forward throws at its end, or its graph does before the gradients of the nodes up to `node`.
+  /// The next forward throws at its end, or its graph throws before the gradients of the nodes up to `node`.
   void throw_next_in_forward() { throws_in_forward_ = true; }
   void throw_next_in_backward(std::size_t node) { throws_in_backward_ = node; }
-  /// Keeps the gradients in `held`, as a program does that needs them after zero_grad().
+  /// Keeps the gradients in `held`, like a program that needs them after zero_grad().
   void hold_gradients();
   std::map<std::string, at::Tensor> held;  ///< By the parameter's name.
-  /// The tensor that parameters of the layout "flat" are views of; undefined without.
+  /// The tensor that parameters of the layout "flat" are views of; undefined if there are none.
   at::Tensor flat;
 
   const Case& drawn() const { return *drawn_; }
@@ -101,7 +101,7 @@ class Model : public torch::nn::Cloneable<Model> {
   at::ScalarType input_type_;
   bool throws_in_forward_ = false;
   std::optional<std::size_t> throws_in_backward_;
-  std::vector<std::shared_ptr<torch::nn::Module>> children_of_;  ///< Null where a node has its own parameter. [node]
+  std::vector<std::shared_ptr<torch::nn::Module>> children_of_;  ///< Null if a node has its own parameter. [node]
   std::vector<at::Tensor> own_;                                  ///< [node]
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-/// Far above the noise of gradients that are zero but for rounding.
+/// Far above the noise of gradients that are zero except for rounding errors.
 constexpr double kEpsilon = 1e-3;
 
 /// Calls `make(options, tag of torch's type, tag of ddpkit's type)`.
@@ -89,7 +89,7 @@ Optimizer make_optimizer(const OptimizerChoice& choice, const std::vector<at::Te
     } else {
       std::vector<at::Tensor> own;
       for (const NamedParameter& parameter : ddp->reducer().parameters()) own.push_back(parameter.tensor);
-      std::vector<at::Tensor> in_order;  // As the model lists them, so that the reference has the same groups.
+      std::vector<at::Tensor> in_order;  // In the model's order, so that the reference has the same groups.
       for (const at::Tensor& parameter : parameters)
         for (const at::Tensor& known : own)
           if (parameter.is_same(known)) in_order.push_back(parameter);

@@ -1,4 +1,4 @@
-// The optimizers of a case, and what is reported of them.
+// The optimizers of a case, and their reports.
 #pragma once
 
 #include <torch/torch.h>
@@ -16,29 +16,30 @@
 
 namespace ddpkit::fuzz {
 
-/// An optimizer under the type that a program knows it by: zero_grad() is not virtual.
+/// An optimizer with its static type: zero_grad() is not virtual.
 struct Optimizer {
   std::unique_ptr<torch::optim::Optimizer> base;
   optim::FusedOptimizer* fused = nullptr;
   optim::ShardedOptimizerBase* sharded = nullptr;
 };
 
-/// torch::optim's; what it lacks (`maximize`) the caller does.
+/// Creates an optimizer of torch::optim. The caller must implement `maximize`, which torch::optim lacks.
 std::unique_ptr<torch::optim::Optimizer> make_torch_optimizer(const OptimizerChoice& choice,
                                                               const std::vector<at::Tensor>& parameters);
-/// As `choice.engine` says. `parameters` as the model lists them; a sharded optimizer takes those of `ddp`.
+/// Creates the optimizer of `choice.engine`. `parameters` in the model's order; a sharded optimizer takes those of
+/// `ddp`.
 Optimizer make_optimizer(const OptimizerChoice& choice, const std::vector<at::Tensor>& parameters,
                          DistributedDataParallelBase* ddp);
 
-/// Group `group`'s before a schedule.
+/// Returns the learning rate of group `group` before a schedule.
 double base_rate(const OptimizerChoice& choice, std::size_t group);
-/// The schedule of a case: a factor by the number of steps done.
+/// The schedule of a case: a factor as a function of the finished steps.
 double schedule_factor(std::int64_t steps);
 
-/// "NAME.exp_avg" and so on of every parameter's state.
+/// Reports "NAME.exp_avg" and other state of every parameter.
 void report_state(Report& report, std::uint32_t event, const torch::optim::Optimizer& optimizer, Model& model);
 
-/// Appends `tensor`'s values; none for an undefined one.
+/// Appends the values of `tensor`; none if it is undefined.
 void report_tensor(Report& report, std::uint32_t event, Kind kind, const std::string& name, const at::Tensor& tensor);
 
 }  // namespace ddpkit::fuzz

@@ -27,16 +27,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Only a hang takes so long.
+/// Only a hanging case reaches this limit.
 #ifdef __SANITIZE_THREAD__
 constexpr std::chrono::seconds kPatience(60);
 #else
 constexpr std::chrono::seconds kPatience(10);
 #endif
-/// Each arena adds an entry to a list that every end of a tensor searches: processes are replaced after this many.
+/// Each arena adds an entry to a list that each destruction of a tensor searches. So the processes are replaced after
+/// this many cases.
 constexpr int kCasesPerPool = 400;
 constexpr std::uint32_t kReference = 0;
-/// Runs of the reference.
+/// Number of runs of the reference.
 constexpr std::size_t kRuns = 2, kManyRuns = 17;
 
 void write_all(int fd, const void* data, std::size_t bytes) {
@@ -56,7 +57,7 @@ void write_frame(int fd, const std::string& text) {
   write_all(fd, text.data(), text.size());
 }
 
-/// In a worker, which may wait. Empty at the end of the pipe.
+/// For a worker, which may block. Empty at the end of the pipe.
 std::optional<std::string> read_frame(int fd) {
   const auto read_all = [fd](void* data, std::size_t bytes) {
     auto* at = static_cast<char*>(data);
@@ -80,7 +81,7 @@ std::size_t number_of_ranks(const Case& drawn) {
   return drawn.wrapper.kind == "data_parallel" ? 1 : static_cast<std::size_t>(drawn.world);
 }
 
-/// With `twice`, other bits in the second run are a failure.
+/// With `twice`, different bits in the second run are a failure.
 Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
   Report report = run_rank(drawn, rank, folder);
   if (!drawn.twice || report.failure != Failure::kNone) return report;
@@ -93,7 +94,7 @@ Report run_as_drawn(const Case& drawn, int rank, const std::string& folder) {
   return report;
 }
 
-/// All ranks as threads of this process. [rank]
+/// Runs all ranks as threads of this process. [rank]
 std::vector<Report> run_threads(const Case& drawn, const std::string& folder) {
   std::vector<Report> reports(number_of_ranks(drawn));
   std::vector<std::thread> threads;
@@ -107,7 +108,7 @@ std::vector<Report> run_threads(const Case& drawn, const std::string& folder) {
   at::set_num_threads(1);
   while (const auto frame = read_frame(in)) {
     const auto line_end = frame->find('\n');
-    const std::string argument = frame->substr(0, line_end);  // A folder; for the reference, the number of runs.
+    const std::string argument = frame->substr(0, line_end);  // The folder; for the reference, the number of runs.
     const Case drawn = from_json(nlohmann::json::parse(frame->substr(line_end + 1)));
     std::vector<Report> reports;
     if (index == kReference) {
@@ -173,7 +174,7 @@ struct Pool::Worker {
     ::waitpid(pid, nullptr, 0);
   }
 
-  /// Takes what there is. False when the process has ended.
+  /// Reads the available data. Returns false if the process has ended.
   bool read_more() {
     char buffer[65536];
     const ssize_t got = ::read(out, buffer, sizeof buffer);
@@ -243,13 +244,13 @@ Verdict Pool::run(const Case& drawn) {
   // Collectives of several gloo groups in one process insert into a map of LibTorch 2.11 without a lock.
   if (threads_) ours.backend = "shm";
   const Verdict verdict = run(ours, kRuns);
-  // A kink of the model beside the values may show in few runs of the reference.
+  // If the model has a kink near the values, only few runs of the reference may show it.
   return verdict.kind.rfind("WRONG", 0) == 0 ? run(ours, kManyRuns) : verdict;
 }
 
 Verdict Pool::run(const Case& drawn, std::size_t runs) {
   if (++cases_ > kCasesPerPool) replace();
-  const std::size_t processes = threads_ ? 1 : number_of_ranks(drawn);  // Beside the reference.
+  const std::size_t processes = threads_ ? 1 : number_of_ranks(drawn);  // Not counting the reference.
   // Each case has a new folder. After an error in backward, LibTorch's ready queue keeps nodes until the thread's next
   // backward. These nodes can hold the process group of the failed case. If the next case had the same store file,
   // ~FileStore() would lock the file and read past its end forever.

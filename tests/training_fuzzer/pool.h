@@ -1,5 +1,5 @@
-// Processes that carry out cases: one for the reference, one for each rank or for all ranks. They are forked once, from
-// a process that has run no operator, and live for many cases.
+// Processes that run cases: one for the reference, and one for each rank or for all ranks. They are forked once, from a
+// process that has run no operator, and run many cases.
 #pragma once
 
 #include <sys/types.h>
@@ -16,13 +16,13 @@ namespace ddpkit::fuzz {
 
 class Pool {
  public:
-  /// `threads`: all ranks are threads of one process, where ThreadSanitizer sees what they share.
+  /// `threads`: all ranks are threads of one process, so that ThreadSanitizer sees their shared data.
   explicit Pool(bool threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  /// A pool in which a case hung or that it killed is replaced.
+  /// Replaces the processes after a hang or a crash.
   Verdict run(const Case& drawn);
   /// The next case runs in new processes.
   void replace();
@@ -39,7 +39,7 @@ class Pool {
   std::string folder_;
   std::string case_folder_;
   std::uint64_t case_number_ = 0;
-  std::vector<std::unique_ptr<Worker>> workers_;  ///< The reference, then ranks.
+  std::vector<std::unique_ptr<Worker>> workers_;  ///< The reference, then the ranks.
   int cases_ = 0;                                 ///< Since the processes were replaced.
 };
 

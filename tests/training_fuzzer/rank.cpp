@@ -13,7 +13,7 @@
 namespace ddpkit::fuzz {
 namespace {
 
-/// One process's `world` batches as one.
+/// Joins the `world` batches of one process.
 Batch joined_batch(const Case& drawn, int number) {
   std::vector<Batch> parts;
   for (int rank = 0; rank < drawn.world; ++rank) parts.push_back(make_batch(drawn, number, rank));
@@ -181,7 +181,7 @@ void RankTraining::step() {
   }
   unscaled_ = false;
   if (!done) return;
-  if (optimizer_.sharded) has_gradients_ = false;  // They are used up.
+  if (optimizer_.sharded) has_gradients_ = false;  // step() has consumed the gradients.
   ++steps_;
   if (scheduler_) scheduler_->step();
 }
@@ -268,7 +268,7 @@ void RankTraining::report_all(bool gradients, Kind gradient) {
   report_model(report, event_, *model_, gradients, gradient);
   if (drawn_.events[event_].kind != "step") return;
   if (!optimizer_.sharded) return report_state(report, event_, *optimizer_.base, *model_);
-  for (int rank = 0; rank < drawn_.world; ++rank) {  // One rank at a time has the whole state.
+  for (int rank = 0; rank < drawn_.world; ++rank) {  // consolidate: one rank at a time has the complete state.
     optimizer_.sharded->consolidate_state(rank);
     if (rank == rank_) report_state(report, event_, optimizer_.sharded->consolidated(), *model_);
   }

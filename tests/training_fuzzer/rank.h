@@ -17,11 +17,11 @@
 
 namespace ddpkit::fuzz {
 
-/// Does what a program would do for each event, with the case's wrapper and optimizer.
+/// Executes the events as a program would, with the case's wrapper and optimizer.
 class RankTraining {
  public:
   RankTraining(const Case& drawn, int rank, ProcessGroup group, std::string folder);
-  /// Wraps the model and makes the optimizer: collective, may throw.
+  /// Wraps the model and creates the optimizer. Collective; may throw.
   void start();
   void perform(std::uint32_t number, const Event& event);
   Report report;
@@ -58,16 +58,16 @@ class RankTraining {
   Optimizer optimizer_;
   std::unique_ptr<optim::LearningRateScheduler> scheduler_;
   std::optional<optim::GradScaler> scaler_;
-  std::map<int, at::Tensor> graphs_;  ///< Losses by slot.
+  std::map<int, at::Tensor> graphs_;  ///< Losses. [slot]
   std::string hook_;
-  std::string hook_throws_;  ///< Where the hook throws in the next backward: see set_hook().
+  std::string hook_throws_;  ///< The place where the hook throws in the next backward: see set_hook().
   std::vector<at::Tensor> added_;
   std::uint32_t event_ = 0;
   int batch_ = 0;
   std::int64_t steps_ = 0;
   double norm_ = 0;
   bool unscaled_ = false;
-  bool has_gradients_ = false;  ///< Averaged ones, for a step.
+  bool has_gradients_ = false;  ///< Averaged gradients for a step exist.
 };
 
 }  // namespace ddpkit::fuzz

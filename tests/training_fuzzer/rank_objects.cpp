@@ -1,4 +1,5 @@
-// Events that replace a training's objects: wrapper, optimizer, scheduler, checkpoints; and what a rank's process does.
+// Events that replace objects of a training: wrapper, optimizer, scheduler, checkpoints. Also the main function of a
+// rank's process.
 #include <optional>
 #include <sstream>
 
@@ -13,8 +14,8 @@
 
 namespace ddpkit::fuzz {
 
-/// old_first: the old wrapper, and with it a sharded optimizer, ends before the new one is made. under_optimizer: the
-/// wrapper alone ends first.
+/// old_first: destroys the old wrapper, and with it a sharded optimizer, before creating the new wrapper.
+/// under_optimizer: destroys only the wrapper first.
 void RankTraining::wrap_again(const std::string& how) {
   const bool sharded = optimizer_.sharded != nullptr;
   if (sharded) has_gradients_ = false;
@@ -32,7 +33,7 @@ void RankTraining::wrap_again(const std::string& how) {
     ddp_ = std::move(old);  // A sharded optimizer still needs it.
     throw;
   }
-  if (sharded) make_optimizer();  // The old optimizer ends in the assignment, before the old wrapper.
+  if (sharded) make_optimizer();  // The assignment destroys the old optimizer before the old wrapper.
 }
 
 void RankTraining::optimizer_again(const std::string& how) {
@@ -42,8 +43,8 @@ void RankTraining::optimizer_again(const std::string& how) {
   make_optimizer();
 }
 
-/// same: into the object that saved. new: into a new one, with a scheduler from before load(). schedule_after: the same
-/// with a scheduler from after load(). checkpoint: through a checkpoint file.
+/// same: loads into the saved object. new: loads into a new object, with a scheduler created before load().
+/// schedule_after: the same with a scheduler created after load(). checkpoint: saves and loads a checkpoint file.
 void RankTraining::save_load(const std::string& how) {
   if (how == "checkpoint") {
     const std::string path = folder_ + "/checkpoint.pt";
@@ -51,7 +52,7 @@ void RankTraining::save_load(const std::string& how) {
     train::load_checkpoint(path, *model_, *optimizer_.base, group_);
     return;
   }
-  // torch::save() and torch::load() of torch::optim's own have no room for the rate before the schedule.
+  // torch::save() and torch::load() of torch::optim's optimizers do not store the rate before the schedule.
   std::optional<train::StateDict> state;
   if (how == "schedule_after" && drawn_.optimizer.engine == "torch") state = train::optimizer_state(*optimizer_.base);
   if (optimizer_.sharded) optimizer_.sharded->consolidate_state(0);
@@ -73,7 +74,7 @@ void RankTraining::save_load(const std::string& how) {
   if (how == "schedule_after") make_scheduler();
 }
 
-/// A parameter that gets no gradient.
+/// Adds a parameter that receives no gradient.
 void RankTraining::add_group() {
   added_.push_back(at::ones({3}, at::TensorOptions(type_named(drawn_.dtype))).set_requires_grad(true));
   optimizer_.base->add_param_group(torch::optim::OptimizerParamGroup({added_.back()}));
@@ -87,11 +88,11 @@ ProcessGroup make_group(const Case& drawn, int rank, const std::string& folder) 
   LaunchEnvironment environment;
   environment.rank = environment.local_rank = rank;
   environment.world_size = environment.local_world_size = world;
-  if (drawn.backend == "hierarchical") {  // Two hosts where they would have equally many ranks, else one rank on each.
+  if (drawn.backend == "hierarchical") {  // Two equal hosts if possible, else one rank per host.
     environment.local_world_size = world % 2 == 0 ? world / 2 : 1;
     environment.local_rank = rank % environment.local_world_size;
   }
-  const std::chrono::milliseconds timeout = std::chrono::seconds(6);  // Less than the pool's patience.
+  const std::chrono::milliseconds timeout = std::chrono::seconds(6);  // Less than the time limit of the pool.
   return {backend_named(drawn.backend, "the case's backend").create(store, environment, at::kCPU, timeout), store,
           at::kCPU, environment};
 }
@@ -107,7 +108,7 @@ Report run_rank(const Case& drawn, int rank, const std::string& folder) {
     note_failure(training.report, 0, [&] { training.start(); });
     for (; event < drawn.events.size() && training.report.failure == Failure::kNone; ++event)
       note_failure(training.report, event, [&] { training.perform(event, drawn.events[event]); });
-    // Nobody leaves while another rank may still need this one, or may find out that it does not.
+    // No rank exits while another rank may still need it, or may detect its end.
     if (training.report.failure == Failure::kNone) note_failure(training.report, event, [&] { group.barrier(); });
     if (training.report.failure != Failure::kNone) group.abort(training.report.message);
     report = std::move(training.report);

@@ -46,7 +46,7 @@ void Reference::wrap() {
 void Reference::make_optimizers() {
   for (Player& player : players_)
     player.optimizer = make_torch_optimizer(drawn_.optimizer, optimizer_parameters(*player.model, false));
-  // A new sharded optimizer has no slices of gradients yet.
+  // A new sharded optimizer has no gradient slices yet.
   if (drawn_.optimizer.engine == "sharded") drop_gradients();
   set_rates();
 }
@@ -73,14 +73,14 @@ void Reference::step() {
 void Reference::update() {
   const torch::NoGradGuard no_grad;
   const bool ascends = drawn_.optimizer.maximize && drawn_.optimizer.engine != "torch";
-  // A gradient scaler leaves gradients unscaled behind, unless the optimizer unscales as it reads them.
+  // A gradient scaler leaves unscaled gradients, unless the optimizer unscales on read.
   const bool restores = drawn_.optimizer.engine != "torch";
   const double factor = (ascends ? -1 : 1) / scale_;
   for (Player& player : players_) {
     for (const at::Tensor& parameter : player.model->distinct_parameters())
       if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
     player.optimizer->step();
-    // torch::optim::SGD does not tell autograd; Python's and ddpkit's optimizers do.
+    // torch::optim::SGD does not notify autograd; Python's and ddpkit's optimizers do.
     for (const auto& group : player.optimizer->param_groups())
       for (const at::Tensor& parameter : group.params())
         if (restores && parameter.grad().defined()) parameter.unsafeGetTensorImpl()->bump_version();

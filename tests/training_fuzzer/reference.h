@@ -1,5 +1,5 @@
-// One process without ddpkit plays all ranks: a model and an optimizer of LibTorch's for each, gradients averaged by
-// hand. reference.cpp carries out the events, reference_gradients.cpp has forward, backward and what changes gradients.
+// One process without ddpkit simulates all ranks: each has a model and an optimizer of LibTorch. Gradients are averaged
+// directly. reference.cpp executes the events. reference_gradients.cpp has forward, backward and changes of gradients.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -21,7 +21,7 @@ struct Player {
   Report report = {};
 };
 
-/// Not copy_(): as if nobody had written to the tensor, which autograd must not object to.
+/// Writes like copy_(), but without notifying autograd.
 inline void overwrite(const at::Tensor& to, const at::Tensor& from) {
   if (to.is_contiguous() && from.is_contiguous()) {
     std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
@@ -39,26 +39,26 @@ class Reference {
  private:
   using Outputs = std::vector<at::Tensor>;  // [rank]
 
-  /// Everybody starts from rank 0's weights and buffers.
+  /// Copies rank 0's weights and buffers to all ranks.
   void wrap();
   void make_optimizers();
   void set_rates();
   void share_buffers(std::size_t source);
-  /// Whatever the options say.
+  /// Independent of the options.
   void copy_buffers(std::size_t source);
-  /// Layer by layer in step, since sync_batch_norm sees all ranks' inputs. Undefined for ranks that are not active.
+  /// Runs all ranks layer by layer, since sync_batch_norm needs the inputs of all ranks. Undefined for inactive ranks.
   Outputs forward(const std::vector<bool>& active, const Event& event);
   void normalise_together(std::size_t node, Outputs& x, const std::vector<Batch>& batches);
   void backward(const Outputs& losses, bool retain);
-  /// Each element with an error of `relative` size and a drawn sign, which its gradient gets too.
+  /// Adds an error of `relative` size and random sign to each element, also to its gradient.
   at::Tensor disturbed(const at::Tensor& x, double relative);
-  /// Ranks without a gradient give zeros; where none has one there is none.
+  /// Ranks without a gradient contribute zeros. If no rank has a gradient, the result has none.
   void average(std::int64_t divisor);
   static std::vector<at::Tensor> averaged(Model& model);
   void drop_gradients();
   void clip(const Event& event);
   bool overflowed();
-  /// An update within backward leaves only the count to step().
+  /// If backward updates the weights, step() only counts.
   void step();
   void update();
   void join(const Event& event);
@@ -70,13 +70,13 @@ class Reference {
   Rounding disturbance_;
   at::Generator generator_;
   std::vector<Player> players_;    ///< [rank]
-  std::map<int, Outputs> graphs_;  ///< Losses by slot.
+  std::map<int, Outputs> graphs_;  ///< Losses. [slot]
   std::uint32_t event_ = 0;
   int batch_ = 0;
   std::int64_t steps_ = 0;
   double norm_ = 0;
   double scale_;
-  bool has_gradients_ = false;  ///< Averaged ones, for a step.
+  bool has_gradients_ = false;  ///< Averaged gradients for a step exist.
 };
 
 }  // namespace ddpkit::fuzz

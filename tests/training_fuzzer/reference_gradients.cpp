@@ -8,7 +8,7 @@
 namespace ddpkit::fuzz {
 namespace {
 
-/// LibTorch's own autocast on the CPU.
+/// Enables LibTorch's autocast on the CPU.
 class MixedPrecision {
  public:
   explicit MixedPrecision(const std::string& type) : enabled_(!type.empty()) {
@@ -31,7 +31,7 @@ class MixedPrecision {
 }  // namespace
 
 void Reference::share_buffers(std::size_t source) {
-  // DataParallel's replicas take the module's buffers in evaluation mode too.
+  // DataParallel's replicas use the module's buffers in evaluation mode too.
   const bool wanted = drawn_.wrapper.kind == "data_parallel" || players_[0].model->is_training();
   if (!drawn_.wrapper.broadcast_buffers || !wanted) return;
   copy_buffers(source);
@@ -113,7 +113,7 @@ void Reference::average(std::int64_t divisor) {
     for (auto& own : parameters) {
       const at::Tensor& gradient = own[i].grad();
       if (!gradient.defined()) continue;
-      // Ranks' large gradients may cancel.
+      // The ranks' large gradients may cancel.
       const at::Tensor wide =
           disturbed(gradient.to(gradient.is_complex() ? at::kComplexDouble : at::kDouble), disturbance_.gradients);
       sum = sum.defined() ? sum + wide : wide;

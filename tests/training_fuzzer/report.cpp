@@ -24,7 +24,8 @@ class Reader {
     take(&value, sizeof value);
     return value;
   }
-  /// Of elements that follow, each of at least so many bytes. A rank whose memory is damaged may send any number.
+  /// Reads the number of following elements, each of at least `bytes_each` bytes. A rank with damaged memory may send
+  /// any number.
   std::uint32_t count(std::size_t bytes_each) {
     const auto value = get<std::uint32_t>();
     if (value > (bytes_.size() - at_) / bytes_each) throw std::runtime_error("a report is truncated");

@@ -1,5 +1,5 @@
-// What a rank, or the reference in its place, has seen: sent to the parent through a pipe, so that nothing is compared
-// over the group under test.
+// The values and errors of a rank or of the reference. Sent to the parent through a pipe, so that the comparison does
+// not use the group under test.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace ddpkit::fuzz {
 
-/// How a tensor is judged.
+/// The comparison of a tensor.
 enum class Kind : std::uint8_t {
   kWeight,    ///< The same bits on all ranks.
   kGradient,  ///< Averaged: the same bits on all ranks.
-  kLocal,     ///< Of this rank alone.
+  kLocal,     ///< Of this rank only.
 };
 
 struct Entry {
   std::uint32_t event = 0;
   Kind kind = Kind::kWeight;
   std::string name;
-  std::vector<double> values;  ///< Every type converts without loss; complex numbers are two.
+  std::vector<double> values;  ///< In double, which represents each type exactly; a complex number has two values.
 };
 
 /// From the most to the least specific.

@@ -5,7 +5,7 @@ namespace {
 
 using nlohmann::json;
 
-/// Without node `index`; what refers to later ones follows.
+/// Removes node `index` and adjusts references to later nodes.
 json without_node(json value, std::size_t index) {
   value["nodes"].erase(index);
   const auto follow = [&](json& owner, const char* key) {
@@ -20,7 +20,7 @@ json without_node(json value, std::size_t index) {
   return value;
 }
 
-/// In a world of one rank less.
+/// Reduces the world by one rank.
 json with_fewer_ranks(json value) {
   const int world = value["world"].get<int>() - 1;
   value["world"] = world;
@@ -91,7 +91,7 @@ Case shrink(Case drawn, const std::function<bool(const Case&)>& fails, int tries
         continue;
       }
       drawn = candidates[i];
-      candidates = smaller(drawn);  // Those before this one have failed to fail.
+      candidates = smaller(drawn);  // The candidates before this one did not fail.
       shrunk = true;
     }
   }

@@ -1,4 +1,4 @@
-// Makes a failing case small while it goes on failing in the same way.
+// Shrinks a failing case as long as it fails in the same way.
 #pragma once
 
 #include <functional>
@@ -8,10 +8,10 @@
 
 namespace ddpkit::fuzz {
 
-/// Cases with one thing less: an event, a node, a key that is not its default.
+/// Returns cases with one part less: an event, a node, or a key that is not its default.
 std::vector<Case> smaller(const Case& drawn);
 
-/// `fails(smaller case)` runs it: true when the verdict is the same. At most `tries` runs.
+/// `fails(smaller case)` runs a case and returns true if the verdict is the same. Makes at most `tries` runs.
 Case shrink(Case drawn, const std::function<bool(const Case&)>& fails, int tries = 250);
 
 }  // namespace ddpkit::fuzz

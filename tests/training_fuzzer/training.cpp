@@ -84,15 +84,15 @@ void report_model(Report& report, std::uint32_t event, Model& model, bool gradie
 
 std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed) {
   const OptimizerChoice& choice = model.drawn().optimizer;
-  // torch::optim's own updates a parameter twice that is listed twice; a program has to see to it.
-  // Twice in one group only: which group a tensor's second listing is in, the reference cannot know.
+  // torch::optim updates a parameter twice if it is listed twice; the program must avoid this.
+  // Only within one group: the reference cannot know the group of a tensor's second entry.
   const bool listed_twice = as_listed && choice.engine == "fused" && choice.groups == 1;
   const auto all = listed_twice ? model.parameters() : model.distinct_parameters();
   if (choice.engine != "sharded") return all;
   std::vector<at::Tensor> averaged;
   for (const auto& item : model.named_parameters()) {
     const auto ignored = model.ignored_names();
-    // A layer that is switched on later has to learn; only which group it is in the reference cannot know.
+    // A layer that is enabled later must be trained. The reference only does not know its group.
     const bool off = !item.value().requires_grad() && (as_listed || choice.groups > 1);
     if (off || std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end()) continue;
     if (std::none_of(averaged.begin(), averaged.end(), [&](const auto& one) { return one.is_same(item.value()); }))
