@@ -1,4 +1,4 @@
-// Several replicas on one GPU, which is named several times.
+// Several replicas on one GPU, which is given several times.
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -34,7 +34,7 @@ TEST_CASE("train_step of two replicas on one GPU trains as the bare module does"
   torch::optim::SGD optimizer(ours->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::optim::SGD reference_optimizer(reference->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int step = 0; step < 12; ++step) {
-    const auto x = batch(step, step % 4 == 3 ? 1 : 9);  // Uneven parts, and a batch for one replica alone.
+    const auto x = batch(step, step % 4 == 3 ? 1 : 9);  // Uneven parts, and a batch for a single replica.
     const Batch joined{x, target_for(x)};
     optimizer.zero_grad(step % 3 != 0);
     const auto ours_loss = dp.train_step(joined, loss);
@@ -56,7 +56,7 @@ TEST_CASE("backward through the joined outputs of two replicas on one GPU", "[gp
     const auto x = batch(step, 9).requires_grad_(), y = batch(step, 9).requires_grad_();
     ours->zero_grad();
     reference->zero_grad();
-    // Two forwards before one backward, which so meets two nodes of DataParallel's.
+    // Two forwards before one backward, whose graph has two DataParallel nodes.
     (loss_of(dp(x)) + dp(x * 2).sum()).backward();
     (loss_of(reference->forward(y)) + reference->forward(y * 2).sum()).backward();
     for (std::size_t i = 0; i < ours->parameters().size(); ++i)

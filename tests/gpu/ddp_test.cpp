@@ -1,4 +1,4 @@
-// World size 1 goes through everything that more ranks do: hooks, buckets, NCCL, streams.
+// World size 1 runs the same code as more ranks: hooks, buckets, NCCL, streams.
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -10,7 +10,7 @@ namespace {
 
 using gpu::batch, gpu::loss_of;
 
-/// Weights after some steps of DistributedDataParallel, and of the bare module.
+/// Weights after some steps of DistributedDataParallel, and of the unwrapped module.
 struct Trained {
   torch::nn::Sequential plain = gpu::net(), wrapped = gpu::net();
   ddpkit::DistributedDataParallel<torch::nn::SequentialImpl> ddp;
@@ -90,7 +90,7 @@ TEST_CASE("communication hooks work on the GPU's streams", "[gpu]") {
   with_hook(ddpkit::comm_hooks::all_reduce(group), 1e-12);
   with_hook(ddpkit::comm_hooks::fp16_compress(group), 1e-2);
   with_hook(ddpkit::comm_hooks::bf16_compress(group), 1e-1);
-  // Of full rank PowerSGD sends everything.
+  // At full rank, PowerSGD is exact.
   with_hook(ddpkit::comm_hooks::PowerSGD(
                 group, {.matrix_approximation_rank = 40, .start_powerSGD_iter = 2, .min_compression_rate = 0}),
             1e-6);

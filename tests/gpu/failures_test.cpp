@@ -1,4 +1,4 @@
-// A rank on a GPU throws, is late or hangs: the others learn of it, and of the rank.
+// A rank on a GPU throws, is late or hangs. The others report the fault and the rank.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -32,7 +32,7 @@ std::int64_t now_ms() {
   return std::chrono::duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-/// Trains to the step in which rank 1 fails, and then waits for the device.
+/// Trains until the step in which rank 1 fails, then waits for the device.
 void train(const ProcessGroup& group, const std::function<void(torch::nn::Sequential&, const torch::Tensor&)>& fail) {
   auto net = gpu::net();
   net->to(group.device());
@@ -47,7 +47,7 @@ void train(const ProcessGroup& group, const std::function<void(torch::nn::Sequen
   }
 }
 
-/// The message of the E that `call` throws in time.
+/// Returns the message of the E that `call` throws in time.
 template <class E>
 std::string failure_of(const std::function<void()>& call, milliseconds limit) {
   const auto begin = steady_clock::now();
@@ -111,7 +111,7 @@ TEST_CASE("a rank that comes late to a bucket on 3 GPUs is named with the bucket
         [&] { train(ddpkit::init_process_group({.backend = "nccl", .timeout = kTimeout}), sleep); }, 4 * kTimeout);
     CHECK_THAT(message, ContainsSubstring(" timed out after 1.0 s in all_reduce number ") &&
                             ContainsSubstring(", bucket 2) at step 3, waiting for rank 1, which is in "));
-    CHECK_THAT(message, ContainsSubstring(", bucket 1) at step 3"));  // Of rank 1's last collective.
+    CHECK_THAT(message, ContainsSubstring(", bucket 1) at step 3"));  // The position of rank 1's last collective.
     group.barrier();
   });
 }

@@ -10,7 +10,7 @@
 #include "support/catch.h"
 #include "support/children.h"
 
-/// The number of GPUs. A child process counts them: CUDA does not survive a fork, and on_ranks forks.
+/// Returns the number of GPUs. A child process counts them: CUDA does not survive a fork, and on_ranks forks.
 inline int gpu_count() {
   const auto count = [](int) { return static_cast<int>(torch::cuda::device_count()); };
   const int status = ddpkit::testing::run_children(1, count, {.time_limit = std::chrono::seconds(100)}).ends[0].status;
@@ -28,7 +28,7 @@ inline int gpu_count() {
 
 #define NEEDS_GPU() NEEDS_GPUS(1)
 
-/// Ends the test as skipped on real GPUs, which have no faults on request.
+/// Ends the test as skipped on real GPUs, which cannot inject faults.
 #define NEEDS_VIRTUAL_GPUS()                                                                         \
   do {                                                                                               \
     const char* preloaded = std::getenv("LD_PRELOAD");                                               \

@@ -28,7 +28,7 @@ void check_against_eager(const Options& options, double tolerance) {
                                   {.warmup_iterations = 5});
   for (int i = 0; i < 20; ++i) {
     if (i == 14) {
-      // A schedule goes on, captured or not.
+      // The learning rate may change with or without a captured graph.
       eager_optimizer.param_groups()[0].options().set_lr(options.lr() / 4);
       optimizer.param_groups()[0].options().set_lr(options.lr() / 4);
     }
@@ -43,7 +43,7 @@ void check_against_eager(const Options& options, double tolerance) {
   }
   gpu::check_same(graphed->parameters(), eager->parameters(), tolerance);
   CHECK_THROWS_WITH(step({gpu::batch(0, 8)}), ContainsSubstring("[8, 12]"));
-  // Archives count the replayed steps too: both go on alike from here.
+  // Archives count the replayed steps too: both trainings continue equally from here.
   std::stringstream archive;
   torch::save(optimizer, archive);
   Optimizer resumed(graphed->parameters(), options);

@@ -18,7 +18,7 @@ inline torch::nn::Sequential net() {
   return net;
 }
 
-/// Buckets of about one layer each.
+/// Options for buckets of about one layer each.
 inline ddpkit::DistributedDataParallelOptions small_buckets() {
   return {.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.001};
 }
@@ -27,7 +27,7 @@ inline ddpkit::ProcessGroup world_of_one() {
   return ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
 }
 
-/// The batch of a step, the same in every process.
+/// Returns the batch of a step, equal in every process.
 inline torch::Tensor batch(int step, std::int64_t samples) {
   torch::manual_seed(100 + step);
   return torch::randn({samples, 12}, torch::kDouble).to(torch::Device(kGpu, 0));

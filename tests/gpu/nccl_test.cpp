@@ -48,7 +48,7 @@ TEST_CASE("an nccl group ends without a word from c10d", "[gpu]") {
   const std::string errors = ddpkit::testing::stderr_of([] {
     const auto group = world_of_one();
     const auto memory = group.allocate({1 << 20}, torch::kFloat).fill_(1);
-    // More than the group remembers at once. The last ones are still under way when the group ends.
+    // More than the group tracks at once. The last ones are still running when the group is destroyed.
     for (int i = 0; i < 200; ++i) group.all_reduce(memory);
   });
   CHECK(errors == "");

@@ -9,7 +9,7 @@
 
 namespace {
 
-/// Within it whatever makes the host wait for the device throws.
+/// Within its scope, any wait of the host for the device throws.
 struct NoHostWait {
   NoHostWait() { c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR); }
   ~NoHostWait() { c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED); }
@@ -22,7 +22,7 @@ void train(ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>& ddp, torc
     gpu::loss_of(ddp(x)).backward();
     optimizer.step();
   };
-  for (int warm_up = 0; warm_up < 3; ++warm_up) step();  // Communicators, memory, the order of buckets.
+  for (int warm_up = 0; warm_up < 3; ++warm_up) step();  // Creates communicators, memory and the order of buckets.
   const NoHostWait no_wait;
   for (int steps = 0; steps < 3; ++steps) step();
 }
@@ -64,7 +64,7 @@ TEST_CASE("compressing hooks do not make the host wait", "[gpu]") {
   const auto group = gpu::world_of_one();
   const std::vector<ddpkit::CommHook> hooks{
       ddpkit::comm_hooks::bf16_compress(group),
-      // One column: no QR, and each Q is drawn anew on the host.
+      // One column: no QR, and the host draws a new Q each time.
       ddpkit::comm_hooks::PowerSGD(
           group,
           {.matrix_approximation_rank = 1, .start_powerSGD_iter = 0, .min_compression_rate = 0, .warm_start = false})};

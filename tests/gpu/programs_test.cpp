@@ -1,4 +1,4 @@
-// The programs as users start them, on several GPUs.
+// Tests of the programs on several GPUs.
 #include <torch/torch.h>
 
 #include <nlohmann/json.hpp>
@@ -12,7 +12,7 @@ namespace {
 
 using ddpkit::testing::Arguments, ddpkit::testing::Folder, ddpkit::testing::joined, ddpkit::testing::run_ddpkit;
 
-/// c10d's and NCCL's lines, the linker's warnings and the virtual GPU's begin so.
+/// These prefixes mark lines of c10d, NCCL, the linker and the virtual GPU.
 void check_quiet(const std::string& errors) {
   INFO(errors);
   for (const char* word : {"ProcessGroup", "NCCL", "c10d", "[W", "[E", "arning", "virtual GPU"})
@@ -121,7 +121,7 @@ TEST_CASE("har stopped and resumed on 2 GPUs ends with the weights of a whole ru
   const Folder whole, parts, work;
   run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(whole, 12));
   run_ranks(work, 2, DDPKIT_TEST_HAR, joined(plain_har(parts, 12), {"--max-steps", "7"}));
-  // Stopped in the second epoch: the checkpoint is of the end of the first one.
+  // Stopped in the second epoch: the checkpoint is from the end of the first.
   CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 1);
   run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(parts, 12));
   check_close(har_weights(parts), har_weights(whole));

@@ -24,7 +24,7 @@ double age_of(const std::filesystem::path& file) {
   return std::chrono::duration<double>(age).count();
 }
 
-/// LibTorch's own log lines do not help users.
+/// LibTorch's log lines do not help users.
 void check_no_log(const std::string& errors) {
   for (const char* words : {"c10d", "ProcessGroupNCCL", "TCPStore", "frame #", "[W", "[E"})
     CHECK_THAT(errors, !ContainsSubstring(words));
@@ -43,7 +43,7 @@ TEST_CASE("a rank of har on 3 GPUs is killed: the others end and the launcher na
              "--epochs", "1000", "--multi-gpu", "ddp", "--save-dir", saved.path()});
   INFO(run.errors);
   CHECK(run.exit_code != 0);
-  CHECK(age_of(work / "killed") < 2);  // Without a word from the other ranks, 5 s of grace would pass.
+  CHECK(age_of(work / "killed") < 2);  // Without notification, the other ranks would use the grace time of 5 s.
   CHECK_THAT(run.errors, ContainsSubstring("rank 1 (") && ContainsSubstring("signal 9"));
   check_no_log(run.errors);
 }

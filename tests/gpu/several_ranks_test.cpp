@@ -15,7 +15,7 @@ void on_gpus(const std::string& name, int ranks, const std::function<void(Proces
   ddpkit::testing::on_ranks(name, ranks, body, {.backend = "nccl", .device = torch::kCUDA});
 }
 
-/// What a rank sends: whole numbers, which sums of several ranks represent exactly.
+/// Returns the data that a rank sends: integers, so that sums over ranks are exact.
 torch::Tensor part(const ProcessGroup& group, int rank, at::IntArrayRef sizes) {
   const std::int64_t count = c10::multiply_integers(sizes);
   return (torch::arange(count, torch::kFloat) * (rank + 1) + rank).remainder(1000).view(sizes).to(group.device());
@@ -33,7 +33,7 @@ void check_equal(const torch::Tensor& found, const torch::Tensor& expected) {
   CHECK(torch::equal(found.cpu(), expected.cpu()));
 }
 
-/// Trains on samples `begin` to `end` of each joint batch.
+/// Trains on samples `begin` to `end` of each global batch.
 template <class Forward>
 void train(torch::nn::Sequential& net, std::int64_t begin, std::int64_t end, std::int64_t total, Forward&& forward) {
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));

@@ -1,4 +1,4 @@
-// Two ranks share one GPU, and exchange through the host. Nothing but the order of streams keeps their results right.
+// Two ranks share one GPU and exchange through the host. The results are correct only if the order of streams is.
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -17,7 +17,7 @@ torch::Tensor of_rank(int rank, std::int64_t numel) {
   return torch::arange(numel, torch::TensorOptions(torch::kFloat).device(torch::kCUDA)) + 100 * rank;
 }
 
-/// Keeps the device busy for a while.
+/// Keeps the device busy for a moment.
 void burn() {
   static const auto matrix = torch::full({2048, 2048}, 1e-3, torch::kCUDA);
   auto product = matrix;
@@ -31,7 +31,7 @@ void check_collectives(ddpkit::ProcessGroup& group) {
   for (int round = 0; round < 3; ++round) {
     auto tensor = torch::zeros({1 << 20}, torch::kCUDA);
     burn();
-    tensor.fill_(rank + round);  // Long after the host has called all_reduce.
+    tensor.fill_(rank + round);  // Runs long after the host has called all_reduce.
     group.all_reduce(tensor);
     CHECK((tensor == ranks * round + ranks * (ranks - 1) / 2).all().item<bool>());
   }
@@ -78,7 +78,7 @@ void check_training(ddpkit::ProcessGroup& group) {
 }
 
 void check_unused(ddpkit::ProcessGroup& group) {
-  // Each rank leaves another layer out.
+  // Each rank skips a different layer.
   torch::nn::ModuleList layers(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
   layers->to(torch::kCUDA);
   ddpkit::DistributedDataParallel ddp(layers, group, {.find_unused_parameters = true});

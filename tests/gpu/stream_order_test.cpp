@@ -1,5 +1,5 @@
-// A kernel that sleeps on the device stands before each collective, so that a missing wait between streams is caught
-// rather than hidden by luck.
+// A kernel that sleeps on the device precedes each collective, so that a missing wait between streams always fails the
+// test.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -33,7 +33,7 @@ TEST_CASE("all_reduce waits for the kernels before it, and its reader for all_re
   NEEDS_GPU();
   const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
   const auto tensor = torch::zeros({1 << 20}, group.device());
-  group.all_reduce(tensor);  // The communicator is made here.
+  group.all_reduce(tensor);  // Creates the communicator.
   for (int round = 0; round < 3; ++round) {
     at::cuda::sleep(kSleepCycles);
     tensor.fill_(round + 1);
@@ -58,7 +58,7 @@ TEST_CASE("gradients that come late on the device are reduced all the same", "[g
     return first->weight.grad().clone();
   };
   const auto expected = gradients(false);
-  // The host is far ahead of the device here: the copies into the buckets and the reductions are only queued.
+  // The host is far ahead of the device: the copies into the buckets and the reductions are only queued.
   CHECK(torch::equal(gradients(true), expected));
 }
 
@@ -69,7 +69,7 @@ TEST_CASE("gradients of one bucket that come on two streams are reduced when bot
   torch::nn::Linear first(64, 64), second(64, 64);
   torch::nn::Sequential net(first, second);
   net->to(group.device());
-  // Autograd makes the second layer's accumulators on the side stream; they are kept, and so their hooks run there.
+  // Autograd creates the second layer's accumulators on the side stream. Keeping them makes their hooks run there.
   std::vector<decltype(torch::autograd::impl::grad_accumulator({}))> kept;
   {
     const c10::cuda::CUDAStreamGuard guard(side);
@@ -80,7 +80,7 @@ TEST_CASE("gradients of one bucket that come on two streams are reduced when bot
   REQUIRE(ddp.reducer().buckets().size() == 1);
   const auto x = torch::ones({8, 64}, group.device());
   const auto gradients = [&](bool slow) {
-    // Where there is a gradient already, autograd adds to it, on the accumulator's stream.
+    // If a gradient exists, autograd adds to it on the accumulator's stream.
     for (const auto& parameter : net->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
     const auto features = first->forward(x);
     auto output = second->forward(features);
@@ -130,7 +130,7 @@ TEST_CASE("a backward on another stream fills a bucket after the last gradients 
   ddpkit::DistributedDataParallel ddp(net, group);
   ddp.register_comm_hook([](ddpkit::GradBucket&) {
     return ddpkit::PendingReduction{.finish = [] {
-      at::cuda::sleep(kSleepCycles);  // The copies out of the bucket come after.
+      at::cuda::sleep(kSleepCycles);  // The copies out of the bucket follow.
       return torch::Tensor();
     }};
   });

@@ -5,7 +5,7 @@
 
 #undef cuLinkAddData
 #undef cuLinkCreate
-// The name goes to the assembler: cuda.h declares these functions with parameters that nothing here reads.
+// The name is only an assembler label: cuda.h declares these functions with parameters that are not used here.
 #define VGPU_ALIAS(name, symbol) \
   CUresult name() asm(symbol);   \
   CUresult name() { return CUDA_ERROR_NOT_SUPPORTED; }

@@ -31,7 +31,7 @@ at::Tensor to_device(const at::Tensor& cpu, c10::Device device) {
   if (!is_capturing(current_stream())) {
     publish(result, cpu);
   } else if (result.numel() > 0) {
-    // A capture runs no task. The values are written now, for operators that look at them during the capture.
+    // A capture runs no task. Writes the values now, for operators that read them during the capture.
     on_cpu(result).copy_(cpu);
   }
   return result;

@@ -1,4 +1,4 @@
-// What the sources of libvgpu_aten.so share.
+// Shared code of the sources of libvgpu_aten.so.
 #pragma once
 
 #include <functional>
@@ -12,16 +12,16 @@
 
 namespace vgpu::aten {
 
-/// The tensor's memory as a CPU tensor. Does not keep the memory alive, as a kernel does not.
+/// Returns the tensor's memory as a CPU tensor. Like a kernel, it does not keep the memory alive.
 at::Tensor on_cpu(const at::Tensor& tensor);
 
-/// The current stream of the current device.
+/// Returns the current stream of the current device.
 void* current_stream();
 
 /// Copies `from`, a CPU tensor, to `to` on the current stream.
 void publish(const at::Tensor& to, at::Tensor from);
 
-/// A new CUDA tensor that receives the values of `cpu` on the current stream.
+/// Returns a new CUDA tensor that receives the values of `cpu` on the current stream.
 at::Tensor to_device(const at::Tensor& cpu, c10::Device device);
 
 /// Calls `visit` with each tensor of an argument or result.
@@ -30,7 +30,7 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 /// The boxed kernel of all CUDA operators.
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack);
 
-// Operators that have no CPU kernel, or another one than the CPU's.
+// Operators without a CPU kernel, or with a kernel other than the CPU's.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking);
 std::int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                         double, bool, std::optional<double>, bool);

@@ -1,6 +1,5 @@
-// One boxed kernel for all CUDA operators. It waits for the current stream, runs the CPU kernel on the inputs where
-// they lie, and writes the results on the current stream. An operator that does not wait for another stream reads old
-// values.
+// One boxed kernel for all CUDA operators. It waits for the current stream, runs the CPU kernel on the inputs in place,
+// and writes the results on the current stream. An operator that does not wait for another stream reads old values.
 #include <iostream>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -25,7 +24,7 @@ struct Arguments {
   std::vector<Written> written;
 };
 
-/// The device of the first CUDA tensor; else of an argument `device`; else the current device.
+/// Returns the device of the first CUDA tensor; else of an argument `device`; else the current device.
 c10::Device device_of(const Stack& arguments) {
   std::optional<c10::Device> device;
   for (const IValue& value : arguments) {

@@ -9,7 +9,7 @@
 namespace vgpu::aten {
 namespace {
 
-/// Operators that only allocate or look, whose CUDA kernels run as they are, and operators of kernels.cpp.
+/// Operators that only allocate or inspect, whose CUDA kernels run unchanged, and operators of kernels.cpp.
 const std::unordered_set<std::string> kKept = {"aten::empty",
                                                "aten::empty_strided",
                                                "aten::record_stream",
@@ -27,7 +27,7 @@ const std::unordered_set<std::string> kKept = {"aten::empty",
                                                "aten::_thnn_fused_lstm_cell",
                                                "aten::_thnn_fused_lstm_cell_backward_impl"};
 
-/// Operators without a CUDA kernel of the dispatcher, which would call cuDNN.
+/// Operators without a CUDA kernel in the dispatcher; they would call cuDNN.
 const std::unordered_set<std::string> kForced = {"aten::convolution_overrideable", "aten::convolution",
                                                  "aten::convolution_backward"};
 
@@ -46,7 +46,7 @@ void install(const char* name, Function* function) {
   install({name, ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(function));
 }
 
-/// Views share memory: the CUDA kernel makes the right one.
+/// Views share memory: the CUDA kernel creates the correct view.
 bool is_view(const c10::FunctionSchema& schema) {
   for (const c10::Argument& result : schema.returns())
     if (result.alias_info() && !result.alias_info()->isWrite()) return true;
@@ -61,7 +61,7 @@ bool is_replaced(const c10::OperatorHandle& op) {
          (kForced.contains(name.name) && name.overload_name.empty());
 }
 
-/// The dispatcher warns when a kernel takes another one's place, which is intended here.
+/// Suppresses the dispatcher's warning about replaced kernels: the replacement is intended.
 struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

@@ -13,8 +13,8 @@ Task copy_task(const Tensor& to, const Tensor& from) {
   };
 }
 
-/// As in LibTorch: the copy runs on the source's stream, which waits for the target's stream. The target's stream waits
-/// for the copy.
+/// As in LibTorch: the copy runs on the source's stream, which waits for the target's stream. Then the target's stream
+/// waits for the copy.
 void copy_between_devices(const Tensor& to, const Tensor& from) {
   const auto source = c10::cuda::getCurrentCUDAStream(from.device().index());
   const auto target = c10::cuda::getCurrentCUDAStream(to.device().index());

@@ -1,4 +1,4 @@
-// What the sources of libcudart.so.13 share.
+// Shared code of the sources of libcudart.so.13.
 #pragma once
 
 #include <cuda_runtime_api.h>

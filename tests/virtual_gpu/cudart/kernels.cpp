@@ -1,4 +1,4 @@
-// Kernels are known by name. None runs, except at::cuda::sleep's.
+// Kernels are identified by name. Only at::cuda::sleep's kernel runs.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

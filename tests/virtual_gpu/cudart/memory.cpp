@@ -1,4 +1,4 @@
-// Memory of a device is memory of the host. Copies run on a stream.
+// Device memory is host memory. Copies run on a stream.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -59,7 +59,7 @@ std::optional<Block> remove_block(const void* pointer) {
   return block;
 }
 
-/// False if the device has less memory than that.
+/// Returns false if the device has less free memory.
 bool reserve(std::size_t size) {
   const std::lock_guard lock(memory().mutex);
   std::size_t& used = memory().used[current_device()];
@@ -85,7 +85,7 @@ void release(void* pointer) {
 VGPU_API cudaError_t cudaMalloc(void** pointer, size_t size) {
   if (!vgpu::reserve(size)) return vgpu::fail(cudaErrorMemoryAllocation);
   *pointer = vgpu::aligned(vgpu::kDeviceAlignment, size);
-  std::memset(*pointer, 0xff, size);  // NaN: a value that nothing has written is seen.
+  std::memset(*pointer, 0xff, size);  // NaN: reads of uninitialized memory become visible.
   vgpu::add_block(*pointer, size, cudaMemoryTypeDevice);
   return cudaSuccess;
 }
@@ -186,7 +186,7 @@ VGPU_API cudaError_t cudaMemset(void* pointer, int value, size_t size) {
   return cudaSuccess;
 }
 
-// A device has one pool, which keeps nothing.
+// A device has one pool, which keeps no memory.
 VGPU_API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   *pool = reinterpret_cast<cudaMemPool_t>(static_cast<std::uintptr_t>(device) + 1);
   return cudaSuccess;

@@ -13,7 +13,7 @@ namespace {
 
 thread_local int device_of_thread = 0;
 
-/// Objects of this process live until its end: threads of streams may still run while it exits.
+/// Objects of this process are never destroyed: threads of streams may still run during exit.
 struct Streams {
   std::mutex mutex;
   std::map<void*, std::shared_ptr<Stream>> created;
@@ -93,7 +93,7 @@ void Stream::run() {
     lock.unlock();
     delay();
     task();
-    task = nullptr;  // What the task holds is released before the host learns of its end.
+    task = nullptr;  // Releases the task's objects before the host is notified of the task's end.
     lock.lock();
     ++done_;
     changed_.notify_all();

@@ -17,7 +17,7 @@ class Stream;
 
 struct Graph {
   std::uint64_t id = 0;
-  /// Streams under capture. The first one began it, the others joined it by an event.
+  /// Streams under capture. The first stream began the capture, the others joined it by an event.
   std::vector<std::shared_ptr<Stream>> streams;
   /// In the order of capture, which is also the order of replay.
   std::vector<Task> tasks;

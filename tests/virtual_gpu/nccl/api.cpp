@@ -17,7 +17,7 @@
 
 using vgpu::nccl::Backoff, vgpu::nccl::Communicator, vgpu::nccl::Kind, vgpu::nccl::Message;
 
-/// The handle lives until the process ends, so that a use after its end is reported.
+/// The handle lives until the process ends, so that a use after its destruction is reported.
 struct ncclComm {
   std::shared_ptr<Communicator> communicator;
 };
@@ -40,7 +40,7 @@ const std::shared_ptr<Communicator>& communicator_of(ncclComm_t handle) {
 
 void enqueue(const std::shared_ptr<Communicator>& communicator, void* stream, vgpu::Task task) {
   const bool captured = vgpu::is_capturing(stream);
-  // NCCL at one rank only copies: a graph with such a copy does not depend on the communicator.
+  // With one rank, NCCL only copies: a graph with such a copy does not depend on the communicator.
   const auto work = captured && communicator->ranks() == 1 ? nullptr : Communicator::work_of(communicator, captured);
   vgpu::enqueue(stream, [work, task = std::move(task)] { task(); });
 }
@@ -90,7 +90,7 @@ ncclResult_t join(ncclComm_t* out, const std::string& name, int ranks, int rank,
   return ncclSuccess;
 }
 
-/// Ranks of a new communicator are ordered by key, then by their old rank.
+/// Orders the ranks of a new communicator by key, then by their old rank.
 ncclResult_t split(Communicator& parent, int color, int key, ncclComm_t* out, const ncclConfig_t* config) {
   parent.page(parent.rank()).color = color;
   parent.page(parent.rank()).key = key;

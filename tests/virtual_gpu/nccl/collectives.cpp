@@ -1,4 +1,4 @@
-// Collectives go through slots of shared memory, piece by piece.
+// Collectives use slots of shared memory and transfer one piece at a time.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -48,7 +48,7 @@ void copy(char* to, const char* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memmove(to, from, bytes);
 }
 
-/// Blocks for ever if VGPU_MISMATCH is "hang", as NCCL does; aborts the process otherwise.
+/// Blocks forever if VGPU_MISMATCH is "hang", as NCCL does; aborts the process otherwise.
 void report_mismatch(Communicator& communicator, int peer, const Call& mine, const Call& theirs) {
   std::fprintf(stderr, "virtual NCCL: rank %d calls %s, but rank %d calls %s: a GPU would hang\n", communicator.rank(),
                mine.text().c_str(), peer, theirs.text().c_str());
@@ -58,7 +58,7 @@ void report_mismatch(Communicator& communicator, int peer, const Call& mine, con
   while (!communicator.aborted()) backoff.pause();
 }
 
-/// Where one piece of a collective lies. AlltoAll and ReduceScatter have one part of a slot for each rank.
+/// The memory of one piece of a collective. AlltoAll and ReduceScatter have one part of a slot for each rank.
 struct Piece {
   std::size_t begin, bytes, total, stride;
 };

@@ -34,7 +34,7 @@ constexpr std::size_t kSlotBytes = 1 << 20, kMailBytes = 1 << 16;
 struct alignas(64) RankPage {
   std::atomic<std::uint64_t> arrived_stream, arrived_host;
   Call call;
-  int color, key;  ///< Of ncclCommSplit().
+  int color, key;  ///< Arguments of ncclCommSplit().
 };
 
 /// One message from one rank to another.
@@ -43,7 +43,7 @@ struct alignas(64) Mail {
   char data[kMailBytes];
 };
 
-/// Shared memory begins with zeros.
+/// Shared memory is initialized with zeros.
 struct Segment {
   std::atomic<int> joined;
   RankPage ranks[kMaxRanks];
@@ -66,28 +66,28 @@ class Communicator {
   char* slot(int rank) { return slots_ + static_cast<std::size_t>(rank) * kSlotBytes; }
   Mail& mail(int from, int to) { return mails_[from * ranks_ + to]; }
 
-  /// Blocks until all ranks have called the barrier. False if this rank has aborted.
+  /// Blocks until all ranks have called the barrier. Returns false if this rank has aborted.
   bool stream_barrier() { return barrier(&RankPage::arrived_stream, stream_generation_); }
   bool host_barrier() { return barrier(&RankPage::arrived_host, host_generation_); }
 
-  /// Runs a collective. Called in the order of a stream.
+  /// Runs a collective. Calls must be in the order of a stream.
   void run(Call call, const char* send, char* receive);
 
-  /// Whoever holds the result has work of this communicator: a queued task, or a graph.
+  /// The holder of the result has work of this communicator: a queued task, or a graph.
   static std::shared_ptr<void> work_of(const std::shared_ptr<Communicator>& communicator, bool captured);
   /// Blocks until all queued work is done and all graphs with captured work are destroyed.
   void finalize();
-  /// Ends this rank's collectives. The other ranks wait for ever, as in NCCL. Blocks until the graphs are destroyed.
+  /// Ends this rank's collectives. The other ranks wait forever, as in NCCL. Blocks until the graphs are destroyed.
   void abort();
   bool aborted() const { return aborted_; }
-  /// What ncclCommGetAsyncError() reports.
+  /// The result of ncclCommGetAsyncError().
   ncclResult_t error() const { return error_; }
   int next_split() { return ++splits_; }
 
  private:
   bool barrier(std::atomic<std::uint64_t> RankPage::*arrived, std::uint64_t& generation);
   bool check_calls(const Call& call);
-  /// Does what VGPU_FAULT specifies for this call.
+  /// Executes the fault that VGPU_FAULT specifies for this call.
   void run_fault(const char* call);
 
   const int rank_, ranks_, device_;
@@ -96,7 +96,7 @@ class Communicator {
   Segment* segment_ = nullptr;
   char* slots_ = nullptr;
   Mail* mails_ = nullptr;
-  std::uint64_t stream_generation_ = 0, sequence_ = 0;  ///< Of the stream's thread.
+  std::uint64_t stream_generation_ = 0, sequence_ = 0;  ///< Used by the stream's thread.
   std::uint64_t host_generation_ = 0;
   int splits_ = 0, calls_of_fault_ = 0;
   std::atomic<ncclResult_t> error_ = ncclSuccess;
@@ -104,7 +104,7 @@ class Communicator {
   std::atomic<int> queued_ = 0, captured_ = 0;
 };
 
-/// Yields the core at first, then sleeps: a hung collective must not take a core from the others.
+/// Initially yields the core, then sleeps: a hung collective must not take a core from the others.
 class Backoff {
  public:
   void pause();

@@ -1,4 +1,4 @@
-// VGPU_FAULT="rank=1 call=AllReduce n=37 do=hang": what goes wrong in the 37th all-reduce of rank 1.
+// VGPU_FAULT="rank=1 call=AllReduce n=37 do=hang" specifies a fault in the 37th all-reduce of rank 1.
 #include <algorithm>
 #include <chrono>
 #include <csignal>

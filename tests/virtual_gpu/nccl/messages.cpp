@@ -19,7 +19,7 @@ bool must_wait(const std::vector<Message>& messages, std::size_t index) {
                      });
 }
 
-/// True if bytes were moved.
+/// Returns true if bytes were moved.
 bool progress(Message& message) {
   Communicator& c = *message.communicator;
   Mail& mail = message.is_send ? c.mail(c.rank(), message.peer) : c.mail(message.peer, c.rank());
