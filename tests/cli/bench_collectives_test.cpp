@@ -1,4 +1,4 @@
-// `ddpkit bench collectives` as a user runs it.
+// Tests of the command `ddpkit bench collectives`.
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -30,12 +30,12 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
                  "2",           "--csv", csv,   "--plot",    plot,        "--rounds", ranks == "2" ? "1" : "2"});
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
-    // Rounds give each row once.
+    // More rounds do not give more rows.
     CHECK((run.errors.find("round 2 of 2\n") != std::string::npos) == (ranks == "3"));
     const std::vector<std::string> lines = split(read_file(csv), '\n');
     REQUIRE(lines.size() > 10);
     CHECK(lines[0] == ddpkit::bench::kCsvHeader);
-    REQUIRE(run.lines.size() == lines.size() + 1);  // A head of two lines.
+    REQUIRE(run.lines.size() == lines.size() + 1);  // The header has two lines.
     std::set<std::string> kinds;
     for (std::size_t i = 1; i < lines.size(); ++i) {
       CAPTURE(lines[i]);
@@ -61,7 +61,7 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
 TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why not", "[bench][gloo]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
-  // By default, a backend that is not here is left out.
+  // By default, unavailable backends are skipped.
   const Run run = run_bench(folder, {"collectives", "--collective", "all_reduce,all_gather", "-b", "1K", "-e", "64K",
                                      "-f", "64", "--iters", "4", "--warmup", "1", "--rounds", "2", "--csv", csv});
   INFO(run.errors);
@@ -69,7 +69,7 @@ TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why n
   const std::string rows = read_file(csv);
   for (const std::string backend : {"gloo", "openmpi"}) {
     const std::string why = "ddpkit bench: " + backend + " left out: ";
-    CHECK(run.errors.find(why) == run.errors.rfind(why));  // Said once, not in each round.
+    CHECK(run.errors.find(why) == run.errors.rfind(why));  // Logged once, not in each round.
     if (rows.find(",65536,") != std::string::npos &&
         rows.find("," + backend + ",2,65536,private,") != std::string::npos)
       continue;
@@ -94,7 +94,7 @@ TEST_CASE("ddpkit bench replaces a file when it has all rows, or not at all", "[
   CHECK(measure("4K", "--csv", folder / "rows.csv").exit_code == 0);
   CHECK(read_file(folder / "rows.csv").starts_with("collective,backend,"));
   CHECK(names_in(folder.path()) == std::vector<std::string>{"rows.csv"});
-  // A device stays one, and what it has not taken is not lost silently.
+  // The device file remains, and a failed write is reported.
   const Run full = measure("4K", "--csv", "/dev/full");
   CHECK(full.exit_code == 1);
   CHECK_THAT(full.errors, ContainsSubstring("cannot write /dev/full"));
@@ -119,7 +119,7 @@ TEST_CASE("ddpkit says so when its output finds no room", "[cli]") {
     CHECK(WEXITSTATUS(status) == 1);
     CHECK_THAT(read_file(folder / "errors"), ContainsSubstring("ddpkit: not all of the output could be written"));
   }
-  // What cannot be told to anyone still has its exit code.
+  // If stderr fails, the exit code is still set.
   const int unheard = std::system(DDPKIT_TEST_CLI " no-such-command 2> /dev/full");
   CHECK(WIFEXITED(unheard));
   CHECK(WEXITSTATUS(unheard) == 2);
@@ -135,7 +135,7 @@ TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measure
       {{"steps"}, "no benchmark \"steps\""},
       {{"collectives", "--backend", "nccl"}, "--backend nccl has no use for --device cpu"},
       {{"collectives", "-n", "1"}, "at least 2 on the CPU"},
-      // Without CUDA, without a GPU, and with fewer than so many.
+      // Without CUDA, without a GPU, or with too few GPUs.
       {{"collectives", "--device", "cuda", "-n", "4000"}, "--device cuda: "},
       {{"collectives", "--collective", "allreduce"}, "\"allreduce\"; there are all_reduce"},
       {{"collectives", "-n", "0"}, "0 not in range"},

@@ -1,4 +1,4 @@
-// `ddpkit bench step` as a user runs it, and what it is made of.
+// Tests of the command `ddpkit bench step` and its parts.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ using ddpkit::testing::split;
 
 namespace {
 
-/// The rows of a CSV file by the names in its head.
+/// Returns the rows of a CSV file by the names in its header.
 std::vector<std::map<std::string, std::string>> rows_of(const std::string& csv) {
   const std::vector<std::string> lines = split(read_file(csv), '\n');
   REQUIRE(!lines.empty());
@@ -45,7 +45,7 @@ struct MeasuredSteps {
   std::vector<std::map<std::string, std::string>> rows;
 };
 
-/// `ddpkit bench step OPTIONS`, which must succeed.
+/// Runs `ddpkit bench step OPTIONS`, which must succeed.
 MeasuredSteps measure_steps(const Folder& folder, std::vector<std::string> options) {
   const std::string csv = folder / "rows.csv";
   options.insert(options.begin(), "step");
@@ -63,7 +63,7 @@ TEST_CASE("ddpkit bench step measures a step alone and on ranks, with several bu
   const auto [run, rows] = measure_steps(
       folder, {"--model", "mlp-10k,cnn", "--backend", "shm", "--steps", "4", "--bucket-cap-mb", "default,0.001,one"});
   REQUIRE(rows.size() == 12);
-  REQUIRE(run.lines.size() == rows.size() + 2);  // A head of two lines.
+  REQUIRE(run.lines.size() == rows.size() + 2);  // The header has two lines.
   for (std::size_t i = 0; i < rows.size(); ++i) {
     auto row = rows[i];
     CAPTURE(run.lines[i + 2]);
@@ -173,8 +173,8 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
     REQUIRE(rows.contains(system));
     CHECK(rows[system]["wrong"] == "0");
   }
-#ifndef __SANITIZE_ADDRESS__  // It keeps back what is freed.
-  // Weights and state are there once, not on each rank.
+#ifndef __SANITIZE_ADDRESS__  // AddressSanitizer delays frees.
+  // Weights and optimizer state exist once, not once per rank.
   CHECK(std::stoull(rows["ddpkit-shm-in-backward"]["memory_bytes"]) <
         std::stoull(rows["ddpkit-shm-fused"]["memory_bytes"]));
 #endif
@@ -211,7 +211,7 @@ TEST_CASE("A step's models train", "[bench]") {
       optimizer.step();
     }
     CHECK(loss().item<double>() < first);
-    // The same weights and another batch on another rank.
+    // Another rank has the same weights and another batch.
     const StepTask other = make_step_task(name, 4, 1), same = make_step_task(name, 4, 0);
     CHECK(other.model->parameters()[0].equal(same.model->parameters()[0]));
     CHECK_FALSE(other.input.equal(same.input));
@@ -220,14 +220,14 @@ TEST_CASE("A step's models train", "[bench]") {
 
 TEST_CASE("Workers that end early, or lack their backend, are an error that says so", "[bench]") {
   const auto workers = [](const std::string& script) {
-    // What comes behind is $0, "--control", and the list.
+    // The remaining arguments are $0, "--control", and the list.
     return Workers({.system = "system",
                     .command = {"sh", "-c", script, "sh"},
                     .ranks = 2,
                     .answer_prefix = "answer: ",
                     .no_backend_prefix = "lacks: "});
   };
-  // Not 9<&N: dash takes one digit for N.
+  // Not 9<&N: dash accepts only one digit for N.
   const std::string ready = "exec 9</dev/fd/$(echo $2 | cut -d, -f$((RANK + 1))); echo 'answer: ready'; ";
   {
     Workers echo({.system = "system",

@@ -1,4 +1,4 @@
-// `ddpkit doctor`: that it tells the truth where something is wrong.
+// Tests that `ddpkit doctor` reports real faults.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -34,7 +34,7 @@ HostLimits good_host() {
           .huge_pages = "advise"};
 }
 
-/// The finding that says `words`; fails the test when there is none.
+/// Returns the finding that contains `words`. Fails the test if there is none.
 Finding about(const Findings& findings, const std::string& words) {
   for (const Finding& finding : findings) {
     if (finding.what.find(words) != std::string::npos) return finding;
@@ -170,7 +170,7 @@ TEST_CASE("whether a model fits, item by item", "[doctor]") {
   CHECK(small.back().advice.find("ShardedOptimizer") != std::string::npos);
   plan.sharded = true;
   CHECK(can_train(examine_model(plan, "T4", 15e9, true)));
-  // CPU ranks all take from one memory.
+  // All CPU ranks share one memory.
   CHECK_FALSE(can_train(examine_model({.parameters = 1e9, .ranks = 2}, "memory", 30e9, false)));
   CHECK(can_train(examine_model({.parameters = 1e9, .ranks = 1}, "memory", 30e9, false)));
 }
@@ -178,7 +178,7 @@ TEST_CASE("whether a model fits, item by item", "[doctor]") {
 TEST_CASE("ddpkit doctor finds nothing wrong here, and all-reduces", "[doctor]") {
   const Folder folder;
   const Run run = run_ddpkit(folder, {"doctor", "--json", "--params", "1M", "--master-port", "0"});
-  CHECK(run.exit_code == 2);  // No port 0.
+  CHECK(run.exit_code == 2);  // Port 0 is invalid.
   const TakenPort other;
   const Run good = run_ddpkit(
       folder, {"doctor", "--json", "--params", "1M", "--master-addr", "192.0.2.1", "--master-port", "29500"});
@@ -217,7 +217,7 @@ TEST_CASE("ddpkit doctor tells the truth under faults", "[doctor]") {
   const Run hidden = run_ddpkit(folder, elsewhere, {{"CUDA_VISIBLE_DEVICES", ""}});
   finding_of(hidden, "CUDA_VISIBLE_DEVICES is");
 
-  // A model that no memory of today holds.
+  // A model too large for any machine.
   const Run large = run_ddpkit(folder, {"doctor", "--json", "--master-addr", "192.0.2.1", "--params", "1000000G"});
   CHECK(large.exit_code == 1);
   CHECK(finding_of(large, "does not fit")["severity"] == "problem");
@@ -234,7 +234,7 @@ TEST_CASE("ddpkit doctor under a memory limit of 1 GB", "[doctor]") {
   const int status = std::system(command.c_str());
   INFO(ddpkit::testing::read_file(folder / "errors"));
   REQUIRE(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 1);  // 60 M parameters with Adam take 1 GB by themselves.
+  CHECK(WEXITSTATUS(status) == 1);  // 60 M parameters with Adam alone need 1 GB.
   const Run run{.exit_code = 1, .lines = {ddpkit::testing::read_file(folder / "out")}, .errors = {}};
   CHECK(finding_of(run, "RLIMIT_AS is 1.0 GiB")["severity"] == "fine");
   CHECK(finding_of(run, "the arena of gradients shrinks")["severity"] == "advice");
@@ -255,5 +255,5 @@ TEST_CASE("ddpkit doctor with a /dev/shm of 64 KB", "[doctor]") {
   CHECK(WEXITSTATUS(status) == 0);
   const Run run{.exit_code = 0, .lines = {ddpkit::testing::read_file(folder / "out")}, .errors = {}};
   finding_of(run, "/dev/shm holds 64 KiB");
-  CHECK(finding_of(run, "ranks, shm")["severity"] == "fine");  // It does not need it.
+  CHECK(finding_of(run, "ranks, shm")["severity"] == "fine");  // The option is not needed.
 }

@@ -1,4 +1,4 @@
-// `ddpkit estimate` as a user runs it, and the published curves that it is held against.
+// Tests of the command `ddpkit estimate`, and comparisons with published curves.
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -23,12 +23,13 @@ std::string event(const std::string& name, int rank, int track, double begin, do
                      begin, length, more);
 }
 
-/// Steps of 100 us: forward for 20, the loss for 5, backward for 45, of which two buckets are ready at 15 and 40.
+/// Writes steps of 100 us: 20 for forward, 5 for the loss, 45 for backward. Two buckets are ready at 15 and 40 of
+/// backward.
 std::string timeline(int ranks, int steps) {
   std::string text = R"({"traceEvents":[{"name":"process_name","ph":"M","pid":0,"tid":0,"args":{"name":"rank 0"}})";
   for (int rank = 0; rank < ranks; ++rank) {
     for (int step = 0; step < steps; ++step) {
-      const double at = 1000 + 100 * step + (step < 3 ? 5 * step : 10);  // The first ones are slower.
+      const double at = 1000 + 100 * step + (step < 3 ? 5 * step : 10);  // The first steps are slower.
       const std::string number = fmt::format(R"("step":{})", step);
       for (const std::string& one :
            {event("forward", rank, 0, at, 20, ""), event("backward", rank, 0, at + 25, 45, number),
@@ -54,8 +55,8 @@ TEST_CASE("a timeline becomes a profile of one step", "[estimate]") {
   CHECK(profile.buckets[0].bytes == 1000);
   CHECK(profile.buckets[1].ready_us == Approx(40));
   CHECK(profile.buckets[1].bytes == 3000);
-  CHECK(profile.steps_us.size() == 16);  // Without the first three, and the last, which has no end.
-  // Of two ranks the wait at backward's end is no compute.
+  CHECK(profile.steps_us.size() == 16);  // Without the first three steps, and the last step, which has no end.
+  // With two ranks, the wait at the end of backward is not compute time.
   write_file(folder / "two.json", timeline(2, 20));
   const auto two = read_profile(folder / "two.json");
   CHECK(two.backward_us == Approx(40));
@@ -134,7 +135,7 @@ TEST_CASE("ddpkit estimate prints speed-up, efficiency and cost", "[estimate]") 
   REQUIRE(measured.exit_code == 0);
   const auto two = nlohmann::json::parse(measured.lines.at(0))["estimates"].at(1);
   CHECK(two["devices"] == 2);
-  CHECK(two["step_us"].get<double>() == Approx(110));  // Nothing is hidden on the CPU.
+  CHECK(two["step_us"].get<double>() == Approx(110));  // On the CPU, no communication is hidden.
 
   write_file(folder / "four.csv",
              "collective,backend,ranks,bytes,memory,us,algbw_GBps,busbw_GBps\n"

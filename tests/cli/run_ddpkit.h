@@ -1,4 +1,4 @@
-// Runs the `ddpkit` command as a user runs it.
+// Runs the `ddpkit` command.
 #pragma once
 
 #include <filesystem>
@@ -23,11 +23,11 @@ inline std::vector<std::string> split(const std::string& text, char at) {
 
 struct Run {
   int exit_code = -1;
-  std::vector<std::string> lines;  ///< Of stdout.
+  std::vector<std::string> lines;  ///< Lines of stdout.
   std::string errors;
 };
 
-/// `folder` is for its stderr, while it runs.
+/// `folder` holds its stderr during the run.
 inline Run run_ddpkit(const Folder& folder, const std::vector<std::string>& arguments,
                       const std::vector<std::pair<std::string, std::string>>& environment = {}) {
   const std::string errors = folder / "errors";

@@ -1,4 +1,4 @@
-// Runs the pages' fragments of C++, on as many ranks as the first argument says there must be.
+// Runs the pages' C++ fragments. The first argument is the required number of ranks.
 #include "tests/docs/fragments.h"
 
 namespace ddpkit::docs {

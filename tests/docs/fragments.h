@@ -1,4 +1,4 @@
-// What the pages' fragments of C++ stand in: see docs/architecture.md.
+// The context of the pages' C++ fragments: see docs/architecture.md.
 #pragma once
 
 #include <torch/torch.h>
@@ -28,7 +28,7 @@
 
 namespace ddpkit::docs {
 
-/// A block that is to be run; made before main().
+/// A block to run. Constructed before main().
 class Fragment {
  public:
   Fragment(const char* where, void (*run)(ProcessGroup)) : where_(where), run_(run) { all().push_back(this); }

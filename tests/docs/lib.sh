@@ -1,4 +1,4 @@
-# What the docs tests share. Sourced; the caller has set -euo pipefail, and $blocks, $source and $build.
+# Functions of the docs tests. Sourced; the caller has set -euo pipefail, and $blocks, $source and $build.
 # shellcheck shell=bash disable=SC2034,SC2154,SC2001
 
 status=0
@@ -7,7 +7,7 @@ wrong() {
   status=1
 }
 
-# rule ID NAME: what stands behind NAME in the block's rules; fails where there is none.
+# rule ID NAME: prints the text after NAME in the block's rules; fails if there is none.
 rule() {
   local line
   while IFS= read -r line; do
@@ -20,7 +20,7 @@ rule() {
   return 1
 }
 
-# split_rule TEXT: "/RE/: REASON" or ": REASON" gives $pattern (empty: all lines) and $reason.
+# split_rule TEXT: splits "/RE/: REASON" or ": REASON" into $pattern (empty: all lines) and $reason.
 split_rule() {
   pattern='' reason=${1#*: }
   if [[ $1 == /* ]]; then
@@ -31,14 +31,14 @@ split_rule() {
 }
 
 declare -A help_texts
-# help_of COMMAND...: its help, asked for once. In $help.
+# help_of COMMAND...: sets $help to the command's help. Runs the command once.
 help_of() {
   if [ -z "${help_texts[$*]:-}" ]; then help_texts[$*]=$("$@" --help 2>&1 </dev/null) || return 1; fi
   help=${help_texts[$*]}
 }
 
-# check_options WHERE COMMAND...: a command that is not run; its program, subcommands and options must be those that
-# the programs' own help names.
+# check_options WHERE COMMAND...: checks a command without running it. The program, subcommands and options must exist
+# in the programs' help.
 check_options() {
   local where=$1 command=() behind=() word name
   shift
@@ -54,11 +54,11 @@ check_options() {
   shift
   if [[ $name == *bench_* && -e $source/benchmarks/${name##*bench_}.cpp && ! -x ${command[0]} ]] ||
     [[ -d $source/examples/${name##*/} && ! -x ${command[0]} ]]; then
-    return  # Left out of this build, for want of a library.
+    return  # This build lacks the library.
   fi
   [ -x "${command[0]}" ] || { wrong "$where: there is no program $name"; return; }
-  if [[ $name == script/bench && ${1:-} == --gpu ]]; then shift; fi  # Precedes the name of a benchmark.
-  # Subcommands, as far as the help names them.
+  if [[ $name == script/bench && ${1:-} == --gpu ]]; then shift; fi  # --gpu precedes the name of a benchmark.
+  # Subcommands that the help names.
   while [[ ${1:-} =~ ^[a-z_]+$ ]]; do
     help_of "${command[@]}" || { wrong "$where: $name --help failed"; return; }
     if [[ $name == script/bench ]]; then
@@ -87,7 +87,7 @@ check_options() {
   done
 }
 
-# words TEXT: as the shell would split it, without its comment. In $split.
+# words TEXT: splits TEXT as the shell does, without its comment, into $split.
 words() {
   local text=$1
   text=$(sed 's/\(^\|[[:space:]]\)#.*//' <<<"$text")

@@ -1,4 +1,4 @@
-// parse yaml|json FILE...: whether each file is what it says. One line of stderr for each that is not.
+// parse yaml|json FILE...: checks the syntax of each file. Prints one line to stderr per invalid file.
 #include <yaml-cpp/yaml.h>
 
 #include <exception>

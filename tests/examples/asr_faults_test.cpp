@@ -1,11 +1,11 @@
-// Data that is wrong in some way: the file is named, and left out or the end of the run.
+// Faulty data: the program names the file, and skips it or stops.
 #include "asr_program.h"
 
 using namespace asr::testing;
 
 namespace {
 
-// The good corpus and one more line; returns the manifest.
+// Writes the good corpus and one more line; returns the manifest.
 std::string with_line(const Folder& folder, const std::string& file, const std::string& text) {
   const auto good = std::filesystem::path(corpus()).parent_path();
   std::string lines;
@@ -20,7 +20,7 @@ std::string with_line(const Folder& folder, const std::string& file, const std::
   return folder / "all.jsonl";
 }
 
-// With skip the run ends well and counts the file; with stop it ends with a sentence that names it.
+// Skip: the run succeeds and counts the file. Stop: the run ends with a sentence that names the file.
 void check_policies(const std::string& manifest, const std::string& file, const std::string& kind,
                     const std::string& why) {
   for (const int ranks : {1, 2}) {
@@ -63,7 +63,7 @@ TEST_CASE("a FLAC whose header says too much, or nothing, of its length is named
   const Folder folder;
   write_sound(folder / "sound.flac", spoken("abc"), 8000, SF_FORMAT_FLAC | SF_FORMAT_PCM_16);
   const std::string whole = read_file(folder / "sound.flac");
-  // The number of samples: the last 36 of the 64 bits from byte 18 on.
+  // The number of samples: the last 36 of the 64 bits from byte 18.
   const auto announcing = [&](char high, char rest) {
     std::string changed = whole;
     changed[21] = static_cast<char>((changed[21] & 0xf0) | high);
@@ -101,7 +101,7 @@ TEST_CASE("a character outside the alphabet is named, and its file skipped or th
 TEST_CASE("an utterance whose loss is NaN is named, and skipped or the end", "[asr]") {
   const Folder folder;
   std::vector<float> loud = spoken("abcd");
-  for (float& sample : loud) sample *= 1e30F;  // Finite, but its power is not.
+  for (float& sample : loud) sample *= 1e30F;  // The samples are finite, but their power is not.
   write_sound(folder / "loud.wav", loud, 8000, SF_FORMAT_WAV | SF_FORMAT_FLOAT);
   check_policies(with_line(folder, "loud.wav", "abcd"), (folder / "loud.wav").string(), "NaN loss", "its loss became");
 }

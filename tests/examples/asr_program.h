@@ -1,4 +1,4 @@
-// Runs of the program `asr`, on recordings that these tests make.
+// Runs the program `asr` on synthetic recordings.
 #pragma once
 
 #include <torch/torch.h>
@@ -30,12 +30,12 @@ using ddpkit::testing::write_sound;
 
 using Run = ddpkit::testing::ProgramRun;
 
-/// Under a launcher on so many ranks; without one for 0 ranks.
+/// Runs under a launcher with `ranks` ranks; without a launcher for 0 ranks.
 inline Run run_asr(int ranks, const Arguments& arguments, std::optional<Kill> kill = std::nullopt) {
   return ddpkit::testing::run_program(DDPKIT_TEST_ASR, ranks, arguments, kill);
 }
 
-/// A corpus for all tests of this process: a manifest of 46 "spoken" texts of letters a to e.
+/// The corpus of all tests of this process: a manifest of 46 synthetic texts of letters a to e.
 inline const std::string& corpus() {
   static const Folder folder;
   static const std::string path = [] {
@@ -55,7 +55,7 @@ inline const std::string& corpus() {
   return path;
 }
 
-/// A model that is small enough for tests.
+/// Options of a model small enough for tests.
 inline Arguments small(const std::string& data = corpus()) {
   return {"data.train=" + data,
           "features.sample_rate=8000",

@@ -28,7 +28,7 @@ TEST_CASE("asr learns made-up speech on two ranks, and writes it down", "[asr]")
   CHECK(first["step"] == 6);  // 46 utterances in batches of 8.
   CHECK_FALSE(first.contains("dev_cer"));
   CHECK(last["train_loss"].get<double>() < 0.5 * first["train_loss"].get<double>());
-  CHECK(last["dev_utterances"] == 46);  // None dropped, none repeated.
+  CHECK(last["dev_utterances"] == 46);  // No utterance is dropped or repeated.
   CHECK(last["dev_cer"].get<double>() < 0.1);
   CHECK(last["world_size"] == 2);
   CHECK(last["wait_seconds"] >= 0);
@@ -82,7 +82,7 @@ TEST_CASE("under a launcher and by --spawn the weights come out the same, and a 
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   CHECK(same_bits(weights_of(launched.path()), weights_of(spawned.path())));
-  // In the middle of the first epoch, and of the second.
+  // Stops in the middle of the first epoch and of the second.
   const Arguments pieces = joined(arguments, {"training.checkpoint_steps=1", "--save-dir", stopped.path()});
   for (const char* steps : {"4", "9"}) REQUIRE(run_asr(2, joined(pieces, {"--max-steps", steps})).exit_code == 0);
   const Run resumed = run_asr(2, pieces);
@@ -107,7 +107,7 @@ TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits
   CHECK(runs.kills > 0);
   CHECK(was_within);
   CHECK(same_bits(weights_of(whole.path()), weights_of(killed.path())));
-  // Where the last kill came behind the last checkpoint, there was no epoch left to tell of.
+  // If the last kill came after the last checkpoint, no epoch remained to report.
   if (runs.last.lines.size() > 1)
     CHECK(runs.last.json(runs.last.lines.size() - 2)["train_loss"] == undisturbed.json(4)["train_loss"]);
 }

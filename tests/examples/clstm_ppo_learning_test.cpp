@@ -1,11 +1,11 @@
-// What the trainer is for: it finds the pattern that was planted, and none where there is none.
+// The trainer finds a pattern in a market that has one, and none in a market without.
 #include "clstm_ppo_program.h"
 
 using namespace clstm_ppo::testing;
 
 namespace {
 
-// The last 5 % of 10,000 days are unseen: two years.
+// Holds out the last 5 % of 10,000 days: two years.
 nlohmann::json test_of(const Folder& market, const Arguments& more) {
   const Run run = run_clstm_ppo(2, joined({"--data", market / "set", "--test-share", "0.05", "--json"}, more));
   INFO(run.errors);

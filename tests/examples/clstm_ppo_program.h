@@ -1,4 +1,4 @@
-// Runs of the program `clstm_ppo`, and what they leave behind.
+// Runs the program `clstm_ppo` and reads its results.
 #pragma once
 
 #include <torch/torch.h>
@@ -29,7 +29,7 @@ inline Run run_clstm_ppo(int ranks, const Arguments& arguments, std::optional<Ki
   return ddpkit::testing::run_program(DDPKIT_TEST_CLSTM_PPO, ranks, arguments, kill);
 }
 
-/// One market for all tests of this process: 2 assets, 500 days.
+/// The market of all tests of this process: 2 assets, 500 days.
 inline const std::string& generated() {
   static const Folder folder;
   static const std::string path = [] {
@@ -39,8 +39,8 @@ inline const std::string& generated() {
   return path;
 }
 
-/// A small model and short episodes on that market: what a test of anything but learning needs. 8 episodes a round and
-/// rank.
+/// Options of a small model and short episodes on that market, for tests that do not test learning. 8 episodes per
+/// round and rank.
 inline TrainOptions quick_options() {
   TrainOptions options;
   options.trainer.batch_size = 16;
@@ -56,7 +56,7 @@ inline TrainOptions quick_options() {
   return options;
 }
 
-/// The same on a command line.
+/// Returns the same options as a command line.
 inline Arguments quick() {
   return {"--data",
           generated(),
@@ -81,7 +81,7 @@ inline Arguments quick() {
           "--json"};
 }
 
-/// The weights in the checkpoint of such a run.
+/// Reads the weights from the checkpoint of a run.
 inline std::vector<at::Tensor> weights_of(const Folder& save_dir) {
   CascadedLSTM model({.state_size = 13, .assets = 2, .hidden = 8});
   ddpkit::optim::FusedAdam optimizer(model.parameters());
@@ -89,7 +89,7 @@ inline std::vector<at::Tensor> weights_of(const Folder& save_dir) {
   return model.parameters();
 }
 
-/// Fails with `code` and says one sentence, once.
+/// Checks that the program exits with `code` and prints one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
                           const std::vector<int>& worlds = {1}) {
   ddpkit::testing::check_program_refuses(DDPKIT_TEST_CLSTM_PPO, arguments, code, message, worlds);

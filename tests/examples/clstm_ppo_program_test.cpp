@@ -1,4 +1,4 @@
-// The program as a user runs it: it learns, it says what is wrong, it goes on where it was.
+// The program trains, reports errors, and resumes.
 #include "clstm_ppo_program.h"
 
 using namespace clstm_ppo::testing;
@@ -12,7 +12,7 @@ Arguments with(const Arguments& more) { return joined(quick(), more); }
 TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last", "[clstm_ppo]") {
   for (const int ranks : {0, 2}) {
     const Folder folder;
-    const int episodes = 8 * std::max(ranks, 1) * 3 - 1;  // The last round is whole all the same.
+    const int episodes = 8 * std::max(ranks, 1) * 3 - 1;  // The last round is complete nevertheless.
     const Run run = run_clstm_ppo(ranks, with({"--num_episodes", std::to_string(episodes), "--save_dir", folder.path(),
                                                "--tensorboard", "--evaluate-every=2"}));
     INFO(run.errors);
@@ -106,7 +106,7 @@ TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole ro
   const Folder whole, parts;
   const Arguments episodes = with({"--num-episodes", "64"});
   REQUIRE(run_clstm_ppo(2, joined(episodes, {"--save-dir", whole.path()})).exit_code == 0);
-  // 6 updates a round: in the middle of the third.
+  // 6 updates per round: stops in the middle of the third.
   REQUIRE(run_clstm_ppo(2, joined(episodes, {"--save-dir", parts.path(), "--max-steps", "15"})).exit_code == 0);
   CHECK(ddpkit::train::read_checkpoint_info(parts / "checkpoint.pt").epoch == 2);
   const Run resumed = run_clstm_ppo(2, joined(episodes, {"--save-dir", parts.path()}));
@@ -125,14 +125,14 @@ TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same 
   const auto path = parts / "checkpoint.pt";
   int stops = 0;
   for (Run run;;) {
-    // The first time as soon as a round has been kept.
+    // The first kill comes as soon as a round has been saved.
     run = run_clstm_ppo(2, arguments(parts),
                         Kill{.rank = 1,
                              .after_seconds = disturbed_after(undisturbed, stops),
                              .signal = SIGTERM,
                              .at_write_of = stops == 0 ? &path : nullptr});
     INFO(run.errors);
-    // A signal that comes before the trainer looks for it ends the process as it ends any.
+    // A signal before the trainer's handler is installed terminates the process.
     if (run.exit_code != 0) CHECK(run.exit_code == 143);
     if (run.exit_code == 0 && !run.lines.empty() && run.lines.back().starts_with("test return")) break;
     if (run.exit_code == 0) {

@@ -1,4 +1,4 @@
-// The trainer on several ranks: what must be the same on all of them, and what must not.
+// The trainer on several ranks: values that must be equal on all ranks, and values that must differ.
 #include <cstring>
 
 #include <ddpkit/train/together.h>
@@ -27,7 +27,7 @@ bool is_same_on_all(const ddpkit::ProcessGroup& group, const std::string& bytes)
   return true;
 }
 
-// Each rank needs the market at the same place.
+// Each rank needs the market at the same path.
 TrainOptions options_for(const ddpkit::ProcessGroup& group) {
   TrainOptions options = quick_options();
   options.data = ddpkit::train::broadcast_bytes(group, options.data);
@@ -53,13 +53,13 @@ RANK_TEST("clstm_ppo: weights are the same bits on all ranks after every update"
   });
   for (int round = 0; round < 3; ++round) {
     const Rollout rollout = trainer.run_episode();
-    // Every rank explores by itself.
+    // Each rank has its own exploration.
     if (group.world_size() > 1) CHECK_FALSE(is_same_on_all(group, bytes_of({rollout.actions.contiguous()})));
     trainer.update(rollout);
     const RunningNormalizer& normalizer = trainer.normalizer();
     CHECK(is_same_on_all(group, bytes_of({normalizer.mean(), normalizer.variance()})));
   }
-  // 16 sequences of 8 days make 8 batches of 16 days; 3 batches an update, 2 passes.
+  // 16 sequences of 8 days make 8 batches of 16 days; 3 batches per update, 2 passes.
   CHECK(updates == 3 * 2 * 3);
   CHECK(trainer.round() == 3);
 }
@@ -71,7 +71,7 @@ RANK_TEST("clstm_ppo: metrics are the means over the episodes of all ranks", "[c
   for (int round = 0; round < 2; ++round) {
     const Rollout rollout = trainer.run_episode();
     const EpisodeMetrics metrics = trainer.gather_metrics(rollout);
-    // Each rank's own figures, as text, and their plain mean.
+    // Each rank's figures, as text, and their mean.
     std::string text;
     for (std::size_t episode = 0; episode < rollout.equity.size(); ++episode) {
       const std::vector<double>& values = rollout.equity[episode];
@@ -104,7 +104,7 @@ RANK_TEST("clstm_ppo: statistics of the states are those of all states of all ra
   RunningNormalizer normalizer(4);
   std::vector<at::Tensor> seen;
   for (int round = 0; round < 3; ++round) {
-    // Another number of states on each rank, far from 0.
+    // Each rank has another number of states, far from 0.
     torch::manual_seed(10 * round + group.rank());
     const at::Tensor mine = 1000 + 3 * torch::randn({5 + 2 * group.rank(), 2, 4});
     normalizer.update(mine, group);

@@ -1,4 +1,4 @@
-// --multi-gpu and what goes with it.
+// Tests of --multi-gpu and its options.
 #include "har_program.h"
 
 using namespace har::testing;
@@ -19,7 +19,7 @@ TEST_CASE("har learns on one device, on replicas and on ranks", "[har]") {
 }
 
 TEST_CASE("replicas, ranks, accumulation and loader threads give one device's weights", "[har]") {
-  // No batch norm and no dropout, 120 windows: 5 updates of 24 an epoch, each the same 24 windows for all.
+  // No batch norm and no dropout, 120 windows: 5 updates of 24 per epoch, with the same 24 windows in each mode.
   const Arguments common = {"--data", generated(), "--mode", "flatten",  "--dropout",
                             "0",      "--epochs",  "2",      "--no-amp", "--save-dir"};
   const auto weights = [&](int ranks, const Arguments& way) {
@@ -46,7 +46,7 @@ TEST_CASE("replicas, ranks, accumulation and loader threads give one device's we
 }
 
 TEST_CASE("accumulation counts each sample alike, also in an epoch's last update", "[har]") {
-  // 120 windows by 7: the last batch has one, the last of six updates two batches.
+  // 120 windows in batches of 7: the last batch has one window, the last of six updates two batches.
   const auto losses = [&](const Arguments& way) {
     const Run run = run_har(
         1, joined({"--data", generated(), "--mode", "flatten", "--dropout", "0", "--epochs", "1", "--no-amp", "--json"},
@@ -79,7 +79,7 @@ TEST_CASE("the learning rate follows devices and warm-up", "[har]") {
   CHECK(rates(2, {"--lr-scaling", "linear"})[0] == Approx(2e-3));
   CHECK(rates(1, {"--multi-gpu", "dp", "--replicas", "2", "--lr-scaling", "sqrt"})[0] == Approx(std::sqrt(2) * 1e-3));
   const auto warm = rates(2, {"--lr-scaling", "linear", "--warmup-epochs", "2"});
-  // Four updates an epoch; told is the last one's.
+  // Four updates per epoch; the log has the rate of the last.
   CHECK(warm[0] == Approx(1.375e-3));
   CHECK(warm[1] == Approx(1.875e-3));
   CHECK(warm[2] == Approx(2e-3));

@@ -1,4 +1,4 @@
-// Runs of the program `har`, and what they leave behind.
+// Runs the program `har` and reads its results.
 #pragma once
 
 #include <torch/torch.h>
@@ -38,7 +38,7 @@ inline Run run_har(int ranks, const Arguments& arguments, std::optional<Kill> ki
   return {ddpkit::testing::run_program(DDPKIT_TEST_HAR, ranks, arguments, kill)};
 }
 
-/// One data set for all tests of this process: 120 training and 61 test windows of 64 steps.
+/// The data set of all tests of this process: 120 training and 61 test windows of 64 steps.
 inline const std::string& generated() {
   static const Folder folder;
   static const std::string path = [] {
@@ -48,7 +48,7 @@ inline const std::string& generated() {
   return path;
 }
 
-/// The weights and statistics in the checkpoint of a run on that set.
+/// Reads the weights and statistics from the checkpoint of a run on that set.
 inline std::vector<at::Tensor> weights_of(const Folder& save_dir,
                                           const ModelOptions& options = {.channels = 9, .steps = 64, .classes = 6}) {
   const auto model = make_model(options);
@@ -59,7 +59,7 @@ inline std::vector<at::Tensor> weights_of(const Folder& save_dir,
   return tensors;
 }
 
-/// Fails with `code` and says one sentence, once.
+/// Checks that the program exits with `code` and prints one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
                           const std::vector<int>& worlds = {1}) {
   ddpkit::testing::check_program_refuses(DDPKIT_TEST_HAR, arguments, code, message, worlds);

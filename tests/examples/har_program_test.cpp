@@ -46,7 +46,7 @@ TEST_CASE("har's other models learn as well", "[har]") {
     const Run run = run_har(2, {"--data", generated(), "--mode", mode, "--epochs", "12", "--lr", "5e-3"});
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
-    CHECK(run.accuracy() >= 60);  // Of six classes; they are no match for the cnn on so few windows.
+    CHECK(run.accuracy() >= 60);  // Percent, of six classes. On so few windows these models reach less than the cnn.
   }
 }
 
@@ -61,7 +61,7 @@ TEST_CASE("har --json prints a line an epoch that a program can read", "[har]") 
     CHECK(line["world_size"] == 2);
     CHECK(line["train_loss"].is_number());
     CHECK(line["samples_per_second"] > 0);
-    // Of 61 test windows, each counted once although 61 is odd.
+    // 61 test windows, each counted once although 61 is odd.
     const double correct = line["test_accuracy"].get<double>() * 61;
     CHECK(correct == Approx(std::round(correct)).epsilon(1e-12));
     std::int64_t counted = 0, right = 0;
@@ -138,7 +138,7 @@ TEST_CASE("generated data leaves what lies beside it alone", "[har]") {
   std::filesystem::create_directory(folder / "plain");
   CHECK(std::filesystem::status(folder / "set").permissions() ==
         std::filesystem::status(folder / "plain").permissions());
-  // Nothing is left of what fails.
+  // A failure leaves no files.
   CHECK_THROWS_WITH(har::generate_ucihar(folder / "set.partial/mine/set", {.train = 6, .test = 6, .steps = 4}),
                     ContainsSubstring("cannot write "));
   CHECK(names_in(folder / "set.partial") == std::vector<std::string>{"mine"});

@@ -1,4 +1,4 @@
-// Runs that end early and go on.
+// Runs that end early and resume.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -9,7 +9,7 @@ using namespace har::testing;
 
 namespace {
 
-// Two channels of 20 steps in three classes.
+// Writes two channels of 20 steps in three classes.
 void write_ts(const std::filesystem::path& folder) {
   for (const auto& [split, cases] : {std::pair{"TRAIN", 90}, std::pair{"TEST", 31}}) {
     std::string text = "@problemName Waves\n@univariate false\n@classLabel true slow middle fast\n@data\n";
@@ -122,7 +122,7 @@ TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[
       for (const char* key : {"seconds", "samples_per_second", "peak_memory_bytes"}) json.erase(key);
       return json;
     };
-    // Where the last kill came behind the last checkpoint, there was no epoch left to tell of.
+    // If the last kill came after the last checkpoint, no epoch remained to report.
     if (runs.last.lines.size() > 1) CHECK(told(runs.last) == told(undisturbed));
   }
 }
@@ -139,7 +139,7 @@ TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
   const Run rest = run_har(1, arguments({}));
   INFO(rest.errors);
   REQUIRE(rest.exit_code == 0);
-  // 120 windows, of which 5 steps of 2 x 4 were taken: 80 are left, in steps of 4.
+  // 120 windows: 5 steps of 2 x 4 were taken; 80 windows remain, in steps of 4.
   CHECK(rest.json(0)["step"] == 5 + 20);
 }
 

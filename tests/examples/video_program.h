@@ -1,4 +1,4 @@
-// Runs of the program `video`, and what they leave behind.
+// Runs the program `video` and reads its results.
 #pragma once
 
 #include <torch/torch.h>
@@ -29,7 +29,7 @@ inline Run run_video(int ranks, const Arguments& arguments, std::optional<Kill> 
   return ddpkit::testing::run_program(DDPKIT_TEST_VIDEO, ranks, arguments, kill);
 }
 
-/// One data set for all tests of this process: 6 videos of 32x32 with 60 trials.
+/// The data set of all tests of this process: 6 videos of 32x32 with 60 trials.
 inline const std::filesystem::path& generated() {
   static const Folder folder;
   static const std::filesystem::path path = [] {
@@ -39,12 +39,12 @@ inline const std::filesystem::path& generated() {
   return path;
 }
 
-/// A small model on that set: what a test of anything but learning needs.
+/// Options of a small model on that set, for tests that do not test learning.
 inline Arguments quick(const std::filesystem::path& data = generated(), const std::string& check = "index") {
   return {"--data", data.string(), "--size", "32", "--width", "2", "--batch-size", "4", "--check", check, "--json"};
 }
 
-/// The weights and statistics in a checkpoint of such a run.
+/// Reads the weights and statistics from a checkpoint of a run.
 inline std::vector<at::Tensor> weights_in(const std::filesystem::path& checkpoint) {
   Classifier model({.classes = 8, .width = 2});
   ddpkit::optim::FusedAdamW optimizer(model.parameters());
@@ -54,7 +54,7 @@ inline std::vector<at::Tensor> weights_in(const std::filesystem::path& checkpoin
   return tensors;
 }
 
-/// Fails with `code` and says one sentence, once.
+/// Checks that the program exits with `code` and prints one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
                           const std::vector<int>& worlds = {1}) {
   ddpkit::testing::check_program_refuses(DDPKIT_TEST_VIDEO, arguments, code, message, worlds);

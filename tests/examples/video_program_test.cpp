@@ -76,7 +76,7 @@ TEST_CASE("bad data is named with file and line, and stops the run or is left ou
   const std::filesystem::path data = folder / "set";
   std::filesystem::copy(generated(), data, std::filesystem::copy_options::recursive);
   const std::string csv = read_file(data / "trials.csv");
-  // Lines 62 onwards.
+  // Lines from 62.
   const std::string good_bytes = read_file(data / "videos/000.mp4");
   write_file(data / "videos/cut.mp4", good_bytes.substr(0, good_bytes.size() / 2));
   std::string damaged = good_bytes;
@@ -108,7 +108,7 @@ TEST_CASE("bad data is named with file and line, and stops the run or is left ou
     for (std::size_t i = 0; i < bad.size(); ++i)
       CHECK_THAT(run.errors,
                  ContainsSubstring(fmt::format("trials.csv:{}: ", 62 + i)) && ContainsSubstring(bad[i].second));
-    // Said once, by rank 0.
+    // Logged once, by rank 0.
     CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 7);
   }
   for (const char* policy : {"stop", "skip"}) {

@@ -1,4 +1,4 @@
-// Runs that are killed and go on.
+// Runs that are killed and resume.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -69,13 +69,13 @@ TEST_CASE("a video run is known by its data, however its folder is written", "[v
 }
 
 TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the new one", "[video]") {
-  // A child writes checkpoint after checkpoint, epoch 1, 2, ...; it is killed at a random moment, nearly always within
-  // a write.
+  // A child writes checkpoints of epochs 1, 2, ... without pause. The kill comes at a random moment, nearly always
+  // within a write.
   const char* wanted = std::getenv("DDPKIT_TEST_KILLS");
   const int kills = std::max(50, wanted ? std::atoi(wanted) : 0);
   const Folder folder;
   const auto path = folder / "checkpoint.pt";
-  at::set_num_threads(1);  // A child made by fork() has no others.
+  at::set_num_threads(1);  // After fork(), the child has no other threads.
   torch::manual_seed(0);
   video::Classifier model({.classes = 8, .width = 4});
   ddpkit::optim::FusedAdamW optimizer(model.parameters());
@@ -120,6 +120,6 @@ TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the ne
       CHECK(parameter.eq(static_cast<double>(info.epoch)).all().item<bool>());
     last = info.epoch;
   }
-  CHECK(within > 0);  // Or nothing was tested.
+  CHECK(within > 0);  // At least one kill must hit a write.
   CHECK(last > 0);
 }

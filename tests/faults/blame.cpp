@@ -15,7 +15,7 @@
 namespace ddpkit::testing {
 namespace {
 
-/// Processes that leave the ranks no core to themselves.
+/// Processes that compete with the ranks for all cores.
 class Load {
  public:
   Load() {
@@ -43,14 +43,14 @@ class Load {
   std::vector<pid_t> pids_;
 };
 
-/// The first number of a file.
+/// Returns the first number of a file.
 double number_in(const std::filesystem::path& file) {
   double number = 0;
   std::ifstream(file) >> number;
   return number;
 }
 
-/// Empty if the run reported what happened.
+/// Returns the fault of the report, or an empty string.
 std::string wrong_in(const Way& way, const std::string& backend, int victim, int ranks) {
   const FaultFolder folder;
   const double started = now_seconds();
@@ -66,7 +66,7 @@ std::string wrong_in(const Way& way, const std::string& backend, int victim, int
   if (at == std::string::npos || err.find("ddpkit run: ") != err.rfind("ddpkit run: "))
     return fmt::format("not named: {}", err);
   if (*code != way.exit_code) return fmt::format("exit code {}: {}", *code, err);
-  // Seconds after the launcher's start, rounded to 0.1: after the fault, before the launcher's end.
+  // Seconds since the launcher's start, rounded to 0.1: after the fault, before the launcher's end.
   const double seconds = std::atof(err.c_str() + at + words.size());
   double first_rank = number_in(folder / "pid-0");
   for (int rank = 1; rank < ranks; ++rank)

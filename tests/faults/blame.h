@@ -1,4 +1,4 @@
-// Whether the launcher names the rank that failed first, and not one that lost it.
+// Tests that the launcher names the rank that failed first, and not a rank that lost its connection.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace ddpkit::testing {
 
-/// How a rank ends, and what the launcher reports.
+/// The way in which a rank ends, and the launcher's report.
 struct Way {
   std::string name;
   int exit_code = 0;
@@ -15,7 +15,7 @@ struct Way {
 
 extern const std::vector<Way> kWays;
 
-/// Of `runs` runs on a busy machine, each must report the right rank, exit code and time.
+/// Starts `runs` runs on a busy machine. Each must report the correct rank, exit code and time.
 void check_blame(const Way& way, const std::string& backend, int runs);
 
 }  // namespace ddpkit::testing

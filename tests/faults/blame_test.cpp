@@ -1,4 +1,3 @@
-// Who failed first?
 #include "faults/blame.h"
 #include "support/catch.h"
 

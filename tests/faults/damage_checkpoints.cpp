@@ -8,7 +8,7 @@
 namespace ddpkit::testing {
 namespace {
 
-/// Returns how long the refusal took.
+/// Returns the seconds until the program rejected the checkpoint.
 double check_refuses(const Folder& folder, const std::string& damaged, const std::vector<std::string>& options) {
   write_file(folder / "checkpoint.pt", damaged);
   FaultRun run(training(folder.path(), options, {}, 1));

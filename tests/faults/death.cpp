@@ -24,7 +24,7 @@ struct Arguments {
   int victim = 0;
 };
 
-/// Static objects of a large program, which take their time.
+/// Slow static destructors, as in a large program.
 struct SlowEnd {
   ~SlowEnd() {
     if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -37,7 +37,7 @@ void mark(const Arguments& arguments, const std::string& name) {
   std::ofstream(arguments.folder + "/" + name) << fmt::format("{:.6f} {}\n", now, ::getpid()) << std::flush;
 }
 
-/// As the kernel's OOM killer: memory that takes time to free.
+/// Acts as the kernel's OOM killer: the memory takes time to free.
 void be_killed_for_memory() {
   constexpr std::size_t kBytes = std::size_t{64} << 20;
   void* memory = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -45,7 +45,7 @@ void be_killed_for_memory() {
   ::kill(::getpid(), SIGKILL);
 }
 
-/// False when the rank is to return 1.
+/// Returns false if the rank must return 1.
 bool train(const Arguments& arguments) {
   const ddpkit::ProcessGroup group = ddpkit::init_process_group({.backend = arguments.backend});
   const torch::Tensor tensor = torch::ones({1000});

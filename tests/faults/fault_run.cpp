@@ -20,21 +20,21 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr const char* kMark = "DDPKIT_TEST_FAULT";
 
-/// Processes with `text` in their /proc/PID/NAME.
+/// Returns the processes with `text` in their /proc/PID/NAME.
 std::vector<int> processes_with(const char* name, const std::string& text) {
   std::vector<int> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
     const int pid = std::atoi(entry.path().filename().c_str());
     if (pid <= 0) continue;
-    std::ostringstream content;  // Empty where the process has ended meanwhile.
+    std::ostringstream content;  // Empty if the process has ended.
     content << std::ifstream(entry.path() / name, std::ios::binary).rdbuf();
     if (content.str().find(text) != std::string::npos) found.push_back(pid);
   }
   return found;
 }
 
-/// Between fork and exec. A test that runs under nohup has inherited signals that are ignored.
+/// Runs between fork and exec. Under nohup, a test inherits ignored signals.
 void reset_signals() {
   for (int number = 1; number < NSIG; ++number) ::signal(number, SIG_DFL);
   sigset_t none;

@@ -12,7 +12,7 @@
 namespace ddpkit::testing {
 namespace {
 
-/// The ranks that a launcher has running now.
+/// Returns the ranks that a launcher is running.
 std::vector<int> ranks_of(int launcher) {
   std::ifstream children(fmt::format("/proc/{0}/task/{0}/children", launcher));
   std::vector<int> ranks;
@@ -32,8 +32,8 @@ void kill_and_compare(int kills, unsigned seed) {
   FaultRun calm(training(whole.path(), options));
   REQUIRE(calm.wait(std::chrono::seconds(600)) == 0);
 
-  // Together the kills leave less time than the whole run takes, so that the last one finds it alive; each comes at any
-  // moment between the start of the processes and some epochs later.
+  // The kills together take less time than the whole run, so that the run is alive at the last kill. A kill comes at
+  // any moment between the start of the processes and some epochs later.
   const auto longest_ms = static_cast<std::uint32_t>(std::max(200.0, 900 * calm.seconds() / kills));
   std::mt19937 random(seed);
   FaultRun run(training(disturbed.path(), options, {"--max-restarts", std::to_string(kills)}));

@@ -1,4 +1,4 @@
-// The fault matrix: what happens to the launcher, and where the ranks meet.
+// The fault matrix: faults of the launcher and of the rendezvous.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/stat.h>
@@ -20,8 +20,8 @@ using Arguments = std::vector<std::string>;
 
 namespace {
 
-/// Makes a process with this number and a process group of its own, which sleeps; -1 without the right to choose, or
-/// where other processes are always quicker.
+/// Creates a sleeping process with this process ID in a separate process group. Returns -1 without the right to choose
+/// IDs, or if other processes always take the ID.
 int process_with_number(int number) {
   for (int attempt = 0; attempt < 1000; ++attempt) {
     if (!(std::ofstream("/proc/sys/kernel/ns_last_pid") << number - 1 << std::flush)) return -1;
@@ -39,7 +39,7 @@ int process_with_number(int number) {
   return -1;
 }
 
-/// The process that ends what is left of the ranks when the launcher has been killed.
+/// Returns the process that ends the remaining ranks after the launcher was killed.
 int guardian_of(int launcher) {
   std::ifstream children(fmt::format("/proc/{0}/task/{0}/children", launcher));
   for (int pid = 0; children >> pid;) {
@@ -53,7 +53,7 @@ int guardian_of(int launcher) {
 TEST_CASE("a killed launcher takes its ranks and what they have started with it", "[faults]") {
   const FaultFolder folder;
   FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "stuck", "--victim", "1"}));
-  // Both ranks hold shared memory.
+  // Waits until both ranks hold shared memory.
   while (!folder.time_of("fault")) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   const double killed = now_seconds();
   run.signal(SIGKILL);
@@ -84,7 +84,7 @@ TEST_CASE("SIGUSR1 prints what every rank does", "[faults]") {
   CHECK_THAT(run.err(), ContainsSubstring("bucket 0) at step 20 for"));
   CHECK_THAT(run.err(),
              ContainsSubstring(fmt::format("rank 1 (pid {}) is in no collective at step 20", folder.pid_of(1))));
-  // Asking changes nothing: both run on until they are told to stop.
+  // A query changes nothing: both runs continue until they receive SIGTERM.
   run.signal(SIGTERM);
   CHECK(run.wait() == 128 + SIGTERM);
   CHECK(run.orphans() == std::vector<int>());
@@ -104,7 +104,7 @@ TEST_CASE("ranks that ignore SIGTERM are killed after the grace time", "[faults]
 
 TEST_CASE("a rank that ends well before the others could meet it is named", "[faults]") {
   const FaultFolder folder;
-  // The others would wait for half an hour.
+  // The other ranks would wait for half an hour.
   const auto but_rank_1 = [&](const Arguments& launcher, const std::string& before) {
     Arguments arguments = {"run"};
     arguments.insert(arguments.end(), launcher.begin(), launcher.end());
@@ -123,7 +123,7 @@ TEST_CASE("a rank that ends well before the others could meet it is named", "[fa
   CHECK(again.wait() == 1);
   CHECK_THAT(again.err(), ContainsSubstring("starting all ranks anew (restart 1 of 1)"));
 
-  // Nobody waits for it: neither those that form a smaller world, nor those that know of no world at all.
+  // No rank waits for it: neither the ranks of a smaller world, nor ranks without a world.
   FaultRun smaller(but_rank_1({"-n", "3"},
                               "export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2; [ $RANK = 2 ] && exit 0; "
                               "[ $RANK = 1 ] && sleep 1; "));
@@ -176,7 +176,7 @@ TEST_CASE("a program that can be executed but not read is named as the reason", 
   REQUIRE(::chmod(program.c_str(), 0111) == 0);
   REQUIRE(::chmod(folder.path().c_str(), 0777) == 0);
   Arguments prefix = {"env"};
-  // The superuser may read everything.
+  // Root may read all processes.
   if (::geteuid() == 0) prefix = {"setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"};
   FaultRun run({"run", "-n", "2", "--", program, "--folder", folder.path().string(), "--steps", "5"}, prefix);
   CHECK(run.wait() == 1);
@@ -198,7 +198,7 @@ TEST_CASE("port 0 is a free port", "[faults]") {
 
 TEST_CASE("ranks that an MPI launcher starts train together", "[faults]") {
   const FaultFolder folder;
-  // As Hydra of MPICH sets them. `ddpkit run` only starts the shell.
+  // Sets the variables of MPICH's Hydra. `ddpkit run` only starts the shell.
   const std::string start =
       "port=$MASTER_PORT; unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RUN_ID; "
       "for r in 0 1; do PMI_RANK=$r PMI_SIZE=2 MPI_LOCALRANKID=$r MPI_LOCALNRANKS=2 MASTER_PORT=$port \"$0\" \"$@\" & "
@@ -248,7 +248,7 @@ TEST_CASE("a session that ends tells the ranks to end, and leaves them the time 
   is_ready(run);
   run.signal(SIGHUP);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  run.signal(SIGHUP);  // Of the kernel, and of the shell: one end.
+  run.signal(SIGHUP);  // The kernel and the shell may both send SIGHUP: the run ends once.
   CHECK(run.wait() == 0);
   CHECK_THAT(run.err(), ContainsSubstring("\nsaved\n"));
   CHECK_THAT(run.err(), ContainsSubstring("[rank 1] saved\n"));

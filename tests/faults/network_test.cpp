@@ -1,4 +1,4 @@
-// The fault matrix: a network between two nodes, each in a network namespace of its own.
+// The fault matrix: a network between two nodes, each in a separate network namespace.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -37,7 +37,7 @@ class TwoNodes {
   bool link(int node, const std::string& state) const {
     return sh(fmt::format("ip -n {} link set eth0 {}", name(node), state));
   }
-  /// A megabit a second: a gradient of the worker's takes 0.15 s.
+  /// One megabit per second: a gradient of the worker takes 0.15 s.
   bool make_slow() const {
     return sh(fmt::format("tc -n {} qdisc add dev eth0 root tbf rate 1mbit burst 10kb latency 400ms", name(0)));
   }

@@ -1,4 +1,4 @@
-// The fault matrix: what goes wrong in a rank.
+// The fault matrix: faults in a rank.
 #include <algorithm>
 
 #include <fmt/format.h>
@@ -10,7 +10,8 @@ using namespace ddpkit::testing;
 
 namespace {
 
-/// Nothing of the run is left: no process, no shared memory, and in its folder only what the worker itself has written.
+/// Checks that nothing of the run remains: no process, no shared memory, and in its folder only the files of the
+/// worker.
 void check_clean(const FaultRun& run, const FaultFolder& folder) {
   CHECK(run.orphans() == std::vector<int>());
   CHECK(folder.memory_holders() == std::vector<int>());
@@ -20,7 +21,7 @@ void check_clean(const FaultRun& run, const FaultFolder& folder) {
   }
 }
 
-/// The ranks that the launcher's summary names, in its order.
+/// Returns the ranks in the launcher's summary, in order.
 std::vector<int> blamed(const FaultRun& run) {
   const std::string text = run.err(), words = "ddpkit run: rank ";
   std::vector<int> ranks;
@@ -33,7 +34,7 @@ struct Death {
   std::string act;
   int victim;
   int exit_code;
-  std::string words;  ///< What the summary says of the victim.
+  std::string words;  ///< The summary's text about the victim.
 };
 
 }  // namespace
@@ -64,7 +65,7 @@ TEST_CASE("a rank that dies is named by the launcher, with what it did", "[fault
     CHECK(blamed(run) == std::vector<int>{death.victim});
     const bool trained = death.act == "kill" || death.act == "abort" || death.act == "segfault";
     if (trained) CHECK_THAT(run.err(), ContainsSubstring("at step 20; its last one was"));
-    // The other rank has ended before it noticed, or it knows who is to blame.
+    // The other rank ended before it noticed the fault, or it knows the failed rank.
     if (const std::string other = folder.text_of(fmt::format("named-{}", 1 - death.victim)); !other.empty())
       CHECK_THAT(other, ContainsSubstring(fmt::format("rank {}", death.victim)));
     if (death.act == "kill-in-all-reduce") CHECK_THAT(run.err(), ContainsSubstring("all_reduce number"));
@@ -150,7 +151,7 @@ TEST_CASE("a bad or slow rank harms nobody more than it must", "[faults]") {
   const FaultFolder nan_folder;
   FaultRun nan_run(worker_command(nan_folder, {"-n", "2"}, {"--act", "nan", "--victim", "1"}));
   CHECK(nan_run.wait() == 1);
-  // The same on both: neither goes on with weights that the other does not have.
+  // The same on both ranks: no rank continues with different weights.
   CHECK_THAT(nan_folder.text_of("named-0"), ContainsSubstring("nan"));
   check_clean(nan_run, nan_folder);
   add_row("NaN gradient on rank 1", "all ranks refuse the step alike", nan_folder.named_after(0).value_or(-1));

@@ -1,4 +1,4 @@
-// The long forms.
+// The long tests.
 #include "faults/blame.h"
 #include "faults/training.h"
 #include "support/catch.h"

@@ -1,4 +1,4 @@
-// Training runs of har under `ddpkit run`, for faults that concern what is kept.
+// Training runs of har under `ddpkit run`, for faults that affect checkpoints.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace ddpkit::testing {
 
-/// `ddpkit run -n RANKS LAUNCHER... -- har --save-dir FOLDER OPTIONS...` on the generated data set.
+/// Returns `ddpkit run -n RANKS LAUNCHER... -- har --save-dir FOLDER OPTIONS...` for the generated data set.
 inline std::vector<std::string> training(const std::filesystem::path& folder, const std::vector<std::string>& options,
                                          const std::vector<std::string>& launcher = {}, int ranks = 2) {
   std::vector<std::string> arguments = {"run", "-n", std::to_string(ranks)};
@@ -21,12 +21,12 @@ inline std::vector<std::string> training(const std::filesystem::path& folder, co
   return arguments;
 }
 
-/// Kills ranks of a training run with restarts at random moments, `kills` times, and compares its weights with those
-/// of a run that nobody disturbs.
+/// Kills ranks of a training run with restarts at `kills` random moments. Compares its weights with those of an
+/// undisturbed run.
 void kill_and_compare(int kills, unsigned seed);
 
-/// Cuts a run's checkpoint off at so many points, and flips so many of its bits, each for itself: the same command
-/// refuses what is left, and leaves it as it is.
+/// Truncates a run's checkpoint at `truncations` points, and separately flips `flips` bits. The same command must
+/// reject each damaged checkpoint without changing it.
 void damage_checkpoints(int truncations, int flips);
 
 }  // namespace ddpkit::testing

@@ -1,4 +1,4 @@
-// The fault matrix: what is kept.
+// The fault matrix: checkpoints.
 #include <sys/mount.h>
 
 #include <chrono>
@@ -12,7 +12,7 @@ using har::testing::weights_of;
 
 namespace {
 
-/// A file system of its own in memory; not there without the right to mount.
+/// A separate file system in memory. Not available without the right to mount.
 class SmallDisk {
  public:
   SmallDisk(const std::filesystem::path& at, std::size_t bytes) : at_(at) {
@@ -71,7 +71,7 @@ TEST_CASE("kill -9 while a checkpoint is written leaves the last one whole", "[f
     CHECK(run.orphans() == std::vector<int>());
     CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").step >= 4 + round);
     slowest = std::max(slowest, folder.ended_after(run));
-    // What the dead run left half-written is replaced, and nothing of it stays.
+    // The new run replaces the incomplete files of the dead run; none remains.
     FaultRun next(command);
     CHECK(next.wait() == 0);
     CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").step == 59);
@@ -90,7 +90,7 @@ TEST_CASE("a disk that is full or read-only keeps the last checkpoint and is nam
   const auto bytes = std::filesystem::file_size(probe / "checkpoint.pt");
   const SmallDisk disk(folder / "small", bytes + bytes / 2);
   if (!disk.mounted()) DDPKIT_SKIP("mounting a small file system needs root");
-  // One checkpoint fits, and not the next one beside it.
+  // The disk has space for one checkpoint, but not for a second.
   FaultRun full(training(folder / "small", options));
   CHECK(full.wait() == 1);
   CHECK_THAT(full.err(), ContainsSubstring("No space left on device"));

@@ -1,4 +1,4 @@
-// A small training run that goes wrong on purpose: one rank, the victim, does at one step what --act says.
+// A small training run with a deliberate fault: one rank, the victim, executes --act at one step.
 #include <signal.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
@@ -35,12 +35,12 @@ double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// The time at which something happened, for the test.
+/// Records the time of an event, for the test.
 void mark(const Options& options, const std::string& name, const std::string& text = "") {
   std::ofstream(options.folder + "/" + name) << fmt::format("{:.6f} {}\n", now_seconds(), text) << std::flush;
 }
 
-/// Lists the shared memory that this rank maps, a region per line: device, inode and name, as /proc/PID/maps has them.
+/// Lists the shared memory that this rank maps, one region per line: device, inode and name, as in /proc/PID/maps.
 void note_memory(const Options& options, int rank) {
   std::ifstream maps("/proc/self/maps");
   std::set<std::string> regions;
@@ -58,7 +58,7 @@ void note_memory(const Options& options, int rank) {
 
 void die() { ::kill(::getpid(), SIGKILL); }
 
-/// extern "C" so that the stack shows the name as it stands.
+/// extern "C": the stack trace shows the plain name.
 extern "C" __attribute__((noinline)) void stuck_on_purpose() {
   static volatile bool for_ever = true;
   while (for_ever) {
@@ -73,7 +73,7 @@ void die_soon(const Options& options, std::chrono::microseconds after) {
   }).detach();
 }
 
-/// An end that takes its time, as with static objects of a large program.
+/// A slow exit, as with static objects of a large program.
 struct SlowEnd {
   bool slow = false;
   ~SlowEnd() {
@@ -116,12 +116,12 @@ class Run {
   }
 
  private:
-  /// False when the rank is to end early.
+  /// Returns false if the rank must end early.
   bool act() {
     const std::string& what = options_.act;
     if (is_victim_ && what.starts_with("other-")) mark(options_, "fault");
     if (what == "split") {
-      // Even and odd ranks: with two on each node, each part has one there.
+      // Even and odd ranks: with two ranks per node, each part has one rank per node.
       for (const int first : {0, 1}) {
         const auto part = group_.split({first, first + 2});
         if (!part) continue;

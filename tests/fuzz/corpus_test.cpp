@@ -1,4 +1,4 @@
-// What the fuzzers have found, and what they began with, stays read without a fault.
+// The parsers read the fuzzers' initial inputs and all inputs that once showed a fault.
 #include "support/catch.h"
 #include "support/folder.h"
 #include "targets.h"

@@ -1,4 +1,4 @@
-// libFuzzer's side: one target of targets.h, which the environment names. script/fuzz builds and runs it.
+// libFuzzer's entry point. The environment names one target of targets.h. script/fuzz builds and runs it.
 #include <unistd.h>
 
 #include <cstdio>

@@ -53,7 +53,7 @@ void har_ts(const std::string& bytes, const path& folder) {
   har::read_ts(folder, "P");
 }
 
-// A training file of signals, its labels and the classes' names, parted by zero bytes.
+// A training file of signals, its labels and the class names, separated by zero bytes.
 void har_ucihar(const std::string& bytes, const path& folder) {
   std::array<std::string, 3> parts;
   std::size_t begin = 0;

@@ -1,5 +1,5 @@
-# Configures the project SOURCE in an empty folder BINARY with OPTIONS. With a MESSAGE, CMake must refuse it with text that
-# matches. With ANOTHER_LIBTORCH among OPTIONS, LibTorch_ROOT is a copy of LIBTORCH that has that version.
+# Configures the project SOURCE in an empty folder BINARY with OPTIONS. With a MESSAGE, CMake must fail with text that
+# matches. With ANOTHER_LIBTORCH among OPTIONS, LibTorch_ROOT is a copy of LIBTORCH with that version.
 file(REMOVE_RECURSE "${BINARY}")
 if(OPTIONS MATCHES "ANOTHER_LIBTORCH=([0-9]+)[.]([0-9]+)[.]([0-9]+)")
   set(another "${BINARY}/another_libtorch")

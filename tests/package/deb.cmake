@@ -1,4 +1,4 @@
-# Makes the Debian package of BUILD in FOLDER, looks at what it says of itself, and unpacks it into FOLDER/root.
+# Makes the Debian package of BUILD in FOLDER, checks its metadata, and unpacks it into FOLDER/root.
 file(REMOVE_RECURSE "${FOLDER}")
 execute_process(COMMAND "${CPACK}" -G DEB -B "${FOLDER}" --config "${BUILD}/CPackConfig.cmake"
   WORKING_DIRECTORY "${BUILD}" OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)

@@ -1,4 +1,4 @@
-# Installs BUILD into an empty PREFIX, and fails where the package still points into SOURCE or BUILD.
+# Installs BUILD into an empty PREFIX. Fails if the package refers to SOURCE or BUILD.
 file(REMOVE_RECURSE "${PREFIX}")
 execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${PREFIX}"
   OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
@@ -9,7 +9,7 @@ endif()
 foreach(file IN LISTS files)
   file(READ "${file}" text)
   foreach(folder IN ITEMS "${SOURCE}/include" "${SOURCE}/src" "${BUILD}")
-    # A prefix inside the build folder would show up as such.
+    # A prefix inside the build folder would look like a reference.
     string(REPLACE "${PREFIX}" "" text "${text}")
     string(FIND "${text}" "${folder}" where)
     if(NOT where EQUAL -1)

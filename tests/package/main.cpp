@@ -1,6 +1,6 @@
-// A program outside ddpkit: wraps a module of its own and a torch::nn::Sequential, trains both for
-// some steps on data that differs between ranks, with and without a hook of its own, and checks that
-// the ranks agree to the bit; then two replicas in one process.
+// A program outside ddpkit. Wraps a custom module and a torch::nn::Sequential. Trains both for some steps on data that
+// differs between ranks, with and without a custom hook, and checks that the ranks agree bitwise. Then trains two
+// replicas in one process.
 #include <torch/torch.h>
 
 #include <atomic>
@@ -23,7 +23,7 @@ struct Net : torch::nn::Module {
   torch::nn::Linear in, out;
 };
 
-// Throws unless every rank holds the same bits, and the steps changed them.
+// Throws unless all ranks hold the same bits and the steps changed them.
 template <class M>
 void train(const std::shared_ptr<M>& model, const ddpkit::ProcessGroup& group, bool by_hook = false) {
   model->to(group.device());
@@ -54,7 +54,7 @@ void train(const std::shared_ptr<M>& model, const ddpkit::ProcessGroup& group, b
   }
 }
 
-// The gradient of two replicas is that of the module on the whole batch.
+// Checks that the gradient of two replicas equals that of the module on the whole batch.
 void check_replicas() {
   torch::nn::Sequential model(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
   const torch::data::Example<> batch{torch::randn({8, 6}), torch::randint(3, {8}, torch::kLong)};

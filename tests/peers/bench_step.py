@@ -27,7 +27,7 @@ for model in models:
     assert len({row["params"] for row in of_model.values()}) == 1, of_model
     assert all(row["wrong"] == "0" and float(row["us"]) > 0 for row in of_model.values()), of_model
     assert {system: row["ranks"] for system, row in of_model.items()} == systems, of_model
-    # The same bytes, up to the padding of our buckets.
+    # The same bytes, except for the padding of our buckets.
     for ours in ("ddpkit-shm", "ddpkit-shm-sharded"):
         more = int(of_model[ours]["reduced_bytes"]) - int(of_model["python-ddp-gloo"]["reduced_bytes"])
         assert 0 <= more <= 64 * 200, (model, ours, more)

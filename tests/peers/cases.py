@@ -1,4 +1,4 @@
-"""Several test cases in one start of Python: to import torch takes longer than a case."""
+"""Runs several test cases in one Python process: importing torch takes longer than a case."""
 import os
 import sys
 import time
@@ -29,7 +29,7 @@ def run_each(cases, body):
         if code != 0:
             failed.append(f"{case}: exit code {code} after {time.monotonic() - start:.1f} s")
             print(f"FAILED: {failed[-1]}", flush=True)
-    # script/test adds up these lines.
+    # script/test sums these lines.
     print(f"test cases: {len(cases) - len(failed)} passed, 0 skipped, {len(failed)} failed")
     if failed:
         sys.exit("\n".join(failed))

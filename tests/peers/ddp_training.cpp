@@ -1,5 +1,5 @@
-// One rank of a DistributedDataParallel that trains a case on the weights and batches which ddp_training.py has
-// written, and leaves its weights for comparison: ddp_training CASE FOLDER LEARNING_RATE MOMENTUM
+// One rank of DistributedDataParallel. Trains a case on the weights and batches that ddp_training.py has written, and
+// saves its weights for comparison: ddp_training CASE FOLDER LEARNING_RATE MOMENTUM
 #include "ddp_training.h"
 
 #include <fstream>
@@ -38,7 +38,7 @@ void write(const std::string& path, const Tensors& tensors) {
     throw Error("cannot write " + path);
 }
 
-/// Parameters and buffers by name, as Python's state_dict().
+/// Returns parameters and buffers by name, as Python's state_dict().
 Tensors state_of(const torch::nn::Module& module) {
   Tensors state;
   for (const auto& item : module.named_parameters()) state.emplace(item.key(), item.value().detach());
@@ -69,7 +69,7 @@ void train(const std::string& name, const std::string& folder, double learning_r
   DistributedDataParallel ddp(model, group, peer_case.options);
   if (peer_case.hook) ddp.register_comm_hook(peer_case.hook(group));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(learning_rate).momentum(momentum));
-  // [step, sample, ...], of which each rank has its part.
+  // [step, sample, ...]; each rank takes its part.
   const torch::Tensor x = data.at("x").chunk(group.world_size(), 1).at(static_cast<std::size_t>(group.rank()));
   const torch::Tensor y = data.at("y").chunk(group.world_size(), 1).at(static_cast<std::size_t>(group.rank()));
   for (int step = 0; step < x.size(0); ++step) {
@@ -80,7 +80,7 @@ void train(const std::string& name, const std::string& folder, double learning_r
   }
   write(folder + "/rank-" + std::to_string(group.rank()) + "-of-" + std::to_string(group.world_size()) + ".pt",
         state_of(*model));
-  group.barrier();  // A rank that leaves early looks like one that died.
+  group.barrier();  // A rank that exits early looks like a dead rank.
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The models that ddp_training.cpp trains and ddp_training.py has in Python, with the same names of parameters.
+// The models that ddp_training.cpp trains. ddp_training.py has the same models with the same parameter names.
 #pragma once
 
 #include <torch/torch.h>
@@ -14,7 +14,7 @@ namespace ddpkit::testing {
 
 class PeerModel : public torch::nn::Module {
  public:
-  /// Logits, one row a prediction.
+  /// Returns logits, one row per prediction.
   virtual torch::Tensor forward(const torch::Tensor& x) = 0;
   /// Called before each step, for models whose forward depends on it.
   virtual void begin_step([[maybe_unused]] int step, [[maybe_unused]] int rank) {}
@@ -26,7 +26,7 @@ struct PeerCase {
   std::function<CommHook(const ProcessGroup& group)> hook = nullptr;
 };
 
-/// All cases by name; sources add theirs before main().
+/// Returns all cases by name; sources add theirs before main().
 std::map<std::string, PeerCase>& peer_cases();
 
 template <class Model>

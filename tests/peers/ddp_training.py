@@ -1,6 +1,6 @@
-"""50 steps of ddpkit's DistributedDataParallel on two ranks against Python's, from the same weights on the same batches.
+"""Compares 50 steps of ddpkit's DistributedDataParallel on two ranks with Python's, with the same weights and batches.
 
-ddp_training.py DDPKIT DDP_TRAINING CASE:MOMENTUM...: the model CASE by SGD; Python's ranks communicate through Gloo."""
+ddp_training.py DDPKIT DDP_TRAINING CASE:MOMENTUM...: trains the model CASE by SGD. Python's ranks communicate through Gloo."""
 import multiprocessing
 import os
 import subprocess
@@ -103,13 +103,12 @@ def text():
     return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
 
-# Model, data, DistributedDataParallel's options; None: one process on the joined batch.
+# Model, data, options of DistributedDataParallel. None: one process on the global batch.
 CASES = {
     "mlp": (Mlp, lambda: classified(20), {}),
     "lstm": (Lstm, lambda: classified(12, 6), {}),
     "transformer": (Transformer, text, {}),
-    # Python's SyncBatchNorm refuses CPU tensors, so that the reference is what it stands for: batch norm over the
-    # joined batch, in one process.
+    # Python's SyncBatchNorm rejects CPU tensors. The reference is batch norm over the global batch in one process.
     "sync_batch_norm": (Cnn, lambda: classified(3, 8, 8), None),
     "unused": (Heads, lambda: classified(20), {"find_unused_parameters": True}),
 }
@@ -136,12 +135,13 @@ HOOKS = {
 CASES.update({name: (DeepMlp, lambda: classified(20), {}) for name in HOOKS})
 
 
-# PowerSGD multiplies rounding errors: in float32 equal implementations drift apart, how far depends on the processor.
+# PowerSGD amplifies rounding errors. In float32, equal implementations diverge by an amount that depends on the
+# processor.
 IN_DOUBLE = {"power_sgd", "power_sgd_4"}
 
 
 def train(case, momentum, weights, data, part, rank, options):
-    """The state after all steps on a part of the samples; with a DistributedDataParallel unless options is None."""
+    """Returns the state after all steps on a part of the samples. Uses DistributedDataParallel unless options is None."""
     model = CASES[case][0]().to(torch.double if case in IN_DOUBLE else torch.float)
     model.load_state_dict(weights)
     forward = model if options is None else nn.parallel.DistributedDataParallel(model, **options)
@@ -165,7 +165,7 @@ def run_rank(folder, rank, case, momentum, weights, data, options):
 
 
 def python_ddp(folder, *arguments):
-    # Forked: to import torch takes longer than to train. No thread of torch's has been started yet.
+    # Forks: importing torch takes longer than training. torch has not started a thread yet.
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run_rank, args=(folder, rank, *arguments)) for rank in range(RANKS)]
     for process in ranks:
@@ -200,13 +200,13 @@ def compare(case, momentum):
             [ddpkit, "run", "-n", str(RANKS), "--", program, case, folder, str(LEARNING_RATE), str(momentum)], check=True,
             env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=200,
         )
-        # Written by pickle_save of LibTorch, whose types weights_only does not know.
+        # Written by pickle_save of LibTorch, whose types weights_only rejects.
         ours = [torch.load(f"{folder}/rank-{rank}-of-{RANKS}.pt", weights_only=False) for rank in range(RANKS)]
 
     for name in ours[0]:
         assert torch.equal(ours[0][name], ours[1][name]), f"{name} differs between ddpkit's ranks"
     moved, apart = difference(weights, python), difference(python, ours[0])
-    # What rank 0 learns without the other: the comparison must see whether they exchange gradients.
+    # The result of rank 0 alone: the comparison must detect a missing exchange of gradients.
     unlike = difference(python, train(case, momentum, weights, data, slice(0, BATCH), 0, None))
     assert moved > 1000 * TOLERANCE and unlike > 100 * TOLERANCE, (moved, unlike)
     assert apart <= TOLERANCE, f"ddpkit and Python differ by {apart:.2g} after {STEPS} steps"

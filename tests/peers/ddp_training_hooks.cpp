@@ -19,7 +19,7 @@ PeerCase with(std::function<CommHook(const ProcessGroup&)> hook) {
   return {.make = make_peer_model<DeepMlp>, .hook = std::move(hook)};
 }
 
-/// In double: what a step compresses away comes back later, and with it, multiplied, how the two round float.
+/// In double: PowerSGD carries compression errors to later steps and amplifies the rounding differences of float.
 PeerCase with_power_sgd(std::int64_t rank, std::uint64_t start, bool batch) {
   PeerCase peer_case = with([rank, start, batch](const ProcessGroup& group) -> CommHook {
     return comm_hooks::PowerSGD(group, {.matrix_approximation_rank = rank,
@@ -39,7 +39,7 @@ PeerCase with_power_sgd(std::int64_t rank, std::uint64_t start, bool batch) {
   peer_cases()["fp16"] = with(comm_hooks::fp16_compress);
   peer_cases()["bf16"] = with(comm_hooks::bf16_compress);
   peer_cases()["power_sgd"] = with_power_sgd(1, 5, false);
-  // Differences grow by about 1.7 a compressed step, on some processors until nothing is left to compare.
+  // Differences grow by a factor of about 1.7 per compressed step. On some processors they would hide the result.
   peer_cases()["power_sgd_4"] = with_power_sgd(4, 35, true);
   return true;
 }();

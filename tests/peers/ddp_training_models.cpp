@@ -23,7 +23,7 @@ struct Lstm : PeerModel {
   nn::Linear output{24, 5};
 };
 
-/// The embedding is the output's weight too, and so has its gradient from both ends of the model.
+/// The embedding is also the output's weight, so it receives gradients from both ends of the model.
 struct Transformer : PeerModel {
   Transformer() {
     register_module("embedding", embedding);

@@ -5,8 +5,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-/// Uses one of its heads in a step: both ranks head 0 in even steps, rank r head r in odd ones. And there is a layer
-/// that nobody ever uses.
+/// Uses one head per step: both ranks head 0 in even steps, rank r head r in odd steps. One layer is never used.
 struct Heads : PeerModel {
   Heads() {
     register_module("trunk", trunk);

@@ -1,5 +1,5 @@
-// Prints the indices of DistributedSamplers, one line an epoch, for comparison with Python's. Each line of stdin asks
-// for one sampler: size world_size rank seed shuffle(0|1) drop_last(0|1) epochs
+// Prints the indices of DistributedSamplers, one line per epoch, for comparison with Python's. Each line of stdin
+// describes one sampler: size world_size rank seed shuffle(0|1) drop_last(0|1) epochs
 #include <iostream>
 
 #include <ddpkit/data/distributed_sampler.h>
@@ -15,7 +15,7 @@ int main() {
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
       sampler.set_epoch(epoch);
       sampler.reset();
-      // By next(), as a data loader reads it.
+      // With next(), as a data loader reads it.
       while (const auto batch = sampler.next(7)) {
         for (const auto index : *batch) std::cout << index << ' ';
       }

@@ -1,4 +1,4 @@
-"""ddpkit::DistributedSampler against torch.utils.data.DistributedSampler, index by index."""
+"""Compares the indices of ddpkit::DistributedSampler and torch.utils.data.DistributedSampler."""
 import itertools
 import subprocess
 import sys
@@ -11,7 +11,7 @@ for size, world, seed, shuffle, drop_last in itertools.product(
     (1, 2, 7, 40, 1001, 20000), (1, 2, 3, 8), (0, 12345, 2**40), (True, False), (True, False)
 ):
     if drop_last and size < world:
-        continue  # Python yields nothing there; ddpkit refuses.
+        continue  # Python yields nothing in this case; ddpkit throws.
     for rank in {0, world // 2, world - 1}:
         requests.append((size, world, rank, seed, int(shuffle), int(drop_last), EPOCHS))
         python = DistributedSampler(range(size), world, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)

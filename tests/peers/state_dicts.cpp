@@ -1,5 +1,5 @@
-// What state_dicts.py has ddpkit do.
-//   copy FROM TO                             reads and writes; names that end in .safetensors are of that format
+// Runs ddpkit's part of state_dicts.py.
+//   copy FROM TO                             reads and writes; names ending in .safetensors have that format
 //   copy-each FROM TO ...                    the same for each pair; prints a line per pair: "copied" or the error
 //   train KIND FROM TO FOLDER START END      reads FROM, trains on FOLDER/data.pt, and writes TO
 #include <torch/torch.h>
@@ -41,7 +41,7 @@ void copy_each(const std::vector<std::string>& names) {
   }
 }
 
-/// Two groups, of which the state brings the options.
+/// Two groups, with options from the state.
 template <class Optimizer, class Options>
 std::unique_ptr<torch::optim::Optimizer> make(const Net& net, const Options& options) {
   const auto parameters = net.parameters();

@@ -1,4 +1,4 @@
-"""State dicts between ddpkit and Python, both ways. state_dicts.py STATE_DICTS CASE..."""
+"""Exchanges state dicts between ddpkit and Python, both ways. state_dicts.py STATE_DICTS CASE..."""
 import collections
 import os
 import random
@@ -28,7 +28,7 @@ def run(*arguments, fails_with=None):
 
 
 def same(a, b, path="state"):
-    """Of the same kind and value, bit by bit; an OrderedDict may have become a dict, a Parameter a tensor."""
+    """Whether kind and value are equal, bitwise; an OrderedDict may have become a dict, a Parameter a tensor."""
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.layout == b.layout, path
         assert a.is_meta == b.is_meta and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg(), path
@@ -44,11 +44,11 @@ def same(a, b, path="state"):
         if a.is_meta:
             assert a.shape == b.shape and a.stride() == b.stride() and a.requires_grad == b.requires_grad, path
             return
-        # The offset of a tensor without elements means nothing.
+        # The offset of a tensor without elements has no meaning.
         layouts = [(t.shape, t.stride(), t.storage_offset() * (t.numel() > 0), t.untyped_storage().nbytes(), t.requires_grad)
                    for t in (a, b)]
         assert layouts[0] == layouts[1], (path, a.dtype, *layouts)
-        # A clone: a tensor of one element counts as contiguous, whatever its strides.
+        # Clones the tensor: a tensor of one element counts as contiguous with any strides.
         bits = [t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
                 .view(torch.uint8).tolist() for t in (a, b)]
         assert bits[0] == bits[1], path
@@ -75,7 +75,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def random_tensor(dtype, shape):
-    """Random bits: so every element differs, and infinities, NaNs and denormals occur."""
+    """Random bits: every element differs, and infinities, NaNs and denormals occur."""
     if dtype == torch.bool:
         return torch.randint(2, shape, dtype=torch.uint8).view(torch.bool)
     size = dtype.itemsize
@@ -92,7 +92,7 @@ class Tied(nn.Module):
 
 
 def values(folder):
-    """Everything that a state dict may hold."""
+    """All types of values in a state dict."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     state = {
         "model": Tied().state_dict(),
@@ -117,7 +117,7 @@ def values(folder):
     again = Tied()
     again.load_state_dict(ours["model"])
     assert torch.equal(again.output.weight, state["model"]["output.weight"])
-    # Without checksums, and what is refused.
+    # Files without checksums, and files that are rejected.
     torch.serialization.set_crc32_options(False)
     torch.save(state, f"{folder}/unchecked.pt")
     run("copy", f"{folder}/unchecked.pt", f"{folder}/ours.pt")
@@ -135,12 +135,12 @@ def values(folder):
 
 
 def training(folder, kind):
-    """Ten steps there and ten here, against twenty in Python, in both orders."""
+    """Compares ten steps in ddpkit and ten in Python with twenty in Python, in both orders."""
     data = {"x": torch.randn(2 * STEPS, 16, 20), "y": torch.randint(5, (2 * STEPS, 16))}
     torch.save(data, f"{folder}/data.pt")
 
     def make():
-        # The normalisation stands behind the activation: before it, the bias' gradient would be nothing but rounding.
+        # The normalisation follows the activation: before it, the gradient of the bias would be only rounding errors.
         model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 5))})
         parameters = list(model.parameters())
         groups = [{"params": parameters[:2], "lr": 0.02, "weight_decay": 0.1}, {"params": parameters[2:]}]
@@ -172,10 +172,10 @@ def training(folder, kind):
     moved = min((a - b).abs().max().item() for a, b in zip(half, model.parameters()))
     assert moved > 1000 * TOLERANCE, moved
 
-    # Python first.
+    # First Python, then ddpkit.
     run("train", kind, f"{folder}/half.pt", f"{folder}/ours.pt", folder, str(STEPS), str(2 * STEPS))
     python_first = apart(model, "ours.pt")
-    # ddpkit first, then Python's optimizer, which is given other options to begin with.
+    # First ddpkit, then Python's optimizer, which starts with other options.
     run("train", kind, f"{folder}/start.pt", f"{folder}/ours.pt", folder, "0", str(STEPS))
     second, its_optimizer = make()
     for group in its_optimizer.param_groups:
@@ -236,7 +236,7 @@ def random_view(draw, tensor):
 
 
 def random_value(draw, storages, depth=0):
-    """A tree of everything that a state dict may hold. `storages`: tensors whose storage later ones may share."""
+    """A random tree of state dict values. `storages`: tensors whose storage later tensors may share."""
     if depth < 4 and draw.random() < (1.0 if depth == 0 else 0.3):
         count = draw.choice((0, 1, 2, 3, 4, 8))
         items = [random_value(draw, storages, depth + 1) for _ in range(count)]
@@ -255,7 +255,7 @@ def random_value(draw, storages, depth=0):
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     storages.append(tensor)
     tensor = random_view(draw, tensor)
-    # Python cannot load what it saved of other types that require a gradient: "a leaf Variable ... in-place operation".
+    # Python cannot load the other types if they require a gradient: "a leaf Variable ... in-place operation".
     differentiable = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
     if dtype in differentiable and draw.random() < 0.2:
         tensor = tensor.detach().requires_grad_() if draw.random() < 0.5 else nn.Parameter(tensor.detach())
@@ -270,7 +270,7 @@ def tensors_in(value):
 
 
 def sharing(value):
-    """For each tensor the number of the first one on its storage. Empty storages have no address."""
+    """For each tensor, the index of the first tensor on its storage. Empty storages have no address."""
     first = {}
     return [first.setdefault(t.untyped_storage().data_ptr() or object(), i) for i, t in enumerate(tensors_in(value))]
 
@@ -284,7 +284,7 @@ def with_attribute(tensor):
     return tensor
 
 
-# Types that torch.load(weights_only=True) admits, as docs/state-dicts.md lists them.
+# Types that torch.load(weights_only=True) accepts, as in the list of docs/state-dicts.md.
 ADMITTED = {
     "Counter": lambda draw: collections.Counter({draw.randrange(9): 2, "a": -1}), "OrderedDict": lambda draw: nn.BatchNorm1d(3).state_dict(),
     "set": lambda draw: {draw.randrange(9), "a", None}, "empty set": lambda draw: set(), "bytes": lambda draw: draw.randbytes(300),
@@ -306,7 +306,7 @@ ADMITTED = {
     "MultiStepLR": lambda draw: torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)], 0.1), [3, 5]).state_dict(),
     "Generator": lambda draw: torch.Generator().get_state(),
 }
-# What C++ has no value for, and what the error names. torch.load(weights_only=True) admits the first ones.
+# Objects without a C++ value, and the names in the error. torch.load(weights_only=True) accepts the first ones.
 REFUSED = {
     "quantized": (lambda draw: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "QInt8"),
     "qscheme": (lambda draw: torch.per_tensor_affine, "torch.per_tensor_affine"), "storage": (lambda draw: torch.ones(2).untyped_storage(), "a storage outside of a tensor"),
@@ -317,7 +317,7 @@ REFUSED = {
 
 
 def drawn(folder):
-    """Random trees, equal after a copy or refused by the name of what C++ lacks. DDPKIT_TEST_SEED repeats a run."""
+    """Random trees: equal after a copy, or rejected with the type that C++ lacks. DDPKIT_TEST_SEED repeats a run."""
     seed = int(os.environ.get("DDPKIT_TEST_SEED") or random.randrange(2**32))
     print(f"seed {seed}", flush=True)
     draw = random.Random(seed)

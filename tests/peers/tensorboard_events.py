@@ -1,4 +1,4 @@
-"""The real tensorboard reads the scalars and texts that har leaves, also of a run that was cut short and gone on with."""
+"""Python's tensorboard reads the scalars and texts that har writes, also from a run that was stopped and resumed."""
 import json
 import math
 import os
@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as folder:
     data, save = f"{folder}/set", f"{folder}/run"
     run("generate", data, "--train", "96", "--test", "24", "--steps", "32")
     common = ("--data", data, "--epochs", "4", "--save-dir", save, "--tensorboard", "--json")
-    # Cut in the third epoch, of which nothing is to be seen afterwards but what the second run says.
+    # Stopped in the third epoch. Afterwards that epoch must show only the events of the second run.
     first = run(*common, "--max-steps", "14")
     second = run(*common)
     assert [line["epoch"] for line in first + second] == [1, 2, 3, 4], (first, second)

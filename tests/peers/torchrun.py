@@ -1,4 +1,4 @@
-"""torchrun --no-python starts a ddpkit program: both ways in which torchrun serves the store."""
+"""torchrun --no-python starts a ddpkit program, with both ways in which torchrun serves the store."""
 import os
 import subprocess
 import sys
@@ -14,7 +14,7 @@ for share in ("1", "0"):
     )
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("epoch")]
-    # Twenty, not forty: one rank reports, so that the two did meet.
+    # Twenty lines, not forty: only one rank reports, so both joined one group.
     assert len(lines) == 20, result.stdout + result.stderr
     assert float(lines[-1].split()[-1]) < float(lines[0].split()[-1]), lines
     print(f"agent store shared: {share}: {lines[-1]}")

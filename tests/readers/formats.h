@@ -1,4 +1,4 @@
-// Every data format that the trainers read: a generator written from the format's specification, and the reader.
+// The data formats of the trainers. Each has a generator, written from the format's specification, and the reader.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +15,20 @@ namespace ddpkit::testing {
 
 using Path = std::filesystem::path;
 
-/// A change of a file that must change what is read, or be refused.
+/// A change of a file. The reader must return a different result or throw.
 struct Edit {
-  std::string named;  ///< What a refusal names: the key or its value.
-  std::string file;   ///< Within the folder.
+  std::string named;  ///< The text in the error: the key or its value.
+  std::string file;   ///< Relative to the folder.
   std::string from, to;
 };
 
 struct Format {
   std::string name;
-  /// Writes a random data set. Returns what a reader must make of it: one line per row, recording or video.
+  /// Writes a random data set. Returns the expected result of the reader: one line per row, recording or video.
   std::function<std::string(const Path& folder, std::mt19937& random)> write;
-  /// What the reader makes of the folder, in the same form. Throws what the reader throws.
+  /// Returns the reader's result in the same form. Throws the reader's errors.
   std::function<std::string(const Path& folder)> read;
-  std::vector<std::string> text_files;  ///< Endings of the files that hold text.
+  std::vector<std::string> text_files;  ///< Extensions of text files.
   std::vector<Edit> edits;
 };
 

@@ -1,4 +1,4 @@
-// Formats that are text beside recordings: LibriSpeech folders, NeMo manifests, videos with their trials.
+// Formats with text and recordings: LibriSpeech folders, NeMo manifests, videos with their trials.
 #include <fmt/format.h>
 
 #include <array>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kRate = 8000;
 
-/// What training uses of a corpus: name, transcript and seconds of each utterance.
+/// Returns the data that training uses: name, transcript and seconds of each utterance.
 std::string corpus_text(const Path& corpus) {
   asr::Faults faults(asr::FaultPolicy::kStop);
   const asr::DatasetOptions options{.name = "corpus",
@@ -49,7 +49,7 @@ std::string drawn_words(std::mt19937& random) {
   return words;
 }
 
-/// SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt, transcripts in capitals, beside SPEAKER-CHAPTER-NUMBER.flac.
+/// Writes SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt with transcripts in capitals, next to SPEAKER-CHAPTER-NUMBER.flac.
 std::string write_librispeech(const Path& folder, std::mt19937& random) {
   std::map<std::string, std::string> expected;
   for (int speaker = 1; speaker <= 3; ++speaker) {
@@ -71,7 +71,8 @@ std::string write_librispeech(const Path& folder, std::mt19937& random) {
   return text;
 }
 
-/// NeMo's manifest: audio_filepath, text, and the part of the recording from `offset` on, `duration` seconds long.
+/// Writes NeMo's manifest: audio_filepath, text, and the part of the recording that starts at `offset` and takes
+/// `duration` seconds.
 std::string write_manifest(const Path& folder, std::mt19937& random) {
   std::string manifest, expected;
   for (int number = 0, count = drawn(random, 2, 4); number < count; ++number) {
@@ -88,7 +89,7 @@ std::string write_manifest(const Path& folder, std::mt19937& random) {
   return expected;
 }
 
-/// trials.csv, classes.txt and the videos.
+/// Writes trials.csv, classes.txt and the videos.
 std::string write_videos(const Path& folder, std::mt19937& random) {
   write_file(folder / "classes.txt", "rest\nwalk\npaw_withdraw\n");
   std::string csv = "video,start_frame,end_frame,label,note\n", expected = "rest walk paw_withdraw\n";

@@ -1,4 +1,4 @@
-// Whatever a data set looks like on a disk, a trainer uses all of it, or refuses it by name.
+// For any layout of a data set on disk, a trainer reads all of it or rejects it with an error that names the file.
 #include <algorithm>
 #include <functional>
 #include <set>
@@ -15,7 +15,7 @@ using namespace ddpkit::testing;
 
 namespace {
 
-/// `fault`: what is wrong, empty if nothing is.
+/// `fault`: description of the fault; empty if there is none.
 void check(const std::string& property, const std::string& fault) {
   CAPTURE(property, fault);
   CHECK(fault.empty());
@@ -26,8 +26,8 @@ std::vector<Format> formats() {
 }
 
 struct Reading {
-  std::string text;     ///< What was read.
-  std::string refusal;  ///< One sentence, where nothing was.
+  std::string text;     ///< The result of the reader.
+  std::string refusal;  ///< The error, if the reader threw.
 };
 
 Reading read(const Format& format, const Path& folder) {
@@ -38,7 +38,7 @@ Reading read(const Format& format, const Path& folder) {
   }
 }
 
-/// Of a reading that should be `expected`.
+/// Returns the difference between a reading and `expected`.
 std::string difference(const Reading& reading, const std::string& expected) {
   if (!reading.refusal.empty()) return "refused: " + reading.refusal;
   return reading.text == expected ? "" : fmt::format("read:\n{}instead of:\n{}", reading.text, expected);
@@ -67,7 +67,7 @@ std::string with_crlf(const std::string& text) {
   return changed;
 }
 
-/// Moves `path` to `elsewhere` and links it from where it was.
+/// Moves `path` to `elsewhere` and replaces it with a link.
 void link_from(const Path& path, const Path& elsewhere) {
   std::filesystem::create_directories(elsewhere);
   const Path moved = elsewhere / fmt::format("{}", std::distance(std::filesystem::directory_iterator(elsewhere), {}));
@@ -75,7 +75,7 @@ void link_from(const Path& path, const Path& elsewhere) {
   std::filesystem::create_symlink(moved, path);
 }
 
-/// How a data set may look on a disk without any difference in what it holds.
+/// A variation of a data set on disk that does not change its content.
 struct Guise {
   std::string name;
   std::function<void(const Format& format, const Path& folder, const Path& elsewhere)> put_on;

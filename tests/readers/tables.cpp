@@ -1,4 +1,4 @@
-// Formats that are numbers in text files: UCI-HAR, .ts, CSV of prices.
+// Formats with numbers in text files: UCI-HAR, .ts, CSV of prices.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -41,14 +41,14 @@ har::RecordingSet random_set(std::size_t channels, std::mt19937& random) {
   return set;
 }
 
-/// Values of one channel of one window, `parted` by what the format has between them.
+/// Formats the values of one channel of one window, separated by `parted`.
 std::string series(const har::Recordings& split, std::size_t window, std::size_t channel, const char* parted) {
   const auto first =
       split.values.begin() + static_cast<std::ptrdiff_t>((window * split.channels + channel) * split.steps);
   return fmt::format("{}", fmt::join(first, first + static_cast<std::ptrdiff_t>(split.steps), parted));
 }
 
-/// "UCI HAR Dataset/README.txt": a window per line of each signal, "1 NAME" per line of the activities.
+/// Follows "UCI HAR Dataset/README.txt": one window per line of each signal, "1 NAME" per line of the activities.
 std::string write_ucihar(const Path& folder, std::mt19937& random) {
   const har::RecordingSet set = random_set(har::kUciSignals.size(), random);
   std::string names;
@@ -73,7 +73,7 @@ std::string write_ucihar(const Path& folder, std::mt19937& random) {
   return text_of(set);
 }
 
-/// sktime's specification of the .ts format, every tag of its header.
+/// Follows sktime's specification of the .ts format, with every tag of its header.
 std::string write_ts(const Path& folder, std::mt19937& random) {
   har::RecordingSet set = random_set(2, random);
   for (const auto& [name, split] : {std::pair("TRAIN", &set.train), std::pair("TEST", &set.test)}) {
@@ -92,7 +92,7 @@ std::string write_ts(const Path& folder, std::mt19937& random) {
 
 std::string read_set(const Path& folder) { return text_of(har::read_recordings(folder)); }
 
-/// Two assets, each a file. Prices of a bar obey Low <= Open, Close <= High.
+/// Writes two assets, one file each. The prices of a bar satisfy Low <= Open, Close <= High.
 std::string write_prices(const Path& folder, std::mt19937& random) {
   std::string expected;
   for (const char* asset : {"AAA", "BBB"}) {

@@ -1,4 +1,4 @@
-// What the test's own process says on stderr.
+// Captures the test process's stderr.
 #pragma once
 
 #include <fcntl.h>
@@ -13,7 +13,7 @@
 
 namespace ddpkit::testing {
 
-/// What `action` writes to stderr, from any thread. What it throws is thrown on.
+/// Returns the output of `action` on stderr, from any thread. Rethrows exceptions of `action`.
 inline std::string stderr_of(const std::function<void()>& action) {
   const Folder folder;
   const std::string path = folder / "stderr";

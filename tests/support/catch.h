@@ -1,4 +1,4 @@
-// Catch2 as Debian 12 (2.13) and Ubuntu 24.04 (3) have it, and what both lack.
+// Supports Catch2 of Debian 12 (2.13) and Ubuntu 24.04 (3), and adds functions that both lack.
 #pragma once
 
 #if __has_include(<catch2/catch_all.hpp>)
@@ -12,7 +12,7 @@ inline auto ContainsSubstring(const std::string& text) { return Catch::Matchers:
 
 #include <iostream>
 
-/// Ends the test as skipped (CTest reads the line) and says why.
+/// Ends the test as skipped (CTest reads the line) and prints the reason.
 #define DDPKIT_SKIP(reason)                             \
   do {                                                  \
     std::cout << "[skipped] " << (reason) << std::endl; \

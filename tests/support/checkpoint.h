@@ -1,4 +1,4 @@
-// Python's torch.utils.checkpoint with use_reentrant=True.
+// Imitates Python's torch.utils.checkpoint with use_reentrant=True.
 #pragma once
 
 #include <torch/torch.h>

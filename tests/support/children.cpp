@@ -33,7 +33,7 @@ constexpr std::ptrdiff_t kThreads = 2;
 constexpr std::ptrdiff_t kThreads = 1;
 #endif
 constexpr milliseconds kGrace(1000);
-/// Between two looks for ended children, if the kernel has no pidfd.
+/// Poll interval for ended children, if the kernel has no pidfd.
 constexpr milliseconds kLook(20);
 
 std::system_error last_error(const char* what) { return {errno, std::generic_category(), what}; }
@@ -53,7 +53,7 @@ class Child {
       ::close(output_);
       throw std::system_error(error, std::generic_category(), "fork");
     }
-    if (own_group_) ::setpgid(pid_, pid_);  // The child does so too: whoever comes first.
+    if (own_group_) ::setpgid(pid_, pid_);  // The child does the same: the first call counts.
     ::fcntl(output_, F_SETFL, O_NONBLOCK);
     ended_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
   }
@@ -74,7 +74,7 @@ class Child {
     if (running_) waits.push_back({ended_, POLLIN, 0});
     if (output_ >= 0) waits.push_back({output_, POLLIN, 0});
   }
-  /// Takes the output that is available.
+  /// Reads the available output.
   void read() {
     char buffer[1 << 16];
     for (ssize_t got = 0; output_ >= 0;) {
@@ -84,13 +84,13 @@ class Child {
       if (got < 0 && errno != EINTR) return;
     }
   }
-  /// True once, when the child has ended.
+  /// Returns true once, when the child has ended.
   bool reap() {
     if (!running_ || ::waitpid(pid_, &end.status, WNOHANG) != pid_) return false;
     running_ = false;
     end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
     if (own_group_) signal(SIGKILL);
-    read();  // A process that the child left behind may hold the pipe open: nobody waits for it.
+    read();  // A process started by the child may hold the pipe open: does not wait for it.
     close_output();
     return true;
   }
@@ -143,7 +143,7 @@ ChildrenResult run_children(int count, const std::function<int(int)>& body, cons
   const std::filesystem::directory_iterator threads("/proc/self/task");
   if (const auto number = std::distance(begin(threads), end(threads)); number > kThreads)
     throw std::logic_error(fmt::format("{} threads run: fork before LibTorch or the test starts any", number));
-  // The children must not write it again.
+  // Otherwise the children would write the buffer again.
   std::cout.flush();
   std::cerr.flush();
   std::fflush(nullptr);

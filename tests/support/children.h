@@ -9,7 +9,7 @@
 namespace ddpkit::testing {
 
 struct ChildrenOptions {
-  /// Longer than any sane run: only a hang reaches it. Then all children are killed.
+  /// Only a hanging run reaches this limit. Then all children are killed.
   std::chrono::milliseconds time_limit;
   /// If a child fails, the others get SIGTERM, and SIGKILL one second later.
   bool stop_on_failure = true;
@@ -39,7 +39,7 @@ struct ChildrenResult {
 /// std::logic_error if this process has several threads.
 ChildrenResult run_children(int count, const std::function<int(int)>& body, const ChildrenOptions& options);
 
-/// Catch2 assertions that have failed in this process, those before its fork included.
+/// Returns the number of failed Catch2 assertions in this process, including those before its fork.
 int failed_assertions();
 
 }  // namespace ddpkit::testing

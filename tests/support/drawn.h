@@ -1,4 +1,4 @@
-// Drawn tensors, and their reduction by LibTorch.
+// Random tensors, and their reduction by LibTorch.
 #pragma once
 
 #include <torch/torch.h>
@@ -37,14 +37,14 @@ void draw_values(at::Tensor& tensor, std::mt19937_64& random) {
                            Limits::quiet_NaN(),
                            T(60000.0F),
                            Limits::denorm_min()};
-      // Mostly numbers of similar size, whose sum depends on the order; of a hundred, few are special.
+      // Mostly numbers of similar size, whose sum depends on the order. A few percent are special values.
       const double uniform = (static_cast<double>(bits >> 12) * 0x1p-51 - 1) * (kind < 4 ? 30000 : 3);
       value = kind == 0 && bits % 8 == 0 ? special[(bits >> 8) % std::size(special)] : static_cast<T>(uniform);
     }
   }
 }
 
-/// `numel` values of the type: negative, of different sizes, and now and then the limits of the type, zeroes of both
+/// Draws `numel` values of the type: negative, of different sizes, and sometimes the limits of the type, zeroes of both
 /// signs, infinities, NaN, 60,000.
 inline at::Tensor drawn(at::ScalarType dtype, std::int64_t numel, std::mt19937_64& random) {
   at::Tensor tensor = at::empty({numel}, dtype);
@@ -53,7 +53,7 @@ inline at::Tensor drawn(at::ScalarType dtype, std::int64_t numel, std::mt19937_6
   return tensor;
 }
 
-/// The reduction by LibTorch: in the order of the inputs, half types in float32 and rounded once.
+/// Reduces with LibTorch: in the order of the inputs, half types in float32 and rounded once.
 inline at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool is_half = dtype == at::kHalf || dtype == at::kBFloat16;
@@ -95,7 +95,7 @@ inline at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
   return result.to(dtype);
 }
 
-/// Equal numbers, or both NaN.
+/// Returns whether the numbers are equal or both NaN.
 inline bool same(const at::Tensor& a, const at::Tensor& b) {
   if (!at::isFloatingType(a.scalar_type())) return a.equal(b);
   return (a.eq(b) | (a.isnan() & b.isnan())).all().item<bool>();

@@ -14,7 +14,7 @@
 
 namespace ddpkit::testing {
 
-/// A new folder. The process that made it removes it; forked ranks only use it.
+/// A temporary folder. The process that created it removes it; forked ranks only use it.
 class Folder {
  public:
   Folder() {
@@ -50,7 +50,7 @@ inline std::string read_file(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// Names of what lies in a folder, sorted.
+/// Returns the names of a folder's entries, sorted.
 inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename());

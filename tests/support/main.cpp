@@ -63,7 +63,7 @@ bool is_in(const std::string& source, const Catch::TestCaseInfo& info) {
   return source.empty() || std::filesystem::path(info.lineInfo.file).filename() == source;
 }
 
-/// Names of the test cases to run. Throws std::invalid_argument if the command line fits none.
+/// Returns the names of the test cases to run. Throws std::invalid_argument if no test case matches the command line.
 std::vector<std::string> selected_names(const Catch::Config& config, const std::string& source) {
   const auto& all = Catch::getAllTestCasesSorted(config);
   if (std::ranges::none_of(all, [&](const auto& test) { return is_in(source, test.getTestCaseInfo()); }))
@@ -77,7 +77,7 @@ std::vector<std::string> selected_names(const Catch::Config& config, const std::
   return names;
 }
 
-/// Catch2 reads commas, brackets and asterisks in a name as its own syntax.
+/// Commas, brackets and asterisks are syntax in Catch2's test names.
 std::string escaped(const std::string& name) {
   std::string text;
   for (const char c : name) {
@@ -97,7 +97,7 @@ int run_in_this_process(Catch::Session& session, const std::string& name) {
   return 1;
 }
 
-/// What DDPKIT_SKIP printed; empty if the case was not skipped.
+/// Returns the output of DDPKIT_SKIP; empty if the case was not skipped.
 std::string skip_reason(const std::string& output) {
   constexpr std::string_view kMark = "[skipped] ";
   const auto at = output.starts_with(kMark) ? 0 : output.find("\n" + std::string(kMark));
@@ -131,7 +131,7 @@ int run_forked(Catch::Session& session, const Options& options) {
     if (!end.ok()) std::cout << "FAILED: " << failures.back() << "\n\n";
     std::cout.flush();
   }
-  // script/test adds up these lines.
+  // script/test sums these lines.
   std::cout << fmt::format("test cases: {} passed, {} skipped, {} failed\n", passed, skipped, failures.size());
   for (const std::string& failure : failures) std::cout << "  " << failure << "\n";
   if (!failures.empty()) return 1;

@@ -11,7 +11,7 @@
 
 namespace ddpkit::testing {
 
-/// Somebody else's socket, listening on a port of its own choice on the loopback.
+/// A foreign socket that listens on a free port of the loopback interface.
 class TakenPort {
  public:
   TakenPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {

@@ -1,4 +1,4 @@
-// Runs of a trainer, as a user starts it, and what they leave behind.
+// Runs trainers and captures their output.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,23 +29,23 @@ using Arguments = std::vector<std::string>;
 
 struct ProgramRun {
   int exit_code = -1;
-  std::vector<std::string> lines;  ///< Of rank 0's stdout.
-  std::string errors;              ///< Everyone's stderr, and the other ranks' stdout.
-  double seconds = 0;              ///< From its start to its end.
+  std::vector<std::string> lines;  ///< Lines of rank 0's stdout.
+  std::string errors;              ///< stderr of all ranks, and stdout of the other ranks.
+  double seconds = 0;              ///< Duration of the run.
 
   nlohmann::json json(std::size_t line) const { return nlohmann::json::parse(lines.at(line)); }
 };
 
-/// A signal to a rank some time after its start: kill -9, if nothing else is said.
+/// Sends a signal (SIGKILL by default) to a rank some time after its start.
 struct Kill {
   int rank = 0;
   double after_seconds = 1;
   int signal = SIGKILL;
-  /// If there is one: as soon as this file has been written anew, and not after a time.
+  /// If set: kills as soon as this file has been rewritten, instead of after a time.
   const std::filesystem::path* at_write_of = nullptr;
 };
 
-/// Under a launcher on so many ranks; without one for 0 ranks.
+/// Runs under a launcher with `ranks` ranks; without a launcher for 0 ranks.
 inline ProgramRun run_program(const std::string& program, int ranks, const Arguments& arguments,
                               std::optional<Kill> kill = std::nullopt) {
   const Folder folder;
@@ -82,23 +82,22 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   return run;
 }
 
-/// Whether a run of so many `steps` an epoch has left a checkpoint from within one.
+/// Returns whether the checkpoint is from within an epoch of `steps` steps.
 inline bool stands_within_epoch(const std::filesystem::path& checkpoint, std::int64_t steps) {
   return std::filesystem::exists(checkpoint) && train::read_checkpoint_info(checkpoint).step % steps != 0;
 }
 
 struct KilledRuns {
   int kills = 0;
-  ProgramRun last;  ///< The one that ended by itself.
+  ProgramRun last;  ///< The run that was not killed.
 };
 
-/// When a run is to be disturbed for the `number`th time, in seconds from its start: later each time, in shares of what
-/// a `whole` run took on this machine, so that a fast one is disturbed too and a slow one comes to its end.
+/// Returns the time of the `number`-th disturbance, in seconds from the start of the run. The times increase, as shares
+/// of the duration of `whole` on this machine: fast runs are disturbed, and slow runs finish.
 inline double disturbed_after(const ProgramRun& whole, int number) { return whole.seconds * (0.3 + 0.12 * number); }
 
-/// Starts `run` on so many ranks again and again, and kills one of them, each time another one and later, until it ends
-/// by itself, as `whole` did; the first times, if `checkpoint` is named, as soon as that has been written. `after_kill`
-/// looks at what is left each time.
+/// Starts `run` on `ranks` ranks repeatedly. Kills another rank each time, later each time, until the run finishes.
+/// With `checkpoint`, the first kills come as soon as that file has been written. Calls `after_kill` after each kill.
 inline KilledRuns run_until_not_killed(int ranks, const ProgramRun& whole,
                                        const std::function<ProgramRun(const Kill&)>& run,
                                        const std::function<void()>& after_kill = {},
@@ -116,7 +115,7 @@ inline KilledRuns run_until_not_killed(int ranks, const ProgramRun& whole,
   }
 }
 
-/// Fails with `code` and says one sentence, once.
+/// Checks that the program exits with `code` and prints one sentence, once.
 inline void check_program_refuses(const std::string& program, const Arguments& arguments, int code,
                                   const std::string& message, const std::vector<int>& worlds = {1}) {
   for (const int ranks : worlds) {

@@ -38,12 +38,12 @@ void set_environment(int rank, int ranks, int port, const std::filesystem::path&
                                                              {"DDPKIT_TEST_FOLDER", folder.string()}};
   variables.insert(variables.end(), options.environment.begin(), options.environment.end());
   for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
-  // libgomp has read OMP_NUM_THREADS already, when it was loaded.
+  // libgomp read OMP_NUM_THREADS when it was loaded.
   at::set_num_threads(1);
 }
 
-/// Forked ranks have one layout of memory. This moves what they map from now on to different addresses, so that a
-/// pointer of one rank is wrong in another.
+/// Forked ranks have the same memory layout. This shifts their later mappings to different addresses, so that a pointer
+/// of one rank is invalid in another.
 void shift_addresses(int rank) {
   const auto bytes = static_cast<std::size_t>(rank + 1) << 24;
   if (::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) == MAP_FAILED)
@@ -72,7 +72,7 @@ void on_ranks(const std::string& name, int ranks, const std::function<void(Proce
     try {
       CHECK_NOTHROW(run_as_rank(ranks, body, folder.path(), options));
     } catch (const Catch::TestFailureException&) {
-      // A REQUIRE, which Catch2 has reported.
+      // Catch2 has already reported the failed REQUIRE.
     }
     return failed_assertions() > failed_before ? 1 : 0;
   };

@@ -1,4 +1,4 @@
-// Runs a test's body on several ranks, each a separate process.
+// Runs a test's body on several ranks, each in a separate process.
 #pragma once
 
 #include <chrono>
@@ -14,11 +14,11 @@ namespace ddpkit::testing {
 
 struct RankTestOptions {
   std::string backend = "shm";
-  /// Of every rank: a GPU is shared by all.
+  /// Of all ranks: they share one GPU.
   at::Device device = at::kCPU;
-  /// Longer than any sane run: only a hang reaches it.
+  /// Only a hanging run reaches this limit.
   std::chrono::milliseconds time_limit = std::chrono::seconds(120);
-  /// Ranks that the test kills: they must not run to the end, and the others must.
+  /// Ranks that the test kills: they must not finish, and the others must.
   std::vector<int> doomed = {};
   /// Added to the ranks' environment.
   std::vector<std::pair<std::string, std::string>> environment = {};
@@ -31,11 +31,11 @@ struct RankTestOptions {
 void on_ranks(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body,
               const RankTestOptions& options = {});
 
-/// Another group of the same ranks, which meets through the first one's store; `name` is its own.
+/// Creates another group of the same ranks, which connects through the first group's store. `name` must be unique.
 ProcessGroup another_group(const ProcessGroup& group, const std::string& name,
                            std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
-/// The same for several world sizes, one after the other.
+/// Runs several world sizes, one after the other.
 void on_ranks(const std::string& name, std::initializer_list<int> world_sizes,
               const std::function<void(ProcessGroup&)>& body, const RankTestOptions& options = {});
 

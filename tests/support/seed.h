@@ -1,4 +1,4 @@
-// Seeds of tests that draw their cases.
+// Seeds of tests with random cases.
 #pragma once
 
 #include <cstdint>

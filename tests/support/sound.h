@@ -33,7 +33,7 @@ inline std::vector<float> tone(double hz, double seconds, int rate = 8000) {
   return samples;
 }
 
-/// "Speech": each letter from a to z is a tone of its own, a space is silence, each 0.1 s long.
+/// Returns synthetic speech: each letter from a to z is a different tone, a space is silence, each 0.1 s long.
 inline std::vector<float> spoken(const std::string& text, int rate = 8000) {
   std::vector<float> samples = tone(0, 0.05, rate);
   for (const char c : text) {

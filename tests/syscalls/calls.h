@@ -1,4 +1,4 @@
-// The calls whose failures are tested, shared by the test and the library that makes them fail.
+// The calls to inject failures into, shared by the test and the library that injects them.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@ namespace ddpkit::testing {
 
 struct Call {
   std::string_view name;
-  std::array<int, 2> errors;  ///< With which the call is made to fail, in turn; 0 in the second place: one error only.
+  std::array<int, 2> errors;  ///< Errors to inject, in turn. If the second is 0, there is only one.
 };
 
 /// "clone" is pthread_create(), "open" includes fopen().

@@ -1,4 +1,5 @@
-// Each system call of the launcher and of the ranks fails in turn. Nothing may be lost, and no fault may go unnamed.
+// Each system call of the launcher and of the ranks fails in turn. No data may be lost, and each fault must be
+// reported.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,9 +23,9 @@ using har::testing::weights_of;
 
 namespace {
 
-/// Uses of a call that are made to fail.
+/// Number of uses of a call that fail, each in its run.
 constexpr int kUses = 4;
-/// Longer than any sane run.
+/// Only a hanging run reaches this limit.
 constexpr std::chrono::seconds kLimit(40);
 constexpr std::array<const char*, kProcesses> kNames = {"launcher", "rank 0", "rank 1"};
 
@@ -45,17 +46,17 @@ struct Case {
   }
 };
 
-/// A fault that is known.
+/// A known fault.
 struct Known {
-  std::string_view cases;  ///< How the names of its cases begin.
-  std::string_view words;  ///< Of the fault.
-  /// Each run shows the fault; the test fails once a run does not, and then the line here is to be removed. False where
-  /// another use of the call may be the one in question, as threads and ranks take turns.
+  std::string_view cases;  ///< Prefix of the names of its cases.
+  std::string_view words;  ///< Text in the fault's description.
+  /// The fault occurs in each run. The test fails if it does not occur; then remove the line. False if the failing use
+  /// depends on the timing of threads and ranks.
   bool always = true;
 };
 
 constexpr std::array kKnown = {
-    // LibTorch's store does not tell why it could not begin.
+    // LibTorch's store does not report why it could not start.
     Known{"rank 0: epoll_create 1 EMFILE", "Failed to init uv loop"},
     Known{"rank 0: eventfd 1 EMFILE", "Failed to init uv loop"},
     Known{"rank 0: pipe 2 ENFILE", "Failed to init uv loop"},
@@ -74,7 +75,7 @@ bool must_fail(const std::string& name) {
                      [&](const Known& known) { return known.always && known.cases == name; });
 }
 
-/// The counts that the processes of a run share with this one.
+/// The counts, in memory shared with the processes of a run.
 class Counts {
  public:
   explicit Counts(const std::filesystem::path& file) {
@@ -99,7 +100,7 @@ class Counts {
 class Trainings {
  public:
   Trainings() {
-    // One checkpoint, from which each run resumes: three more steps and the next checkpoint.
+    // Writes a checkpoint from which each run resumes. Each run makes three more steps and writes the next checkpoint.
     FaultRun first(training(begun_.path(), joined({"--max-steps", "3"}, options_)));
     REQUIRE(first.wait() == 0);
     REQUIRE(ddpkit::train::read_checkpoint_info(begun_ / "checkpoint.pt").epoch == 1);
@@ -117,10 +118,11 @@ class Trainings {
     weights_ = weights_of(whole);
   }
 
-  /// Those that an undisturbed run comes to.
+  /// The cases that an undisturbed run reaches.
   const std::vector<Case>& cases() const { return cases_; }
 
-  /// What is wrong with a run in which `one` fails; empty if nothing is. Notes how it ended in `end`.
+  /// Returns the fault of a run in which `one` fails; empty if there is none. Sets `end` to the way in which the run
+  /// ended.
   std::string disturb(const Case& one, std::string& end) const {
     const Folder folder, notes;
     const Counts counts(notes / "counts");
@@ -145,7 +147,7 @@ class Trainings {
     std::vector<std::string> names = {std::string(one.callee().name), ::strerrorname_np(one.error()),
                                       std::strerror(one.error())};
     if (one.error() == EADDRINUSE) names.push_back("is already taken");
-    if (one.error() == EAGAIN) names.push_back("is being written by another process");  // Of flock().
+    if (one.error() == EAGAIN) names.push_back("is being written by another process");  // Error of flock().
     const bool named = std::any_of(names.begin(), names.end(),
                                    [&](const std::string& name) { return said.find(name) != std::string::npos; });
     if (!named) return end + ", not named:\n" + said;

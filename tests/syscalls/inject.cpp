@@ -1,5 +1,5 @@
-// A library for LD_PRELOAD. It counts the calls that a program makes to the C library and lets one of them fail.
-//   DDPKIT_TEST_CALLS=FILE               counts are kept in this file: one CallCounts per process
+// A library for LD_PRELOAD. It counts a program's calls to the C library and makes one of them fail.
+//   DDPKIT_TEST_CALLS=FILE               the file for the counts: one CallCounts per process
 //   DDPKIT_TEST_INJECT="WHO CALL N ERRNO"  the N-th use of CALL by process WHO fails with the number ERRNO
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -46,7 +46,7 @@ bool is_file(long descriptor) {
   return real(static_cast<int>(descriptor), &file) == 0 && S_ISREG(file.st_mode);
 }
 
-/// Called when main() begins: what the dynamic linker and static constructors do is not counted.
+/// Called when main() begins: calls of the dynamic linker and static constructors do not count.
 void begin() {
   const char* file = std::getenv("DDPKIT_TEST_CALLS");
   if (!file) return;
@@ -82,8 +82,8 @@ using ddpkit::testing::is_file;
 using ddpkit::testing::next;
 using ddpkit::testing::number_of;
 
-// A call takes at most six integers and pointers, and returns one, in registers. So all have one form here, whatever
-// their headers declare: their names stand in the assembler labels only.
+// A call takes at most six integers and pointers, and returns one, in registers. So all wrappers have the same
+// signature, whatever their headers declare. The call's name is only an assembler label.
 #define DDPKIT_COUNT(call, symbol, fails) DDPKIT_COUNT_IF(true, call, symbol, fails)
 #define DDPKIT_COUNT_IF(counted, call, symbol, fails)                                                                \
   extern "C" long counted_##symbol(long, long, long, long, long, long) __asm__(#symbol);                             \
@@ -149,7 +149,7 @@ DDPKIT_COUNT(unlink, remove, -1)
 DDPKIT_COUNT(unlink, unlink, -1)
 DDPKIT_COUNT(wait, waitpid, -1)
 
-// Disks are full, pipes and sockets are not.
+// Only files can run out of disk space, not pipes and sockets.
 DDPKIT_COUNT_IF(is_file(a), write, write, -1)
 DDPKIT_COUNT_IF(is_file(a), write, writev, -1)
 

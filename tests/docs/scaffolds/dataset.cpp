@@ -1,4 +1,4 @@
-// A data set, and something that trains on its batches.
+// A data set, and a function that trains on its batches.
 struct Points : torch::data::Dataset<Points> {
   torch::data::Example<> get(size_t index) override {
     return {torch::full({2}, static_cast<double>(index)), torch::tensor(static_cast<int64_t>(index % 3))};

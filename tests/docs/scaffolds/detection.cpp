@@ -1,4 +1,4 @@
-// At namespace scope: a type whose tensors are found by a function beside it.
+// At namespace scope: a type with a function that finds its tensors.
 
 // The block.
 

@@ -1,4 +1,4 @@
-// Where a file labels.txt lies.
+// The folder holds a file labels.txt.
 void run(ddpkit::ProcessGroup group) {
   if (group.rank() == 0) std::ofstream("labels.txt") << "walk\n";
   group.barrier();

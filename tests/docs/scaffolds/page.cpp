@@ -1,4 +1,4 @@
-// The module and the data that the page's program takes for granted.
+// The module and the data that the page's program requires.
 #include <torch/torch.h>
 
 struct Net : torch::nn::Module {

@@ -1,4 +1,4 @@
-// A training that is killed within an epoch and resumed ends as one that was not.
+// A training that is killed within an epoch and resumed has the same result as an uninterrupted training.
 struct Numbers : torch::data::Dataset<Numbers> {
   torch::data::Example<> get(size_t index) override {
     const auto number = torch::tensor(static_cast<int64_t>(index));
@@ -9,7 +9,7 @@ struct Numbers : torch::data::Dataset<Numbers> {
 
 struct Counts : torch::nn::Module {
   torch::Tensor weight = register_parameter("weight", torch::zeros({1}));
-  torch::Tensor seen = register_buffer("seen", torch::zeros({64}));  // How often the model was trained on each sample.
+  torch::Tensor seen = register_buffer("seen", torch::zeros({64}));  // Trainings on each sample.
   torch::Tensor drawn = register_buffer("drawn", torch::zeros({1}));
 };
 

@@ -1,4 +1,4 @@
-# The model and optimizer whose state dict run.pt the page's C++ has written.
+# The model and optimizer of the state dict run.pt, which the page's C++ has written.
 import torch
 
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))

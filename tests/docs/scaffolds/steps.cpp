@@ -1,4 +1,4 @@
-// A loop whose batches come from batch(number), and of which each rank has another number.
+// A loop with batches from batch(number). Each rank has a different number of batches.
 void run(ddpkit::ProcessGroup group) {
   torch::manual_seed(1 + group.rank());
   torch::nn::Sequential model(torch::nn::Linear(16, 32), torch::nn::ReLU(), torch::nn::Linear(32, 4));

@@ -1,4 +1,4 @@
-// In the middle of a training: everything there is.
+// Within a training: all objects exist.
 void run(ddpkit::ProcessGroup group) {
   torch::manual_seed(1 + group.rank());
   const torch::Device device = group.device();
@@ -22,7 +22,7 @@ void run(ddpkit::ProcessGroup group) {
   {
     // The block.
   }
-  train_step();  // Whatever the block has done, the training goes on, the same on all ranks.
+  train_step();  // After the block, the training continues, equal on all ranks.
   const auto all = group.all_gather(model->parameters()[0].detach());
   for (int rank = 1; rank < group.world_size(); ++rank)
     ddpkit::docs::require(torch::equal(all[0], all[rank]), "the ranks have the same weights");

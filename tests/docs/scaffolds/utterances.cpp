@@ -1,4 +1,4 @@
-// At namespace scope: a type that DataParallel cuts by a function beside it.
+// At namespace scope: a type with a function by which DataParallel splits it.
 
 // The block.
 

@@ -1,4 +1,4 @@
-// Uses ddpkit::train, with the project's own fmt beside ddpkit's.
+// Uses ddpkit::train and the project's own fmt, next to ddpkit's.
 #include <cstdint>
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-// In the place of another version of fmt, with the function that main.cpp calls.
+// Imitates another version of fmt, with the function that main.cpp calls.
 #pragma once
 
 #include <string>
