@@ -15,7 +15,7 @@ heading="##"
 section() {
   local title=$1 start=$SECONDS
   shift
-  say "$title: script/bench $*"
+  log "$title: script/bench $*"
   if ! DDPKIT_BENCH_RATIOS=$made/ratios.tsv "$root/script/bench" "$@" >"$made/output" 2>"$made/errors"; then
     cat "$made/output" "$made/errors" >&2
     die "script/bench $1 failed (its words are above)"
@@ -31,7 +31,7 @@ section() {
     fi
     printf '\n'
   } >>"$made/sections"
-  say "$title: $((SECONDS - start)) s"
+  log "$title: $((SECONDS - start)) s"
 }
 
 picture() {
@@ -139,7 +139,7 @@ measure_gpu_adamw() {
 }
 measure_gpu_micro() { section "Optimizers alone on a GPU" --gpu micro '^gpu/'; }
 measure_gpu_collectives() {
-  [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ] || { say "Collectives on GPUs: one GPU exchanges nothing; left out"; return; }
+  [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ] || { log "Collectives on GPUs: skipped, because one GPU exchanges nothing"; return; }
   section "Collectives on GPUs" --gpu collectives --collective all_reduce,all_gather,reduce_scatter,broadcast
 }
 measure_gpu_har() { section "har on GPUs" --gpu har --peers --rounds 2; }
@@ -181,7 +181,7 @@ write_report_of_gpus() {
     cat "$made/sections"
   } | cat -s >"$made/report"
   cp "$made/report" "$report"
-  say "Written: ${report#"$root"/}"
+  log "Written: ${report#"$root"/}"
 }
 
 # In MB, the part that one core can use. The C library may report the cache of the whole processor.
@@ -233,7 +233,7 @@ EOF
   mkdir -p "$pictures"
   find "$made" -name '*.svg' -exec cp {} "$pictures" \;
   cp "$made/measured.tsv" "$ratios"
-  say "Written: ${report#"$root"/}, ${ratios#"$root"/}, ${pictures#"$root"/}"
+  log "Written: ${report#"$root"/}, ${ratios#"$root"/}, ${pictures#"$root"/}"
 }
 
 write_report() { put_report "$(date -u +%F)"; }
@@ -302,7 +302,7 @@ check_ratios() {
   # Another process may have disturbed the run: parts that look worse are measured again, and the better figure counts.
   mapfile -t again < <(compare_ratios "$before" "$made/measured.tsv" parts)
   if [ ${#again[@]} -gt 0 ]; then
-    say "Worse by over 15 %, so measured again: ${again[*]}"
+    log "Worse by over 15 %, so measured again: ${again[*]}"
     cp "$made/measured.tsv" "$made/first.tsv"
     measure "${again[@]}"
     cp "$made/measured.tsv" "$made/second.tsv"
@@ -312,7 +312,7 @@ check_ratios() {
   fi
   there=$(machine_of_report)
   if [ "$there" != "$here" ]; then
-    say "Compared with another machine, $there. This one: $here. What a peer takes beside ddpkit moves with the machine: for figures of this one, run script/bench all, then check again."
+    log "Compared with another machine, $there. This one: $here. The ratios to peers depend on the machine: for figures of this one, run script/bench all, then check again."
   fi
   compare_ratios "$before" "$made/measured.tsv" || die "ratios have worsened by over 15 % or are missing (above)"
 }

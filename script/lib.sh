@@ -22,7 +22,7 @@ optional_packages=(libgloo-dev)
 # Compared with ddpkit in benchmarks, and starts ranks in a test.
 peer_packages=(libopenmpi-dev openmpi-bin)
 
-say() { printf '%s\n' "$*" >&2; }
+log() { printf '%s\n' "$*" >&2; }
 
 die() {
   printf '%s: %s\n' "script/${0##*/}" "$*" >&2
@@ -91,10 +91,10 @@ missing_packages() {
 install_packages() {
   local why=$1 as_root=()
   shift
-  say "Installing with apt, $why: $*"
+  log "Installing with apt, $why: $*"
   if [ "$(id -u)" -ne 0 ]; then
     if ! command -v sudo >/dev/null 2>&1 || ! { sudo -n true 2>/dev/null || { [ -t 0 ] && sudo true; }; }; then
-      say "This needs root. Have someone run: apt-get install --no-install-recommends $*"
+      log "This needs root. Have someone run: apt-get install --no-install-recommends $*"
       exit 1
     fi
     as_root=(sudo)

@@ -41,11 +41,11 @@ with gzip.open(next(packages.glob("usr/share/doc/asterisk-core-sounds-en/core-so
     lines = [line.strip().partition(":") for line in file if line.strip() and not line.startswith(";")]
 transcripts = {name: spoken(text) for name, _, text in lines}
 splits = {"train": [], "dev": [], "test": []}
-left_out = seconds = 0
+skipped = seconds = 0
 for path in sorted(sounds.rglob("*.wav")):
     name = path.relative_to(sounds).with_suffix("").as_posix()
     if not transcripts.get(name):
-        left_out += 1
+        skipped += 1
         continue
     with wave.open(str(path)) as recording:
         duration = recording.getnframes() / recording.getframerate()
@@ -60,4 +60,4 @@ for split, lines in splits.items():
         sys.exit("no recording with a transcript")
     (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 counts = ", ".join(f"{len(lines)} {split}" for split, lines in splits.items())
-print(f"{seconds / 60:.1f} minutes: {counts}; {left_out} without speech or transcript left out", file=sys.stderr)
+print(f"{seconds / 60:.1f} minutes: {counts}; {skipped} without speech or transcript skipped", file=sys.stderr)
