@@ -59,11 +59,11 @@ EvaluationResult evaluate(Recognizer& model, const Dataset& dataset, const Evalu
       const auto at = static_cast<std::int64_t>(row);
       if (batch.weights[at].item<float>() == 0) continue;  // The recording was unreadable.
       const Utterance& utterance = dataset[indices[row]];
-      const std::string heard = transcript(log_probs[at].slice(0, 0, steps[at].item<std::int64_t>()), options);
-      result.errors.add(utterance.text, heard);
+      const std::string hypothesis = transcript(log_probs[at].slice(0, 0, steps[at].item<std::int64_t>()), options);
+      result.errors.add(utterance.text, hypothesis);
       loss += losses[at].item<double>();
       if (static_cast<int>(result.samples.size()) < options.samples)
-        result.samples.push_back({.name = utterance.name, .truth = utterance.text, .heard = heard});
+        result.samples.push_back({.name = utterance.name, .reference = utterance.text, .hypothesis = hypothesis});
     }
   }
   ErrorCounts& errors = result.errors;

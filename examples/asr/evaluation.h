@@ -21,7 +21,7 @@ at::Tensor steps_of(const Recognizer& model, const Batch& batch);
 
 /// A transcript and its reference.
 struct Sample {
-  std::string name, truth, heard;
+  std::string name, reference, hypothesis;
 };
 
 struct EvaluationResult {

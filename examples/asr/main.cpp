@@ -65,7 +65,7 @@ void add_options(CLI::App& app, CommandLine& line) {
       ->check(whole_number(0, 65535))
       ->type_name("N")
       ->group(ranks);
-  app.add_option("--master-addr", line.launch.master_addr, "Address of host 0, where the ranks meet")
+  app.add_option("--master-addr", line.launch.master_addr, "Address of host 0 for the rendezvous")
       ->type_name("HOST")
       ->group(ranks);
   app.add_option("--master-port", line.launch.master_port, "And port; 0: a free one, for one host")
@@ -173,7 +173,7 @@ int main(int argc, char** argv) {
   CLI::App* evaluate =
       app.add_subcommand("evaluate", "Error rates of a run's model on data.dev and data.test")->fallthrough();
   CLI::App* check = app.add_subcommand("check", "Test the distributed set-up")->fallthrough();
-  CLI::App* transcribe = app.add_subcommand("transcribe", "Write down what is said in recordings")->fallthrough();
+  CLI::App* transcribe = app.add_subcommand("transcribe", "Transcribe recordings")->fallthrough();
   transcribe->add_option("file", line.files, "Recordings, and KEY=VALUE of evaluation")->required()->type_name("FILE");
   transcribe->add_flag("--streaming", line.streaming, "As if they were just being recorded, by the recurrent form");
   transcribe->add_option("--piece-ms", line.piece_ms, "Sound that is taken at a time")

@@ -11,13 +11,13 @@ std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-void ErrorCounts::add(const std::string& truth, const std::string& heard) {
-  const std::vector<std::string> said = words_of(truth);
+void ErrorCounts::add(const std::string& reference, const std::string& hypothesis) {
+  const std::vector<std::string> reference_words = words_of(reference);
   utterances += 1;
-  characters += static_cast<double>(truth.size());
-  character_edits += static_cast<double>(edit_distance(truth, heard));
-  words += static_cast<double>(said.size());
-  word_edits += static_cast<double>(edit_distance(said, words_of(heard)));
+  characters += static_cast<double>(reference.size());
+  character_edits += static_cast<double>(edit_distance(reference, hypothesis));
+  words += static_cast<double>(reference_words.size());
+  word_edits += static_cast<double>(edit_distance(reference_words, words_of(hypothesis)));
 }
 
 }  // namespace asr

@@ -35,7 +35,7 @@ struct ErrorCounts {
   double characters = 0, character_edits = 0;
   double words = 0, word_edits = 0;
 
-  void add(const std::string& truth, const std::string& heard);
+  void add(const std::string& reference, const std::string& hypothesis);
   double cer() const { return character_edits / characters; }  ///< Character error rate; above 1 is possible.
   double wer() const { return word_edits / words; }            ///< Word error rate.
 };

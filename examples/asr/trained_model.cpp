@@ -88,7 +88,8 @@ void evaluate_run(const Options& given, const ddpkit::ProcessGroup& group) {
     print_line(fmt::format("{}: {} utterances  loss {:.4f}  CER {:.1f} %  WER {:.1f} %", path, result.errors.utterances,
                            result.loss, 100 * result.errors.cer(), 100 * result.errors.wer()));
     for (const Sample& sample : result.samples)
-      print_line(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
+      print_line(
+          fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
   }
   if (!found) throw ddpkit::train::UsageError("neither data.dev nor data.test is given, nor data.train");
   const auto counts = faults.count(group);

@@ -117,7 +117,8 @@ class Trainer {
     if (!speaks()) return;
     if (!options_.run.json) {
       for (const Sample& sample : samples_)
-        print_line(fmt::format("{}\n  said:  {}\n  heard: {}", sample.name, sample.truth, sample.heard));
+        print_line(
+            fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
     }
     print_line(describe(faults));
   }
@@ -303,12 +304,12 @@ class Trainer {
         }
         return loss / static_cast<double>(batch.batch_size);
       }
-      leave_out_faulty(batch, losses.detach());
+      skip_faulty(batch, losses.detach());
     }
   }
 
   // Removes the utterances with a NaN or infinite loss from the batch, on all ranks. Collective.
-  void leave_out_faulty(Batch& batch, const at::Tensor& losses) {
+  void skip_faulty(Batch& batch, const at::Tensor& losses) {
     std::vector<bool> keep;
     double bad = 0, good = 0;
     for (std::int64_t row = 0; row < batch.size(); ++row) {

@@ -105,11 +105,11 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
   const Sequences sequences(rollout, options_.sequence, normalised_over_ranks(advantages, group_), targets);
   at::Tensor sums = torch::zeros({5}, torch::TensorOptions(group_.device()).dtype(torch::kDouble));
   std::int64_t updates = 0;
-  bool goes_on = true;
-  for (int pass = 0; pass < options_.ppo_epochs && goes_on; ++pass) {
+  bool continues = true;
+  for (int pass = 0; pass < options_.ppo_epochs && continues; ++pass) {
     const at::Tensor order = torch::randperm(sequences.count(), random, torch::kLong).to(group_.device());
     const std::vector<at::Tensor> batches = order.split(batch_);
-    for (std::size_t first = 0; first < batches.size() && goes_on;
+    for (std::size_t first = 0; first < batches.size() && continues;
          first += static_cast<std::size_t>(options_.grad_accum_steps)) {
       const std::size_t end = std::min(batches.size(), first + static_cast<std::size_t>(options_.grad_accum_steps));
       std::int64_t count = 0;
@@ -130,7 +130,7 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
       scaler_.update();
       scheduler_.step();
       ++updates;
-      goes_on = after_step();
+      continues = after_step();
     }
   }
   const bool is_complete = updates == updates_ * options_.ppo_epochs;

@@ -50,11 +50,12 @@ void add_market_options(CLI::App& app, TrainOptions& options) {
 
 void add_device_options(CLI::App& app, TrainOptions& options) {
   const std::string devices = "Devices";
-  app.add_option("--num-gpus", options.num_gpus, "GPUs of a host to use, a rank each; -1: all; 0: the CPU")
+  app.add_option("--num-gpus", options.num_gpus, "GPUs to use per host, one per rank; -1: all; 0: the CPU")
       ->check(whole_number(-1, 1024))
       ->type_name("N")
       ->group(devices);
-  app.add_option("--threads", options.threads, "Threads of a rank on the CPU; these LSTMs are too small to share out")
+  app.add_option("--threads", options.threads,
+                 "Threads per rank on the CPU; these LSTMs are too small for several threads")
       ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(devices);
@@ -150,7 +151,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->group(model);
   const std::string run = "Run";
   app.add_option("--evaluate-every", options.evaluate_every,
-                 "Look at the unseen days after so many rounds; 0: at the end")
+                 "Evaluate on the held-out days every N rounds; 0: at the end")
       ->check(count(0))
       ->type_name("N")
       ->group(run);

@@ -99,7 +99,7 @@ std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_r
   std::vector<int> ids = options.gpu_ids;
   check_gpu_ids(ids, gpus);
   if (options.replicas && options.multi_gpu != MultiGpu::kDp)
-    throw UsageError("--replicas is of --multi-gpu dp: with ddp the launcher says how many ranks there are");
+    throw UsageError("--replicas needs --multi-gpu dp: with ddp the launcher sets the number of ranks");
   if (ids.empty()) {
     for (int id = 0; id < gpus; ++id) ids.push_back(id);
   }

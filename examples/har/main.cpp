@@ -11,7 +11,7 @@ namespace {
 using ddpkit::train::whole_number;
 
 CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions& options) {
-  CLI::App* generate = app.add_subcommand("generate", "Write a made-up data set in the UCI-HAR layout");
+  CLI::App* generate = app.add_subcommand("generate", "Write a synthetic data set in the UCI-HAR layout");
   generate->option_defaults()->always_capture_default();
   generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
   const auto count = whole_number(1, 1'000'000);

@@ -377,8 +377,8 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
   const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
   if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
     throw UsageError(
-        fmt::format("--multi-gpu {} is one process, but the launcher started {}: start har by itself, or "
-                    "take --multi-gpu ddp",
+        fmt::format("--multi-gpu {} is one process, but the launcher started {}: start har without a launcher, or "
+                    "use --multi-gpu ddp",
                     name_of(options.multi_gpu), environment.world_size));
   const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
   const ddpkit::ProcessGroup group =

@@ -47,7 +47,7 @@ void write_config_file(const std::filesystem::path& path, const TrainOptions& op
   config["save_dir"] = options.trainer.save_dir;
   if (!options.cache_dir.empty()) config["cache_dir"] = options.cache_dir;
   if (!options.classes.empty()) config["classes"] = options.classes;
-  std::string text = "# Written when the run was started; `video --config` on this file goes on with it.\n";
+  std::string text = "# Written when the run was started; `video --config` on this file resumes it.\n";
   for (const auto& [key, value] : config.items()) {
     std::string name = key;
     std::replace(name.begin(), name.end(), '_', '-');

@@ -132,7 +132,7 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
 }
 
 CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptions& options) {
-  CLI::App* generate = app.add_subcommand("generate", "Write a made-up data set: videos, trials.csv, classes.txt");
+  CLI::App* generate = app.add_subcommand("generate", "Write a synthetic data set: videos, trials.csv, classes.txt");
   generate->option_defaults()->always_capture_default();
   generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
   generate->add_option("--videos", options.videos, "Videos")->check(count(1))->type_name("N");
