@@ -58,7 +58,7 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
   CHECK(names_in(folder.path()) == std::vector<std::string>{"plot.svg", "rows.csv"});
 }
 
-TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why not", "[bench][gloo]") {
+TEST_CASE("ddpkit bench collectives compares Gloo and Open MPI, or prints why not", "[bench][gloo]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
   // By default, unavailable backends are skipped.
@@ -79,7 +79,7 @@ TEST_CASE("ddpkit bench collectives puts Gloo and Open MPI beside, or says why n
   CHECK_THAT(rows, ContainsSubstring("all_reduce,limit,2,65536,symmetric,"));
 }
 
-TEST_CASE("ddpkit bench replaces a file when it has all rows, or not at all", "[bench]") {
+TEST_CASE("ddpkit bench replaces a file atomically", "[bench]") {
   const Folder folder;
   const auto measure = [&](const std::string& bytes, const std::string& option, const std::string& file) {
     return run_bench(folder, {"collectives", "--backend", "shm", "--collective", "broadcast", "--iters", "2", "-b",
@@ -105,7 +105,7 @@ TEST_CASE("ddpkit bench replaces a file when it has all rows, or not at all", "[
   CHECK_THAT(plot.errors, ContainsSubstring("cannot write ") && ContainsSubstring("drawing.svg"));
 }
 
-TEST_CASE("ddpkit says so when its output finds no room", "[cli]") {
+TEST_CASE("ddpkit reports that its output could not be written", "[cli]") {
   const Folder folder;
   for (const char* arguments : {"--version", "--help", "estimate --compute-ms 1 --params 1M", "doctor",
                                 "bench collectives --backend shm --collective broadcast -b 4K -e 4K --iters 2"}) {

@@ -180,7 +180,7 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
 #endif
 }
 
-TEST_CASE("ddpkit bench step starts its processes anew", "[bench]") {
+TEST_CASE("ddpkit bench step restarts its processes", "[bench]") {
   const Folder folder;
   const auto [run, rows] =
       measure_steps(folder, {"--model", "mlp-10k", "--backend", "shm", "--steps", "5", "--starts", "2"});
@@ -218,7 +218,7 @@ TEST_CASE("A step's models train", "[bench]") {
   }
 }
 
-TEST_CASE("Workers that end early, or lack their backend, are an error that says so", "[bench]") {
+TEST_CASE("workers that end early, or lack their backend, are an error with the reason", "[bench]") {
   const auto workers = [](const std::string& script) {
     // The remaining arguments are $0, "--control", and the list.
     return Workers({.system = "system",

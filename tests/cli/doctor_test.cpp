@@ -39,7 +39,7 @@ Finding about(const Findings& findings, const std::string& words) {
   for (const Finding& finding : findings) {
     if (finding.what.find(words) != std::string::npos) return finding;
   }
-  FAIL("no finding says \"" << words << "\"");
+  FAIL("no finding contains \"" << words << "\"");
   return {};
 }
 
@@ -49,13 +49,13 @@ nlohmann::json finding_of(const Run& run, const std::string& words) {
   for (const auto& finding : document["findings"]) {
     if (finding["what"].get<std::string>().find(words) != std::string::npos) return finding;
   }
-  FAIL(run.lines[0] << " says nothing of \"" << words << '"');
+  FAIL(run.lines[0] << " has no finding with \"" << words << '"');
   return {};
 }
 
 }  // namespace
 
-TEST_CASE("a host as it should be needs no advice", "[doctor]") {
+TEST_CASE("a suitable host gets no advice", "[doctor]") {
   for (const Finding& finding : examine_host(good_host(), 4, std::nullopt, true)) {
     CAPTURE(finding.what);
     CHECK(finding.severity == Severity::kFine);
@@ -63,7 +63,7 @@ TEST_CASE("a host as it should be needs no advice", "[doctor]") {
   }
 }
 
-TEST_CASE("what limits a host is named", "[doctor]") {
+TEST_CASE("limits of a host are reported", "[doctor]") {
   HostLimits host = good_host();
   CHECK(
       about(examine_host(host, 4, "8", false), "32 threads share 8 cores").advice.starts_with("Set OMP_NUM_THREADS=2"));
@@ -102,7 +102,7 @@ TEST_CASE("an address space that is too small for the ranks is one finding", "[d
   CHECK(shrinks.severity == Severity::kAdvice);
 }
 
-TEST_CASE("what is no UTF-8, and nothing to do, are JSON too", "[doctor]") {
+TEST_CASE("invalid UTF-8 and missing advice are written as JSON", "[doctor]") {
   const auto document = nlohmann::json::parse(doctor_json({{"network", Severity::kFine, "the host \xff"}}));
   CHECK(document["to_do"] == nlohmann::json::array());
   CHECK(document["findings"][0]["what"] == "the host \xEF\xBF\xBD");
@@ -189,7 +189,7 @@ TEST_CASE("ddpkit doctor finds nothing wrong here, and all-reduces", "[doctor]")
   CHECK(finding_of(good, "fits into the")["severity"] == "fine");
 }
 
-TEST_CASE("ddpkit doctor tells the truth under faults", "[doctor]") {
+TEST_CASE("ddpkit doctor reports faults", "[doctor]") {
   const Folder folder;
   const TakenPort taken;
   const Run port = run_ddpkit(folder, {"doctor", "--json", "--master-port", std::to_string(taken.port())});

@@ -63,7 +63,7 @@ TEST_CASE("a timeline becomes a profile of one step", "[estimate]") {
   CHECK(two.step_us() == Approx(95));
 }
 
-TEST_CASE("a file that is no timeline is named, with what is wrong", "[estimate]") {
+TEST_CASE("a file that is not a timeline is named with its fault", "[estimate]") {
   const Folder folder;
   const auto refused = [&](const std::string& text, const std::string& why) {
     write_file(folder / "bad.json", text);

@@ -48,7 +48,7 @@ check_options() {
     ddpkit | har | asr | video | clstm_ppo) command=("$build/bin/$1") ;;
     build/bin/*) command=("$build/bin/${1#build/bin/}") ;;
     script/* | examples/*/*.sh) command=("$source/$1") ;;
-    *) wrong "$where: nothing is known of the program $1 that --help could tell; give it the rule skip"; return ;;
+    *) wrong "$where: the program $1 has no known --help; give the block the rule skip"; return ;;
   esac
   name=$1
   shift

@@ -41,7 +41,7 @@ void check_policies(const std::string& manifest, const std::string& file, const 
 
 }  // namespace
 
-TEST_CASE("a truncated WAV is named, and skipped or the end", "[asr]") {
+TEST_CASE("a truncated WAV is named, and is skipped or ends the run", "[asr]") {
   const Folder folder;
   write_sound(folder / "cut.wav", spoken("abc"));
   const std::string whole = read_file(folder / "cut.wav");
@@ -49,7 +49,7 @@ TEST_CASE("a truncated WAV is named, and skipped or the end", "[asr]") {
   check_policies(with_line(folder, "cut.wav", "abc"), (folder / "cut.wav").string(), "unreadable", "truncated");
 }
 
-TEST_CASE("a recording whose end shows only when it is read is named as well", "[asr]") {
+TEST_CASE("a recording whose truncation is found only while reading is named", "[asr]") {
   const Folder folder;
   std::vector<float> noise;
   for (int i = 0; i < 20000; ++i) noise.push_back(static_cast<float>((i * 7919) % 1000) / 1000 - 0.5F);
@@ -59,7 +59,7 @@ TEST_CASE("a recording whose end shows only when it is read is named as well", "
   check_policies(with_line(folder, "cut.flac", "abc"), (folder / "cut.flac").string(), "unreadable", "truncated");
 }
 
-TEST_CASE("a FLAC whose header says too much, or nothing, of its length is named", "[asr]") {
+TEST_CASE("a FLAC whose header has a wrong length or no length is named", "[asr]") {
   const Folder folder;
   write_sound(folder / "sound.flac", spoken("abc"), 8000, SF_FORMAT_FLAC | SF_FORMAT_PCM_16);
   const std::string whole = read_file(folder / "sound.flac");
@@ -78,27 +78,27 @@ TEST_CASE("a FLAC whose header says too much, or nothing, of its length is named
                  "its header does not say how long it is");
 }
 
-TEST_CASE("an empty transcript is named, and skipped or the end", "[asr]") {
+TEST_CASE("an empty transcript is named, and is skipped or ends the run", "[asr]") {
   const Folder folder;
   write_sound(folder / "mute.wav", spoken("abc"));
   check_policies(with_line(folder, "mute.wav", " ... "), (folder / "mute.wav").string(), "empty transcript", "empty");
 }
 
-TEST_CASE("a target longer than its frames is named, and skipped or the end", "[asr]") {
+TEST_CASE("a target longer than its frames is named, and is skipped or ends the run", "[asr]") {
   const Folder folder;
   write_sound(folder / "short.wav", spoken("a"));
   check_policies(with_line(folder, "short.wav", "a rather long text for so short a sound"),
                  (folder / "short.wav").string(), "target longer than its frames", "needs ");
 }
 
-TEST_CASE("a character outside the alphabet is named, and its file skipped or the end", "[asr]") {
+TEST_CASE("a character outside the alphabet is named, and its file is skipped or ends the run", "[asr]") {
   const Folder folder;
   write_sound(folder / "odd.wav", spoken("abc"));
   check_policies(with_line(folder, "odd.wav", "press 5"), (folder / "odd.wav").string(), "unknown character",
                  "'5' in its transcript");
 }
 
-TEST_CASE("an utterance whose loss is NaN is named, and skipped or the end", "[asr]") {
+TEST_CASE("an utterance whose loss is NaN is named, and is skipped or ends the run", "[asr]") {
   const Folder folder;
   std::vector<float> loud = spoken("abcd");
   for (float& sample : loud) sample *= 1e30F;  // The samples are finite, but their power is not.
@@ -116,7 +116,7 @@ TEST_CASE("a run that diverges ends with one sentence, whatever the policy", "[a
   }
 }
 
-TEST_CASE("nothing left to train on is said", "[asr]") {
+TEST_CASE("a training set without valid files is an error", "[asr]") {
   const Folder folder;
   write_file(folder / "all.jsonl", "{\"audio_filepath\": \"gone.wav\", \"text\": \"a\"}\n");
   const Run run = run_asr(2, joined(small(folder / "all.jsonl"), {"data.on_error=skip"}));

@@ -18,13 +18,13 @@ namespace asr::testing {
 
 using ddpkit::testing::Arguments;
 using ddpkit::testing::Folder;
+using ddpkit::testing::is_within_epoch;
 using ddpkit::testing::joined;
 using ddpkit::testing::Kill;
 using ddpkit::testing::read_file;
 using ddpkit::testing::run_until_not_killed;
 using ddpkit::testing::same_bits;
 using ddpkit::testing::spoken;
-using ddpkit::testing::stands_within_epoch;
 using ddpkit::testing::write_file;
 using ddpkit::testing::write_sound;
 

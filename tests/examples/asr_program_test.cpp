@@ -15,7 +15,7 @@ std::vector<double> losses_of(const Run& run) {
 
 }  // namespace
 
-TEST_CASE("asr learns made-up speech on two ranks, and writes it down", "[asr]") {
+TEST_CASE("asr learns synthetic speech on two ranks and transcribes it", "[asr]") {
   const Folder folder;
   const std::string run_folder = (folder / "run").string();
   const Run run = run_asr(2, joined(small(), {"--json", "--save-dir", run_folder, "data.dev=" + corpus(),
@@ -35,15 +35,15 @@ TEST_CASE("asr learns made-up speech on two ranks, and writes it down", "[asr]")
   CHECK(run.lines.back() == "no file left out");
 
   const std::string wav = (std::filesystem::path(corpus()).parent_path() / "12.wav").string();
-  const Run heard = run_asr(0, {"transcribe", wav, "--save-dir", run_folder});
-  INFO(heard.errors);
-  REQUIRE(heard.exit_code == 0);
-  REQUIRE(heard.lines.size() == 1);
+  const Run transcribed = run_asr(0, {"transcribe", wav, "--save-dir", run_folder});
+  INFO(transcribed.errors);
+  REQUIRE(transcribed.exit_code == 0);
+  REQUIRE(transcribed.lines.size() == 1);
   const Run streamed = run_asr(0, {"transcribe", wav, "--streaming", "--save-dir", run_folder});
   REQUIRE(streamed.lines.size() == 1);
   const auto apart = [](const std::string& a, const std::string& b) { return asr::edit_distance(a, b); };
-  CHECK(heard.lines[0].size() >= 4);
-  CHECK(apart(heard.lines[0], streamed.lines[0]) <= 2);
+  CHECK(transcribed.lines[0].size() >= 4);
+  CHECK(apart(transcribed.lines[0], streamed.lines[0]) <= 2);
 
   for (const int ranks : {1, 3}) {
     const Run evaluated = run_asr(ranks, {"evaluate", "--json", "--save-dir", run_folder});
@@ -74,7 +74,7 @@ TEST_CASE("one, two and three ranks have the same loss in 50 steps, dropout and 
   }
 }
 
-TEST_CASE("under a launcher and by --spawn the weights come out the same, and a stopped run goes on", "[asr]") {
+TEST_CASE("a launcher and --spawn give the same weights, and a stopped run resumes", "[asr]") {
   const Folder launched, spawned, stopped;
   const Arguments arguments = joined(small(), {"training.epochs=3"});
   REQUIRE(run_asr(2, joined(arguments, {"--save-dir", launched.path()})).exit_code == 0);
@@ -91,7 +91,7 @@ TEST_CASE("under a launcher and by --spawn the weights come out the same, and a 
   CHECK(same_bits(weights_of(launched.path()), weights_of(stopped.path())));
 }
 
-TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits", "[asr][.long]") {
+TEST_CASE("an asr run killed within an epoch resumes within it, to the same bits", "[asr][.long]") {
   const Folder whole, killed;
   const auto arguments = [&](const Folder& folder) {
     return joined(small(), {"--json", "training.epochs=5", "training.checkpoint_steps=1", "--save-dir", folder.path()});
@@ -102,8 +102,7 @@ TEST_CASE("an asr run killed within an epoch goes on within it, to the same bits
   bool was_within = false;
   const auto runs = run_until_not_killed(
       2, undisturbed, [&](const Kill& kill) { return run_asr(2, arguments(killed), kill); },
-      [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
-      killed / "checkpoint.pt");
+      [&] { was_within = was_within || is_within_epoch(killed / "checkpoint.pt", steps); }, killed / "checkpoint.pt");
   CHECK(runs.kills > 0);
   CHECK(was_within);
   CHECK(same_bits(weights_of(whole.path()), weights_of(killed.path())));
@@ -124,7 +123,7 @@ TEST_CASE("asr check passes on one process and on several", "[asr]") {
   CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("ok  "); }) == 5);
 }
 
-TEST_CASE("asr --spawn takes torchrun's words for a number of ranks", "[asr]") {
+TEST_CASE("asr --spawn accepts torchrun's names for a number of ranks", "[asr]") {
   const Run run = run_asr(0, {"check", "--spawn", "some"});
   CHECK(run.exit_code == 2);
   CHECK_THAT(run.errors, ContainsSubstring("--spawn: must be a number from 1 to 4096, gpu, cpu or auto, not some"));
@@ -136,18 +135,18 @@ TEST_CASE("asr --spawn takes torchrun's words for a number of ranks", "[asr]") {
   CHECK_THAT(read_file(out), ContainsSubstring("the distributed set-up works"));
 }
 
-TEST_CASE("two hosts that each spawn a rank meet", "[asr][gloo]") {
+TEST_CASE("two hosts that each spawn a rank connect", "[asr][gloo]") {
   const std::string host = " check --spawn 1 --nnodes 2 --master-addr localhost --master-port 29871 --node-rank ";
   const Folder folder;
   const std::string script = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; cd " +
                              folder.path().string() + "; " DDPKIT_TEST_ASR + host + "1 > one 2>&1 & " DDPKIT_TEST_ASR +
                              host + "0 > zero 2>&1; wait";
   REQUIRE(std::system(("cd " + folder.path().string() + "; " + script).c_str()) == 0);
-  const std::string said = read_file(folder / "zero");
-  INFO(said << read_file(folder / "one"));
-  if (said.find("gloo") != std::string::npos && said.find("ok  ") == std::string::npos)
+  const std::string output = read_file(folder / "zero");
+  INFO(output << read_file(folder / "one"));
+  if (output.find("gloo") != std::string::npos && output.find("ok  ") == std::string::npos)
     DDPKIT_SKIP("this build has no gloo, which several hosts need");
-  CHECK_THAT(said,
+  CHECK_THAT(output,
              ContainsSubstring("rank 1 of 2") && ContainsSubstring("the distributed set-up works: 2 ranks, gloo"));
 }
 
@@ -162,7 +161,7 @@ TEST_CASE("batch norm over all ranks trains", "[asr]") {
   CHECK(last["dev_utterances"] == 46);
 }
 
-TEST_CASE("the full model has 7.16 M parameters, and says so", "[asr]") {
+TEST_CASE("the full model has 7.16 M parameters, and prints the number", "[asr]") {
   const Run run = run_asr(1, {"--config", DDPKIT_TEST_CONFIGS "/base_config.yaml", "data.train=" + corpus(),
                               "data.dev=", "--max-steps", "1", "run.save_dir="});
   INFO(run.errors);
@@ -173,7 +172,7 @@ TEST_CASE("the full model has 7.16 M parameters, and says so", "[asr]") {
   CHECK(std::stod(run.lines[1].substr(start.size())) == Approx(7.16e6).epsilon(0.01));
 }
 
-TEST_CASE("asr names what is wrong with its options", "[asr]") {
+TEST_CASE("asr names invalid options", "[asr]") {
   const auto refused = [](const Arguments& arguments, const std::string& message,
                           const std::vector<int>& worlds = {1}) {
     ddpkit::testing::check_program_refuses(DDPKIT_TEST_ASR, arguments, 2, message, worlds);

@@ -72,7 +72,7 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   check_refused(with_prices("column", "Date,Open\n"), 1, "column/X.csv:1: the column High is missing", {2});
 }
 
-TEST_CASE("clstm_ppo: names that are no UTF-8 are no obstacle", "[clstm_ppo]") {
+TEST_CASE("clstm_ppo: accepts names that are not UTF-8", "[clstm_ppo]") {
   const Folder folder;
   write_file(folder / "set/caf\xe9.csv", read_file(std::filesystem::path(generated()) / "PLANTED1.csv"));
   Arguments arguments = quick();
@@ -102,7 +102,7 @@ TEST_CASE("clstm_ppo: a run killed anywhere and started again ends with the bits
   }
 }
 
-TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole round", "[clstm_ppo]") {
+TEST_CASE("clstm_ppo: a run that reached its last step resumes from its last complete round", "[clstm_ppo]") {
   const Folder whole, parts;
   const Arguments episodes = with({"--num-episodes", "64"});
   REQUIRE(run_clstm_ppo(2, joined(episodes, {"--save-dir", whole.path()})).exit_code == 0);
@@ -115,7 +115,7 @@ TEST_CASE("clstm_ppo: a run that was out of steps goes on from its last whole ro
   check_refused(joined(episodes, {"--save-dir", parts.path(), "--gamma", "0.5"}), 1, "already holds a run with gamma");
 }
 
-TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same command goes on", "[clstm_ppo]") {
+TEST_CASE("clstm_ppo: SIGTERM to one rank ends all within a round, and the same command resumes", "[clstm_ppo]") {
   const Folder whole, parts;
   const auto arguments = [&](const Folder& folder) {
     return with({"--num-episodes", "640", "--save-dir", folder.path()});

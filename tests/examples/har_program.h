@@ -14,13 +14,13 @@ namespace har::testing {
 
 using ddpkit::testing::Arguments;
 using ddpkit::testing::Folder;
+using ddpkit::testing::is_within_epoch;
 using ddpkit::testing::joined;
 using ddpkit::testing::Kill;
 using ddpkit::testing::names_in;
 using ddpkit::testing::read_file;
 using ddpkit::testing::run_until_not_killed;
 using ddpkit::testing::same_bits;
-using ddpkit::testing::stands_within_epoch;
 using ddpkit::testing::write_file;
 
 struct Run : ddpkit::testing::ProgramRun {

@@ -50,7 +50,7 @@ TEST_CASE("har's other models learn as well", "[har]") {
   }
 }
 
-TEST_CASE("har --json prints a line an epoch that a program can read", "[har]") {
+TEST_CASE("har --json prints one JSON line per epoch", "[har]") {
   const Run run = run_har(2, {"--data", generated(), "--epochs", "3", "--json"});
   REQUIRE(run.lines.size() == 4);
   for (int epoch = 1; epoch <= 3; ++epoch) {
@@ -102,7 +102,7 @@ TEST_CASE("har takes its options from a YAML file", "[har]") {
   CHECK(nlohmann::json::parse(run.lines.front())["step"] == 3);
 }
 
-TEST_CASE("bad input is one sentence, an exit code, and nothing else", "[har]") {
+TEST_CASE("bad input gives one sentence and an exit code, and nothing else", "[har]") {
   const Folder folder;
   check_refused({}, 2, "har: --data FOLDER is required", {1, 2});
   check_refused({"--data", "/nonexistent"}, 1, "har: there is no data folder /nonexistent", {2});
@@ -128,7 +128,7 @@ TEST_CASE("bad input is one sentence, an exit code, and nothing else", "[har]") 
   check_refused({"--data", folder / "set"}, 1, "y_test.txt is empty");
 }
 
-TEST_CASE("generated data leaves what lies beside it alone", "[har]") {
+TEST_CASE("generating data does not change other files", "[har]") {
   const Folder folder;
   write_file(folder / "set.partial/mine", "x");
   har::generate_ucihar(folder / "set", {.train = 6, .test = 6, .steps = 4});

@@ -85,7 +85,7 @@ TEST_CASE("a run killed anywhere and started again ends with the weights of one 
   }
 }
 
-TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[har]") {
+TEST_CASE("a run killed within an epoch resumes within it, to the same bits", "[har]") {
   for (const int ranks : {1, 2}) {
     CAPTURE(ranks);
     const Folder whole, killed;
@@ -113,21 +113,21 @@ TEST_CASE("a run killed within an epoch goes on within it, to the same bits", "[
     bool was_within = false;
     const auto runs = run_until_not_killed(
         ranks, undisturbed, [&](const Kill& kill) { return run_har(ranks, arguments(killed), kill); },
-        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", 120 / ranks / 10); },
+        [&] { was_within = was_within || is_within_epoch(killed / "checkpoint.pt", 120 / ranks / 10); },
         killed / "checkpoint.pt");
     CHECK(was_within);
     CHECK(same_bits(weights_of(whole), weights_of(killed)));
-    const auto told = [](const ddpkit::testing::ProgramRun& run) {
+    const auto last_epoch = [](const ddpkit::testing::ProgramRun& run) {
       auto json = nlohmann::json::parse(run.lines.at(run.lines.size() - 2));
       for (const char* key : {"seconds", "samples_per_second", "peak_memory_bytes"}) json.erase(key);
       return json;
     };
     // If the last kill came after the last checkpoint, no epoch remained to report.
-    if (runs.last.lines.size() > 1) CHECK(told(runs.last) == told(undisturbed));
+    if (runs.last.lines.size() > 1) CHECK(last_epoch(runs.last) == last_epoch(undisturbed));
   }
 }
 
-TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
+TEST_CASE("another number of ranks resumes from the same sample", "[har]") {
   const Folder folder;
   const auto arguments = [&](const Arguments& more) {
     return joined({"--data", generated(), "--epochs", "1", "--batch-size", "4", "--json", "--save-dir", folder.path(),
@@ -143,7 +143,7 @@ TEST_CASE("another number of ranks goes on from the very sample", "[har]") {
   CHECK(rest.json(0)["step"] == 5 + 20);
 }
 
-TEST_CASE("another number of ranks goes on with the learning rate of its own share of the run", "[har]") {
+TEST_CASE("another number of ranks resumes with the learning rate for its fraction of the run", "[har]") {
   const auto arguments = [](const Folder& folder, const Arguments& more) {
     return joined(
         {"--data", generated(), "--epochs", "6", "--json", "--checkpoint-steps", "1", "--save-dir", folder.path()},
@@ -170,7 +170,7 @@ TEST_CASE("another number of ranks goes on with the learning rate of its own sha
   }
 }
 
-TEST_CASE("a run that a launcher starts anew overwrites nothing of its own", "[har]") {
+TEST_CASE("a run that a launcher restarts overwrites none of its files", "[har]") {
   const Folder folder;
   const std::string data = generated(), out = folder / "out";
   REQUIRE(run_har(2, {"--data", data, "--epochs", "1", "--lr", "0.5", "--save-dir", out}).exit_code == 0);

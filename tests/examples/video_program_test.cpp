@@ -71,7 +71,7 @@ TEST_CASE("a run does not depend on how its clips were loaded", "[video]") {
   CHECK(names_in(cache.path()).size() == 60);
 }
 
-TEST_CASE("bad data is named with file and line, and stops the run or is left out", "[video]") {
+TEST_CASE("bad data is named with file and line, and stops the run or is skipped", "[video]") {
   const Folder folder;
   const std::filesystem::path data = folder / "set";
   std::filesystem::copy(generated(), data, std::filesystem::copy_options::recursive);

@@ -22,8 +22,7 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
     bool was_within = false;
     const auto runs = run_until_not_killed(
         ranks, undisturbed, [&](const Kill& kill) { return run_video(ranks, arguments(killed), kill); },
-        [&] { was_within = was_within || stands_within_epoch(killed / "checkpoint.pt", steps); },
-        killed / "checkpoint.pt");
+        [&] { was_within = was_within || is_within_epoch(killed / "checkpoint.pt", steps); }, killed / "checkpoint.pt");
     CHECK(runs.kills > 0);
     CHECK(was_within);
     for (const char* name : {"checkpoint.pt", "best.pt"})
@@ -31,7 +30,8 @@ TEST_CASE("a video run killed anywhere and started again ends with the bits of o
   }
 }
 
-TEST_CASE("a video run on another number of ranks goes on with the learning rate of its share of the run", "[video]") {
+TEST_CASE("a video run on another number of ranks resumes with the learning rate for its fraction of the run",
+          "[video]") {
   const auto arguments = [](const Folder& folder, const Arguments& more) {
     return joined(joined(quick(), {"--epochs", "5", "--lr-scaling", "none", "--save-dir", folder.path()}), more);
   };
@@ -68,7 +68,7 @@ TEST_CASE("a video run is known by its data, however its folder is written", "[v
   CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
 }
 
-TEST_CASE("kill -9 during a checkpoint's writing leaves the one before or the new one", "[video]") {
+TEST_CASE("kill -9 while a video checkpoint is written leaves the previous or the new one", "[video]") {
   // A child writes checkpoints of epochs 1, 2, ... without pause. The kill comes at a random moment, nearly always
   // within a write.
   const char* wanted = std::getenv("DDPKIT_TEST_KILLS");

@@ -32,7 +32,7 @@ Output run_script(const Arguments& arguments, const std::string& port) {
 
 }  // namespace
 
-TEST_CASE("train_multigpu.sh trains, and takes another port where its own is taken", "[video]") {
+TEST_CASE("train_multigpu.sh trains, and uses another port if its port is in use", "[video]") {
   auto listener = std::make_unique<ddpkit::testing::TakenPort>();
   const std::string port = std::to_string(listener->port());
 
@@ -46,7 +46,7 @@ TEST_CASE("train_multigpu.sh trains, and takes another port where its own is tak
                              ContainsSubstring("\"world_size\":2") && ContainsSubstring("best macro F1"));
 }
 
-TEST_CASE("train_multigpu.sh refuses what makes no sense", "[video]") {
+TEST_CASE("train_multigpu.sh rejects invalid arguments", "[video]") {
   CHECK_THAT(run_script({}, "29500").text, ContainsSubstring("how many GPUs?"));
   CHECK_THAT(run_script({"two"}, "29500").text, ContainsSubstring("'two' is not a number of GPUs"));
   CHECK_THAT(run_script({"0"}, "29500").text, ContainsSubstring("'0' is not a number"));

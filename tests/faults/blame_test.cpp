@@ -7,6 +7,6 @@ TEST_CASE("the launcher names the rank that failed first, however it ended", "[f
   for (const Way& way : kWays) check_blame(way, "shm", 5);
 }
 
-TEST_CASE("the launcher names the rank that failed first where the backend blames nobody", "[faults][gloo]") {
+TEST_CASE("the launcher names the rank that failed first, even if the backend names none", "[faults][gloo]") {
   for (const Way& way : kWays) check_blame(way, "gloo", 2);
 }

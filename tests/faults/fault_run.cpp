@@ -80,7 +80,7 @@ FaultRun::~FaultRun() {
 
 int FaultRun::wait(std::chrono::seconds limit) {
   const std::optional<int> code = ended_within(limit);
-  if (!code) FAIL("the run hangs; so far it said:\n" << out() << err());
+  if (!code) FAIL("the run hangs; its output so far:\n" << out() << err());
   return *code;
 }
 
@@ -99,11 +99,11 @@ std::optional<int> FaultRun::ended_within(std::chrono::seconds limit) {
 
 void FaultRun::wait_for(const std::string& text, std::chrono::seconds limit) const {
   const auto deadline = Clock::now() + limit;
-  const auto said = [&] {
+  const auto has_text = [&] {
     return std::filesystem::exists(folder_ / "err") && (out() + err()).find(text) != std::string::npos;
   };
-  while (!said()) {
-    if (Clock::now() > deadline) FAIL("it never said \"" << text << "\", but:\n" << out() << err());
+  while (!has_text()) {
+    if (Clock::now() > deadline) FAIL("the output never contained \"" << text << "\":\n" << out() << err());
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }

@@ -50,7 +50,7 @@ int guardian_of(int launcher) {
 
 }  // namespace
 
-TEST_CASE("a killed launcher takes its ranks and what they have started with it", "[faults]") {
+TEST_CASE("ranks and their children end when the launcher is killed", "[faults]") {
   const FaultFolder folder;
   FaultRun run(worker_command(folder, {"-n", "2"}, {"--act", "stuck", "--victim", "1"}));
   // Waits until both ranks hold shared memory.
@@ -95,14 +95,14 @@ TEST_CASE("ranks that ignore SIGTERM are killed after the grace time", "[faults]
   FaultRun run({"run", "-n", "2", "--grace-seconds", "0.5", "--", "sh", "-c",
                 "trap '' TERM; echo ready; while :; do sleep 0.05; done"});
   run.wait_for("[rank 1] ready");
-  const double told = now_seconds();
+  const double signalled = now_seconds();
   run.signal(SIGTERM);
   CHECK(run.wait() == 128 + SIGTERM);
   CHECK(run.orphans() == std::vector<int>());
-  add_row("ranks that ignore SIGTERM (grace 0.5 s)", "killed after the grace time", now_seconds() - told);
+  add_row("ranks that ignore SIGTERM (grace 0.5 s)", "killed after the grace time", now_seconds() - signalled);
 }
 
-TEST_CASE("a rank that ends well before the others could meet it is named", "[faults]") {
+TEST_CASE("a rank that exits with 0 before the rendezvous is named", "[faults]") {
   const FaultFolder folder;
   // The other ranks would wait for half an hour.
   const auto but_rank_1 = [&](const Arguments& launcher, const std::string& before) {
@@ -117,7 +117,7 @@ TEST_CASE("a rank that ends well before the others could meet it is named", "[fa
   CHECK_THAT(run.err(), ContainsSubstring("ddpkit run: rank 1 (pid "));
   CHECK_THAT(run.err(), ContainsSubstring(") exited with code 0 before it met the others"));
   CHECK(run.orphans() == std::vector<int>());
-  add_row("a rank exits with 0 before the meeting", "named, exit code 1", run.seconds());
+  add_row("a rank exits with 0 before the rendezvous", "named, exit code 1", run.seconds());
 
   FaultRun again(but_rank_1({"-n", "2", "--max-restarts", "1"}, "[ $RANK = 1 ] && exit 0; "));
   CHECK(again.wait() == 1);
@@ -134,7 +134,7 @@ TEST_CASE("a rank that ends well before the others could meet it is named", "[fa
   CHECK(none.out() == "slept\n");
 }
 
-TEST_CASE("a process that has got the number of an ended rank gets no signal", "[faults]") {
+TEST_CASE("a process that reuses the ID of an ended rank gets no signal", "[faults]") {
   const FaultFolder folder;
   FaultRun run(
       {"run", "-n", "2", "--", "sh", "-c",
@@ -210,7 +210,7 @@ TEST_CASE("ranks that an MPI launcher starts train together", "[faults]") {
   CHECK(run.out() == "done after 5 steps\n");
 }
 
-TEST_CASE("a launcher whose output nobody reads ends when it is told to", "[faults]") {
+TEST_CASE("a launcher whose output is not read ends on SIGTERM", "[faults]") {
   const FaultFolder folder;
   const std::string pipe = folder / "pipe";
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
@@ -223,15 +223,15 @@ TEST_CASE("a launcher whose output nobody reads ends when it is told to", "[faul
     return ::poll(&place, 1, 0) == 0;
   };
   while (!is_full()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  const double told = now_seconds();
+  const double signalled = now_seconds();
   run.signal(SIGTERM);
   CHECK(run.wait() == 128 + SIGTERM);
   CHECK(run.orphans() == std::vector<int>());
-  add_row("SIGTERM while nobody reads its stderr", "ends after the grace time", now_seconds() - told);
+  add_row("SIGTERM while its stderr is not read", "ends after the grace time", now_seconds() - signalled);
   ::close(reader);
 }
 
-TEST_CASE("a session that ends tells the ranks to end, and leaves them the time for it", "[faults]") {
+TEST_CASE("the end of a session ends the ranks, within their grace time", "[faults]") {
   const Arguments arguments = {"run",
                                "-n",
                                "2",
@@ -270,7 +270,7 @@ TEST_CASE("a time that is no number is refused", "[faults]") {
   }
 }
 
-TEST_CASE("a place to meet that is not there is named", "[faults]") {
+TEST_CASE("an unreachable rendezvous is named", "[faults]") {
   struct Place {
     std::string fault;
     Arguments launcher;
@@ -307,7 +307,7 @@ TEST_CASE("a place to meet that is not there is named", "[faults]") {
   }
 }
 
-TEST_CASE("of two runs on one port the second is refused and the first does not notice", "[faults]") {
+TEST_CASE("of two runs on one port, the second fails and the first continues", "[faults]") {
   std::string port;
   {
     const TakenPort gone;
@@ -329,5 +329,5 @@ TEST_CASE("of two runs on one port the second is refused and the first does not 
   CHECK_THAT(first.err(), !ContainsSubstring("ddpkit run: "));
   first.signal(SIGTERM);
   CHECK(first.wait() == 128 + SIGTERM);
-  add_row("two runs on one port", "the second is refused, the first goes on", second.seconds());
+  add_row("two runs on one port", "the second fails, the first continues", second.seconds());
 }

@@ -106,7 +106,7 @@ TEST_CASE("two nodes whose link is slow are only slower", "[faults]") {
   add_row("link slow (1 Mbit/s), two nodes on gloo", "only slower: exit code 0", first.seconds());
 }
 
-TEST_CASE("a part of the ranks that is spread over two nodes meets over their link", "[faults]") {
+TEST_CASE("a subgroup of ranks on two nodes connects over their link", "[faults]") {
   const TwoNodes nodes;
   if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
   for (const std::string backend : {"gloo", "hierarchical"}) {
@@ -120,10 +120,10 @@ TEST_CASE("a part of the ranks that is spread over two nodes meets over their li
     CHECK(second.wait(std::chrono::seconds(120)) == 0);
     CAPTURE(first.err(), second.err());
     // Rank 0 of a node prints to its stdout, the others to its stderr.
-    const std::string said = first.out() + first.err() + second.out() + second.err();
+    const std::string output = first.out() + first.err() + second.out() + second.err();
     for (const int rank : {0, 1, 2, 3})
-      CHECK_THAT(said, ContainsSubstring(
-                           fmt::format("rank {} of a part with 1 on its host: {}", rank, rank % 2 == 0 ? 2 : 4)));
+      CHECK_THAT(output, ContainsSubstring(
+                             fmt::format("rank {} of a part with 1 on its host: {}", rank, rank % 2 == 0 ? 2 : 4)));
   }
 }
 

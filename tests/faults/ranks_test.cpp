@@ -76,7 +76,7 @@ TEST_CASE("a rank that dies is named by the launcher, with what it did", "[fault
   }
 }
 
-TEST_CASE("ranks that do not do the same are told so at once", "[faults]") {
+TEST_CASE("ranks whose calls differ get an error at once", "[faults]") {
   struct Difference {
     std::string act, words;
   };

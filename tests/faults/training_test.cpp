@@ -36,7 +36,7 @@ TEST_CASE("a run with restarts that loses ranks ends with the weights of one nev
   kill_and_compare(5, 1);
 }
 
-TEST_CASE("SIGTERM ends training at a step, and the same command goes on", "[faults]") {
+TEST_CASE("SIGTERM ends training at a step, and the same command resumes", "[faults]") {
   const Folder whole, parts;
   const std::vector<std::string> options = {"--epochs", "25", "--json"};
   FaultRun calm(training(whole.path(), options));
@@ -44,7 +44,7 @@ TEST_CASE("SIGTERM ends training at a step, and the same command goes on", "[fau
   for (const int number : {SIGTERM, SIGINT}) {
     FaultRun run(training(parts.path(), options));
     run.wait_for(number == SIGTERM ? "\"epoch\":3," : "\"epoch\":12,");
-    const auto told = std::chrono::steady_clock::now();
+    const auto signalled = std::chrono::steady_clock::now();
     run.signal(number);
     CHECK(run.wait() == 0);
     CAPTURE(run.err());
@@ -52,7 +52,7 @@ TEST_CASE("SIGTERM ends training at a step, and the same command goes on", "[fau
     CHECK(run.orphans() == std::vector<int>());
     add_row(number == SIGTERM ? "SIGTERM to the launcher" : "SIGINT to the launcher",
             "all ranks end at one step, exit code 0, checkpoint kept",
-            std::chrono::duration<double>(std::chrono::steady_clock::now() - told).count());
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - signalled).count());
   }
   FaultRun rest(training(parts.path(), options));
   REQUIRE(rest.wait(std::chrono::seconds(120)) == 0);

@@ -107,7 +107,7 @@ TEST_CASE("an error in a replica on a GPU is named, and the next step works", "[
   for (const auto& parameter : net->parameters()) CHECK(parameter.grad().defined());
 }
 
-TEST_CASE("DataParallel on a GPU that is not there is refused", "[gpu]") {
+TEST_CASE("DataParallel on a missing GPU is refused", "[gpu]") {
   torch::nn::Linear net(2, 2);
   CHECK_THROWS_WITH(ddpkit::DataParallel(net, {.devices = {c10::Device(c10::kCUDA, 63)}}),
                     ContainsSubstring("on cuda:63"));

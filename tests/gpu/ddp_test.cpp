@@ -96,7 +96,7 @@ TEST_CASE("communication hooks work on the GPU's streams", "[gpu]") {
             1e-6);
 }
 
-TEST_CASE("parameters without a gradient are allowed for on the GPU", "[gpu]") {
+TEST_CASE("parameters without a gradient are supported on the GPU", "[gpu]") {
   NEEDS_GPU();
   auto options = gpu::small_buckets();
   options.find_unused_parameters = true;

@@ -158,7 +158,7 @@ TEST_CASE("an error that NCCL reports on one of 3 virtual GPUs ends all ranks", 
           {{"VGPU_FAULT", "rank=1 call=Broadcast n=1 do=error"}});
 }
 
-TEST_CASE("virtual GPUs that call different collectives learn who called what", "[gpu]") {
+TEST_CASE("virtual GPUs that call different collectives report each rank's call", "[gpu]") {
   NEEDS_GPUS(3);
   NEEDS_VIRTUAL_GPUS();
   const auto body = [](ProcessGroup& group) {
@@ -178,5 +178,5 @@ TEST_CASE("virtual GPUs that call different collectives learn who called what", 
     CHECK_THAT(message, ContainsSubstring("in all_reduce number 0"));
     group.barrier();
   };
-  on_gpus("virtual GPUs that call different collectives learn who called what", 3, body, {{"VGPU_MISMATCH", "hang"}});
+  on_gpus("virtual GPUs that call different collectives report each rank's call", 3, body, {{"VGPU_MISMATCH", "hang"}});
 }

@@ -76,7 +76,7 @@ TEST_CASE("an optimizer that cannot be captured is refused", "[gpu]") {
       ContainsSubstring("capturable"));
 }
 
-TEST_CASE("a step on the CPU is not captured, and told so", "[gpu]") {
+TEST_CASE("a step on the CPU is not captured, with a message", "[gpu]") {
   CHECK_THROWS_WITH(ddpkit::optim::GraphedStep(torch::kCPU, {}, [](const Tensors& x) { return x; }),
                     ContainsSubstring("call the step as it is"));
 }

@@ -22,7 +22,7 @@ ddpkit::ProcessGroup world_of_one() {
 
 }  // namespace
 
-TEST_CASE("a GPU is chosen by itself, with nccl", "[gpu]") {
+TEST_CASE("a GPU and nccl are chosen automatically", "[gpu]") {
   NEEDS_GPU();
   const auto group = ddpkit::init_process_group({.environment = ddpkit::LaunchEnvironment{}});
   CHECK(group.backend_name() == "nccl");
@@ -43,7 +43,7 @@ TEST_CASE("nccl collectives at world size 1", "[gpu]") {
   group.barrier();
 }
 
-TEST_CASE("an nccl group ends without a word from c10d", "[gpu]") {
+TEST_CASE("an nccl group ends without a message from c10d", "[gpu]") {
   NEEDS_GPU();
   const std::string errors = ddpkit::testing::stderr_of([] {
     const auto group = world_of_one();

@@ -49,7 +49,7 @@ TEST_CASE("a step of DistributedDataParallel does not make the host wait", "[gpu
   }
 }
 
-TEST_CASE("a step that may leave parameters out, and uses all, does not make the host wait", "[gpu]") {
+TEST_CASE("a step with find_unused_parameters that uses all parameters does not make the host wait", "[gpu]") {
   NEEDS_GPU();
   auto net = gpu::net();
   auto options = gpu::small_buckets();

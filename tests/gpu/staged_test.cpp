@@ -95,9 +95,9 @@ void check_unused(ddpkit::ProcessGroup& group) {
 
 }  // namespace
 
-TEST_CASE("two ranks on one GPU exchange its tensors by way of the host", "[gpu][ranks]") {
+TEST_CASE("two ranks on one GPU exchange its tensors through the host", "[gpu][ranks]") {
   NEEDS_GPU();
-  on_ranks("two ranks on one GPU exchange its tensors by way of the host", 2, check_collectives, kOnTheGpu);
+  on_ranks("two ranks on one GPU exchange its tensors through the host", 2, check_collectives, kOnTheGpu);
 }
 
 TEST_CASE("two ranks on one GPU train as one process on the joined batch", "[gpu][ranks]") {
@@ -110,7 +110,7 @@ TEST_CASE("ranks on one GPU may use different parameters", "[gpu][ranks]") {
   on_ranks("ranks on one GPU may use different parameters", 2, check_unused, kOnTheGpu);
 }
 
-TEST_CASE("shm for a device's tensors is refused where there is no such device", "[gpu][no_gpu]") {
+TEST_CASE("shm for a device's tensors is refused without such a device", "[gpu][no_gpu]") {
   if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
   CHECK_THROWS(ddpkit::init_process_group(
       {.backend = "shm", .device = at::Device(at::kCUDA, 0), .environment = ddpkit::LaunchEnvironment{}}));

@@ -62,7 +62,7 @@ TEST_CASE("gradients that come late on the device are reduced all the same", "[g
   CHECK(torch::equal(gradients(true), expected));
 }
 
-TEST_CASE("gradients of one bucket that come on two streams are reduced when both are there", "[gpu]") {
+TEST_CASE("gradients of one bucket on two streams are reduced when both are ready", "[gpu]") {
   NEEDS_GPU();
   const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
   const auto side = c10::cuda::getStreamFromPool();

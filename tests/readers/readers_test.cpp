@@ -132,7 +132,7 @@ TEST_CASE("readers use all that was written", "[readers]") {
   }
 }
 
-TEST_CASE("readers see through byte-order marks, line ends, links and foreign files", "[readers]") {
+TEST_CASE("readers accept byte-order marks, line ends, links and foreign files", "[readers]") {
   std::mt19937 random(static_cast<unsigned>(seed_of_this_run()));
   for (const Format& format : formats()) {
     for (const Guise& guise : kGuises) {

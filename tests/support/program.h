@@ -83,7 +83,7 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
 }
 
 /// Returns whether the checkpoint is from within an epoch of `steps` steps.
-inline bool stands_within_epoch(const std::filesystem::path& checkpoint, std::int64_t steps) {
+inline bool is_within_epoch(const std::filesystem::path& checkpoint, std::int64_t steps) {
   return std::filesystem::exists(checkpoint) && train::read_checkpoint_info(checkpoint).step % steps != 0;
 }
 

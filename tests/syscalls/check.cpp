@@ -129,30 +129,30 @@ class Trainings {
     std::filesystem::copy(begun_ / "checkpoint.pt", folder / "checkpoint.pt");
     FaultRun run(training(folder.path(), options_), preload(notes, &one));
     const std::optional<int> code = run.ended_within(kLimit);
-    const std::string said = run.out() + run.err();
+    const std::string output = run.out() + run.err();
     end = fmt::format("no end within {} s", kLimit.count());
-    if (!code) return end + ":\n" + said;
+    if (!code) return end + ":\n" + output;
     end = fmt::format("exit code {}", *code);
-    if (!run.orphans().empty()) return end + ", orphans:\n" + said;
+    if (!run.orphans().empty()) return end + ", orphans:\n" + output;
     if (counts(one) < one.use) {
       end += ", not reached";
-      return *code == 0 ? "" : end + ":\n" + said;
+      return *code == 0 ? "" : end + ":\n" + output;
     }
     try {
       const auto weights = weights_of(folder);
-      if (*code == 0) return same_bits(weights, weights_) ? "" : end + ", other weights:\n" + said;
+      if (*code == 0) return same_bits(weights, weights_) ? "" : end + ", other weights:\n" + output;
     } catch (const ddpkit::Error& error) {
-      return end + fmt::format(", the checkpoint is lost: {}:\n", error.what()) + said;
+      return end + fmt::format(", the checkpoint is lost: {}:\n", error.what()) + output;
     }
     std::vector<std::string> names = {std::string(one.callee().name), ::strerrorname_np(one.error()),
                                       std::strerror(one.error())};
     if (one.error() == EADDRINUSE) names.push_back("is already taken");
     if (one.error() == EAGAIN) names.push_back("is being written by another process");  // Error of flock().
     const bool named = std::any_of(names.begin(), names.end(),
-                                   [&](const std::string& name) { return said.find(name) != std::string::npos; });
-    if (!named) return end + ", not named:\n" + said;
+                                   [&](const std::string& name) { return output.find(name) != std::string::npos; });
+    if (!named) return end + ", not named:\n" + output;
     end += ", named";
-    return said.find("terminate called") == std::string::npos ? "" : end + ", by a crash:\n" + said;
+    return output.find("terminate called") == std::string::npos ? "" : end + ", by a crash:\n" + output;
   }
 
  private:

@@ -145,10 +145,11 @@ int main(int argc, char** argv) {
   std::signal(SIGPIPE, SIG_IGN);
   Options options;
   CLI::App app("Draws trainings and compares ddpkit's ranks with one process that plays all of them.");
-  app.add_option("--cases", options.cases, "Cases to run; 0: until the minutes are over");
+  app.add_option("--cases", options.cases, "Cases to run; 0: until --minutes");
   app.add_option("--first", options.first, "Number of the first case");
-  app.add_option("--seed", options.seed, "What is drawn; default: DDPKIT_TEST_SEED, or a new seed, which is printed");
-  app.add_option("--minutes", options.minutes, "Stop after so many minutes; 0: after the cases");
+  app.add_option("--seed", options.seed,
+                 "Seed of the cases; default: DDPKIT_TEST_SEED, or a new seed, which is printed");
+  app.add_option("--minutes", options.minutes, "Stop after N minutes; 0: after the cases");
   app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
   app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
   app.add_flag("--threads", options.threads,

@@ -38,7 +38,7 @@ void run(ddpkit::ProcessGroup group) {
   torch::manual_seed(6);
   const auto resumed = train_in(group, "runs/killed", 1000);
   ddpkit::docs::require(torch::equal(whole->seen, resumed->seen), "each sample was used as often");
-  ddpkit::docs::require(torch::equal(whole->drawn, resumed->drawn), "the generators went on");
+  ddpkit::docs::require(torch::equal(whole->drawn, resumed->drawn), "the generators resume");
   group.all_reduce(resumed->seen);
   ddpkit::docs::require(resumed->seen.eq(2).all().item<bool>(), "each epoch had all samples");
 }
