@@ -143,16 +143,18 @@ void measure(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The asr trainer's full model on several ranks, beside Python's DistributedDataParallel.", "bench_asr");
+  CLI::App app("The asr trainer's full model on several ranks, compared with Python's DistributedDataParallel.",
+               "bench_asr");
   Options options;
   options.asr = std::filesystem::path(argv[0]).parent_path() / "asr";
   app.option_defaults()->always_capture_default();
   app.add_option("--data", options.data, "Manifest of 8 kHz WAV files");
-  app.add_option("--config", options.config, "Of the asr trainer: whatever the benchmark does not set");
+  app.add_option("--config", options.config, "Config of the asr trainer; the benchmark overrides some options");
   app.add_option("--ranks", options.ranks, "Ranks")->check(CLI::Range(1, 1024));
-  app.add_option("--batch-size", options.batch_size, "Utterances a step, of all ranks")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--epochs", options.epochs, "Of each run; the first is not counted")->check(CLI::Range(2, 1000));
+  app.add_option("--batch-size", options.batch_size, "Utterances per step, over all ranks")
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--epochs", options.epochs, "Epochs per run; the first is not counted")->check(CLI::Range(2, 1000));
   app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
-  app.add_flag("--peers", options.peers, "Python's DistributedDataParallel beside");
+  app.add_flag("--peers", options.peers, "Also measure Python's DistributedDataParallel");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
 }

@@ -127,7 +127,7 @@ std::string ask(int ranks, const std::string& what, const std::string& timeline)
        }});
   const std::size_t at = output.find(kAnswer);
   if (result.exit_code() != 0 || at == std::string::npos)
-    throw Error(fmt::format("the ranks that were to measure {} failed: {}", what, output));
+    throw Error(fmt::format("the measurement of {} failed: {}", what, output));
   return output.substr(at + std::string_view(kAnswer).size());
 }
 
@@ -173,7 +173,7 @@ int run(const std::vector<std::string>& models, int rounds, const std::string& c
     if (!(file << "model,one_rank_us,predicted_us,measured_us,error\n").flush())
       throw Error(fmt::format("cannot write {}", csv));
   }
-  std::cerr << "measuring what the exchange of fresh gradients costs two ranks\n";
+  std::cerr << "measuring the time of exchanging fresh gradients on two ranks\n";
   const auto exchange = ddpkit::scaling::measured(measure_exchange(), kRanks);
   std::cout << fmt::format("{:<14} {:>12} {:>14} {:>13} {:>8}\n", "model", "1 rank, ms", "predicted, ms", "2 ranks, ms",
                            "error");
@@ -194,12 +194,12 @@ int run(const std::vector<std::string>& models, int rounds, const std::string& c
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("How near ddpkit estimate comes to what is measured on this host", "bench_estimate");
+  CLI::App app("Error of ddpkit estimate, compared with measurements on this host", "bench_estimate");
   std::vector<std::string> models = {"mlp-106k", "mlp-1m", "mlp-7.6m", "cnn", "lstm", "transformer"};
   int rounds = 3;
   std::string csv, as_rank, timeline;
   app.add_option("--model", models, "Models of ddpkit bench step")->delimiter(',')->allow_extra_args(false);
-  app.add_option("--rounds", rounds, "Runs of each, one and two ranks in turn; their median counts")
+  app.add_option("--rounds", rounds, "Alternating runs with one and two ranks; the medians count")
       ->check(CLI::Range(1, 1000));
   app.add_option("--csv", csv, "Write the rows to this file too");
   app.add_option("--as-rank", as_rank)->group("");

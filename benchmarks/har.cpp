@@ -215,12 +215,12 @@ int main(int argc, char** argv) {
   options.har = std::filesystem::path(argv[0]).parent_path() / "har";
   app.option_defaults()->always_capture_default();
   app.add_option("--devices", options.devices, "Numbers of devices")->delimiter(',')->check(CLI::Range(1, 1024));
-  app.add_option("--batch-size", options.batch_size, "Windows a step on each device")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--epochs", options.epochs, "Of each run; the first is not counted")->check(CLI::Range(2, 1000));
+  app.add_option("--batch-size", options.batch_size, "Windows per step on each device")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--epochs", options.epochs, "Epochs per run; the first is not counted")->check(CLI::Range(2, 1000));
   app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
   app.add_option("--windows", options.windows, "Training windows of the generated set")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--data", options.data, "Folder in the UCI-HAR layout instead");
-  app.add_flag("--peers", options.peers, "Python's DistributedDataParallel beside");
+  app.add_option("--data", options.data, "Folder in the UCI-HAR layout, instead of generated data");
+  app.add_flag("--peers", options.peers, "Also measure Python's DistributedDataParallel");
   app.add_option("--csv", options.csv, "Write the rows to a file");
   app.add_option("--plot", options.plot, "Draw the throughput into an SVG file");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });

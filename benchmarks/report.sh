@@ -18,7 +18,7 @@ section() {
   log "$title: script/bench $*"
   if ! DDPKIT_BENCH_RATIOS=$made/ratios.tsv "$root/script/bench" "$@" >"$made/output" 2>"$made/errors"; then
     cat "$made/output" "$made/errors" >&2
-    die "script/bench $1 failed (its words are above)"
+    die "script/bench $1 failed (its output is above)"
   fi
   {
     printf '%s %s\n\n<!-- docs-test: options: it measures for minutes -->\n```sh\nscript/bench %s\n```\n\n' "$heading" "$title" "${*//$made/.}"

@@ -246,16 +246,16 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default();
   const auto count = CLI::Range(1, 1 << 20);
   app.add_option("--sizes", options.sizes, "Clip sizes; the first is compared")->delimiter(',')->check(count);
-  app.add_option("--batches", options.batches, "Of the table of batch sizes")->delimiter(',')->check(count);
-  app.add_option("--batch-size", options.batch_size, "Clips a step on each rank")->check(count);
-  app.add_option("--video-size", options.video_size, "Of the generated videos")->check(CLI::Range(16, 4096));
+  app.add_option("--batches", options.batches, "Batch sizes of the table")->delimiter(',')->check(count);
+  app.add_option("--batch-size", options.batch_size, "Clips per step on each rank")->check(count);
+  app.add_option("--video-size", options.video_size, "Frame size of the generated videos")->check(CLI::Range(16, 4096));
   app.add_option("--videos", options.videos, "Generated videos")->check(count);
   app.add_option("--trials", options.trials, "Generated trials")->check(count);
   app.add_option("--rounds", options.rounds, "Runs of each")->check(CLI::Range(1, 1000));
   app.add_option("--ranks", options.ranks, "Ranks, and threads of decoding")->check(CLI::Range(1, 1024));
-  app.add_option("--steps", options.steps, "Of each run of the model")->check(count);
-  app.add_option("--data", options.data, "Folder as `video generate` makes it instead");
-  app.add_flag("--peers", options.peers, "Python's pipeline beside: PyAV, DataLoader workers, DDP");
+  app.add_option("--steps", options.steps, "Steps per run of the model")->check(count);
+  app.add_option("--data", options.data, "Folder in the layout of `video generate`, instead of generated data");
+  app.add_flag("--peers", options.peers, "Also measure Python's pipeline: PyAV, DataLoader workers, DDP");
   app.add_option("--role", options.role)->group("");
   app.add_option("--threads", options.threads)->group("");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {

@@ -101,12 +101,12 @@ install_packages() {
   fi
   # A missing or old package list names files that the mirror no longer has.
   if [ -z "${apt_updated:-}" ]; then
-    logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its words are above)"
+    logged "$deps/log/apt-update" "${as_root[@]}" apt-get -qq update || die "apt-get update failed (its output is above)"
     apt_updated=yes
   fi
   logged "$deps/log/apt-install" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get -qq -y -o Dpkg::Use-Pty=0 install --no-install-recommends "$@" \
-    || die "apt could not install $* (its words are above; on Ubuntu they need the component universe)"
+    || die "apt could not install $* (its output is above; on Ubuntu they need the component universe)"
 }
 
 # Prints the number of parallel compilers: two, as each may take 3 GiB; fewer if memory is short.

@@ -45,7 +45,7 @@ std::vector<Utterance> read_manifest(const fs::path& path) {
     if (!json.is_object()) throw InvalidArgument(fmt::format("{}: no JSON object", here));
     for (const char* key : {"audio_filepath", "text"}) {
       if (!json.contains(key) || !json[key].is_string())
-        throw InvalidArgument(fmt::format("{}: \"{}\" must be there, and a text", here, key));
+        throw InvalidArgument(fmt::format("{}: \"{}\" must exist and be a string", here, key));
     }
     if (json.contains("channel_selector"))
       throw InvalidArgument(fmt::format("{}: \"channel_selector\" is not supported: the channels are averaged", here));
@@ -87,13 +87,14 @@ class LibriSpeech {
       } else if (!data_files::without_ending(path.filename().string(), ".trans.txt").empty()) {
         transcripts.push_back(path);
       } else if (is_recording(path) && !recordings.emplace(data_files::lower(path.filename().string()), path).second) {
-        throw InvalidArgument(fmt::format("{} has the name of another file, in other capitals", path.string()));
+        throw InvalidArgument(
+            fmt::format("{} has the same name as another file except for upper and lower case", path.string()));
       }
     }
     std::string lost;  // A name without a recording. If a recording has no name either, one of them is misspelt.
     for (const fs::path& path : transcripts) read_transcripts(path, recordings, lost);
     if (!recordings.empty())
-      throw InvalidArgument(fmt::format("{}: no line of a *.trans.txt beside it names it{}",
+      throw InvalidArgument(fmt::format("{}: no line of a *.trans.txt in its folder names it{}",
                                         recordings.begin()->second.string(),
                                         lost.empty() ? "" : fmt::format(", and {} has no recording", lost)));
   }
@@ -108,7 +109,7 @@ class LibriSpeech {
       if (line.empty()) continue;
       const std::string name = line.substr(0, line.find(' '));
       if (name.empty() || name.find('/') != std::string::npos || name.find('\0') != std::string::npos)
-        throw InvalidArgument(fmt::format("{}: no line of LibriSpeech's, NAME TEXT", here));
+        throw InvalidArgument(fmt::format("{}: not a LibriSpeech line NAME TEXT", here));
       fs::path recording = path.parent_path() / (name + ".flac");
       int found = 0;
       for (const char* ending : {".flac", ".wav"}) {

@@ -47,7 +47,7 @@ std::vector<std::int64_t> GreedyDecoder::add(const at::Tensor& log_probs) {
 std::vector<std::int64_t> greedy_decode(const at::Tensor& log_probs) { return GreedyDecoder().add(log_probs); }
 
 std::vector<Hypothesis> prefix_beam_search(const at::Tensor& log_probs, std::int64_t beam, double least) {
-  if (beam < 1) throw ddpkit::InvalidArgument(fmt::format("a beam of {} hypotheses: at least 1", beam));
+  if (beam < 1) throw ddpkit::InvalidArgument(fmt::format("a beam of {} hypotheses: use at least 1", beam));
   using Prefix = std::vector<std::int64_t>;
   const at::Tensor table = log_probs.to(at::kCPU).contiguous();
   const auto* row = table.const_data_ptr<float>();

@@ -48,27 +48,27 @@ void add_options(CLI::App& app, CommandLine& line) {
   app.option_defaults()->always_capture_default();
   app.add_option("override", line.overrides, "Config keys, such as training.lr=2e-3")->type_name("KEY=VALUE");
   app.add_option("--config", line.config, "YAML file of options; see examples/asr/configs")->type_name("FILE");
-  app.add_option("--seed", line.seed, "Same seed, same weights: training.seed")->type_name("N");
+  app.add_option("--seed", line.seed, "The same seed gives the same weights: training.seed")->type_name("N");
   app.add_option("--save-dir", line.save_dir, "Folder of the run's checkpoint: run.save_dir")->type_name("FOLDER");
   app.add_option("--max-steps", line.max_steps, "Stop after N optimizer steps: training.max_steps")->type_name("N");
-  app.add_flag("--json", line.json, "Print one line of JSON a finished epoch, and a last one of text: run.json");
+  app.add_flag("--json", line.json, "Print one line of JSON per epoch; the last line is text: run.json");
   const std::string ranks = "Ranks";
   app.add_option("--spawn", line.ranks, "Ranks to start on this host: a number, gpu, cpu (cores), or auto")
       ->check(rank_count())
       ->type_name("N|gpu|cpu|auto")
       ->group(ranks);
-  app.add_option("--nnodes", line.launch.nodes, "Hosts that each --spawn as many ranks")
+  app.add_option("--nnodes", line.launch.nodes, "Number of hosts; each starts --spawn ranks")
       ->check(whole_number(1, 65536))
       ->type_name("N")
       ->group(ranks);
-  app.add_option("--node-rank", line.launch.node_rank, "Number of this host among them, from 0")
+  app.add_option("--node-rank", line.launch.node_rank, "Index of this host, from 0")
       ->check(whole_number(0, 65535))
       ->type_name("N")
       ->group(ranks);
   app.add_option("--master-addr", line.launch.master_addr, "Address of host 0 for the rendezvous")
       ->type_name("HOST")
       ->group(ranks);
-  app.add_option("--master-port", line.launch.master_port, "And port; 0: a free one, for one host")
+  app.add_option("--master-port", line.launch.master_port, "Port of the rendezvous; 0: a free port, for one host")
       ->check(whole_number(0, 65535))
       ->type_name("PORT")
       ->default_str("")
@@ -165,18 +165,19 @@ void give_large_blocks_back() {
 int main(int argc, char** argv) {
   give_large_blocks_back();
   CLI::App app(
-      "Speech recognition: Legendre Memory Units trained with CTC, on one rank or, under a launcher or --spawn, many.",
+      "Speech recognition: Legendre Memory Units trained with CTC. Runs on one rank, or on several with a launcher or "
+      "--spawn.",
       "asr");
   CommandLine line;
   add_options(app, line);
-  CLI::App* train = app.add_subcommand("train", "Train a model (as without any command)")->fallthrough();
+  CLI::App* train = app.add_subcommand("train", "Train a model (the default command)")->fallthrough();
   CLI::App* evaluate =
       app.add_subcommand("evaluate", "Error rates of a run's model on data.dev and data.test")->fallthrough();
   CLI::App* check = app.add_subcommand("check", "Test the distributed set-up")->fallthrough();
   CLI::App* transcribe = app.add_subcommand("transcribe", "Transcribe recordings")->fallthrough();
   transcribe->add_option("file", line.files, "Recordings, and KEY=VALUE of evaluation")->required()->type_name("FILE");
-  transcribe->add_flag("--streaming", line.streaming, "As if they were just being recorded, by the recurrent form");
-  transcribe->add_option("--piece-ms", line.piece_ms, "Sound that is taken at a time")
+  transcribe->add_flag("--streaming", line.streaming, "Transcribe as a stream, with the recurrent form");
+  transcribe->add_option("--piece-ms", line.piece_ms, "Length of a streamed piece of sound")
       ->check(number_between(1.0, 1e6))
       ->type_name("MS");
   app.require_subcommand(0, 1);
@@ -184,7 +185,7 @@ int main(int argc, char** argv) {
   const int code = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (!line.ranks.empty()) {
       if (ddpkit::read_launch_environment().launcher != "none")
-        throw UsageError("--spawn under a launcher, which has started the ranks already");
+        throw UsageError("--spawn cannot be used under a launcher, which has already started the ranks");
       exit_code = spawn(line, argc, argv);
       return;
     }

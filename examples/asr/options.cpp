@@ -105,7 +105,7 @@ Options read_options(Config& config) {
   config.check_all_known();
   if (options.model.strides.empty())
     throw ddpkit::train::UsageError(
-        fmt::format("{}: model.strides is empty: at least one convolution", config.where("model.strides")));
+        fmt::format("{}: model.strides is empty: give at least one convolution", config.where("model.strides")));
   options.model.mels = options.features.mels;
   options.model.labels = Alphabet().size();
   return options;

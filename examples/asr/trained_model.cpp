@@ -40,12 +40,11 @@ std::int64_t parameter_count(const torch::nn::Module& module) {
 }
 
 TrainedModel load_model(const std::string& save_dir) {
-  if (save_dir.empty())
-    throw ddpkit::train::UsageError("--save-dir FOLDER is required: the run whose model is to be used");
+  if (save_dir.empty()) throw ddpkit::train::UsageError("--save-dir FOLDER is required: the folder of the run to use");
   const std::filesystem::path checkpoint = std::filesystem::path(save_dir) / "checkpoint.pt";
   nlohmann::json json = nlohmann::json::parse(ddpkit::train::read_checkpoint_info(checkpoint).config);
   if (!json.is_object() || json.value("program", "") != "asr")
-    throw ddpkit::InvalidArgument(fmt::format("{} is of another program's run", checkpoint.string()));
+    throw ddpkit::InvalidArgument(fmt::format("{} belongs to a run of another program", checkpoint.string()));
   for (const char* key : {"program", "world_size", "train_utterances"}) json.erase(key);
   auto config = ddpkit::train::Config::parse(json.dump(), checkpoint.string());
   TrainedModel result;

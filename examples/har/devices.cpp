@@ -99,20 +99,19 @@ std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_r
   std::vector<int> ids = options.gpu_ids;
   check_gpu_ids(ids, gpus);
   if (options.replicas && options.multi_gpu != MultiGpu::kDp)
-    throw UsageError("--replicas needs --multi-gpu dp: with ddp the launcher sets the number of ranks");
+    throw UsageError("--replicas is of --multi-gpu dp: with ddp the launcher sets the number of ranks");
   if (ids.empty()) {
     for (int id = 0; id < gpus; ++id) ids.push_back(id);
   }
   const bool on_cpu = gpus == 0 || options.trainer.backend == "shm" || options.trainer.backend == "gloo";
   switch (options.multi_gpu) {
     case MultiGpu::kDp:
-      if (options.replicas && !on_cpu) throw UsageError("--replicas is of the CPU: --gpu-ids chooses among GPUs");
+      if (options.replicas && !on_cpu) throw UsageError("--replicas is for the CPU; use --gpu-ids to choose GPUs");
       if (!on_cpu) return on_gpus(ids);
       return std::vector<c10::Device>(static_cast<std::size_t>(options.replicas.value_or(ddpkit::available_cores())),
                                       c10::kCPU);
     case MultiGpu::kLibTorchDp:
-      if (on_cpu)
-        throw UsageError("--multi-gpu libtorch-dp needs a GPU: LibTorch's data_parallel knows no other device");
+      if (on_cpu) throw UsageError("--multi-gpu libtorch-dp needs a GPU: LibTorch's data_parallel supports only GPUs");
       return on_gpus(ids);
     case MultiGpu::kDdp:
       if (on_cpu) return {c10::kCPU};

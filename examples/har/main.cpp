@@ -20,7 +20,9 @@ CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions&
   generate->add_option("--steps", options.steps, "Samples a window, at 50 Hz")
       ->check(whole_number(1, 100'000))
       ->type_name("N");
-  generate->add_option("--seed", options.seed, "Same seed, same files")->check(whole_number(0))->type_name("N");
+  generate->add_option("--seed", options.seed, "The same seed gives the same files")
+      ->check(whole_number(0))
+      ->type_name("N");
   return generate;
 }
 

@@ -42,10 +42,9 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   ddpkit::train::add_checkpoint_options(app, options.trainer);
 
   const std::string devices = "Devices";
-  add_choice(
-      app, "--multi-gpu", options.multi_gpu, kMultiGpu,
-      "none: one device; dp: one process, a replica a device; ddp: a rank a device, under a launcher; libtorch-dp: "
-      "LibTorch's data_parallel on GPUs, for comparison")
+  add_choice(app, "--multi-gpu", options.multi_gpu, kMultiGpu,
+             "none: one device; dp: one process, one replica per device; ddp: one rank per device, under a launcher; "
+             "libtorch-dp: LibTorch's data_parallel on GPUs, for comparison")
       ->group(devices);
   app.add_option("--gpu-ids", options.gpu_ids, "GPUs to use, such as 0,1,3 [all]")
       ->delimiter(',')
@@ -53,12 +52,12 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
       ->capture_default_str()
       ->type_name("N,...")
       ->group(devices);
-  app.add_option("--replicas", options.replicas, "CPU replicas of --multi-gpu dp [one a core]")
+  app.add_option("--replicas", options.replicas, "CPU replicas of --multi-gpu dp [one per core]")
       ->check(count(1))
       ->type_name("N")
       ->group(devices);
   app.add_flag("--amp,!--no-amp", options.amp,
-               "Mixed precision, where the device gains by it: on GPUs, and on CPUs with bfloat16 matrix units [on]")
+               "Mixed precision, if the device supports it efficiently: GPUs, and CPUs with bfloat16 matrix units [on]")
       ->group(devices);
 
   const std::string training = "Training";
@@ -71,17 +70,17 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   add_choice(app, "--lr-schedule", options.lr_schedule, kSchedules, "cosine (down to 0 at the end) or constant")
       ->group(training);
   add_choice(app, "--lr-scaling", options.lr_scaling, kScalings,
-             "How --lr grows with the number of devices: none, linear or sqrt")
+             "Scaling of --lr with the number of devices: none, linear or sqrt")
       ->group(training);
-  app.add_option("--warmup-epochs", options.warmup_epochs, "Epochs in which the learning rate rises from a small one")
+  app.add_option("--warmup-epochs", options.warmup_epochs, "Epochs of learning rate warm-up")
       ->check(count(0))
       ->type_name("N")
       ->group(training);
-  app.add_option("--grad-accum-steps", options.grad_accum_steps, "Batches whose gradients make one update")
+  app.add_option("--grad-accum-steps", options.grad_accum_steps, "Batches per device and update")
       ->check(count(1))
       ->type_name("N")
       ->group(training);
-  app.add_option("--num-workers", options.num_workers, "Threads a rank that put batches together ahead of the model")
+  app.add_option("--num-workers", options.num_workers, "Threads per rank that prepare batches")
       ->check(whole_number(0, 256))
       ->type_name("N")
       ->group(training);
@@ -89,17 +88,14 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   const std::string model = "Model";
   add_choice(app, "--mode", options.mode, kModes, "cnn, lstm or flatten (a perceptron on flattened windows)")
       ->group(model);
-  app.add_option("--dropout", options.dropout, "Share of features dropped while training")
-      ->check(share(0.95))
-      ->type_name("X")
-      ->group(model);
+  app.add_option("--dropout", options.dropout, "Dropout probability")->check(share(0.95))->type_name("X")->group(model);
 
   const std::string run = "Run";
   CLI::Option* save_dir = app.get_option("--save-dir");
-  app.add_flag("--profile", options.profile, "Leave SAVE_DIR/trace.json of all ranks: open it in ui.perfetto.dev")
+  app.add_flag("--profile", options.profile, "Write SAVE_DIR/trace.json of all ranks: open it in ui.perfetto.dev")
       ->needs(save_dir)
       ->group(run);
-  app.add_flag("--tensorboard", options.tensorboard, "Leave events in SAVE_DIR/tensorboard")
+  app.add_flag("--tensorboard", options.tensorboard, "Write events to SAVE_DIR/tensorboard")
       ->needs(save_dir)
       ->group(run);
 }

@@ -56,78 +56,79 @@ void add_train_options(CLI::App& app, TrainOptions& options) {
   ddpkit::train::add_checkpoint_options(app, options.trainer);
 
   const std::string data = "Data";
-  app.add_option("--classes", options.classes, "Labels in their order [FOLDER/classes.txt, else those there are]")
+  app.add_option("--classes", options.classes, "Class labels in order [FOLDER/classes.txt, else all labels, sorted]")
       ->delimiter(',')
       ->type_name("NAME,...")
       ->group(data);
-  add_size(app, options.size, "Frames are scaled to this")->group(data);
-  app.add_option("--frames", options.frames, "Frames of a clip")
+  add_size(app, options.size, "Size to which frames are scaled")->group(data);
+  app.add_option("--frames", options.frames, "Frames per clip")
       ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(data);
-  app.add_option("--validation-share", options.validation_share, "Share of the videos that are held out")
+  app.add_option("--validation-share", options.validation_share, "Share of the videos to hold out")
       ->check(number_between(0.01, 0.9))
       ->type_name("X")
       ->group(data);
   add_choice(app, "--on-bad-data", options.on_bad_data, kPolicies,
-             "stop at the first trial that cannot be used, or skip those and list them")
+             "stop at the first bad trial, or skip bad trials and list them")
       ->group(data);
   add_choice(app, "--check", options.check, kChecks,
-             "Before training: index reads the videos' packets, decode also decodes every trial")
+             "Data check before training: index reads the videos' packets, decode also decodes every trial")
       ->group(data);
   app.add_flag("--repeat-frame", options.repeat_frame,
-               "Control: each clip shows its middle frame all the time, so that nothing moves")
+               "Control experiment: each clip repeats its middle frame, so that there is no motion")
       ->group(data);
 
   const std::string loading = "Loading";
-  app.add_option("--num-workers", options.num_workers, "Decoding threads a rank; 0: the training thread decodes")
+  app.add_option("--num-workers", options.num_workers, "Decoding threads per rank; 0: the training thread decodes")
       ->check(whole_number(0, 256))
       ->type_name("N")
       ->group(loading);
-  app.add_option("--prefetch-factor", options.prefetch_factor, "Batches that each of them may be ahead")
+  app.add_option("--prefetch-factor", options.prefetch_factor, "Batches that each decoding thread prepares in advance")
       ->check(whole_number(1, 1024))
       ->type_name("N")
       ->group(loading);
-  app.add_option("--open-videos", options.open_videos, "Files a rank keeps open with their decoders")
+  app.add_option("--open-videos", options.open_videos, "Files per rank that remain open with their decoders")
       ->check(whole_number(1, 10'000))
       ->type_name("N")
       ->group(loading);
-  app.add_option("--cache-dir", options.cache_dir, "Keep decoded clips in this folder [no cache]")
+  app.add_option("--cache-dir", options.cache_dir, "Folder of the cache of decoded clips [no cache]")
       ->type_name("FOLDER")
       ->group(loading);
-  app.add_option("--cache-mb", options.cache_mb, "What the cache may hold, MiB")
+  app.add_option("--cache-mb", options.cache_mb, "Size limit of the cache, MiB")
       ->check(whole_number(1, 1 << 30))
       ->type_name("N")
       ->group(loading);
 
   const std::string training = "Training";
   add_choice(app, "--balance", options.balance, kBalances,
-             "Against uneven classes: none, loss (weights) or sampler (rare clips are drawn more often)")
+             "Class balancing: none, loss (weights) or sampler (rare classes are drawn more often)")
       ->group(training);
-  app.add_option("--weight-decay", options.weight_decay, "Of AdamW")->check(share())->type_name("X")->group(training);
+  app.add_option("--weight-decay", options.weight_decay, "Weight decay of AdamW")
+      ->check(share())
+      ->type_name("X")
+      ->group(training);
   add_choice(app, "--lr-scaling", options.lr_scaling, kScalings,
-             "How --lr grows with the number of ranks: none, linear or sqrt")
+             "Scaling of --lr with the number of ranks: none, linear or sqrt")
       ->group(training);
-  app.add_option("--warmup-epochs", options.warmup_epochs, "Epochs in which the learning rate rises")
+  app.add_option("--warmup-epochs", options.warmup_epochs, "Epochs of learning rate warm-up")
       ->check(count(0))
       ->type_name("N")
       ->group(training);
-  app.add_flag("--augment,!--no-augment", options.augment, "Mirror, shift and brightness, drawn for each clip [on]")
+  app.add_flag("--augment,!--no-augment", options.augment, "Random mirroring, shift and brightness per clip [on]")
       ->group(training);
-  app.add_flag("--sync-batch-norm", options.sync_batch_norm, "Batch statistics over all ranks")->group(training);
-  app.add_flag("--amp", options.amp, "bfloat16 or float16, where the device gains by it")->group(training);
+  app.add_flag("--sync-batch-norm", options.sync_batch_norm, "Synchronize batch norm over all ranks")->group(training);
+  app.add_flag("--amp", options.amp, "Mixed precision (bfloat16 or float16), if the device supports it efficiently")
+      ->group(training);
 
   const std::string model = "Model";
-  app.add_option("--dropout", options.dropout, "Share of features dropped while training")
-      ->check(share(0.95))
-      ->type_name("X")
-      ->group(model);
+  app.add_option("--dropout", options.dropout, "Dropout probability")->check(share(0.95))->type_name("X")->group(model);
   app.add_option("--width", options.width, "Channels of the first layer; 16 makes 3 M parameters")
       ->check(whole_number(1, 256))
       ->type_name("N")
       ->group(model);
 
-  app.add_flag("--tensorboard,!--no-tensorboard", options.tensorboard, "Leave events in SAVE_DIR/tensorboard [on]")
+  app.add_flag("--tensorboard,!--no-tensorboard", options.tensorboard, "Write events to SAVE_DIR/tensorboard [on]")
       ->group("Run");
 }
 
@@ -136,23 +137,25 @@ CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptio
   generate->option_defaults()->always_capture_default();
   generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
   generate->add_option("--videos", options.videos, "Videos")->check(count(1))->type_name("N");
-  generate->add_option("--trials", options.trials, "Trials in all")->check(count(1))->type_name("N");
-  generate->add_option("--trial-frames", options.trial_frames, "Frames of a trial")
+  generate->add_option("--trials", options.trials, "Total number of trials")->check(count(1))->type_name("N");
+  generate->add_option("--trial-frames", options.trial_frames, "Frames per trial")
       ->check(whole_number(1, 100'000))
       ->type_name("N");
-  generate->add_option("--least", options.least_of_class, "Trials that even the rarest class gets")
+  generate->add_option("--least", options.least_of_class, "Minimum number of trials per class")
       ->check(count(1))
       ->type_name("N");
-  add_size(*generate, options.size, "Of the videos");
-  generate->add_option("--keyframe-interval", options.keyframe_interval, "Frames from keyframe to keyframe")
+  add_size(*generate, options.size, "Size of the frames");
+  generate->add_option("--keyframe-interval", options.keyframe_interval, "Frames between keyframes")
       ->check(whole_number(1, 100'000))
       ->type_name("N");
   generate->add_option("--codec", options.codec, "FFmpeg's name of the encoder [libx264, else mpeg4]")
       ->type_name("NAME");
-  generate->add_option("--threads", options.threads, "Threads [one a core]")
+  generate->add_option("--threads", options.threads, "Threads [one per core]")
       ->check(whole_number(0, 1024))
       ->type_name("N");
-  generate->add_option("--seed", options.seed, "Same seed, same files")->check(whole_number(0))->type_name("N");
+  generate->add_option("--seed", options.seed, "The same seed gives the same files")
+      ->check(whole_number(0))
+      ->type_name("N");
   return generate;
 }
 
