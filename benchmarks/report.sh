@@ -276,7 +276,7 @@ compare_ratios() {
     END {
       for (i = 1; i <= count; ++i) {
         name = order[i]
-        if (!(part[name] in measured) || (name ~ / over openmpi$/ && !has_openmpi)) { verdict = "left out"; change = 0 }
+        if (!(part[name] in measured) || (name ~ / over openmpi$/ && !has_openmpi)) { verdict = "skipped"; change = 0 }
         else if (!(name in after)) { verdict = "MISSING"; change = 1 }
         else {
           change = after[name] / before[name] - 1

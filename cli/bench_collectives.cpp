@@ -134,7 +134,7 @@ class Bench {
 
   /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
   int skip(const std::string& backend, const std::string& reason) {
-    if (skipped_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, reason);
+    if (skipped_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} skipped: {}\n", backend, reason);
     return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;
   }
 

@@ -79,8 +79,8 @@ LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::str
   // Each launcher watches only the ranks of its host, so the hosts would not restart together.
   if (options.max_restarts > 0)
     throw InvalidArgument(
-        "--max-restarts is for one host: with --nnodes above 1 let the scheduler start the whole job anew (Slurm "
-        "--requeue, Kubernetes restartPolicy); the trainers go on from their last checkpoint");
+        "--max-restarts is for one host: with --nnodes above 1 let the scheduler restart the job (Slurm "
+        "--requeue, Kubernetes restartPolicy); the trainers resume from their last checkpoint");
   if (options.node_rank >= options.nodes)
     throw InvalidArgument(fmt::format("--node-rank {} is not below --nnodes {}", options.node_rank, options.nodes));
   return launch;
@@ -97,7 +97,7 @@ int run_ranks(const RunOptions& options, const std::vector<std::string>& program
         std::cerr << fmt::format("ddpkit run: all {} restarts are used up\n", launch.max_restarts);
       return result.exit_code();
     }
-    std::cerr << fmt::format("ddpkit run: starting all ranks anew (restart {} of {})\n", launch.restart_count + 1,
+    std::cerr << fmt::format("ddpkit run: restarting all ranks (restart {} of {})\n", launch.restart_count + 1,
                              launch.max_restarts);
   }
 }

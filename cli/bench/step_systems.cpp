@@ -113,7 +113,7 @@ class ModelBench {
                             .workers = start_workers(name, backend, update, cap),
                             .ranks = options_.plan.ranks});
       } catch (const NoBackend& error) {
-        std::cerr << fmt::format("ddpkit bench: {} left out: {}\n", backend, error.what());
+        std::cerr << fmt::format("ddpkit bench: {} skipped: {}\n", backend, error.what());
         return !options_.backends_asked_for;
       }
     }

@@ -61,8 +61,7 @@ File open(const std::filesystem::path& path, SF_INFO& info) {
   if (info.frames <= 0 || info.channels <= 0 || info.samplerate <= 0)
     throw AudioError(fmt::format("{}: an empty recording", path.string()));
   if (info.frames == SF_COUNT_MAX)
-    throw AudioError(
-        fmt::format("{}: its header does not say how long it is: write it again as a complete file", path.string()));
+    throw AudioError(fmt::format("{}: its header has no length: write it again as a complete file", path.string()));
   constexpr sf_count_t kMost = sf_count_t{1} << 40;  // Two years at 16 kHz.
   if (info.frames > kMost)
     throw AudioError(

@@ -33,7 +33,7 @@ void Faults::add(Fault fault, const std::string& file, const std::string& messag
     throw ddpkit::InvalidArgument(message + " (data.on_error=skip leaves such files out)");
   const std::lock_guard lock(mutex_);
   if (!files_[static_cast<std::size_t>(fault)].insert(file).second) return;
-  const std::string line = fmt::format("asr: left out: {}\n", message);
+  const std::string line = fmt::format("asr: skipped: {}\n", message);
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 
@@ -56,13 +56,13 @@ std::array<std::size_t, kFaults> Faults::count(const ddpkit::ProcessGroup& group
 
 std::string describe(const std::array<std::size_t, kFaults>& counts) {
   const std::size_t sum = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
-  if (sum == 0) return "no file left out";
+  if (sum == 0) return "no file skipped";
   std::string kinds;
   for (std::size_t i = 0; i < kFaults; ++i) {
     if (counts[i] > 0)
       kinds += fmt::format("{}{} {}", kinds.empty() ? "" : ", ", counts[i], name_of(static_cast<Fault>(i)));
   }
-  return fmt::format("{} file{} left out: {}", sum, sum == 1 ? "" : "s", kinds);
+  return fmt::format("{} file{} skipped: {}", sum, sum == 1 ? "" : "s", kinds);
 }
 
 }  // namespace asr

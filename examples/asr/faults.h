@@ -46,7 +46,7 @@ class Faults {
   std::array<std::set<std::string>, kFaults> files_;
 };
 
-/// "2 files left out: 1 unreadable, 1 with an empty transcript"; "no file left out".
+/// "2 files skipped: 1 unreadable, 1 with an empty transcript"; "no file skipped".
 std::string describe(const std::array<std::size_t, kFaults>& counts);
 
 }  // namespace asr

@@ -105,7 +105,8 @@ int spawn(const CommandLine& line, int argc, char** argv) {
   const ddpkit::LocalLaunchResult result = ddpkit::local_launch(launch);
   // A rank that exited with an error code has already reported the error.
   if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))
-    ddpkit::train::say(fmt::format("asr: rank {} {}", result.first_failure->rank, result.first_failure->describe()));
+    ddpkit::train::log_line(
+        fmt::format("asr: rank {} {}", result.first_failure->rank, result.first_failure->describe()));
   return result.exit_code();
 }
 

@@ -110,7 +110,7 @@ class Trainer {
     }
     if (checkpoint_) checkpoint_->wait();
     if (is_stopped_) {
-      if (speaks()) ddpkit::train::say("asr: " + stop_.describe(info_.step, checkpoint_.has_value()));
+      if (speaks()) ddpkit::train::log_line("asr: " + stop_.describe(info_.step, checkpoint_.has_value()));
       return;
     }
     const auto faults = faults_.count(group_);

@@ -70,7 +70,7 @@ void DistributedCLSTMPPOTrainer::train() {
   if (state.checkpoint) state.checkpoint->wait();
   if (state.is_stopped) {
     if (state.speaks())
-      ddpkit::train::say("clstm_ppo: " + state.stop->describe(kept_step, state.checkpoint.has_value()));
+      ddpkit::train::log_line("clstm_ppo: " + state.stop->describe(kept_step, state.checkpoint.has_value()));
     return;
   }
   state.stop.reset();

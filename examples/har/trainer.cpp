@@ -83,7 +83,7 @@ class Trainer {
     if (checkpoint_) checkpoint_->wait();
     if (timeline_) timeline_->write();
     if (is_stopped_) {
-      if (speaks()) ddpkit::train::say("har: " + stop_.describe(info_.step, checkpoint_.has_value()));
+      if (speaks()) ddpkit::train::log_line("har: " + stop_.describe(info_.step, checkpoint_.has_value()));
       return;
     }
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();

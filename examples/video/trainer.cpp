@@ -65,7 +65,7 @@ class Trainer {
     }
     if (checkpoint_) checkpoint_->wait();
     if (is_stopped_) {
-      if (speaks()) ddpkit::train::say("video: " + stop_.describe(info_.step, checkpoint_.has_value()));
+      if (speaks()) ddpkit::train::log_line("video: " + stop_.describe(info_.step, checkpoint_.has_value()));
       return;
     }
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
@@ -340,7 +340,8 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
                                              .processes = ddpkit::read_launch_environment().local_world_size});
   });
   check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.num_workers)}, group, faults);
-  if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty()) ddpkit::train::say(summary);
+  if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
+    ddpkit::train::log_line(summary);
   const TrialSplit split = split_by_video(set, options.validation_share, options.trainer.seed);
   Trainer(options, set, split, *loader, group).run();
   if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.trainer.json)

@@ -113,7 +113,7 @@ std::string DataFaults::summary(std::size_t most) const {
     if (lines.size() > most) text += fmt::format("\n  and {} more", lines.size() - most);
   };
   if (!faults_.empty()) {
-    text += fmt::format("{} bad trial{} left out", faults_.size(), faults_.size() == 1 ? "" : "s");
+    text += fmt::format("{} bad trial{} skipped", faults_.size(), faults_.size() == 1 ? "" : "s");
     list(faults_);
   }
   if (!notes_.empty()) {

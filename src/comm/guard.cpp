@@ -323,7 +323,7 @@ void GroupGuard::fail(const Failure& failure) noexcept {
 }
 
 void GroupGuard::abort(const std::string& reason) noexcept {
-  fail({flight::Failure::kAborted, name_, fmt::format("rank {} gave up: {}", name_, reason)});
+  fail({flight::Failure::kAborted, name_, fmt::format("rank {} aborted: {}", name_, reason)});
 }
 
 void GroupGuard::send_to_all(const std::string& line, const Peer* but) noexcept {

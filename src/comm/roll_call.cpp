@@ -136,7 +136,7 @@ void RollCall::announce(const Error& error) const noexcept {
   try {
     const int own = first_rank_ + rank_, culprit = error.context().rank.value_or(own);
     const std::string text =
-        fmt::format("{}{}", culprit == own ? fmt::format("rank {} gave up: ", own) : "", error.what());
+        fmt::format("{}{}", culprit == own ? fmt::format("rank {} aborted: ", own) : "", error.what());
     store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, culprit, text)));
   } catch (const std::exception&) {
     // Without rank 0's store, the others do not wait.

@@ -48,7 +48,7 @@ Progress load_progress(torch::serialize::InputArchive& archive, std::size_t coun
 void check_progress(const Progress& saved, std::size_t count, const char* unit) {
   if (saved.taken > count)
     throw InvalidArgument(
-        fmt::format("the saved sampler stands at {} {}, but an epoch has only {} here", unit, saved.taken, count));
+        fmt::format("the saved sampler is at {} {}, but an epoch has only {} here", unit, saved.taken, count));
 }
 
 Walk::Walk(std::size_t length, int world_size, int rank)

@@ -24,7 +24,7 @@ std::string RankExit::describe() const {
   if (awaited && ended_by_launcher) return "left the process group while the others waited for it";
   if (signal == 0)
     return fmt::format("exited with code {}{}", exit_code,
-                       before_meeting ? " before it met the others"
+                       before_meeting ? " before it connected to the other ranks"
                        : awaited      ? " while the others waited for it"
                                       : "");
   const char* name = ::sigabbrev_np(signal);

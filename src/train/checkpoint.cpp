@@ -101,7 +101,7 @@ Checkpoint::~Checkpoint() {
   try {
     writer_->finish();
   } catch (const std::exception& error) {
-    say(error.what());
+    log_line(error.what());
   }
 }
 

@@ -91,7 +91,8 @@ bool recover_checkpoint(const std::filesystem::path& path) {
   // first name.
   AtomicFile::give_name(path, damaged);
   AtomicFile::give_name(*older, path);
-  say(fmt::format("{}; going on from {} (the damaged one is kept as {})", damage, older->string(), damaged.string()));
+  log_line(
+      fmt::format("{}; resuming from {} (the damaged one is kept as {})", damage, older->string(), damaged.string()));
   return true;
 }
 

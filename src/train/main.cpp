@@ -129,13 +129,13 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   }
   std::fflush(stdout);
   if (speaks) {
-    say(fmt::format("{}: {}", program, sentence));
+    log_line(fmt::format("{}: {}", program, sentence));
   } else {
     // A launcher ends all ranks when the first rank exits. This rank waits until the reporting rank has printed. The
     // launcher's signal also ends the sleep.
     std::this_thread::sleep_for(state.group() ? kTimeToSpeak : kTimeToStartAndSpeak);
     // No other rank failed: the launcher would have ended this rank.
-    if (may_be_alone) say(fmt::format("{}: {}", program, sentence));
+    if (may_be_alone) log_line(fmt::format("{}: {}", program, sentence));
   }
   return code;
 }

@@ -106,7 +106,7 @@ std::optional<CheckpointInfo> find_run(const fs::path& checkpoint, const std::st
   if (!newest) return std::nullopt;
   CheckpointInfo info = examine(*newest, config, options);
   AtomicFile::give_name(*newest, checkpoint);
-  say(fmt::format("{} is missing; going on from {}", checkpoint.string(), newest->string()));
+  log_line(fmt::format("{} is missing; resuming from {}", checkpoint.string(), newest->string()));
   return info;
 }
 

@@ -17,6 +17,6 @@ void print_line(const std::string& line) {
   std::fflush(stdout);
 }
 
-void say(const std::string& line) noexcept { std::fprintf(stderr, "%s\n", line.c_str()); }
+void log_line(const std::string& line) noexcept { std::fprintf(stderr, "%s\n", line.c_str()); }
 
 }  // namespace ddpkit::train

@@ -68,7 +68,7 @@ TEST_CASE("ddpkit bench collectives compares Gloo and Open MPI, or prints why no
   REQUIRE(run.exit_code == 0);
   const std::string rows = read_file(csv);
   for (const std::string backend : {"gloo", "openmpi"}) {
-    const std::string why = "ddpkit bench: " + backend + " left out: ";
+    const std::string why = "ddpkit bench: " + backend + " skipped: ";
     CHECK(run.errors.find(why) == run.errors.rfind(why));  // Logged once, not in each round.
     if (rows.find(",65536,") != std::string::npos &&
         rows.find("," + backend + ",2,65536,private,") != std::string::npos)

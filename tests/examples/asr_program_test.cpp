@@ -32,7 +32,7 @@ TEST_CASE("asr learns synthetic speech on two ranks and transcribes it", "[asr]"
   CHECK(last["dev_cer"].get<double>() < 0.1);
   CHECK(last["world_size"] == 2);
   CHECK(last["wait_seconds"] >= 0);
-  CHECK(run.lines.back() == "no file left out");
+  CHECK(run.lines.back() == "no file skipped");
 
   const std::string wav = (std::filesystem::path(corpus()).parent_path() / "12.wav").string();
   const Run transcribed = run_asr(0, {"transcribe", wav, "--save-dir", run_folder});

@@ -104,7 +104,7 @@ TEST_CASE("bad data is named with file and line, and stops the run or is skipped
     const Run run = run_video(ranks, joined(quick(data, "decode"), {"--epochs", "1", "--on-bad-data", "skip"}));
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
-    CHECK_THAT(run.errors, ContainsSubstring("6 bad trials left out:"));
+    CHECK_THAT(run.errors, ContainsSubstring("6 bad trials skipped:"));
     for (std::size_t i = 0; i < bad.size(); ++i)
       CHECK_THAT(run.errors,
                  ContainsSubstring(fmt::format("trials.csv:{}: ", 62 + i)) && ContainsSubstring(bad[i].second));

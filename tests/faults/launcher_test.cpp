@@ -115,13 +115,13 @@ TEST_CASE("a rank that exits with 0 before the rendezvous is named", "[faults]")
   FaultRun run(but_rank_1({"-n", "2"}, "[ $RANK = 1 ] && exit 0; "));
   CHECK(run.wait() == 1);
   CHECK_THAT(run.err(), ContainsSubstring("ddpkit run: rank 1 (pid "));
-  CHECK_THAT(run.err(), ContainsSubstring(") exited with code 0 before it met the others"));
+  CHECK_THAT(run.err(), ContainsSubstring(") exited with code 0 before it connected to the other ranks"));
   CHECK(run.orphans() == std::vector<int>());
   add_row("a rank exits with 0 before the rendezvous", "named, exit code 1", run.seconds());
 
   FaultRun again(but_rank_1({"-n", "2", "--max-restarts", "1"}, "[ $RANK = 1 ] && exit 0; "));
   CHECK(again.wait() == 1);
-  CHECK_THAT(again.err(), ContainsSubstring("starting all ranks anew (restart 1 of 1)"));
+  CHECK_THAT(again.err(), ContainsSubstring("restarting all ranks (restart 1 of 1)"));
 
   // No rank waits for it: neither the ranks of a smaller world, nor ranks without a world.
   FaultRun smaller(but_rank_1({"-n", "3"},

@@ -91,7 +91,7 @@ TEST_CASE("a rank that throws ends the collectives of the other GPUs within a se
       if (group.rank() == 1) {
         CHECK(message == "no such luck");
       } else {
-        CHECK_THAT(message, ContainsSubstring("rank 1 gave up: "));
+        CHECK_THAT(message, ContainsSubstring("rank 1 aborted: "));
         if (key == "abort") CHECK_THAT(message, ContainsSubstring("no such luck"));
         const auto thrown = store->get(key);
         CHECK(ended - std::stoll(std::string(thrown.begin(), thrown.end())) < 1000);
@@ -151,7 +151,7 @@ TEST_CASE("an error that NCCL reports on one of 3 virtual GPUs ends all ranks", 
           inner.barrier();
         },
         milliseconds(1500));
-    CHECK_THAT(message, ContainsSubstring("rank 1 gave up: NCCL error: ") && ContainsSubstring("ncclRemoteError"));
+    CHECK_THAT(message, ContainsSubstring("rank 1 aborted: NCCL error: ") && ContainsSubstring("ncclRemoteError"));
     group.barrier();
   };
   on_gpus("an error that NCCL reports on one of 3 virtual GPUs ends all ranks", 3, body,

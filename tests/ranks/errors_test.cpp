@@ -218,7 +218,7 @@ RANK_TEST("a rank that aborts sends its reason to the other ranks", "[shm][error
     inner.abort("the loss is NaN");
   } else {
     const auto error = caught<PeerLost>([&] { inner.barrier(); });
-    CHECK(error.what() == std::string("rank 2 gave up: the loss is NaN"));
+    CHECK(error.what() == std::string("rank 2 aborted: the loss is NaN"));
     CHECK(error.context().rank == 2);  // Also if another rank forwarded the error.
   }
   group.barrier();

@@ -62,7 +62,7 @@ void check_rank_that_throws(const std::string& backend, const ProcessGroup& grou
       inner.abort("the loss is NaN");
     } else {
       const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(1), last);
-      CHECK(message == "rank " + std::to_string(last) + " gave up: the loss is NaN");
+      CHECK(message == "rank " + std::to_string(last) + " aborted: the loss is NaN");
     }
   }
   group.barrier();

@@ -226,7 +226,7 @@ RANK_TEST("hierarchical errors count ranks over all hosts", "[hierarchical]", 4)
       FAIL("no error");
     } catch (const ddpkit::PeerLost& error) {
       CHECK(error.context().rank == 3);
-      CHECK_THAT(error.what(), ContainsSubstring("rank 3 gave up: the loss is NaN"));
+      CHECK_THAT(error.what(), ContainsSubstring("rank 3 aborted: the loss is NaN"));
     }
   }
   group.barrier();

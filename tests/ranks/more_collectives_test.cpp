@@ -231,7 +231,7 @@ RANK_TEST("futures end with their group, and one of nothing at once", "[shm][err
     own.reset();
     future->wait();
     CHECK(future->hasError());
-    CHECK_THROWS_WITH(future->value(), ContainsSubstring("let go of before its collective was over"));
+    CHECK_THROWS_WITH(future->value(), ContainsSubstring("released before the end of its collective"));
   }
   group.barrier();
 }

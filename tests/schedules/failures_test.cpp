@@ -68,7 +68,7 @@ Scenario leaves(int ranks) {
 Scenario aborts(int ranks) {
   return ends_by(
       ranks, [](ScenarioRank& rank) { rank.engine->abort("NaN"); },
-      "rank " + std::to_string(ranks - 1) + " gave up: NaN");
+      "rank " + std::to_string(ranks - 1) + " aborted: NaN");
 }
 
 }  // namespace

@@ -179,10 +179,10 @@ TEST_CASE("A caller that takes indices ahead reports the number of used indices"
   CHECK_THROWS_WITH(dropping.set_position(3), "there is no sample 3 where 2 are left");
   dropping.set_position(2);
   DistributedSampler shorter(5, 1, 0);
-  CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler stands at sample 14, but an epoch has only 5 here");
+  CHECK_THROWS_WITH(load(shorter, saved(third)), "the saved sampler is at sample 14, but an epoch has only 5 here");
   // The same result if the sampler shrinks after the load.
   const Indices left = third.indices();
-  CHECK_THROWS_WITH(third.reset(10), "the saved sampler stands at sample 14, but an epoch has only 10 here");
+  CHECK_THROWS_WITH(third.reset(10), "the saved sampler is at sample 14, but an epoch has only 10 here");
   CHECK_THROWS_AS(third.reset(0), ddpkit::InvalidArgument);
   CHECK(third.indices() == left);
   third.reset();

@@ -152,7 +152,7 @@ TEST_CASE("a saved position of length buckets resumes with the next batch, on ot
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
   LengthBucketedSampler shorter(some_lengths(12), 1, 0, {.batch_size = 6});
-  CHECK_THROWS_WITH(shorter.load(archive), ContainsSubstring("stands at batch 5"));
+  CHECK_THROWS_WITH(shorter.load(archive), ContainsSubstring("is at batch 5"));
   CHECK(shorter.position() == 0);
 }
 

@@ -340,7 +340,7 @@ RANK_TEST("a damaged checkpoint gives way to the one before it", "[checkpoint]",
   printed = ddpkit::testing::stderr_of([&] { info = checkpoint.load(*net, optimizer); });
   CHECK(info.step == 2);
   if (group.rank() == 0) {
-    CHECK_THAT(printed, ContainsSubstring("is truncated") && ContainsSubstring("going on from") &&
+    CHECK_THAT(printed, ContainsSubstring("is truncated") && ContainsSubstring("resuming from") &&
                             ContainsSubstring("checkpoint-2.pt"));
     CHECK(names_in(folder) == std::vector<std::string>{"checkpoint-1.pt", "checkpoint-2.pt", "checkpoint-3.pt",
                                                        "checkpoint.pt", "checkpoint.pt.damaged"});

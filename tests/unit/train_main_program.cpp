@@ -24,11 +24,11 @@ int main(int argc, char** argv) {
   app.add_option("--file", file, "That is written");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
-    if (how == "early") throw ddpkit::InvalidArgument("before the ranks met");
+    if (how == "early") throw ddpkit::InvalidArgument("before the rendezvous");
     if (how == "prints") {
       std::FILE* output = file.empty() ? nullptr : std::fopen(file.c_str(), "w");
       for (int i = 0; i < 3; ++i) ddpkit::train::print_line("a line");
-      ddpkit::train::say("a remark");
+      ddpkit::train::log_line("a remark");
       if (output) {
         std::fputs("data", output);
         std::fclose(output);
@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
         if (ours) throw ddpkit::InvalidArgument("a bad\nfile");
       });
     }
-    if (ours && how == "alone") throw ddpkit::InvalidArgument("something of our own");
+    if (ours && how == "alone") throw ddpkit::InvalidArgument("a fault of one rank");
     if (ours && how == "torch") TORCH_CHECK(false, "torch does not like this");
     if (ours && how == "out-of-range") std::string().at(3);
     if (ours && how == "killed") raise(SIGKILL);

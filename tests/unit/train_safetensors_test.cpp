@@ -112,7 +112,7 @@ TEST_CASE("a damaged safetensors file is refused in one sentence", "[safetensors
   refuse(file_of(R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})", 8), "entry of tensor a");
   refuse(file_of(R"({"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}})", 0),
          "entry of tensor a");
-  refuse(file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8), "says 8 to 0");
+  refuse(file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8), "specifies 8 to 0");
   refuse(file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}})", 8), "begins at byte 8");
   refuse(file_of(R"({"a":{"dtype":"F32","shape":[2]}})", 8), "entry of tensor a");
   refuse(file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"

@@ -25,11 +25,11 @@ TEST_CASE("a summary lists as many bad trials as it is asked for", "[video]") {
   DataFaults faults("trials.csv", OnBadData::kSkip);
   CHECK(faults.summary(0).empty());
   faults.add(3, "x");
-  CHECK(faults.summary(0) == "1 bad trial left out");
+  CHECK(faults.summary(0) == "1 bad trial skipped");
   faults.add(4, "y");
   faults.note(5, "z");
-  CHECK(faults.summary(0) == "2 bad trials left out\n1 note");
-  CHECK(faults.summary(1) == "2 bad trials left out:\n  trials.csv:3: x\n  and 1 more\n1 note:\n  trials.csv:5: z");
+  CHECK(faults.summary(0) == "2 bad trials skipped\n1 note");
+  CHECK(faults.summary(1) == "2 bad trials skipped:\n  trials.csv:3: x\n  and 1 more\n1 note:\n  trials.csv:5: z");
 }
 
 TEST_CASE("a trial that cannot be used is named with file and line", "[video]") {
@@ -58,7 +58,7 @@ TEST_CASE("a trial that cannot be used is named with file and line", "[video]") 
                       ContainsSubstring((folder / "trials.csv").string() + ":3: ") && ContainsSubstring(message));
     const auto [set, summary] = read(csv, OnBadData::kSkip);
     CHECK(set.trials.size() == 2);
-    CHECK_THAT(summary, ContainsSubstring("1 bad trial left out") && ContainsSubstring("trials.csv:3: ") &&
+    CHECK_THAT(summary, ContainsSubstring("1 bad trial skipped") && ContainsSubstring("trials.csv:3: ") &&
                             ContainsSubstring(message));
   }
   for (const OnBadData policy : {OnBadData::kStop, OnBadData::kSkip}) {

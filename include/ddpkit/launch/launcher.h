@@ -71,8 +71,9 @@ struct RankExit {
 
   /// Returns true if the process exited with code 0 and no rank waits for it.
   bool ok() const noexcept { return exit_code == 0 && signal == 0 && !before_meeting && !awaited; }
-  /// Returns "exited with code 3", "was killed by signal 9 (SIGKILL)", "exited with code 0 before it met the others",
-  /// "exited with code 0 while the others waited for it" or "left the process group while the others waited for it".
+  /// Returns "exited with code 3", "was killed by signal 9 (SIGKILL)", "exited with code 0 before it connected to the
+  /// other ranks", "exited with code 0 while the others waited for it" or "left the process group while the others
+  /// waited for it".
   std::string describe() const;
 };
 

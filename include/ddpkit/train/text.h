@@ -13,6 +13,6 @@ std::string in_quotes(std::string_view text);
 void print_line(const std::string& line);
 
 /// Prints a line to stderr. Ignores errors.
-void say(const std::string& line) noexcept;
+void log_line(const std::string& line) noexcept;
 
 }  // namespace ddpkit::train

@@ -58,7 +58,7 @@ Engine::~Engine() {
   ring_sleepers();
   // No thread progresses these any more.
   const auto abandoned = std::make_exception_ptr(
-      Error("the process group was let go of before its collective was over: keep it until then"));
+      Error("the process group was released before the end of its collective; keep it until then"));
   for (const Background& entry : background_) {
     if (entry.then) entry.then(entry.pending->finished ? entry.pending->failure : abandoned);
   }

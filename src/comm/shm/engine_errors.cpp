@@ -259,7 +259,7 @@ std::optional<Engine::AnnouncedFailure> Engine::announced_failure(int rank) cons
   const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
   // Only the rank that aborts announces kAborted.
   if (kind == FailureKind::kAborted)
-    return AnnouncedFailure{FailureKind::kPeerLost, fmt::format("rank {} gave up: {}", named(rank), text), named(rank)};
+    return AnnouncedFailure{FailureKind::kPeerLost, fmt::format("rank {} aborted: {}", named(rank), text), named(rank)};
   return AnnouncedFailure{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
 }
 
@@ -268,7 +268,7 @@ void Engine::abort(const std::string& reason) noexcept {
   if (failure_) return;
   announce(FailureKind::kAborted, reason, named(rank_));
   try {
-    fail(FailureKind::kAborted, fmt::format("rank {} gave up: {}", named(rank_), reason), named(rank_));
+    fail(FailureKind::kAborted, fmt::format("rank {} aborted: {}", named(rank_), reason), named(rank_));
   } catch (...) {
     // Later calls of this rank throw it.
   }
