@@ -46,7 +46,7 @@ constexpr BackendKind kBackends[] = {
         std::chrono::milliseconds timeout) {
        if (!device.is_cpu())
          throw InvalidArgument(
-             fmt::format("the hierarchical backend is of the CPU, not of {}: take nccl", device.str()));
+             fmt::format("the hierarchical backend supports only the CPU, not {}; use nccl", device.str()));
        return create_hierarchical_backend(store, environment, timeout);
      }},
 };

@@ -140,7 +140,7 @@ TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measure
       {{"collectives", "--collective", "allreduce"}, "\"allreduce\"; there are all_reduce"},
       {{"collectives", "-n", "0"}, "0 not in range"},
       {{"collectives", "-n", "2,x"}, "x"},
-      {{"collectives", "-b", "4Q"}, "\"4Q\" is no size"},
+      {{"collectives", "-b", "4Q"}, "\"4Q\" is not a size"},
       {{"collectives", "-b", "1M", "-e", "4K"}, "the smallest size, 1 MiB, is above"},
       {{"collectives", "-f", "1"}, "1 not in range"},
       {{"collectives", "--iters", "0"}, "0 not in range"},
