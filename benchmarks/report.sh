@@ -216,11 +216,9 @@ put_report() {
 # Performance
 
 `script/bench all` writes this page. All figures except those on GPUs are from one machine. The figures of a section are from one run.
-ddpkit and its peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns.
+ddpkit and its peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns and `script/bench check`.
 
-Ratios come first; less is better. Ratios depend on the machine too, but less than times. For example, the time of a peer that waits
-in the kernel differs much between machines. `script/bench check` measures the ratios again and fails if a ratio is more than 15 %
-worse than here. It prints a note if it runs on another machine.
+Ratios come first; less is better. Ratios depend on the machine too, but less than times.
 
 EOF
     printf 'Measured on %s: %s.\n\n' "$1" "$(machine)"
