@@ -8,15 +8,14 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/backends/hierarchical_backend.h"
+#include "comm/backends/shm_backend.h"
 #include "comm/backends/staged_backend.h"
 #include "comm/cuda.h"
 #include "comm/device_index.h"
@@ -29,18 +28,31 @@ namespace ddpkit {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<Backend>;
+
+/// A backend and its name.
+struct BackendKind {
+  std::string_view name;
+  BackendPtr (*create)(const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+                       std::chrono::milliseconds timeout);
+};
 
 constexpr BackendKind kBackends[] = {
     {"shm",
      [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
         std::chrono::milliseconds timeout) {
-       if (device.is_cpu()) return create_shm_backend(store, environment.rank, environment.world_size, timeout);
+       if (device.is_cpu()) return create_shm_part(store, environment.rank, environment.world_size, timeout);
        return create_staged_shm_backend(store, environment.rank, environment.world_size, device, timeout);
      }},
-    {"gloo", [](const StorePtr& store, const LaunchEnvironment& environment, at::Device,
-                std::chrono::milliseconds timeout) { return create_gloo_backend(store, environment, timeout); }},
-    {"nccl", create_nccl_backend},
+    {"gloo",
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device, std::chrono::milliseconds timeout) {
+       return BackendPtr(create_gloo_backend(store, environment, timeout));
+     }},
+    {"nccl",
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
+        std::chrono::milliseconds timeout) {
+       return BackendPtr(create_nccl_backend(store, environment, device, timeout));
+     }},
     {"hierarchical",
      [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
         std::chrono::milliseconds timeout) {
@@ -50,22 +62,6 @@ constexpr BackendKind kBackends[] = {
        return create_hierarchical_backend(store, environment, timeout);
      }},
 };
-
-}  // namespace
-
-const BackendKind* find_backend(std::string_view name) {
-  const auto* found = std::ranges::find(kBackends, name, &BackendKind::name);
-  return found == std::end(kBackends) ? nullptr : found;
-}
-
-const BackendKind& backend_named(std::string_view name, const char* source) {
-  if (const BackendKind* kind = find_backend(name)) return *kind;
-  std::vector<std::string_view> names;
-  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
-  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", source, name, fmt::join(names, ", ")));
-}
-
-namespace {
 
 const BackendKind& choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
   std::string backend = options.backend;
@@ -77,7 +73,12 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
     const bool one_host = environment.local_world_size == environment.world_size;
     backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
   }
-  return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
+  const auto* found = std::ranges::find(kBackends, backend, &BackendKind::name);
+  if (found != std::end(kBackends)) return *found;
+  std::vector<std::string_view> names;
+  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
+  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", named_here ? "the backend" : "DDPKIT_BACKEND",
+                                    backend, fmt::join(names, ", ")));
 }
 
 }  // namespace

@@ -22,7 +22,6 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
 #include "comm/roll_call.h"
 
 namespace ddpkit {

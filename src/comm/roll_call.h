@@ -68,6 +68,12 @@ class RollCall {
 /// Returns a hint for a user whose environment still has the variables of a job; empty under a launcher.
 std::string alone_hint(const LaunchEnvironment& environment);
 
+/// Connects to the rendezvous store. Rank 0 serves a TCPStore at the master's address, unless the launcher does. Keys
+/// contain the run and the number of earlier rendezvous of this rank at that store.
+c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+/// Counts a completed rendezvous: the next one at the same store uses other keys.
+void note_rendezvous(const LaunchEnvironment& environment);
+
 /// Waits until all ranks have arrived. Collective, before a backend is created. Throws like RollCall::exchange(), and
 /// RendezvousError if two processes of one host have the same rank.
 void wait_for_ranks(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment,

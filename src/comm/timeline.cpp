@@ -15,6 +15,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/backend.h"
 #include "comm/host.h"
 #include "comm/timeline_recorder.h"
 
@@ -33,11 +34,7 @@ std::int64_t nanoseconds(Clock::time_point time) {
 /// Identifies the kernel and the time namespace: ranks with the same value share CLOCK_MONOTONIC.
 std::string clock_identity() { return fmt::format("{}/{}", boot_id(), namespace_number("time")); }
 
-/// Returns the device for tensors that the ranks exchange. For `shm` it is the CPU, because `shm` has no send() and
-/// recv() of CUDA tensors.
-at::Device exchange_device(const ProcessGroup& group) {
-  return group.backend_name() == "shm" ? at::Device(at::kCPU) : group.device();
-}
+at::Device exchange_device(const ProcessGroup& group) { return Backend::of(group)->control_device(); }
 
 /// Returns every rank's text on rank 0; nothing on the others. all_gather_bytes() would need memory for all texts on
 /// all ranks. [rank]

@@ -124,7 +124,7 @@ std::vector<OddCall> odd_calls() {
     std::int64_t begin = 0;
     for (const std::int64_t piece : sizes)
       pieces.push_back(memory.narrow(0, std::exchange(begin, begin + piece), piece));
-    ddpkit::testing::own_backend(group).all_reduce_in_place(pieces, c10d::ReduceOp(c10d::ReduceOp::SUM))->wait();
+    ddpkit::testing::symmetric_memory(group).all_reduce_coalesced(pieces, c10d::ReduceOp(c10d::ReduceOp::SUM))->wait();
   };
   using Sizes = std::vector<std::int64_t>;
   add("the order of the pieces' sizes", [=](const ProcessGroup& group, bool odd) {

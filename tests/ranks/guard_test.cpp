@@ -13,7 +13,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/backends/hierarchical_backend.h"
 #include "support/catch.h"
 #include "support/ranks.h"
@@ -32,9 +32,10 @@ ProcessGroup group_of(const std::string& backend, const ProcessGroup& group, mil
   environment.world_size = group.world_size();
   environment.local_world_size = backend == "gloo" ? group.world_size() : 2;
   environment.local_rank = group.rank() % environment.local_world_size;
-  return {backend == "gloo" ? ddpkit::create_gloo_backend(store, environment, timeout)
-                            : ddpkit::create_hierarchical_backend(store, environment, timeout),
-          store, at::kCPU, environment};
+  c10::intrusive_ptr<ddpkit::Backend> made;
+  if (backend == "gloo") made = ddpkit::create_gloo_backend(store, environment, timeout);
+  if (backend == "hierarchical") made = ddpkit::create_hierarchical_backend(store, environment, timeout);
+  return {made, store, at::kCPU, environment};
 }
 
 template <class E>

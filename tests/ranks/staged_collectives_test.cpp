@@ -112,9 +112,10 @@ struct Staged {
   ddpkit::ProcessGroup make(const ddpkit::ProcessGroup& ranks) const {
     const auto host = ddpkit::testing::another_group(ranks, "host"),
                staged = ddpkit::testing::another_group(ranks, "s");
-    return ddpkit::ProcessGroup(c10::make_intrusive<ddpkit::StagedBackend>(host.backend(), staged.backend(),
-                                                                           std::make_unique<ThreadQueue>(gate)),
-                                ranks.store(), at::kCPU);
+    return ddpkit::ProcessGroup(
+        c10::make_intrusive<ddpkit::StagedBackend>(ddpkit::Backend::of(host), ddpkit::Backend::of(staged),
+                                                   std::make_unique<ThreadQueue>(gate), at::kCPU),
+        ranks.store(), at::kCPU);
   }
 };
 

@@ -21,7 +21,8 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
+#include "comm/symmetric_memory.h"
 
 namespace ddpkit::testing {
 
@@ -84,10 +85,10 @@ inline at::Tensor tensor_of(std::int64_t numel, const Values& values) {
   return tensor;
 }
 
-inline OwnBackend& own_backend(const ProcessGroup& group) {
-  auto* own = dynamic_cast<OwnBackend*>(group.backend().get());
-  require(own != nullptr, "the shm backend is ddpkit's own");
-  return *own;
+inline SymmetricMemory& symmetric_memory(const ProcessGroup& group) {
+  SymmetricMemory* memory = Backend::of(group)->symmetric_memory();
+  require(memory != nullptr, "the ranks of shm map common memory");
+  return *memory;
 }
 
 }  // namespace ddpkit::testing

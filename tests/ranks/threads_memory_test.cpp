@@ -14,7 +14,6 @@
 #include <ddpkit/comm/process_group.h>
 
 #include "comm/arena.h"
-#include "comm/backends.h"
 #include "ranks/thread_ranks.h"
 #include "support/catch.h"
 
@@ -39,7 +38,7 @@ std::vector<at::Tensor> scattered(const at::Tensor& memory, const std::vector<st
 
 void reduce_in_place(ProcessGroup& group) {
   const int ranks = group.world_size(), me = group.rank();
-  ddpkit::OwnBackend& backend = own_backend(group);
+  ddpkit::SymmetricMemory& symmetric = symmetric_memory(group);
   std::mt19937 shared(5), own(static_cast<unsigned>(me));
   constexpr std::int64_t kNumel = 80000;
   const at::Tensor memory[] = {group.allocate({kNumel}, at::kInt), group.allocate({kNumel}, at::kInt),
@@ -83,7 +82,7 @@ void reduce_in_place(ProcessGroup& group) {
     for (std::size_t i = 0; i < tensors.size(); ++i)
       fill(tensors[i], [&](std::int64_t k) { return value(number + static_cast<int>(i), me, k); });
     Work work = staged ? group.all_reduce_async(tensors[0])
-                       : Work(backend.all_reduce_in_place(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
+                       : Work(symmetric.all_reduce_coalesced(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
     pending.push_back({std::move(work), std::move(tensors), number});
   }
   while (!pending.empty()) finish_one();
@@ -151,9 +150,9 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
     std::vector<at::Tensor> outlives;
     for (int round = 0; round < 5; ++round) {
       // Each rank has a separate arena; LibTorch allocates from the arena that was opened last.
-      auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+      auto lease = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
       require(lease != nullptr, "an arena");
-      require(lease == own_backend(group).open_arena(1, 0), "the arena there is");
+      require(lease == symmetric_memory(group).open_arena(1, 0), "the arena there is");
       for (int number = 0; number < 40; ++number) {
         std::vector<at::Tensor> tensors, others;
         for (int i = 0; i < 3; ++i) {
@@ -162,7 +161,7 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
           fill(tensors.back(), [&](std::int64_t k) { return value(number + i, me, k); });
           fill(others.back(), [&](std::int64_t) { return me; });
         }
-        Work work(own_backend(group).all_reduce_in_place(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
+        Work work(symmetric_memory(group).all_reduce_coalesced(tensors, c10d::ReduceOp(c10d::ReduceOp::SUM)));
         if (own() % 2 == 0) outlives.push_back(at::empty({kNumel}, at::kInt));
         while (outlives.size() > 10) outlives.erase(outlives.begin());
         work.wait();
@@ -189,7 +188,7 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
 
 TEST_CASE("ranks that are threads: a child process of one with an arena", "[shm][threads]") {
   on_threads(2, [](ProcessGroup& group) {
-    const auto lease = own_backend(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+    const auto lease = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
     group.barrier();
     if (group.rank() == 0) {
       constexpr std::int64_t kNumel = 10000;

@@ -9,7 +9,7 @@
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/optimizer_state.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "rank.h"
 
 namespace ddpkit::fuzz {

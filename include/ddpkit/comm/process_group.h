@@ -51,12 +51,7 @@ class Work {
   const c10::intrusive_ptr<c10d::Work>& c10d_work() const noexcept { return work_; }
 
  private:
-  friend class ProcessGroup;
-  static constexpr std::uint64_t kNoRecord = ~std::uint64_t{0};
-  Work(c10::intrusive_ptr<c10d::Work> work, std::uint64_t record);
-
   c10::intrusive_ptr<c10d::Work> work_;
-  std::uint64_t record_ = kNoRecord;  ///< Index in the flight recorder.
 };
 
 /// A fixed set of ranks that call collectives together. Copies refer to the same group.
@@ -162,7 +157,7 @@ class ProcessGroup {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
   /// Reports to the other ranks that this rank cannot continue. Their collectives throw PeerLost with `reason`
-  /// immediately. Never throws. Has no effect if the backend is not one of ddpkit's.
+  /// immediately. Never throws. A wrapped backend of c10d only ends its own collectives, if it can.
   void abort(const std::string& reason) const noexcept;
 
   /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
@@ -170,12 +165,14 @@ class ProcessGroup {
   /// result.
   void check() const;
 
-  /// Returns the c10d backend, for functions that have no wrapper here.
+  /// Returns the c10d backend, for functions that have no wrapper here. Use it only while a ProcessGroup of this group
+  /// exists.
   const c10::intrusive_ptr<c10d::Backend>& backend() const noexcept;
   /// Returns the rendezvous store. A group of one rank has a private store.
   const c10::intrusive_ptr<c10d::Store>& store() const noexcept;
 
  private:
+  friend class Backend;
   struct State;
   std::shared_ptr<State> state_;
 };

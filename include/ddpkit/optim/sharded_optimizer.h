@@ -28,8 +28,8 @@ struct ShardedOptions {
   bool update_in_backward = false;
 };
 
-/// ZeRO-2 (Rajbhandari and others, arXiv 1910.02054). Each rank keeps the optimizer state of its slice of every parameter
-/// and updates that slice. Backward reduce-scatters the gradients, and each rank keeps those of its slices.
+/// ZeRO-2 (Rajbhandari and others, arXiv 1910.02054). Each rank keeps the optimizer state of its slice of every
+/// parameter and updates that slice. Backward reduce-scatters the gradients, and each rank keeps those of its slices.
 ///
 ///     ddpkit::DistributedDataParallel ddp(model, group);
 ///     ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(1e-3));

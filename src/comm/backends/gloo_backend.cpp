@@ -1,6 +1,6 @@
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 
 #ifdef DDPKIT_GLOO
 #include <fcntl.h>
@@ -25,7 +25,6 @@
 
 #include <ddpkit/parse_number.h>
 
-#include "comm/backends/guarded_backend.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
 
@@ -98,13 +97,12 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
 
 /// ProcessGroupGloo divides after the sum, and its reduce() does not divide. For float16, this class divides before the
 /// sum, as DistributedDataParallel in Python does: the sum may overflow although the mean does not.
-class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
+class GlooGroup final : public c10d::ProcessGroupGloo {
  public:
   /// `before`: the sockets that were open before the construction.
-  GlooBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-              const c10::intrusive_ptr<Options>& options, std::unique_ptr<GroupGuard> guard,
-              const std::set<int>& before)
-      : ProcessGroupGloo(store, rank, size, options), GuardedBackend(std::move(guard), /*hides_aborts=*/false) {
+  GlooGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+            const c10::intrusive_ptr<Options>& options, const std::set<int>& before)
+      : ProcessGroupGloo(store, rank, size, options) {
     std::vector<int> sockets;
     for (const int fd : open_sockets()) {
       if (!before.contains(fd) && is_connected(fd)) sockets.push_back(fd);
@@ -113,16 +111,19 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
     if (sockets.size() == options->devices.size() * static_cast<std::size_t>(size - 1)) {
       for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     }
-    guard_->start({.abort = [this] { end_connections(); }});
   }
 
-  ~GlooBackend() override {
-    guard_->stop();
-    if (guard_->failed()) end_connections();
+  ~GlooGroup() override {
     for (const int fd : sockets_) ::close(fd);
   }
 
+  /// gloo has no abort. A collective fails if one of its connections ends.
+  void end_connections() {
+    for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // SHUT_WR would cause SIGPIPE in gloo.
+  }
+
   using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return ProcessGroupGloo::allreduce(tensors, divide_first(tensors, options));
@@ -149,18 +150,6 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
   }
 
  private:
-  std::function<bool()> end_of(const WorkPtr& work) const override {
-    return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
-      const WorkPtr owned = weak.lock();
-      return !owned || owned->isCompleted();  // gloo's queue owns the work until its end.
-    };
-  }
-
-  /// gloo has no abort. A collective fails if one of its connections ends.
-  void end_connections() {
-    for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // SHUT_WR would cause SIGPIPE in gloo.
-  }
-
   template <class Options>
   Options divide_first(Tensors& tensors, Options options) const {
     if (options.reduceOp.op_ != c10d::ReduceOp::AVG || tensors.empty() || tensors[0].scalar_type() != at::kHalf)
@@ -174,19 +163,47 @@ class GlooBackend : public c10d::ProcessGroupGloo, public GuardedBackend {
   std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
 };
 
+class GlooBackend final : public ForwardingBackend {
+ public:
+  GlooBackend(Ptr<GlooGroup> group, std::unique_ptr<GroupGuard> guard)
+      : ForwardingBackend(group, at::kCPU, std::move(guard)), group_(std::move(group)) {
+    guard_->start({.abort = [this] { group_->end_connections(); }});
+  }
+  ~GlooBackend() override {
+    guard_->stop();
+    if (guard_->failed()) group_->end_connections();
+  }
+
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
+                        const LaunchEnvironment& part) override {
+    return create_gloo_backend(store, part, guard_->timeout());
+  }
+
+ private:
+  std::function<bool()> end_of(const WorkPtr& work) const override {
+    return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
+      const WorkPtr owned = weak.lock();
+      return !owned || owned->isCompleted();  // gloo's queue owns the work until its end.
+    };
+  }
+
+  const Ptr<GlooGroup> group_;
+};
+
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                      const LaunchEnvironment& environment,
-                                                      std::chrono::milliseconds timeout, int name) {
+c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const LaunchEnvironment& environment,
+                                                          std::chrono::milliseconds timeout, int name) {
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
   const SigpipeBlocked blocked;
   auto options = c10d::ProcessGroupGloo::Options::create(bounded(timeout) + kGlooAfterGuard);
   options->devices = choose_gloo_devices(environment);
   options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
   const std::set<int> before = open_sockets();
-  return c10::make_intrusive<GlooBackend>(store, environment.rank, environment.world_size, options, std::move(guard),
-                                          before);
+  return c10::make_intrusive<GlooBackend>(
+      c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, before),
+      std::move(guard));
 }
 
 }  // namespace ddpkit
@@ -195,8 +212,8 @@ c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c
 
 namespace ddpkit {
 
-c10::intrusive_ptr<c10d::Backend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
-                                                      std::chrono::milliseconds, int) {
+c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>&,
+                                                          const LaunchEnvironment&, std::chrono::milliseconds, int) {
   throw InvalidArgument(
       "this build of ddpkit has no gloo backend: install gloo's headers (Debian and Ubuntu: libgloo-dev) and configure "
       "with -DDDPKIT_GLOO=ON");

@@ -13,9 +13,8 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends/guarded_backend.h"
 #include "comm/backends/shm_arguments.h"
-#include "comm/backends/shm_rendezvous.h"
+#include "comm/backends/shm_backend.h"
 
 namespace ddpkit {
 
@@ -98,7 +97,7 @@ struct HierarchicalBackend::Piece {
 };
 
 HierarchicalBackend::HierarchicalBackend(int rank, int world_size, int local_world_size, Groups groups)
-    : c10d::Backend(rank, world_size), local_world_size_(local_world_size), groups_(std::move(groups)) {}
+    : Backend(rank, world_size), local_world_size_(local_world_size), groups_(std::move(groups)) {}
 
 HierarchicalBackend::~HierarchicalBackend() {
   if (*unfinished_jobs_ == 0) return;
@@ -107,13 +106,11 @@ HierarchicalBackend::~HierarchicalBackend() {
 }
 
 void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for (const auto& group : {groups_.in, groups_.out, groups_.rail, groups_.all}) group->setTimeout(timeout);
+  for (Backend* group : groups_.each()) group->setTimeout(timeout);
 }
 
 void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
-  for (const auto& group : {groups_.in, groups_.out, groups_.rail, groups_.all}) {
-    if (auto* own = dynamic_cast<AbortableBackend*>(group.get())) own->abort_group(reason);
-  }
+  for (Backend* group : groups_.each()) group->abort_group(reason);
 }
 
 template <class Call>
@@ -126,7 +123,7 @@ void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
       throw;
     } catch (const std::exception&) {
       // gloo does not report the lost rank.
-      dynamic_cast<GuardedBackend&>(*groups_.all).guard().throw_failure(kPatience);
+      groups_.all->guard().throw_failure(kPatience);
       throw;
     }
   } catch (const std::exception& error) {
@@ -134,8 +131,7 @@ void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
         lost && lost->context().rank.value_or(rank_) != rank_) {
       // The guards of the gloo groups may not know the failure yet.
       for (const auto& group : {groups_.rail, groups_.all})
-        dynamic_cast<GuardedBackend&>(*group).guard().fail(
-            {flight::Failure::kPeerLost, *lost->context().rank, lost->what()});
+        group->guard().fail({flight::Failure::kPeerLost, *lost->context().rank, lost->what()});
     }
     abort_group(error.what());
     job->end_part(std::current_exception());
@@ -238,7 +234,7 @@ void HierarchicalBackend::reduce_piece(const std::shared_ptr<Piece>& piece) {
       Tensors slices{piece->slice};
       c10d::AllreduceOptions reduce;
       reduce.reduceOp = op;
-      piece->on_rail = groups_.rail->allreduce(slices, reduce);
+      piece->on_rail = groups_.rail->native()->allreduce(slices, reduce);
     }
     second_.push([this, piece] { gather_piece(piece); });
   });
@@ -264,7 +260,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, co
     c10d::BroadcastOptions among;
     if (hosts() > 1 && local_rank() == root % local_world_size_) {
       among.rootRank = root / local_world_size_;
-      groups_.rail->broadcast(values, among)->wait();
+      groups_.rail->native()->broadcast(values, among)->wait();
     }
     among.rootRank = root % local_world_size_;
     groups_.in->broadcast(values, among)->wait();
@@ -290,7 +286,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
     if (hosts() > 1) {
       at::Tensor own = rail;
       rail = at::empty({across * numel}, own.options());
-      groups_.rail->_allgather_base(rail, own, c10d::AllgatherOptions())->wait();
+      groups_.rail->native()->_allgather_base(rail, own, c10d::AllgatherOptions())->wait();
     }
     at::Tensor host = at::empty({local * across * numel}, rail.options());
     groups_.in->_allgather_base(host, rail, c10d::AllgatherOptions())->wait();
@@ -302,7 +298,7 @@ HierarchicalBackend::WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& ou
 HierarchicalBackend::WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& /*options*/) {
   return enqueue(c10::make_intrusive<Job>(*this, OpType::BARRIER, Tensors{}, 1), [this] {
     groups_.in->barrier(c10d::BarrierOptions())->wait();
-    if (hosts() > 1) groups_.rail->barrier(c10d::BarrierOptions())->wait();
+    if (hosts() > 1) groups_.rail->native()->barrier(c10d::BarrierOptions())->wait();
   });
 }
 
@@ -335,9 +331,9 @@ void check_hosts(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvir
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                              const LaunchEnvironment& environment,
-                                                              std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                        const LaunchEnvironment& environment,
+                                                        std::chrono::milliseconds timeout) {
   const auto within = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
   check_hosts(within("hosts"), environment);
   const int local = environment.local_world_size, hosts = environment.world_size / local;

@@ -1,8 +1,7 @@
 // Tier 2: c10d's Backend.hpp.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -13,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 
 namespace ddpkit {
 
@@ -45,18 +44,14 @@ class CallQueue {
 /// among the ranks with the same local rank (a rail), and an all-gather in shared memory. So each byte crosses the
 /// network once per host, not once per rank. Large tensors are split into pieces, and the three steps of different
 /// pieces overlap. Broadcast, all-gather and barrier work alike. Other collectives use gloo among all ranks.
-class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
+class HierarchicalBackend : public Backend {
  public:
-  template <class T>
-  using Ptr = c10::intrusive_ptr<T>;
-  using WorkPtr = Ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-
   struct Groups {
-    Ptr<c10d::Backend> in;    ///< shm among this host's ranks, for the step before the network.
-    Ptr<c10d::Backend> out;   ///< shm among the same ranks, for the step after the network.
-    Ptr<c10d::Backend> rail;  ///< gloo among the ranks with this local rank on all hosts.
-    Ptr<c10d::Backend> all;   ///< gloo among all ranks.
+    Ptr<Backend> in;              ///< shm among this host's ranks, for the step before the network.
+    Ptr<Backend> out;             ///< shm among the same ranks, for the step after the network.
+    Ptr<ForwardingBackend> rail;  ///< gloo among the ranks with this local rank on all hosts.
+    Ptr<ForwardingBackend> all;   ///< gloo among all ranks.
+    std::array<Backend*, 4> each() const { return {in.get(), out.get(), rail.get(), all.get()}; }
   };
 
   /// Rank r has local rank r % `local_world_size` on host r / `local_world_size`.
@@ -109,7 +104,12 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
   }
 
   void abort_group(const std::string& reason) noexcept override;
-  void abort() override { abort_group("the program called abort()"); }
+  void check() override { groups_.all->check(); }
+  /// A subset may have different numbers of ranks per host, so its group uses gloo.
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
+                        const LaunchEnvironment& part) override {
+    return create_gloo_backend(store, part, groups_.all->guard().timeout());
+  }
 
  private:
   class Job;
@@ -137,8 +137,8 @@ class HierarchicalBackend : public c10d::Backend, public AbortableBackend {
 
 /// Collective. Throws InvalidArgument on all ranks if hosts have different numbers of ranks, or if the ranks are not
 /// numbered host by host.
-c10::intrusive_ptr<c10d::Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                              const LaunchEnvironment& environment,
-                                                              std::chrono::milliseconds timeout);
+c10::intrusive_ptr<Backend> create_hierarchical_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                        const LaunchEnvironment& environment,
+                                                        std::chrono::milliseconds timeout);
 
 }  // namespace ddpkit

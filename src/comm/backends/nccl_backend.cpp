@@ -1,11 +1,10 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/cuda.h"
 
 #ifdef DDPKIT_CUDA
-#include "comm/backends/guarded_backend.h"
 #include "comm/roll_call.h"
 #include "comm/timeout.h"
 
@@ -38,34 +37,63 @@ struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
 };
 
-/// Connects in the constructor, and shuts down in the destructor. The destructor of ProcessGroupNCCL only aborts: it
-/// prints a warning, and another rank that is still in the last collective hangs.
-class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
+/// Gives access to protected members.
+class NcclGroup final : public c10d::ProcessGroupNCCL {
  public:
-  NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, const LaunchEnvironment& environment, c10::Device device,
-              c10::intrusive_ptr<Options> options, std::unique_ptr<GroupGuard> guard)
-      : ProcessGroupNCCL(store, environment.rank, environment.world_size, std::move(options)),
-        GuardedBackend(std::move(guard), /*hides_aborts=*/true),
-        store_(store) {
-    setBoundDeviceId(device);
-    // The communicator must exist before memory is registered with it.
-    eagerConnectSingleDevice(device);
-    guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
+  using ProcessGroupNCCL::ProcessGroupNCCL;
+
+  /// Returns the error of a communicator, or an empty string.
+  std::string find_error() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);  // Held while a communicator for messages is created.
+    if (!lock) return {};
+    for (auto& [device, communicator] : devNCCLCommMap_) {
+      try {
+        if (const std::exception_ptr error = checkForNCCLErrors(communicator)) std::rethrow_exception(error);
+      } catch (const c10::Error& error) {
+        return error.what_without_backtrace();
+      }
+    }
+    return {};
   }
 
+  /// Removes the running collectives from c10d's watchdog, which would log them as failed.
+  void silence_watchdog() {
+    const std::lock_guard lock(workMetaListMutex_);
+    workMetaList_.clear();
+  }
+};
+
+/// Connects in the constructor, and shuts down in the destructor. The destructor of ProcessGroupNCCL only aborts: it
+/// prints a warning, and another rank that is still in the last collective hangs.
+class NcclBackend final : public ForwardingBackend {
+ public:
+  NcclBackend(Ptr<NcclGroup> group, const Ptr<c10d::Store>& store, at::Device device, std::unique_ptr<GroupGuard> guard)
+      : ForwardingBackend(group, device, std::move(guard), /*hides_aborts=*/true),
+        group_(std::move(group)),
+        store_(store) {
+    group_->setBoundDeviceId(device);
+    // The communicator must exist before memory is registered with it.
+    group_->eagerConnectSingleDevice(device);
+    guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
+  }
   ~NcclBackend() override {
     guard_->stop();  // Fails if an exception is being thrown.
     try {
-      // shutdown() waits for the collectives without a timeout and cannot be aborted.
+      // ProcessGroupNCCL::shutdown() waits for the collectives without a timeout and cannot be aborted.
       if (!guard_->failed() && guard_->is_idle(kEndLimit) && others_are_idle()) {
-        shutdown();
+        group_->shutdown();
       } else {
-        silence_watchdog();
-        abort();
+        group_->silence_watchdog();
+        group_->abort();
       }
     } catch (const std::exception&) {
       // The device is lost. ProcessGroupNCCL's destructor aborts.
     }
+  }
+
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
+                        const LaunchEnvironment& part) override {
+    return create_nccl_backend(store, part, device_, guard_->timeout());
   }
 
  private:
@@ -84,31 +112,17 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
 
   /// Called on the guard's thread.
   std::string find_error() {
-    const std::unique_lock lock(mutex_, std::try_to_lock);  // Held while a communicator for messages is created.
-    if (!lock) return {};
-    for (auto& [device, communicator] : devNCCLCommMap_) {
-      try {
-        if (const std::exception_ptr error = checkForNCCLErrors(communicator)) std::rethrow_exception(error);
-      } catch (const c10::Error& error) {
-        silence_watchdog();
-        return error.what_without_backtrace();
-      }
-    }
-    return {};
-  }
-
-  /// Removes the running collectives from c10d's watchdog, which would log them as failed.
-  void silence_watchdog() {
-    const std::lock_guard lock(workMetaListMutex_);
-    workMetaList_.clear();
+    const std::string error = group_->find_error();
+    if (!error.empty()) group_->silence_watchdog();
+    return error;
   }
 
   /// Called on the guard's thread.
   void end_collectives() {
     try {
       guard_->is_idle(kAbortDelay);  // The lost rank may have completed its part.
-      silence_watchdog();
-      abort();
+      group_->silence_watchdog();
+      group_->abort();
     } catch (const std::exception&) {
       // The device is lost.
     }
@@ -133,7 +147,8 @@ class NcclBackend final : public c10d::ProcessGroupNCCL, public GuardedBackend {
 
   RollCall roll_call(const std::string& name) { return {store_, name, getRank(), getSize(), kEndLimit}; }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  const Ptr<NcclGroup> group_;
+  const Ptr<c10d::Store> store_;
 };
 
 /// ProcessGroupNCCL reads these variables, so this is called before the first one is created.
@@ -151,9 +166,9 @@ void set_defaults() {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                      const LaunchEnvironment& environment, c10::Device device,
-                                                      std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const LaunchEnvironment& environment, c10::Device device,
+                                                          std::chrono::milliseconds timeout) {
   if (cuda::device_count() == 0) throw InvalidArgument("the nccl backend needs a GPU, but this host has none");
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
@@ -162,7 +177,9 @@ c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c
   options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
   set_defaults();
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);
-  return c10::make_intrusive<NcclBackend>(store, environment, device, std::move(options), std::move(guard));
+  return c10::make_intrusive<NcclBackend>(
+      c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), store,
+      device, std::move(guard));
 }
 
 bool is_nccl_available() noexcept { return true; }
@@ -173,8 +190,9 @@ bool is_nccl_available() noexcept { return true; }
 
 namespace ddpkit {
 
-c10::intrusive_ptr<c10d::Backend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&, const LaunchEnvironment&,
-                                                      c10::Device, std::chrono::milliseconds) {
+c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&,
+                                                          const LaunchEnvironment&, c10::Device,
+                                                          std::chrono::milliseconds) {
   throw InvalidArgument(
       "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or "
       "-DDDPKIT_CUDA=ON)");

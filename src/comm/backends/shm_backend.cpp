@@ -11,7 +11,9 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends/shm_arguments.h"
+#include "comm/backends/shm_rendezvous.h"
 #include "comm/backends/shm_work.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 
@@ -21,7 +23,7 @@ using shm::PendingHandle;
 using shm::Request;
 
 ShmBackend::ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout)
-    : c10d::Backend(engine->rank(), engine->world_size()), engine_(std::move(engine)), timeout_(timeout) {}
+    : Backend(engine->rank(), engine->world_size()), engine_(std::move(engine)), timeout_(timeout) {}
 
 ShmBackend::~ShmBackend() = default;
 
@@ -345,6 +347,22 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const Ptr<c10d::Store>& stor
   if (own == ranks.end()) return nullptr;
   return create_shm_backend(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
                             options ? options->timeout : timeout_);
+}
+
+c10::intrusive_ptr<Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                            std::chrono::milliseconds timeout, int first_rank) {
+  return c10::make_intrusive<ShmBackend>(connect_engine(store, rank, world_size, timeout, first_rank),
+                                         bounded(timeout));
+}
+
+c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                     int world_size, std::chrono::milliseconds timeout) {
+  return create_shm_part(store, rank, world_size, timeout);
+}
+
+Backend::Ptr<Backend> ShmBackend::subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
+                                           const LaunchEnvironment& part) {
+  return create_shm_part(store, part.rank, part.world_size, timeout_);
 }
 
 }  // namespace ddpkit

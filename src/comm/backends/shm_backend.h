@@ -1,25 +1,19 @@
 // Tier 2: c10d's Backend.hpp.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <memory>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/shm/engine.h"
+#include "comm/symmetric_memory.h"
 
 namespace ddpkit {
 
 /// Implements c10d::Backend on shm::Engine: checks tensors, makes them dense, returns Work.
-class ShmBackend : public c10d::Backend, public OwnBackend {
+class ShmBackend : public Backend, public SymmetricMemory {
  public:
   ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
-
-  template <class T>
-  using Ptr = c10::intrusive_ptr<T>;
-  using WorkPtr = Ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
 
   const std::string getBackendName() const override { return "shm"; }
   Ptr<Options> getBackendOptions() override;
@@ -62,16 +56,22 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                            const Ptr<Options>& options) override;
 
-  void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
-  void all_gather_now(const at::Tensor& output, const at::Tensor& input) override;
-  void reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) override;
-  void barrier_now() override;
-  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
-  WorkPtr all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) override;
-  WorkPtr reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;
-  std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
+  bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
+  /// Collective. Returns symmetric memory.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
   void abort_group(const std::string& reason) noexcept override { engine_->abort(reason); }
-  void abort() override { engine_->abort("the program called abort()"); }
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                        const LaunchEnvironment& part) override;
+  SymmetricMemory* symmetric_memory() noexcept override { return this; }
+  void all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
+  void all_gather_blocking(const at::Tensor& output, const at::Tensor& input) override;
+  void reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) override;
+  void barrier_blocking() override;
+
+  WorkPtr all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) override;
+  WorkPtr reduce_scatter_coalesced(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;
+  std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
 
  private:
   // Create requests that keep their tensors alive. They start nothing and throw InvalidArgument.
@@ -105,5 +105,9 @@ class ShmBackend : public c10d::Backend, public OwnBackend {
   std::chrono::milliseconds timeout_;
   std::weak_ptr<ArenaLease> arena_;
 };
+
+/// create_shm_backend() for a part of a larger group. Errors count ranks from `first_rank`.
+c10::intrusive_ptr<Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                            std::chrono::milliseconds timeout, int first_rank = 0);
 
 }  // namespace ddpkit

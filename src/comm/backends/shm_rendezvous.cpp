@@ -9,10 +9,10 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends/shm_backend.h"
 #include "comm/backends/shm_rendezvous.h"
 #include "comm/host.h"
 #include "comm/roll_call.h"
+#include "comm/shm/engine.h"
 #include "comm/timeout.h"
 
 namespace ddpkit {
@@ -58,13 +58,8 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                     int world_size, std::chrono::milliseconds timeout) {
-  return create_shm_part(store, rank, world_size, timeout, 0);
-}
-
-c10::intrusive_ptr<c10d::Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                  int world_size, std::chrono::milliseconds timeout, int first_rank) {
+std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                            std::chrono::milliseconds timeout, int first_rank) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
   if (timeout.count() <= 0)
@@ -88,11 +83,9 @@ c10::intrusive_ptr<c10d::Backend> create_shm_part(const c10::intrusive_ptr<c10d:
     }
     // A child made by fork() does not destroy the engine: the child does not have the engine's threads, and its end
     // must not be reported to the other ranks.
-    std::shared_ptr<shm::Engine> engine(new shm::Engine(std::move(control), rank, pids, timeout, first_rank),
-                                        [](shm::Engine* made) {
-                                          if (made->is_of_this_process()) delete made;
-                                        });
-    return c10::make_intrusive<ShmBackend>(std::move(engine), timeout);
+    return {new shm::Engine(std::move(control), rank, pids, timeout, first_rank), [](shm::Engine* made) {
+              if (made->is_of_this_process()) delete made;
+            }};
   } catch (const Error& error) {
     // Otherwise the other ranks would report the end of this rank as the cause.
     if (world_size > 1) roll_call.announce(error);

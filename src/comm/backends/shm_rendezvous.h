@@ -1,12 +1,22 @@
-// Tier 1: ATen/core/Tensor.h.
+// Tier 0: the standard library, and c10's pointers.
 #pragma once
 
-#include <ddpkit/comm/shm_backend.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+
+namespace c10d {
+class Store;
+}  // namespace c10d
 
 namespace ddpkit {
+namespace shm {
+class Engine;
+}
 
-/// create_shm_backend() for a part of a larger group. Errors count ranks from `first_rank`.
-c10::intrusive_ptr<c10d::Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                  int world_size, std::chrono::milliseconds timeout, int first_rank);
+/// Maps the memory of the ranks. Collective. Errors count ranks from `first_rank`. Throws like create_shm_backend().
+std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                            std::chrono::milliseconds timeout, int first_rank);
 
 }  // namespace ddpkit

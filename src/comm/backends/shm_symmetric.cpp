@@ -17,7 +17,7 @@ using c10d::OpType;
 using shm::CollectiveKind;
 using shm::Request;
 
-void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_tensor(tensor, "all_reduce");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:all_reduce", std::vector<c10::IValue>{tensor});
   if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
@@ -32,14 +32,14 @@ void ShmBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& 
                 .numel = element_count(tensor)});
 }
 
-void ShmBackend::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
+void ShmBackend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
   check_stacked(output, input, "all_gather");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:all_gather", std::vector<c10::IValue>{input});
   const at::Tensor dense = input.contiguous();
   engine_->run(dense_all_gather_request(output, dense));
 }
 
-void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+void ShmBackend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
   if (!output.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
     engine_->wait(engine_->post(reduce_scatter_request(output, input, op)));
     return;
@@ -49,34 +49,31 @@ void ShmBackend::reduce_scatter_now(const at::Tensor& output, const at::Tensor& 
   engine_->run(dense_reduce_scatter_request(output, input, op));
 }
 
-void ShmBackend::barrier_now() {
+void ShmBackend::barrier_blocking() {
   RECORD_USER_SCOPE("shm:barrier");
   engine_->run({.kind = CollectiveKind::kBarrier});
 }
 
-at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const std::int64_t numel = c10::multiply_integers(sizes);
-  const auto bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
-  const auto options = at::TensorOptions(dtype).device(at::kCPU);
-  if (bytes == 0) return at::empty(sizes, options);
-  auto segment = engine_->allocate(bytes);
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (size <= 0) return at::empty({size}, options.device(at::kCPU));
+  auto segment = engine_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
   void* data = segment->base[static_cast<std::size_t>(rank_)];
   return at::from_blob(
-      data, sizes, [segment](void*) mutable { segment.reset(); }, options);
+      data, {size}, [segment](void*) mutable { segment.reset(); }, options.device(at::kCPU));
 }
 
-ShmBackend::WorkPtr ShmBackend::all_reduce_in_place(const Tensors& tensors, const c10d::ReduceOp& op) {
+ShmBackend::WorkPtr ShmBackend::all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) {
   return reduce_pieces(tensors, nullptr, op);
 }
 
-ShmBackend::WorkPtr ShmBackend::reduce_scatter_in_place(const Tensors& tensors, const Tensors& slices,
-                                                        const c10d::ReduceOp& op) {
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors, const Tensors& slices,
+                                                         const c10d::ReduceOp& op) {
   return reduce_pieces(tensors, &slices, op);
 }
 
 /// All-reduce; with slices, reduce-scatter.
 ShmBackend::WorkPtr ShmBackend::reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op) {
-  const char* call = slices ? "reduce_scatter_in_place" : "all_reduce_in_place";
+  const char* call = slices ? "reduce_scatter_coalesced" : "all_reduce_coalesced";
   std::vector<Request> requests;
   for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
     const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);

@@ -5,8 +5,9 @@
 
 #include <utility>
 
-#include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
+
+#include "comm/backends/shm_backend.h"
 
 namespace ddpkit {
 
@@ -17,7 +18,7 @@ using c10d::OpType;
 struct StagedBackend::Job {
   Tensors host;  ///< [part]
   Collective collective;
-  Ptr<c10d::Backend> backend;
+  Ptr<Backend> backend;
   std::shared_ptr<StagedFailure> failure;
   std::shared_ptr<StagingQueue::Mark> done;
 
@@ -28,18 +29,20 @@ struct StagedBackend::Job {
     } catch (const std::exception& error) {
       failure->set(std::current_exception());
       // The other ranks would wait for this rank.
-      if (auto* group = dynamic_cast<AbortableBackend*>(backend.get())) group->abort_group(error.what());
+      backend->abort_group(error.what());
     } catch (...) {
       failure->set(std::current_exception());
     }
   }
 };
 
-StagedBackend::StagedBackend(Ptr<c10d::Backend> host, Ptr<c10d::Backend> staged, std::unique_ptr<StagingQueue> queue)
-    : c10d::Backend(host->getRank(), host->getSize()),
+StagedBackend::StagedBackend(Ptr<Backend> host, Ptr<Backend> staged, std::unique_ptr<StagingQueue> queue,
+                             at::Device device)
+    : Backend(host->getRank(), host->getSize()),
       host_(std::move(host)),
       staged_(std::move(staged)),
-      queue_(std::move(queue)) {}
+      queue_(std::move(queue)),
+      device_(device) {}
 
 StagedBackend::~StagedBackend() {
   // The queue still uses jobs that it has not completed. The destructor must not wait for other ranks, so it leaks
@@ -61,9 +64,7 @@ void StagedBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void StagedBackend::abort_group(const std::string& reason) noexcept {
-  for (const auto& group : {host_, staged_}) {
-    if (auto* own = dynamic_cast<AbortableBackend*>(group.get())) own->abort_group(reason);
-  }
+  for (const auto& group : {host_, staged_}) group->abort_group(reason);
 }
 
 void StagedBackend::release_finished() {
@@ -286,17 +287,22 @@ StagedBackend::WorkPtr StagedBackend::recvAnysource(Tensors& tensors, int tag) {
   return host_->recvAnysource(tensors, tag);
 }
 
-c10::intrusive_ptr<c10d::Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                            int world_size, at::Device device,
-                                                            std::chrono::milliseconds timeout) {
+Backend::Ptr<Backend> StagedBackend::subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
+                                              const LaunchEnvironment& part) {
+  return create_staged_shm_backend(store, part.rank, part.world_size, device_, getBackendOptions()->timeout);
+}
+
+c10::intrusive_ptr<Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                      int world_size, at::Device device,
+                                                      std::chrono::milliseconds timeout) {
   auto queue = create_device_queue(device);
   const auto group = [&](const char* name) {
     auto own = store ? c10::make_intrusive<c10d::PrefixStore>(name, store) : c10::intrusive_ptr<c10d::PrefixStore>();
-    return create_shm_backend(own, rank, world_size, timeout);
+    return create_shm_part(own, rank, world_size, timeout);
   };
   auto host = group("host");
   auto staged = group("staged");
-  return c10::make_intrusive<StagedBackend>(std::move(host), std::move(staged), std::move(queue));
+  return c10::make_intrusive<StagedBackend>(std::move(host), std::move(staged), std::move(queue), device);
 }
 
 }  // namespace ddpkit

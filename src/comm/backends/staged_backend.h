@@ -1,14 +1,12 @@
 // Tier 2: c10d's Backend.hpp.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/backends/staged_work.h"
 #include "comm/backends/staging.h"
 
@@ -20,15 +18,10 @@ namespace ddpkit {
 ///
 /// CPU tensors use a separate group without the queue. Queued collectives run in the queue's order, which is the same
 /// on all ranks. There is no order between queued collectives and those of CPU tensors.
-class StagedBackend : public c10d::Backend, public AbortableBackend {
+class StagedBackend : public Backend {
  public:
-  template <class T>
-  using Ptr = c10::intrusive_ptr<T>;
-  using WorkPtr = Ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-
   /// `host` and `staged` are two groups of the same ranks.
-  StagedBackend(Ptr<c10d::Backend> host, Ptr<c10d::Backend> staged, std::unique_ptr<StagingQueue> queue);
+  StagedBackend(Ptr<Backend> host, Ptr<Backend> staged, std::unique_ptr<StagingQueue> queue, at::Device device);
   /// Does not wait for queued collectives.
   ~StagedBackend() override;
 
@@ -62,7 +55,8 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
   }
 
   void abort_group(const std::string& reason) noexcept override;
-  void abort() override { abort_group("the program called abort()"); }
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                        const LaunchEnvironment& part) override;
 
  private:
   /// A tensor of a collective, and the directions in which it is copied.
@@ -82,15 +76,16 @@ class StagedBackend : public c10d::Backend, public AbortableBackend {
   void refuse_message(const char* call, const Tensors& tensors) const;
   void release_finished();
 
-  Ptr<c10d::Backend> host_, staged_;
+  Ptr<Backend> host_, staged_;
   std::unique_ptr<StagingQueue> queue_;
+  at::Device device_;
   std::shared_ptr<StagedFailure> failure_ = std::make_shared<StagedFailure>();
   std::deque<std::unique_ptr<Job>> jobs_;  ///< Queued or completed.
 };
 
 /// Creates two groups of the shm backend and a stream of `device`. Collective, like create_shm_backend().
-c10::intrusive_ptr<c10d::Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                            int world_size, at::Device device,
-                                                            std::chrono::milliseconds timeout);
+c10::intrusive_ptr<Backend> create_staged_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                      int world_size, at::Device device,
+                                                      std::chrono::milliseconds timeout);
 
 }  // namespace ddpkit

@@ -1,15 +1,15 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include "comm/arena.h"
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/host.h"
 #include "comm/shm/arena.h"
+#include "comm/symmetric_memory.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/sharding/shard.h"
 #include "tensor/tensor_memory.h"
@@ -21,8 +21,8 @@ namespace {
 class InPlaceStorage final : public BucketStorage {
  public:
   InPlaceStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
-                 OwnBackend& backend, const ReducerOptions& options)
-      : group_(std::move(group)), backend_(backend), as_bucket_view_(options.gradient_as_bucket_view) {
+                 SymmetricMemory& memory, const ReducerOptions& options)
+      : group_(std::move(group)), memory_(memory), as_bucket_view_(options.gradient_as_bucket_view) {
     std::size_t bytes = 0;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       entries_.push_back({.parameter = parameters[i].tensor, .strides = strides[i]});
@@ -68,8 +68,8 @@ class InPlaceStorage final : public BucketStorage {
       if (sharded_) shards.push_back(entry.shard);
     }
     if (operands.empty() || group_.world_size() == 1) return {};
-    return Work(sharded_ ? backend_.reduce_scatter_in_place(operands, shards, c10d::ReduceOp::AVG)
-                         : backend_.all_reduce_in_place(operands, c10d::ReduceOp::AVG));
+    return Work(sharded_ ? memory_.reduce_scatter_coalesced(operands, shards, c10d::ReduceOp::AVG)
+                         : memory_.all_reduce_coalesced(operands, c10d::ReduceOp::AVG));
   }
 
   void write_back(std::size_t param) override {
@@ -110,7 +110,7 @@ class InPlaceStorage final : public BucketStorage {
     const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
     const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
     // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
-    arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : backend_.open_arena(capacity, reserve);
+    arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : memory_.open_arena(capacity, reserve);
   }
 
   /// With an arena, allocates views only for gradients that are too small for the arena.
@@ -158,7 +158,7 @@ class InPlaceStorage final : public BucketStorage {
   }
 
   ProcessGroup group_;
-  OwnBackend& backend_;
+  SymmetricMemory& memory_;
   bool as_bucket_view_;
   std::shared_ptr<ArenaLease> arena_;
   std::vector<Entry> entries_;  ///< [param]
@@ -169,9 +169,9 @@ class InPlaceStorage final : public BucketStorage {
 std::unique_ptr<BucketStorage> make_in_place_storage(const std::vector<NamedParameter>& parameters,
                                                      const Strides& strides, const ProcessGroup& group,
                                                      const ReducerOptions& options) {
-  auto* backend = dynamic_cast<OwnBackend*>(group.backend().get());
-  if (!backend) return nullptr;
-  return std::make_unique<InPlaceStorage>(parameters, strides, group, *backend, options);
+  SymmetricMemory* memory = Backend::of(group)->symmetric_memory();
+  if (!memory) return nullptr;
+  return std::make_unique<InPlaceStorage>(parameters, strides, group, *memory, options);
 }
 
 }  // namespace ddpkit

@@ -5,7 +5,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +18,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends.h"
+#include "comm/backend.h"
 #include "comm/shm/guarded_view.h"
 #include "comm/shm/mapping.h"
 #include "parallel/model_agreement.h"
@@ -33,8 +32,7 @@ struct SharedWeights::Pages {
 };
 
 bool SharedWeights::possible(const ProcessGroup& group) {
-  return group.world_size() > 1 && group.device().is_cpu() &&
-         dynamic_cast<OwnBackend*>(group.backend().get()) != nullptr;
+  return group.world_size() > 1 && Backend::of(group)->symmetric_memory() != nullptr;
 }
 
 SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGroup group)

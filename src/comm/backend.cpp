@@ -1,0 +1,240 @@
+#include "comm/backend.h"
+
+#include <exception>
+#include <string_view>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/error.h>
+
+#include "comm/trace/recorder.h"
+
+namespace ddpkit {
+
+Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device device) {
+  if (auto* known = dynamic_cast<Backend*>(backend.get())) return Ptr<Backend>::reclaim_copy(known);
+  return c10::make_intrusive<ForwardingBackend>(std::move(backend), device);
+}
+
+void Backend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  Tensors tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  allreduce(tensors, options)->wait();
+}
+
+void Backend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
+  at::Tensor flat_output = output.detach().view({-1}), flat_input = input.detach().contiguous().view({-1});
+  _allgather_base(flat_output, flat_input, c10d::AllgatherOptions())->wait();
+}
+
+void Backend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  at::Tensor flat_output = output.detach().view({-1}), flat_input = input.detach().view({-1});
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  _reduce_scatter_base(flat_output, flat_input, options)->wait();
+}
+
+void Backend::barrier_blocking() {
+  c10d::BarrierOptions options;
+  if (control_device().is_cuda()) options.device = control_device();
+  barrier(options)->wait();
+}
+
+namespace {
+
+constexpr std::uint64_t kNoRecord = ~std::uint64_t{0};
+
+}  // namespace
+
+/// A call of the inner backend. Owns the group: the work may end after the program has released the group.
+class ForwardingBackend::TracedWork final : public c10d::Work {
+ public:
+  TracedWork(WorkPtr work, Ptr<ForwardingBackend> group, std::uint64_t record)
+      : c10d::Work(group->getRank(), work->retrieveOpType()),
+        work_(std::move(work)),
+        group_(std::move(group)),
+        record_(record) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess() && !(group_->hides_aborts_ && group_->guard_->failed()); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return work_->result(); }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  void abort() override { work_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    bool result = false;
+    try {
+      result = work_->wait(timeout);
+    } catch (const std::exception& error) {
+      if (group_->guard_) group_->guard_->throw_failure(kPatience);
+      if (!group_->hides_aborts_) record_failure(error.what());
+      throw;
+    }
+    if (group_->hides_aborts_) {
+      group_->check();
+    } else if (record_ != kNoRecord) {  // On a device, only the guard knows when the call ends.
+      flight::Recorder::of_process().finish(record_);
+    }
+    return result;
+  }
+
+ private:
+  /// c10d's backends report a timeout only in the text of the error.
+  void record_failure(std::string_view text) const {
+    const bool late =
+        text.find("imed out") != text.npos || text.find("timeout") != text.npos || text.find("Timeout") != text.npos;
+    if (record_ != kNoRecord)
+      flight::Recorder::of_process().fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt);
+  }
+
+  const WorkPtr work_;
+  const Ptr<ForwardingBackend> group_;
+  const std::uint64_t record_;
+};
+
+ForwardingBackend::ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device, std::unique_ptr<GroupGuard> guard,
+                                     bool hides_aborts)
+    : Backend(inner->getRank(), inner->getSize()),
+      device_(device),
+      guard_(std::move(guard)),
+      inner_(std::move(inner)),
+      hides_aborts_(hides_aborts),
+      records_(size_ > 1),
+      group_number_(records_ ? flight::Recorder::of_process().new_group() : 0) {
+  if (records_ && guard_) guard_->set_group(group_number_);
+}
+
+void ForwardingBackend::leave() noexcept {
+  if (records_ && flight::Recorder::of_process().is_world(group_number_)) flight::Recorder::of_process().leave();
+}
+
+void ForwardingBackend::abort_group(const std::string& reason) noexcept {
+  if (guard_) return guard_->abort(reason);
+  try {
+    inner_->abort();
+  } catch (const std::exception&) {
+    // The other ranks detect the end of this process.
+  }
+}
+
+void ForwardingBackend::check() {
+  if (guard_) guard_->throw_failure();
+}
+
+Backend::Ptr<Backend> ForwardingBackend::subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                                  const LaunchEnvironment& /*part*/) {
+  if (!inner_->supportsSplitting())
+    throw InvalidArgument(
+        fmt::format("split: the backend \"{}\" cannot create a group of some of its ranks", getBackendName()));
+  return adopt(inner_->split(store, ranks, inner_->getBackendOptions()), device_);
+}
+
+/// The errors of c10d's backends do not name the device.
+void ForwardingBackend::check_device(flight::Call call, const at::Tensor& tensor) const {
+  if (!guard_ || !tensor.defined()) return;
+  const at::Device its = tensor.device();
+  if (its.type() == device_.type() && (its.is_cpu() || its.index() == device_.index() || !device_.has_index())) return;
+  throw InvalidArgument(fmt::format("{}: the tensor is on {}, but this group's {} works on {}: move the tensor there",
+                                    flight::name_of(call), its.str(), getBackendName(), device_.str()));
+}
+
+template <class Start>
+Backend::WorkPtr ForwardingBackend::trace(flight::Call call, const at::Tensor& tensor, const Tensors& others,
+                                          const Start& start) {
+  check_device(call, tensor);
+  for (const at::Tensor& other : others) check_device(call, other);
+  const std::uint64_t record = records_ ? flight::Recorder::of_process().start(
+                                              call, sequence_++, tensor.defined() ? tensor.nbytes() : 0, group_number_)
+                                        : kNoRecord;
+  check();
+  WorkPtr work = start();
+  if (guard_) {
+    if (auto has_ended = end_of(work))
+      guard_->watch(record, call == flight::Call::kSend || call == flight::Call::kReceive, std::move(has_ended));
+  }
+  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), record);
+}
+
+namespace {
+
+at::Tensor first(const std::vector<at::Tensor>& tensors) { return tensors.empty() ? at::Tensor() : tensors[0]; }
+
+}  // namespace
+
+Backend::WorkPtr ForwardingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return trace(flight::Call::kAllReduce, first(tensors), {}, [&] { return inner_->allreduce(tensors, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return trace(flight::Call::kReduce, first(tensors), {}, [&] { return inner_->reduce(tensors, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return trace(flight::Call::kBroadcast, first(tensors), {}, [&] { return inner_->broadcast(tensors, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) {
+  return trace(flight::Call::kAllGather, first(inputs), {},
+               [&] { return inner_->allgather(outputs, inputs, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                    const c10d::AllgatherOptions& options) {
+  return trace(flight::Call::kAllGather, input, {output},
+               [&] { return inner_->_allgather_base(output, input, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                           const c10d::GatherOptions& options) {
+  return trace(flight::Call::kGather, first(inputs), {}, [&] { return inner_->gather(outputs, inputs, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                            const c10d::ScatterOptions& options) {
+  return trace(flight::Call::kScatter, first(outputs), {}, [&] { return inner_->scatter(outputs, inputs, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                   const c10d::ReduceScatterOptions& options) {
+  return trace(flight::Call::kReduceScatter, first(outputs), {},
+               [&] { return inner_->reduce_scatter(outputs, inputs, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                         const c10d::ReduceScatterOptions& options) {
+  return trace(flight::Call::kReduceScatter, input, {output},
+               [&] { return inner_->_reduce_scatter_base(output, input, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                  std::vector<int64_t>& output_splits,
+                                                  std::vector<int64_t>& input_splits,
+                                                  const c10d::AllToAllOptions& options) {
+  return trace(flight::Call::kAllToAll, input, {output},
+               [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, options); });
+}
+
+Backend::WorkPtr ForwardingBackend::send(Tensors& tensors, int destination, int tag) {
+  return trace(flight::Call::kSend, first(tensors), {}, [&] { return inner_->send(tensors, destination, tag); });
+}
+
+Backend::WorkPtr ForwardingBackend::recv(Tensors& tensors, int source, int tag) {
+  return trace(flight::Call::kReceive, first(tensors), {}, [&] { return inner_->recv(tensors, source, tag); });
+}
+
+Backend::WorkPtr ForwardingBackend::recvAnysource(Tensors& tensors, int tag) {
+  return trace(flight::Call::kReceive, first(tensors), {}, [&] { return inner_->recvAnysource(tensors, tag); });
+}
+
+Backend::WorkPtr ForwardingBackend::barrier(const c10d::BarrierOptions& options) {
+  return trace(flight::Call::kBarrier, at::Tensor(), {}, [&] { return inner_->barrier(options); });
+}
+
+}  // namespace ddpkit

@@ -1,0 +1,148 @@
+// Tier 2: c10d's Backend.hpp. The contract between ProcessGroup and its backends.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ddpkit/comm/environment.h>
+
+#include "comm/guard.h"
+#include "comm/trace/page.h"
+
+namespace ddpkit {
+
+class ProcessGroup;
+class SymmetricMemory;
+
+/// What ddpkit needs beyond c10d::Backend. A backend of c10d is inside a ForwardingBackend.
+class Backend : public c10d::Backend {
+ public:
+  template <class T>
+  using Ptr = c10::intrusive_ptr<T>;
+  using WorkPtr = Ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  using c10d::Backend::Backend;
+
+  /// Returns the backend of a group.
+  static const Ptr<Backend>& of(const ProcessGroup& group) noexcept;
+  /// Returns `backend` itself if it is a Backend; otherwise a ForwardingBackend for the group's `device`.
+  static Ptr<Backend> adopt(Ptr<c10d::Backend> backend, at::Device device);
+
+  /// Returns the backend that ProcessGroup::backend() shows to callers.
+  virtual Ptr<c10d::Backend> native() { return Ptr<c10d::Backend>::reclaim_copy(this); }
+  /// Ends the collectives of all ranks. The other ranks throw `reason`.
+  virtual void abort_group(const std::string& reason) noexcept = 0;
+  void abort() override { abort_group("the program called abort()"); }
+  /// Records that this rank leaves the group. Called before the other ranks can detect it.
+  virtual void leave() noexcept {}
+  /// Throws the group's failure, if there is one.
+  virtual void check() {}
+  /// Creates the backend of a group of `ranks` (rank numbers of this group). Collective among them. `part`: rank, world
+  /// size and place on the host in the new group.
+  virtual Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                const LaunchEnvironment& part) = 0;
+  /// Returns the device for tensors of ddpkit's own messages.
+  virtual at::Device control_device() const { return at::kCPU; }
+  /// Returns null if the ranks do not map common memory.
+  virtual SymmetricMemory* symmetric_memory() noexcept { return nullptr; }
+
+  // Start a collective and wait for it. The shm backend needs no c10d::Work here, which takes half of the time of a
+  // small all-reduce.
+  virtual void all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  virtual void all_gather_blocking(const at::Tensor& output, const at::Tensor& input);
+  virtual void reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
+  virtual void barrier_blocking();
+};
+
+/// Time to wait for the guard, which knows the failed rank. The backend may fail before the guard.
+inline constexpr std::chrono::milliseconds kPatience(500);
+
+/// Forwards the calls to a backend of c10d, writes them to the flight recorder, and throws the failures that a guard
+/// reports.
+class ForwardingBackend : public Backend {
+ public:
+  /// `guard`: null if the backend reports its failures only itself. `hides_aborts`: after an abort, the backend's
+  /// collectives seem to have succeeded.
+  ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device, std::unique_ptr<GroupGuard> guard = nullptr,
+                    bool hides_aborts = false);
+
+  Ptr<c10d::Backend> native() override { return inner_; }
+  void abort_group(const std::string& reason) noexcept override;
+  void check() override;
+  Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                        const LaunchEnvironment& part) override;
+  at::Device control_device() const override { return device_; }
+  void leave() noexcept override;
+  GroupGuard& guard() const { return *guard_; }
+
+  const std::string getBackendName() const override { return inner_->getBackendName(); }
+  Ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
+  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
+  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return inner_->supportsTensorAlloc(device); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return inner_->allocateTensor(size, options);
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
+    inner_->monitoredBarrier(options, wait_all_ranks);
+  }
+
+ protected:
+  /// Returns a function that reports whether `work` has ended; called on the guard's thread. It must not own `work`,
+  /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph.
+  virtual std::function<bool()> end_of(const WorkPtr& /*work*/) const { return {}; }
+
+  const at::Device device_;
+  const std::unique_ptr<GroupGuard> guard_;
+
+ private:
+  class TracedWork;
+
+  /// Calls `start` and records the call with the size of `tensor`. Checks the devices of `tensor` and `others`.
+  template <class Start>
+  WorkPtr trace(flight::Call call, const at::Tensor& tensor, const Tensors& others, const Start& start);
+  void check_device(flight::Call call, const at::Tensor& tensor) const;
+
+  const Ptr<c10d::Backend> inner_;
+  const bool hides_aborts_, records_;
+  const std::uint32_t group_number_;  ///< For the flight recorder, if `records_`; the same for `sequence_`.
+  std::atomic<std::uint64_t> sequence_ = 0;
+};
+
+/// `name`: this rank's number in messages. -1: environment.rank. Throws InvalidArgument if the backend is not built.
+c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const LaunchEnvironment& environment,
+                                                          std::chrono::milliseconds timeout, int name = -1);
+/// Throws InvalidArgument if the backend is not built.
+c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const LaunchEnvironment& environment, at::Device device,
+                                                          std::chrono::milliseconds timeout);
+
+}  // namespace ddpkit

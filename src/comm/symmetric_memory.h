@@ -1,0 +1,39 @@
+// Tier 1: ATen/core/Tensor.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace c10d {
+struct ReduceOp;
+class Work;
+}  // namespace c10d
+
+namespace ddpkit {
+
+class ArenaLease;
+
+/// Memory that all ranks of a group map: collectives on it do not copy. Backend::symmetric_memory() returns it.
+class SymmetricMemory {
+ public:
+  virtual ~SymmetricMemory() = default;
+  /// Reduces dense tensors in symmetric memory in place, as one collective. Number, sizes and types of the tensors are
+  /// the same on all ranks; their addresses may differ.
+  virtual c10::intrusive_ptr<c10d::Work> all_reduce_coalesced(const std::vector<at::Tensor>& tensors,
+                                                              const c10d::ReduceOp& op) = 0;
+  /// Like all_reduce_coalesced(), but rank r only receives slice r (shard_of) of each sum, in `slices`: dense, one per
+  /// tensor. When the work is complete, no rank reads `tensors` any more. `tensors` do not change.
+  virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_coalesced(const std::vector<at::Tensor>& tensors,
+                                                                  const std::vector<at::Tensor>& slices,
+                                                                  const c10d::ReduceOp& op) = 0;
+  /// Allocates this process's large CPU tensors from memory that all ranks map, from now on. Collective. Callers share
+  /// one lease. Returns null on all ranks if one rank cannot open it, because its process has an arena of another group
+  /// or an older arena of this group that other ranks have released.
+  virtual std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) = 0;
+};
+
+}  // namespace ddpkit
