@@ -2,16 +2,19 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
+#include "comm/arena.h"
 #include "comm/backends/shm_arguments.h"
 #include "comm/backends/shm_rendezvous.h"
+#include "comm/backends/shm_sparse.h"
 #include "comm/backends/shm_work.h"
 #include "comm/timeout.h"
 
@@ -19,11 +22,13 @@ namespace ddpkit {
 
 using c10d::OpType;
 using shm::CollectiveKind;
-using shm::PendingHandle;
 using shm::Request;
 
 ShmBackend::ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout)
-    : Backend(engine->rank(), engine->world_size()), engine_(std::move(engine)), timeout_(timeout) {}
+    : Backend(engine->rank(), engine->world_size()),
+      engine_(std::move(engine)),
+      requests_(rank_, size_),
+      timeout_(timeout) {}
 
 ShmBackend::~ShmBackend() = default;
 
@@ -51,100 +56,51 @@ ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outp
   return work;
 }
 
-Request ShmBackend::all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-  const at::Tensor input = contribution(op, tensor);
-  Outputs outputs("all_reduce");
-  const at::Tensor output = outputs.add(tensor);
-  Request request{.kind = CollectiveKind::kAllReduce,
-                  .dtype = data_type(tensor),
-                  .op = reduction(op, tensor, "all_reduce"),
-                  .input = input.data_ptr(),
-                  .output = output.data_ptr(),
-                  .numel = element_count(tensor)};
-  outputs.attach_to(request, {input});
-  return request;
+ShmBackend::WorkPtr ShmBackend::start(shm::MessageHandle message, OpType type, const at::Tensor& tensor) const {
+  auto work = c10::make_intrusive<ShmWork>(engine_, type, Tensors{tensor}, c10d::kUnsetTimeout, tensor);
+  work->add(engine_->post(std::move(message)));
+  return work;
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
-    return all_reduce_sparse(tensors[0], options.reduceOp);
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    auto work = c10::make_intrusive<ShmWork>(engine_, OpType::_ALLREDUCE_SPARSE, tensors, kNoTimeout, tensors);
+    all_reduce_sparse(*engine_, tensors[0], options.reduceOp);
+    return work;
+  }
   const at::Tensor tensor = only(tensors, "all_reduce");
-  return start(all_reduce_request(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout, tensors);
+  return start(requests_.all_reduce(tensor, options.reduceOp), OpType::ALLREDUCE, {tensor}, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const at::Tensor& tensor : tensors) check_tensor(tensor, "all_reduce_coalesced");
   std::vector<Request> requests;
-  for (const at::Tensor& tensor : tensors) requests.push_back(all_reduce_request(tensor, options.reduceOp));
+  for (const at::Tensor& tensor : tensors) requests.push_back(requests_.all_reduce(tensor, options.reduceOp));
   return start(std::move(requests), OpType::ALLREDUCE_COALESCED, tensors, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const at::Tensor tensor = only(tensors, "reduce");
-  check_root(options.rootRank, size_, "reduce");
-  const at::Tensor input = contribution(options.reduceOp, tensor);
-  Outputs outputs("reduce");
-  const bool is_root = options.rootRank == rank_;
-  Request request{.kind = CollectiveKind::kReduce,
-                  .dtype = data_type(tensor),
-                  .op = reduction(options.reduceOp, tensor, "reduce"),
-                  .root = static_cast<int>(options.rootRank),
-                  .input = input.data_ptr(),
-                  .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
-                  .numel = element_count(tensor)};
-  outputs.attach_to(request, {input});
-  return start(std::move(request), OpType::REDUCE, {tensor}, options.timeout, tensors);
+  return start(requests_.reduce(tensor, options.rootRank, options.reduceOp), OpType::REDUCE, {tensor}, options.timeout,
+               tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only(tensors, "broadcast");
-  check_root(options.rootRank, size_, "broadcast");
-  const bool is_root = options.rootRank == rank_;
-  const at::Tensor input = is_root ? tensor.contiguous() : at::Tensor();
-  Outputs outputs("broadcast");
-  Request request{.kind = CollectiveKind::kBroadcast,
-                  .dtype = data_type(tensor),
-                  .root = static_cast<int>(options.rootRank),
-                  .input = is_root ? input.data_ptr() : nullptr,
-                  .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
-                  .numel = element_count(tensor)};
-  outputs.attach_to(request, {input, tensor});
-  return start(std::move(request), OpType::BROADCAST, {tensor}, options.timeout, tensors);
-}
-
-Request ShmBackend::all_gather_request(const Tensors& outputs, const at::Tensor& input) const {
-  const at::Tensor dense = input.contiguous();
-  Outputs results("all_gather");
-  Request request{.kind = CollectiveKind::kAllGather,
-                  .dtype = data_type(input),
-                  .input = dense.data_ptr(),
-                  .numel = element_count(input)};
-  for (const at::Tensor& output : outputs) request.outputs.push_back(results.add(output).data_ptr());
-  results.attach_to(request, {dense});
-  return request;
-}
-
-Request ShmBackend::all_gather_request(const at::Tensor& output, const at::Tensor& input) const {
-  check_stacked(output, input, "all_gather");
-  const at::Tensor dense = input.contiguous();
-  Request request = dense_all_gather_request(output, dense);
-  Outputs results("all_gather");
-  results.add(output);
-  results.attach_to(request, {dense});
-  return request;
+  return start(requests_.broadcast(tensor, options.rootRank), OpType::BROADCAST, {tensor}, options.timeout, tensors);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   const at::Tensor input = only(inputs, "all_gather");
   if (outputs.size() != 1) throw InvalidArgument("all_gather: one list of outputs is needed");
-  check_list(outputs[0], size_, input, "all_gather");
-  return start(all_gather_request(outputs[0], input), OpType::ALLGATHER, outputs[0], options.timeout, inputs);
+  return start(requests_.all_gather(outputs[0], input, "all_gather"), OpType::ALLGATHER, outputs[0], options.timeout,
+               inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
-  return start(all_gather_request(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout, input);
+  return start(requests_.all_gather(output, input), OpType::_ALLGATHER_BASE, {output}, options.timeout, input);
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -153,19 +109,18 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& output
   Tensors flat;
   if (outputs.size() != static_cast<std::size_t>(size_))
     throw InvalidArgument(fmt::format("all_gather_coalesced: outputs for {} ranks, not {}", size_, outputs.size()));
-  std::vector<Tensors> of_tensor(inputs.size());
+  std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(inputs[i], "all_gather_coalesced");
+    Tensors of_tensor;
     for (const Tensors& list : outputs) {
       if (list.size() != inputs.size())
         throw InvalidArgument("all_gather_coalesced: every rank's list needs an output for each input");
-      of_tensor[i].push_back(list[i]);
+      of_tensor.push_back(list[i]);
       flat.push_back(list[i]);
     }
-    check_list(of_tensor[i], size_, inputs[i], "all_gather_coalesced");
+    requests.push_back(requests_.all_gather(of_tensor, inputs[i], "all_gather_coalesced"));
   }
-  std::vector<Request> requests;
-  for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(of_tensor[i], inputs[i]));
   return start(std::move(requests), OpType::ALLGATHER_COALESCED, flat, options.timeout, inputs);
 }
 
@@ -174,93 +129,35 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
   if (outputs.size() != inputs.size())
     throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
   std::vector<Request> requests;
-  for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(all_gather_request(outputs[i], inputs[i]));
+  for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(requests_.all_gather(outputs[i], inputs[i]));
   return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   const at::Tensor input = only(inputs, "gather");
-  check_root(options.rootRank, size_, "gather");
-  const bool is_root = options.rootRank == rank_;
-  if (outputs.size() != (is_root ? 1u : 0u))
-    throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
-  if (is_root) check_list(outputs[0], size_, input, "gather");
-  const at::Tensor dense = input.contiguous();
-  Outputs results("gather");
-  Request request{.kind = CollectiveKind::kGather,
-                  .dtype = data_type(input),
-                  .root = static_cast<int>(options.rootRank),
-                  .input = dense.data_ptr(),
-                  .numel = element_count(input)};
-  Tensors targets = is_root ? outputs[0] : Tensors{};
-  for (const at::Tensor& target : targets) request.outputs.push_back(results.add(target).data_ptr());
-  results.attach_to(request, {dense});
-  return start(std::move(request), OpType::GATHER, std::move(targets), options.timeout, inputs);
+  return start(requests_.gather(outputs, input, options.rootRank), OpType::GATHER,
+               outputs.empty() ? Tensors() : outputs[0], options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                         const c10d::ScatterOptions& options) {
   const at::Tensor output = only(outputs, "scatter");
-  check_root(options.rootRank, size_, "scatter");
-  const bool is_root = options.rootRank == rank_;
-  if (inputs.size() != (is_root ? 1u : 0u))
-    throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
-  if (is_root) check_list(inputs[0], size_, output, "scatter");
-  Outputs results("scatter");
-  Request request{.kind = CollectiveKind::kScatter,
-                  .dtype = data_type(output),
-                  .root = static_cast<int>(options.rootRank),
-                  .output = results.add(output).data_ptr(),
-                  .numel = element_count(output)};
-  Tensors dense;
-  for (const at::Tensor& input : is_root ? inputs[0] : Tensors{}) {
-    dense.push_back(input.contiguous());
-    request.inputs.push_back(dense.back().data_ptr());
-  }
-  results.attach_to(request, std::move(dense));
-  return start(std::move(request), OpType::SCATTER, {output}, options.timeout, is_root ? inputs[0] : Tensors());
-}
-
-Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const Tensors& inputs,
-                                           const c10d::ReduceOp& op) const {
-  Outputs results("reduce_scatter");
-  Request request{.kind = CollectiveKind::kReduceScatter,
-                  .dtype = data_type(output),
-                  .op = reduction(op, output, "reduce_scatter"),
-                  .output = results.add(output).data_ptr(),
-                  .numel = element_count(output)};
-  Tensors dense;
-  for (const at::Tensor& input : inputs) {
-    dense.push_back(contribution(op, input));
-    request.inputs.push_back(dense.back().data_ptr());
-  }
-  results.attach_to(request, std::move(dense));
-  return request;
-}
-
-Request ShmBackend::reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
-                                           const c10d::ReduceOp& op) const {
-  check_stacked(input, output, "reduce_scatter");
-  const at::Tensor dense = contribution(op, input);
-  Outputs results("reduce_scatter");
-  Request request = dense_reduce_scatter_request(results.add(output), dense, op);
-  results.attach_to(request, {dense});
-  return request;
+  return start(requests_.scatter(output, inputs, options.rootRank), OpType::SCATTER, {output}, options.timeout,
+               inputs.empty() ? Tensors() : inputs[0]);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                const c10d::ReduceScatterOptions& options) {
   const at::Tensor output = only(outputs, "reduce_scatter");
   if (inputs.size() != 1) throw InvalidArgument("reduce_scatter: one list of inputs is needed");
-  check_list(inputs[0], size_, output, "reduce_scatter");
-  return start(reduce_scatter_request(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
+  return start(requests_.reduce_scatter(output, inputs[0], options.reduceOp), OpType::REDUCE_SCATTER, {output},
                options.timeout, inputs[0]);
 }
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return start(reduce_scatter_request(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
+  return start(requests_.reduce_scatter(output, input, options.reduceOp), OpType::_REDUCE_SCATTER_BASE, {output},
                options.timeout, input);
 }
 
@@ -270,65 +167,36 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
     throw InvalidArgument("reduce_scatter_tensor_coalesced: as many outputs as inputs are needed");
   std::vector<Request> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    requests.push_back(reduce_scatter_request(outputs[i], inputs[i], options.reduceOp));
+    requests.push_back(requests_.reduce_scatter(outputs[i], inputs[i], options.reduceOp));
   return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
 }
 
-Request ShmBackend::all_to_all_request(const Tensors& outputs, const Tensors& inputs) const {
-  if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
-    throw InvalidArgument(
-        fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
-  Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
-  Outputs targets("all_to_all");
-  Tensors dense;
-  for (std::size_t r = 0; r < inputs.size(); ++r) {
-    check_tensor(inputs[r], "all_to_all");
-    check_tensor(outputs[r], "all_to_all");
-    if (inputs[r].scalar_type() != inputs[0].scalar_type() || outputs[r].scalar_type() != inputs[0].scalar_type())
-      throw InvalidArgument("all_to_all: all tensors must have one type");
-    dense.push_back(inputs[r].contiguous());
-    request.inputs.push_back(dense.back().data_ptr());
-    request.outputs.push_back(targets.add(outputs[r]).data_ptr());
-    request.send_numel.push_back(element_count(inputs[r]));
-    request.receive_numel.push_back(element_count(outputs[r]));
-  }
-  const auto own = static_cast<std::size_t>(rank_);
-  if (request.send_numel[own] != request.receive_numel[own])
-    throw InvalidArgument(fmt::format("all_to_all: rank {} keeps {} elements for itself, but has room for {}", rank_,
-                                      request.send_numel[own], request.receive_numel[own]));
-  request.numel = *std::max_element(request.send_numel.begin(), request.send_numel.end());
-  targets.attach_to(request, std::move(dense));
-  return request;
-}
-
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start(all_to_all_request(outputs, inputs), OpType::ALLTOALL, outputs, options.timeout, inputs);
+  return start(requests_.all_to_all(outputs, inputs), OpType::ALLTOALL, outputs, options.timeout, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  const auto split = [this](const at::Tensor& tensor, std::vector<int64_t> sizes, const char* name) {
-    check_tensor(tensor, "all_to_all");
-    if (tensor.dim() == 0) throw InvalidArgument("all_to_all: a scalar cannot be split");
-    if (!tensor.is_contiguous()) throw InvalidArgument(fmt::format("all_to_all: the {} must be contiguous", name));
-    const int64_t length = tensor.size(0);
-    if (sizes.empty()) {
-      if (length % size_ != 0)
-        throw InvalidArgument(
-            fmt::format("all_to_all: {} rows of the {} do not divide evenly over {} ranks", length, name, size_));
-      sizes.assign(static_cast<std::size_t>(size_), length / size_);
-    }
-    const bool fits = sizes.size() == static_cast<std::size_t>(size_) &&
-                      std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }) &&
-                      std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == length;
-    if (!fits)
-      throw InvalidArgument(
-          fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name, size_, length));
-    return tensor.detach().split_with_sizes(sizes);
-  };
-  return start(all_to_all_request(split(output, output_splits, "output"), split(input, input_splits, "input")),
-               OpType::ALLTOALL_BASE, {output}, options.timeout, input);
+  const Tensors outputs = requests_.split(output, output_splits, "output"),
+                inputs = requests_.split(input, input_splits, "input");
+  return start(requests_.all_to_all(outputs, inputs), OpType::ALLTOALL_BASE, {output}, options.timeout, input);
+}
+
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
+  const at::Tensor tensor = only(tensors, "send");
+  return start(requests_.send(tensor, destination, tag), OpType::SEND, tensor);
+}
+
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
+  const at::Tensor tensor = only(tensors, "recv");
+  return start(requests_.receive(tensor, source, tag), OpType::RECV, tensor);
+}
+
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  const at::Tensor tensor = only(tensors, "recv");
+  if (size_ == 1) throw InvalidArgument("recv: there is no other rank to receive from");
+  return start(requests_.receive(tensor, shm::kAnySource, tag), OpType::RECVANYSOURCE, tensor);
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
@@ -363,6 +231,73 @@ c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c1
 Backend::Ptr<Backend> ShmBackend::subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
                                            const LaunchEnvironment& part) {
   return create_shm_part(store, part.rank, part.world_size, timeout_);
+}
+
+void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  check_tensor(tensor, "all_reduce");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:all_reduce", std::vector<c10::IValue>{tensor});
+  if (!tensor.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    engine_->wait(engine_->post(requests_.all_reduce(tensor, op)));
+    return;
+  }
+  engine_->run(requests_.dense_all_reduce(tensor, op));
+}
+
+void ShmBackend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
+  requests_.check_stacked(output, input, "all_gather");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:all_gather", std::vector<c10::IValue>{input});
+  const at::Tensor dense = input.contiguous();
+  engine_->run(requests_.dense_all_gather(output, dense));
+}
+
+void ShmBackend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  if (!output.is_contiguous() || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    engine_->wait(engine_->post(requests_.reduce_scatter(output, input, op)));
+    return;
+  }
+  requests_.check_stacked(input, output, "reduce_scatter");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:reduce_scatter", std::vector<c10::IValue>{input});
+  engine_->run(requests_.dense_reduce_scatter(output, input, op));
+}
+
+void ShmBackend::barrier_blocking() {
+  RECORD_USER_SCOPE("shm:barrier");
+  engine_->run({.kind = CollectiveKind::kBarrier});
+}
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (size <= 0) return at::empty({size}, options.device(at::kCPU));
+  auto segment = engine_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+  void* data = segment->base[static_cast<std::size_t>(rank_)];
+  return at::from_blob(
+      data, {size}, [segment](void*) mutable { segment.reset(); }, options.device(at::kCPU));
+}
+
+ShmBackend::WorkPtr ShmBackend::all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) {
+  return start(requests_.coalesced(tensors, nullptr, op), OpType::ALLREDUCE_COALESCED, {}, kNoTimeout, tensors);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors, const Tensors& slices,
+                                                         const c10d::ReduceOp& op) {
+  return start(requests_.coalesced(tensors, &slices, op), OpType::REDUCE_SCATTER, {}, kNoTimeout, tensors);
+}
+
+std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
+  // Ranks release a lease at different times. A lease may be active here and released elsewhere.
+  auto in_force = arena_.lock();
+  std::int64_t agreed[] = {in_force ? 1 : 0, ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
+  engine_->run({.kind = CollectiveKind::kAllReduce,
+                .dtype = shm::DataType::kInt64,
+                .op = shm::Reduction::kMin,
+                .input = agreed,
+                .output = agreed,
+                .numel = std::size(agreed)});
+  if (agreed[0] == 1) return in_force;
+  if (agreed[1] == 0 || size_ == 1) return nullptr;
+  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Fill::kOnTouch);
+  auto lease = std::make_shared<ArenaLease>(std::move(segment), rank_, reserve);
+  arena_ = lease;
+  return lease;
 }
 
 }  // namespace ddpkit

@@ -4,12 +4,13 @@
 #include <memory>
 
 #include "comm/backend.h"
+#include "comm/backends/shm_requests.h"
 #include "comm/shm/engine.h"
 #include "comm/symmetric_memory.h"
 
 namespace ddpkit {
 
-/// Implements c10d::Backend on shm::Engine: checks tensors, makes them dense, returns Work.
+/// The calls of c10d, and symmetric memory, on shm::Engine.
 class ShmBackend : public Backend, public SymmetricMemory {
  public:
   ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout);
@@ -74,25 +75,6 @@ class ShmBackend : public Backend, public SymmetricMemory {
   std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
 
  private:
-  // Create requests that keep their tensors alive. They start nothing and throw InvalidArgument.
-  shm::Request all_reduce_request(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
-  shm::Request all_gather_request(const Tensors& outputs, const at::Tensor& input) const;
-  shm::Request all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
-  shm::Request reduce_scatter_request(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
-  shm::Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
-                                      const c10d::ReduceOp& op) const;
-  shm::Request all_to_all_request(const Tensors& outputs, const Tensors& inputs) const;
-  /// Synchronous: the sizes of the parts must be known before the parts can be exchanged.
-  WorkPtr all_reduce_sparse(const at::Tensor& tensor, const c10d::ReduceOp& op);
-  at::Tensor gather_parts(const at::Tensor& part) const;
-  WorkPtr reduce_pieces(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op);
-  WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
-  // For contiguous tensors that have passed check_stacked(). The tensors must outlive the request.
-  shm::Request dense_all_gather_request(const at::Tensor& output, const at::Tensor& input) const;
-  shm::Request dense_reduce_scatter_request(const at::Tensor& output, const at::Tensor& input,
-                                            const c10d::ReduceOp& op) const;
-  void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
-  void check_peer(int peer, int tag, const char* call) const;
   /// Starts requests. Callers make all requests of a call first, so an invalid one leaves the others unstarted.
   /// `inputs` are for the profiler.
   WorkPtr start(std::vector<shm::Request> requests, c10d::OpType type, Tensors outputs,
@@ -102,6 +84,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   WorkPtr start(shm::MessageHandle message, c10d::OpType type, const at::Tensor& tensor) const;
 
   std::shared_ptr<shm::Engine> engine_;
+  const ShmRequests requests_;
   std::chrono::milliseconds timeout_;
   std::weak_ptr<ArenaLease> arena_;
 };

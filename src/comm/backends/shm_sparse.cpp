@@ -1,4 +1,5 @@
-// All-reduce of sparse tensors. The number of entries may differ between ranks.
+#include "comm/backends/shm_sparse.h"
+
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,8 +10,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends/shm_arguments.h"
-#include "comm/backends/shm_backend.h"
-#include "comm/backends/shm_work.h"
+#include "comm/backends/shm_requests.h"
 
 namespace ddpkit {
 namespace {
@@ -40,18 +40,18 @@ struct SparseHeader {
   }
 };
 
-}  // namespace
-
 /// Stacks the ranks' parts.
-at::Tensor ShmBackend::gather_parts(const at::Tensor& part) const {
-  std::vector<std::int64_t> sizes{size_};
+at::Tensor gather_parts(shm::Engine& engine, const at::Tensor& part) {
+  std::vector<std::int64_t> sizes{engine.world_size()};
   sizes.insert(sizes.end(), part.sizes().begin(), part.sizes().end());
   at::Tensor all = at::empty(sizes, part.options());
-  if (part.numel() != 0) engine_->run(dense_all_gather_request(all, part));
+  if (part.numel() != 0) engine.run(ShmRequests(engine.rank(), engine.world_size()).dense_all_gather(all, part));
   return all;
 }
 
-ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+}  // namespace
+
+void all_reduce_sparse(shm::Engine& engine, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::SUM)
     throw InvalidArgument("all_reduce: of sparse tensors only the sum is defined (ReduceOp.SUM)");
   if (!tensor.is_cpu() || tensor.dim() > kMostDimensions)
@@ -60,15 +60,13 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const at::Tensor& tensor, cons
                     "not {} on {}",
                     kMostDimensions, tensor.dim(), tensor.device().str()));
   data_type(tensor);
-  auto work =
-      c10::make_intrusive<ShmWork>(engine_, c10d::OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, kNoTimeout, tensor);
   const at::NoGradGuard no_grad;
   const at::Tensor own = tensor.detach().coalesce();
-  std::vector<SparseHeader> headers(static_cast<std::size_t>(size_), SparseHeader(own));
+  std::vector<SparseHeader> headers(static_cast<std::size_t>(engine.world_size()), SparseHeader(own));
   const SparseHeader header = headers[0];
   shm::Request exchange{.kind = shm::CollectiveKind::kAllGather, .input = &header, .numel = sizeof header};
   for (SparseHeader& theirs : headers) exchange.outputs.push_back(&theirs);
-  engine_->run(std::move(exchange));
+  engine.run(std::move(exchange));
   std::int64_t most = 0;
   for (std::size_t r = 0; r < headers.size(); ++r) {
     if (!headers[r].has_shape_of(headers[0]))
@@ -84,17 +82,16 @@ ShmBackend::WorkPtr ShmBackend::all_reduce_sparse(const at::Tensor& tensor, cons
     result.narrow(0, 0, part.size(0)).copy_(part);
     return result;
   };
-  const at::Tensor indices = gather_parts(padded(own.indices().t().contiguous())),
-                   values = gather_parts(padded(own.values()));
+  const at::Tensor indices = gather_parts(engine, padded(own.indices().t().contiguous())),
+                   values = gather_parts(engine, padded(own.values()));
   at::Tensor sum = at::zeros_like(own);
-  for (std::int64_t r = 0; r < size_; ++r) {
+  for (std::int64_t r = 0; r < engine.world_size(); ++r) {
     const std::int64_t entries = headers[static_cast<std::size_t>(r)].entries;
     sum = sum + at::sparse_coo_tensor(indices[r].narrow(0, 0, entries).t(), values[r].narrow(0, 0, entries),
                                       own.sizes(), own.options());
   }
   at::Tensor result = tensor;
   result.copy_(sum.coalesce());
-  return work;
 }
 
 }  // namespace ddpkit

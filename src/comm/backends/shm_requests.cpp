@@ -1,0 +1,327 @@
+#include "comm/backends/shm_requests.h"
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include <ddpkit/error.h>
+
+#include "comm/backends/shm_arguments.h"
+
+namespace ddpkit {
+
+using shm::CollectiveKind;
+using shm::Message;
+using shm::Request;
+
+namespace {
+
+/// Returns the addresses of the parts. Creating tensors would take longer than a small collective.
+template <class Pointer>
+std::vector<Pointer> parts_of(const at::Tensor& stacked, int ranks) {
+  const std::size_t bytes = stacked.nbytes() / static_cast<std::size_t>(ranks);
+  std::vector<Pointer> parts(static_cast<std::size_t>(ranks));
+  for (std::size_t r = 0; r < parts.size(); ++r) parts[r] = static_cast<std::byte*>(stacked.data_ptr()) + r * bytes;
+  return parts;
+}
+
+/// A part may be within the stacked tensor only at this rank's position, which the call does not change. At another
+/// position, the call would overwrite data before reading them.
+void check_place(const at::Tensor& part, const at::Tensor& stacked, const void* own, const char* message) {
+  const auto* first = static_cast<const std::byte*>(part.data_ptr());
+  const auto* begin = static_cast<const std::byte*>(stacked.data_ptr());
+  if (first != own && first < begin + stacked.nbytes() && begin < first + part.nbytes()) throw InvalidArgument(message);
+}
+
+std::shared_ptr<Message> message_of(Message::Kind kind, int peer, int tag, const at::Tensor& dense) {
+  auto message = std::make_shared<Message>();
+  message->kind = kind;
+  message->peer = peer;
+  message->tag = tag;
+  message->dtype = data_type(dense);
+  message->numel = element_count(dense);
+  message->data = static_cast<std::byte*>(dense.data_ptr());
+  return message;
+}
+
+}  // namespace
+
+void ShmRequests::check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const {
+  check_tensor(stacked, call);
+  check_tensor(part, call);
+  if (stacked.scalar_type() != part.scalar_type() || stacked.numel() != part.numel() * size_ ||
+      !stacked.is_contiguous())
+    throw InvalidArgument(fmt::format(
+        "{}: the large tensor must be contiguous and hold {} times {} elements of {}, not {} of {}", call, size_,
+        part.numel(), c10::toString(part.scalar_type()), stacked.numel(), c10::toString(stacked.scalar_type())));
+}
+
+void ShmRequests::check_message(int peer, int tag, const char* call) const {
+  if (peer != shm::kAnySource) check_root(peer, size_, call);
+  if (peer == rank_) throw InvalidArgument(fmt::format("{}: rank {} cannot exchange messages with itself", call, peer));
+  if (tag < 0) throw InvalidArgument(fmt::format("{}: the tag is {}, but must not be negative", call, tag));
+}
+
+Request ShmRequests::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+  const at::Tensor input = contribution(op, tensor);
+  Outputs outputs("all_reduce");
+  const at::Tensor output = outputs.add(tensor);
+  Request request{.kind = CollectiveKind::kAllReduce,
+                  .dtype = data_type(tensor),
+                  .op = reduction(op, tensor, "all_reduce"),
+                  .input = input.data_ptr(),
+                  .output = output.data_ptr(),
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input});
+  return request;
+}
+
+Request ShmRequests::dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+  return {.kind = CollectiveKind::kAllReduce,
+          .dtype = data_type(tensor),
+          .op = reduction(op, tensor, "all_reduce"),
+          .input = tensor.data_ptr(),
+          .output = tensor.data_ptr(),
+          .numel = element_count(tensor)};
+}
+
+Request ShmRequests::reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const {
+  check_root(root, size_, "reduce");
+  const at::Tensor input = contribution(op, tensor);
+  Outputs outputs("reduce");
+  const bool is_root = root == rank_;
+  Request request{.kind = CollectiveKind::kReduce,
+                  .dtype = data_type(tensor),
+                  .op = reduction(op, tensor, "reduce"),
+                  .root = static_cast<int>(root),
+                  .input = input.data_ptr(),
+                  .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input});
+  return request;
+}
+
+Request ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t root) const {
+  check_root(root, size_, "broadcast");
+  const bool is_root = root == rank_;
+  const at::Tensor input = is_root ? tensor.contiguous() : at::Tensor();
+  Outputs outputs("broadcast");
+  Request request{.kind = CollectiveKind::kBroadcast,
+                  .dtype = data_type(tensor),
+                  .root = static_cast<int>(root),
+                  .input = is_root ? input.data_ptr() : nullptr,
+                  .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
+                  .numel = element_count(tensor)};
+  outputs.attach_to(request, {input, tensor});
+  return request;
+}
+
+Request ShmRequests::all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const {
+  check_list(outputs, size_, input, call);
+  const at::Tensor dense = input.contiguous();
+  Outputs results("all_gather");
+  Request request{.kind = CollectiveKind::kAllGather,
+                  .dtype = data_type(input),
+                  .input = dense.data_ptr(),
+                  .numel = element_count(input)};
+  for (const at::Tensor& output : outputs) request.outputs.push_back(results.add(output).data_ptr());
+  results.attach_to(request, {dense});
+  return request;
+}
+
+Request ShmRequests::all_gather(const at::Tensor& output, const at::Tensor& input) const {
+  check_stacked(output, input, "all_gather");
+  const at::Tensor dense = input.contiguous();
+  Request request = dense_all_gather(output, dense);
+  Outputs results("all_gather");
+  results.add(output);
+  results.attach_to(request, {dense});
+  return request;
+}
+
+Request ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor& input) const {
+  auto outputs = parts_of<void*>(output, size_);
+  check_place(input, output, outputs[static_cast<std::size_t>(rank_)],
+              "all_gather: the input may lie within the output only where this rank's part goes");
+  return {.kind = CollectiveKind::kAllGather,
+          .dtype = data_type(input),
+          .input = input.data_ptr(),
+          .numel = element_count(input),
+          .outputs = std::move(outputs)};
+}
+
+Request ShmRequests::gather(const std::vector<Tensors>& outputs, const at::Tensor& input, std::int64_t root) const {
+  check_root(root, size_, "gather");
+  const bool is_root = root == rank_;
+  if (outputs.size() != (is_root ? 1u : 0u))
+    throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
+  if (is_root) check_list(outputs[0], size_, input, "gather");
+  const at::Tensor dense = input.contiguous();
+  Outputs results("gather");
+  Request request{.kind = CollectiveKind::kGather,
+                  .dtype = data_type(input),
+                  .root = static_cast<int>(root),
+                  .input = dense.data_ptr(),
+                  .numel = element_count(input)};
+  for (const at::Tensor& target : is_root ? outputs[0] : Tensors{})
+    request.outputs.push_back(results.add(target).data_ptr());
+  results.attach_to(request, {dense});
+  return request;
+}
+
+Request ShmRequests::scatter(const at::Tensor& output, const std::vector<Tensors>& inputs, std::int64_t root) const {
+  check_root(root, size_, "scatter");
+  const bool is_root = root == rank_;
+  if (inputs.size() != (is_root ? 1u : 0u))
+    throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
+  if (is_root) check_list(inputs[0], size_, output, "scatter");
+  Outputs results("scatter");
+  Request request{.kind = CollectiveKind::kScatter,
+                  .dtype = data_type(output),
+                  .root = static_cast<int>(root),
+                  .output = results.add(output).data_ptr(),
+                  .numel = element_count(output)};
+  Tensors dense;
+  for (const at::Tensor& input : is_root ? inputs[0] : Tensors{}) {
+    dense.push_back(input.contiguous());
+    request.inputs.push_back(dense.back().data_ptr());
+  }
+  results.attach_to(request, std::move(dense));
+  return request;
+}
+
+Request ShmRequests::reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const {
+  check_list(inputs, size_, output, "reduce_scatter");
+  Outputs results("reduce_scatter");
+  Request request{.kind = CollectiveKind::kReduceScatter,
+                  .dtype = data_type(output),
+                  .op = reduction(op, output, "reduce_scatter"),
+                  .output = results.add(output).data_ptr(),
+                  .numel = element_count(output)};
+  Tensors dense;
+  for (const at::Tensor& input : inputs) {
+    dense.push_back(contribution(op, input));
+    request.inputs.push_back(dense.back().data_ptr());
+  }
+  results.attach_to(request, std::move(dense));
+  return request;
+}
+
+Request ShmRequests::reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
+  check_stacked(input, output, "reduce_scatter");
+  const at::Tensor dense = contribution(op, input);
+  Outputs results("reduce_scatter");
+  Request request = dense_reduce_scatter(results.add(output), dense, op);
+  results.attach_to(request, {dense});
+  return request;
+}
+
+Request ShmRequests::dense_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                          const c10d::ReduceOp& op) const {
+  auto inputs = parts_of<const void*>(input, size_);
+  check_place(output, input, inputs[static_cast<std::size_t>(rank_)],
+              "reduce_scatter: the output may lie within the input only where this rank's part is");
+  return {.kind = CollectiveKind::kReduceScatter,
+          .dtype = data_type(output),
+          .op = reduction(op, output, "reduce_scatter"),
+          .output = output.data_ptr(),
+          .numel = element_count(output),
+          .inputs = std::move(inputs)};
+}
+
+Request ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) const {
+  if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
+    throw InvalidArgument(
+        fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
+  Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
+  Outputs targets("all_to_all");
+  Tensors dense;
+  for (std::size_t r = 0; r < inputs.size(); ++r) {
+    check_tensor(inputs[r], "all_to_all");
+    check_tensor(outputs[r], "all_to_all");
+    if (inputs[r].scalar_type() != inputs[0].scalar_type() || outputs[r].scalar_type() != inputs[0].scalar_type())
+      throw InvalidArgument("all_to_all: all tensors must have one type");
+    dense.push_back(inputs[r].contiguous());
+    request.inputs.push_back(dense.back().data_ptr());
+    request.outputs.push_back(targets.add(outputs[r]).data_ptr());
+    request.send_numel.push_back(element_count(inputs[r]));
+    request.receive_numel.push_back(element_count(outputs[r]));
+  }
+  const auto own = static_cast<std::size_t>(rank_);
+  if (request.send_numel[own] != request.receive_numel[own])
+    throw InvalidArgument(fmt::format("all_to_all: rank {} keeps {} elements for itself, but has room for {}", rank_,
+                                      request.send_numel[own], request.receive_numel[own]));
+  request.numel = *std::max_element(request.send_numel.begin(), request.send_numel.end());
+  targets.attach_to(request, std::move(dense));
+  return request;
+}
+
+ShmRequests::Tensors ShmRequests::split(const at::Tensor& tensor, std::vector<std::int64_t> sizes,
+                                        const char* name) const {
+  check_tensor(tensor, "all_to_all");
+  if (tensor.dim() == 0) throw InvalidArgument("all_to_all: a scalar cannot be split");
+  if (!tensor.is_contiguous()) throw InvalidArgument(fmt::format("all_to_all: the {} must be contiguous", name));
+  const int64_t length = tensor.size(0);
+  if (sizes.empty()) {
+    if (length % size_ != 0)
+      throw InvalidArgument(
+          fmt::format("all_to_all: {} rows of the {} do not divide evenly over {} ranks", length, name, size_));
+    sizes.assign(static_cast<std::size_t>(size_), length / size_);
+  }
+  const bool fits = sizes.size() == static_cast<std::size_t>(size_) &&
+                    std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }) &&
+                    std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == length;
+  if (!fits)
+    throw InvalidArgument(
+        fmt::format("all_to_all: the {} splits must be {} numbers that add up to its {} rows", name, size_, length));
+  return tensor.detach().split_with_sizes(sizes);
+}
+
+std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const Tensors* slices,
+                                            const c10d::ReduceOp& op) const {
+  const char* call = slices ? "reduce_scatter_coalesced" : "all_reduce_coalesced";
+  std::vector<Request> requests;
+  for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
+    const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
+    Request request{.kind = slices ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
+                    .dtype = data_type(tensors[begin]),
+                    .op = reduction(op, tensors[begin], call)};
+    for (std::size_t i = begin; i < end; ++i) {
+      const at::Tensor& tensor = tensors[i];
+      check_tensor(tensor, call);
+      if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != tensors[0].scalar_type())
+        throw InvalidArgument(fmt::format("{}: the tensors must be dense and of one type", call));
+      const std::size_t numel = element_count(tensor);
+      request.pieces.push_back(
+          {.data = tensor.data_ptr(), .numel = numel, .slice = slices ? (*slices)[i].data_ptr() : nullptr});
+      request.numel += numel;
+    }
+    const auto part = [&](const Tensors& all) {
+      return Tensors(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(end));
+    };
+    request.keep_alive =
+        std::make_shared<std::pair<Tensors, Tensors>>(part(tensors), slices ? part(*slices) : Tensors());
+    requests.push_back(std::move(request));
+  }
+  return requests;
+}
+
+shm::MessageHandle ShmRequests::send(const at::Tensor& tensor, int destination, int tag) const {
+  check_message(destination, tag, "send");
+  const at::Tensor dense = tensor.contiguous();
+  auto message = message_of(Message::Kind::kSend, destination, tag, dense);
+  message->keep_alive = std::make_shared<at::Tensor>(dense);
+  return message;
+}
+
+shm::MessageHandle ShmRequests::receive(const at::Tensor& tensor, int source, int tag) const {
+  check_message(source, tag, "recv");
+  Outputs outputs("recv");
+  auto message = message_of(Message::Kind::kReceive, source, tag, outputs.add(tensor));
+  outputs.attach_to(*message);
+  return message;
+}
+
+}  // namespace ddpkit
