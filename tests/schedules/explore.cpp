@@ -9,7 +9,6 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm/engines.h"
 #include "support/catch.h"
 #include "world.h"
 

@@ -1,6 +1,7 @@
 // The partition of tensors into ranks' slices and slots.
 #include <random>
 
+#include "comm/shm/diagnostics.h"
 #include "comm/shm/operation.h"
 #include "support/catch.h"
 #include "support/seed.h"

@@ -6,7 +6,6 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/shm/engines.h"
 #include "comm/shm/operation.h"
 #include "comm/timeout.h"
 
@@ -15,11 +14,9 @@ namespace ddpkit::shm {
 Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
     : rank_(rank),
       world_size_(static_cast<int>(pids.size())),
-      first_rank_(first_rank),
-      pids_(std::move(pids)),
       timeout_(timeout),
-      control_(std::move(control)) {
-  blocks_ = reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead));
+      control_(std::move(control)),
+      peers_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead)), rank, std::move(pids), first_rank) {
   parts_.resize(static_cast<std::size_t>(world_size_));
   try {
     if (world_size_ > 1) join();

@@ -1,6 +1,7 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -11,20 +12,21 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "comm/shm/control.h"
+#include "comm/shm/diagnostics.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/messages.h"
+#include "comm/shm/operation.h"
+#include "comm/shm/peers.h"
 #include "comm/shm/process_watch.h"
 #include "comm/trace/recorder.h"
-#include "kernels/reduce.h"
 
 namespace ddpkit::shm {
-
-using kernels::Reduction;
 
 /// Memory that all ranks map, with the same segment number and the same offsets, at different addresses.
 struct SymmetricSegment {
@@ -33,37 +35,6 @@ struct SymmetricSegment {
   std::size_t bytes = 0;          ///< Per rank.
   std::vector<Mapping> mappings;  ///< [rank]
 };
-
-/// Part of a coalesced collective: a dense tensor in symmetric memory.
-struct Piece {
-  void* data = nullptr;
-  std::size_t numel = 0;
-  void* slice = nullptr;  ///< Reduce-scatter: output for this rank's slice.
-};
-
-/// Parameters of one collective. Pointers are to dense memory of `numel` elements each.
-struct Request {
-  CollectiveKind kind = CollectiveKind::kBarrier;
-  DataType dtype = DataType::kUInt8;
-  Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
-  int root = 0;                                 ///< Reduce, broadcast, gather, scatter.
-  const void* input = nullptr;                  ///< This rank's input, if it is one piece.
-  void* output = nullptr;                       ///< This rank's output, if it is one piece. May be the input.
-  std::size_t numel = 0;                        ///< Of a piece; all-to-all: of the largest piece sent.
-  std::vector<const void*> inputs = {};         ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
-  std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
-  std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
-  std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
-  std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
-  bool monitored = false;                       ///< Barrier: a timeout has the text of c10d's monitoredBarrier.
-  bool names_all = false;                       ///< If `monitored`: report all missing ranks, not only the first.
-  std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
-  std::function<void()> on_finish = {};         ///< Called once after success, before it counts as finished.
-};
-
-/// A collective in progress.
-struct Operation;
-using OperationHandle = std::shared_ptr<Operation>;
 
 /// The collectives of one rank in one group of processes that share memory.
 ///
@@ -126,7 +97,7 @@ class Engine {
   /// operations here, through a third rank. Returns false if no operation is in progress. Never blocks, never throws.
   bool progress_from_outside() noexcept;
   /// Returns an address that is the same for all ranks of one group in this process.
-  const void* group() const noexcept { return blocks_; }
+  const void* group() const noexcept { return &block(0); }
 
   void set_timeout(std::chrono::milliseconds timeout) noexcept;
   std::uint64_t sequence() const noexcept;
@@ -134,12 +105,10 @@ class Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
-  /// Returns the rank's number for messages.
-  int named(int rank) const noexcept { return first_rank_ + rank; }
-  std::string named(const std::vector<int>& ranks) const;
-  int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
-  Progress& mine() const noexcept { return blocks_[rank_].progress; }
+  RankBlock& block(int rank) const noexcept { return peers_.block(rank); }
+  int named(int rank) const noexcept { return peers_.named(rank); }
+  int pid(int rank) const noexcept { return peers_.pid(rank); }
+  Progress& mine() const noexcept { return block(rank_).progress; }
 
   // Progress. All functions require mutex_.
   bool progress();
@@ -202,16 +171,14 @@ class Engine {
   void ring(int rank) noexcept;
   void run_background();
   // `message`: the message to wait for; null for collectives.
-  std::vector<int> missing_ranks(const Message* message) const;
+  Awaited awaited(const Message* message) const noexcept {
+    return {.message = message, .oldest = operations_.empty() ? nullptr : operations_.front().get()};
+  }
   void check_peers(const Message* message);
   [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited,
                                   std::chrono::milliseconds timeout);
-  std::string last_call(int rank) const;
-  std::string current_call(const Message* message) const;
 
   // Failures.
-  void compare_headers(const Operation& operation);
-  void compare_counts(const Operation& operation, int rank, const std::byte* slot);
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
   /// A failure that another rank has announced.
@@ -224,16 +191,13 @@ class Engine {
   /// Throws the failure that the rank has announced, if any.
   void throw_announced_failure(int rank) const;
   Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
-  std::string describe_call(const CollectiveHeader& header) const;
   void throw_if_failed() const;
 
   const int rank_;
   const int world_size_;
-  const int first_rank_;
-  const std::vector<int> pids_;  ///< [rank]
   std::chrono::milliseconds timeout_;
   Mapping control_;
-  RankBlock* blocks_ = nullptr;        ///< [rank]
+  const Peers peers_;
   std::vector<Mapping> staging_;       ///< [rank]
   std::vector<Mapping> channels_;      ///< The channels from rank r. [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
@@ -276,6 +240,46 @@ class Engine {
   std::thread background_thread_;
   /// Shared with the background thread, because one of its callbacks may hold the last reference to the engine.
   std::shared_ptr<bool> ended_by_callback_ = std::make_shared<bool>(false);
+};
+
+/// The engines of this process.
+class Engines {
+ public:
+  static Engines& all() {
+    static auto* engines = new Engines;  // Never destroyed: groups may be destroyed until the program ends.
+    return *engines;
+  }
+  void add(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    engines_.push_back(engine);
+    count_groups();
+  }
+  void remove(Engine* engine) {
+    const std::lock_guard lock(mutex_);
+    std::erase(engines_, engine);
+    count_groups();
+  }
+  /// Progresses the groups other than that of `self`. Returns whether one of them has operations in progress. Ranks of
+  /// one group in this process are threads that make progress separately.
+  bool progress_others(const Engine* self) {
+    if (groups_.load(std::memory_order_relaxed) < 2) return false;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return true;
+    bool busy = false;
+    for (Engine* engine : engines_) busy |= engine->group() != self->group() && engine->progress_from_outside();
+    return busy;
+  }
+
+ private:
+  void count_groups() {
+    std::set<const void*> groups;
+    for (const Engine* engine : engines_) groups.insert(engine->group());
+    groups_ = groups.size();
+  }
+
+  std::mutex mutex_;
+  std::vector<Engine*> engines_;
+  std::atomic<std::size_t> groups_ = 0;
 };
 
 }  // namespace ddpkit::shm

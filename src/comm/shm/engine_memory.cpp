@@ -17,7 +17,7 @@ namespace ddpkit::shm {
 void Engine::join() {
   // The control memory and its layout exist. Each rank fills in its block.
   staging_.resize(static_cast<std::size_t>(world_size_));
-  for (const int pid : pids_) watches_.emplace_back(pid);
+  for (int r = 0; r < world_size_; ++r) watches_.emplace_back(pid(r));
   Mapping& own = staging_[static_cast<std::size_t>(rank_)];
   own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
   RankBlock& self = block(rank_);

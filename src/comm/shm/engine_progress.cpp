@@ -42,19 +42,19 @@ bool Engine::all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint6
 
 bool Engine::progress() {
   bool moved = false;
-  for (bool again = true; again; moved |= again) {
-    again = match();
-    again |= arrive();
-    again |= reduce_slices();
-    again |= finish();
-    if (!mailbox_) continue;
-    try {
+  try {
+    for (bool again = true; again; moved |= again) {
+      again = match();
+      again |= arrive();
+      again |= reduce_slices();
+      again |= finish();
+      if (!mailbox_) continue;
       if (!mailbox_->idle()) again |= mailbox_->progress([this](int peer) { ring(peer); });
-    } catch (const CollectiveMismatch& error) {
-      fail(FailureKind::kMismatch, error.what(), error.context().rank);
+      mailbox_->take_finished(
+          [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
     }
-    mailbox_->take_finished(
-        [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
+  } catch (const CollectiveMismatch& error) {
+    fail(FailureKind::kMismatch, error.what(), error.context().rank);
   }
   notify_peers();
   // The background thread sleeps on this rank's bell.
@@ -69,7 +69,7 @@ bool Engine::match() {
     const std::uint64_t sequence = mine().matched.load(std::memory_order_relaxed);
     Operation* operation = at(sequence);
     if (!operation || !all_reached(&Progress::posted, sequence + 1)) return moved;
-    compare_headers(*operation);
+    compare_headers(peers_, operation->header);
     // After every rank has matched, the headers may be overwritten.
     if (operation->path == Path::kUnknown) agree(*operation);
     raise(mine().matched, sequence + 1);
@@ -300,7 +300,7 @@ void Engine::copy_out(const Operation& operation, std::uint64_t ticket, std::opt
     case CollectiveKind::kAllToAll:
       for (int r = 0; r < world_size_; ++r) {
         const auto index = static_cast<std::size_t>(r);
-        if (chunk == 0) compare_counts(operation, r, slot(r, ticket));
+        if (chunk == 0) compare_counts(peers_, operation, r, slot(r, ticket));
         copy_piece(request.outputs[index], request.receive_numel[index], given(r, own, request.inputs[own]));
       }
       break;

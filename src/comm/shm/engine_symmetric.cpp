@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/error.h>
+
 #include "comm/shm/engine.h"
 #include "comm/shm/operation.h"
 
@@ -142,10 +144,10 @@ void Engine::agree(Operation& operation) {
       }
       const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
       if (!fits && coalesced)
-        fail(FailureKind::kMismatch,
-             fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
-                         name_of(request.kind), operation.header.sequence, p, r, rank_),
-             static_cast<int>(r));
+        throw CollectiveMismatch(
+            fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
+                        name_of(request.kind), operation.header.sequence, p, named(static_cast<int>(r)), named(rank_)),
+            {.rank = named(static_cast<int>(r))});
       if (!fits) {
         operation.path = Path::kStaged;
         return;

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "comm/shm/engine.h"
-#include "comm/shm/engines.h"
 #include "comm/shm/operation.h"
 #include "comm/timeout.h"
 

@@ -3,17 +3,52 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <string>
+#include <vector>
 
-#include "comm/shm/engine.h"
+#include "comm/shm/control.h"
+#include "comm/shm/messages.h"
+#include "kernels/reduce.h"
 
 namespace ddpkit::shm {
+
+using kernels::Reduction;
+
+struct SymmetricSegment;
+
+/// Part of a coalesced collective: a dense tensor in symmetric memory.
+struct Piece {
+  void* data = nullptr;
+  std::size_t numel = 0;
+  void* slice = nullptr;  ///< Reduce-scatter: output for this rank's slice.
+};
+
+/// Parameters of one collective. Pointers are to dense memory of `numel` elements each.
+struct Request {
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  DataType dtype = DataType::kUInt8;
+  Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
+  int root = 0;                                 ///< Reduce, broadcast, gather, scatter.
+  const void* input = nullptr;                  ///< This rank's input, if it is one piece.
+  void* output = nullptr;                       ///< This rank's output, if it is one piece. May be the input.
+  std::size_t numel = 0;                        ///< Of a piece; all-to-all: of the largest piece sent.
+  std::vector<const void*> inputs = {};         ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
+  std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
+  std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
+  std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
+  std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
+  bool monitored = false;                       ///< Barrier: a timeout has the text of c10d's monitoredBarrier.
+  bool names_all = false;                       ///< If `monitored`: report all missing ranks, not only the first.
+  std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
+  std::function<void()> on_finish = {};         ///< Called once after success, before it counts as finished.
+};
 
 /// How a collective's data is transferred. For private memory it is known immediately. For symmetric memory it is known
 /// when the headers of all ranks are available, because one rank with private memory makes all ranks stage.
 enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
 
+/// A collective in progress.
 struct Operation : Pending {
   Request request;
   CollectiveHeader header{};
@@ -32,6 +67,7 @@ struct Operation : Pending {
   std::size_t element_size() const { return size_of(request.dtype); }
   std::size_t bytes() const { return request.numel * element_size(); }
 };
+using OperationHandle = std::shared_ptr<Operation>;
 
 /// Exchanged for a new symmetric segment by all-gather. A second all-gather reports errors of mapping the others'
 /// pages.
@@ -79,17 +115,11 @@ constexpr SlotLayout slot_layout(CollectiveKind kind, int world_size) {
 /// The maximum number of ranks with which all collectives work.
 inline constexpr int kRanksOfAllCollectives = 910;
 static_assert(slot_layout(CollectiveKind::kAllToAll, kRanksOfAllCollectives).piece_bytes != 0);
-/// Throws InvalidArgument if a slot is too small for one piece per rank.
-void check_pieces(CollectiveKind kind, int world_size);
 
 /// Returns the elements of chunk `chunk` of a piece of `numel` elements; none after its end.
 inline Span chunk_of(std::size_t numel, std::size_t step, std::uint64_t chunk) {
   const std::size_t begin = std::min(numel, static_cast<std::size_t>(chunk) * step);
   return {begin, std::min(numel - begin, step)};
 }
-
-/// Returns text such as "all_reduce(sum) of 100 float32", for messages.
-std::string describe(const CollectiveHeader& header);
-const char* name_of(CollectiveKind kind);
 
 }  // namespace ddpkit::shm
