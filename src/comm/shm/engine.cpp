@@ -17,7 +17,6 @@ Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::mi
       timeout_(timeout),
       control_(std::move(control)),
       peers_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead)), rank, std::move(pids), first_rank) {
-  parts_.resize(static_cast<std::size_t>(world_size_));
   try {
     if (world_size_ > 1) join();
   } catch (const PeerLost& error) {

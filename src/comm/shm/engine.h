@@ -24,6 +24,7 @@
 #include "comm/shm/operation.h"
 #include "comm/shm/peers.h"
 #include "comm/shm/process_watch.h"
+#include "comm/shm/transfers.h"
 #include "comm/trace/recorder.h"
 
 namespace ddpkit::shm {
@@ -127,21 +128,7 @@ class Engine {
   void resolve();
   void agree(Operation& operation);
   Operation* at(std::uint64_t sequence) const noexcept;
-  void copy_in(const Operation& operation, std::uint64_t ticket);
-  void copy_others_slices(const Operation& operation, std::uint64_t ticket);
-  void reduce_slice(const Operation& operation, std::uint64_t ticket);
-  /// This rank's part of a collective whose tensors all ranks read and write in place.
-  void move_in_place(const Operation& operation);
-  void reduce_in_place(const Operation& operation);
-  void reduce_pieces_to_slices(const Operation& operation);
-  /// Returns whether this rank receives the result of a reduction. For reduce, only the root does.
-  bool wants_result(const Request& request) const noexcept {
-    return request.kind != CollectiveKind::kReduce || request.root == rank_;
-  }
-  /// Copies the result of a ticket out. Copies this rank's data of ticket `along` in at the same time.
-  void copy_out(const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along);
   bool slot_is_free(std::uint64_t ticket) const noexcept;
-  std::byte* slot(int rank, std::uint64_t ticket) const noexcept;
   void locate(Operation& operation);
   struct Located {
     SymmetricAddress address{};
@@ -198,7 +185,8 @@ class Engine {
   std::chrono::milliseconds timeout_;
   Mapping control_;
   const Peers peers_;
-  std::vector<Mapping> staging_;       ///< [rank]
+  std::vector<Mapping> slots_;  ///< [rank]
+  Staging staging_;
   std::vector<Mapping> channels_;      ///< The channels from rank r. [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
   bool core_each_ = false;             ///< There is a core for each rank, so a rank may spin.
@@ -223,7 +211,6 @@ class Engine {
   };
   std::vector<Due> due_;
   std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
-  std::vector<void*> parts_;            ///< Scratch: addresses of the ranks' parts of a reduction. [rank]
   std::vector<std::weak_ptr<SymmetricSegment>> segments_;
   std::uint32_t next_segment_ = 1;
   std::unique_ptr<Mailbox> mailbox_;

@@ -16,9 +16,9 @@ namespace ddpkit::shm {
 
 void Engine::join() {
   // The control memory and its layout exist. Each rank fills in its block.
-  staging_.resize(static_cast<std::size_t>(world_size_));
+  slots_.resize(static_cast<std::size_t>(world_size_));
   for (int r = 0; r < world_size_; ++r) watches_.emplace_back(pid(r));
-  Mapping& own = staging_[static_cast<std::size_t>(rank_)];
+  Mapping& own = slots_[static_cast<std::size_t>(rank_)];
   own = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
   RankBlock& self = block(rank_);
   channels_.resize(static_cast<std::size_t>(world_size_));
@@ -60,11 +60,12 @@ void Engine::join() {
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
-      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
+      slots_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
       channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
     }
     // New pages are zero: the initial state of a channel.
     channels.push_back(reinterpret_cast<ChannelBlock*>(channels_[index].data()));
+    staging_.slots.push_back(slots_[index].data());
     cpu_set_t theirs;
     CPU_ZERO(&theirs);
     std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
@@ -73,6 +74,8 @@ void Engine::join() {
   core_each_ = CPU_COUNT(&all) >= world_size_;
   self.joined.store(2);
   wait_for_all(2);
+  staging_.rank = rank_;
+  staging_.parts.resize(staging_.slots.size());
   own.close_descriptor();
   own_channels.close_descriptor();
   mailbox_ = std::make_unique<Mailbox>(rank_, std::move(channels));

@@ -1,4 +1,4 @@
-// Collectives in symmetric memory: finds the ranks' tensors, reduces and copies in place.
+// Collectives in symmetric memory: finds the ranks' tensors.
 #include <algorithm>
 #include <cstring>
 
@@ -44,17 +44,6 @@ Extent given_to_others(const Operation& operation) {
     default:
       return {};
   }
-}
-
-/// Reduces all ranks' parts, of `numel` elements each, to `output`.
-void reduce_parts(const Request& request, const std::vector<void*>& parts, std::size_t numel, void* output) {
-  kernels::reduce({.dtype = request.dtype,
-                   .op = request.op,
-                   .numel = numel,
-                   .inputs = parts.data(),
-                   .input_count = parts.size(),
-                   .outputs = &output,
-                   .output_count = 1});
 }
 
 }  // namespace
@@ -154,80 +143,6 @@ void Engine::agree(Operation& operation) {
       }
       operation.parts[p * ranks + r] = holder->base[r] + address.offset;
     }
-  }
-}
-
-void Engine::reduce_pieces_to_slices(const Operation& operation) {
-  const Request& request = operation.request;
-  const std::size_t size = operation.element_size();
-  const auto ranks = static_cast<std::size_t>(world_size_);
-  for (std::size_t p = 0; p < request.pieces.size(); ++p) {
-    const Span slice = slice_of(request.pieces[p].numel, size, rank_, world_size_);
-    if (slice.count == 0) continue;
-    for (std::size_t r = 0; r < ranks; ++r)
-      parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + slice.begin * size;
-    reduce_parts(request, parts_, slice.count, request.pieces[p].slice);
-  }
-}
-
-void Engine::move_in_place(const Operation& operation) {
-  const Request& request = operation.request;
-  const auto self = static_cast<std::size_t>(rank_);
-  const auto ranks = static_cast<std::size_t>(world_size_);
-  switch (request.kind) {
-    case CollectiveKind::kBroadcast:
-      if (request.root != rank_)
-        std::memcpy(request.output, operation.parts[static_cast<std::size_t>(request.root)], operation.bytes());
-      break;
-    case CollectiveKind::kAllGather:
-      // Each rank starts with its own part, so that not all ranks read from the same rank.
-      for (std::size_t i = 0; i < ranks; ++i) {
-        const std::size_t r = (self + i) % ranks;
-        if (request.outputs[r] != operation.parts[r])
-          std::memcpy(request.outputs[r], operation.parts[r], operation.bytes());
-      }
-      break;
-    case CollectiveKind::kReduceScatter:
-      for (std::size_t r = 0; r < ranks; ++r)
-        parts_[r] = static_cast<std::byte*>(operation.parts[r]) + self * operation.bytes();
-      reduce_parts(request, parts_, request.numel, request.output);
-      break;
-    case CollectiveKind::kReduceScatterCoalesced:
-      reduce_pieces_to_slices(operation);
-      break;
-    default:
-      reduce_in_place(operation);
-  }
-}
-
-void Engine::reduce_in_place(const Operation& operation) {
-  const Request& request = operation.request;
-  const std::size_t size = operation.element_size();
-  const std::size_t line = kCacheLine / size;
-  const auto ranks = static_cast<std::size_t>(world_size_);
-  const std::size_t pieces = operation.parts.size() / ranks;
-  const auto numel_of = [&](std::size_t p) { return request.pieces.empty() ? request.numel : request.pieces[p].numel; };
-  // This rank's share of the cache lines of all pieces, one piece after the other.
-  std::size_t lines = 0;
-  for (std::size_t p = 0; p < pieces; ++p) lines += (numel_of(p) + line - 1) / line;
-  const Span share = slice_of(lines, kCacheLine, rank_, world_size_);
-  std::size_t begin = 0;
-  for (std::size_t p = 0; p < pieces && begin < share.begin + share.count; ++p) {
-    const std::size_t end = begin + (numel_of(p) + line - 1) / line;
-    const std::size_t from = (std::max(begin, share.begin) - begin) * line;
-    const std::size_t to = std::min((std::min(end, share.begin + share.count) - begin) * line, numel_of(p));
-    begin = end;
-    if (from >= to) continue;
-    // In rank order: the order of the sum, and so its bits, do not depend on the rank that adds.
-    for (std::size_t r = 0; r < ranks; ++r)
-      parts_[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + from * size;
-    kernels::reduce({.dtype = request.dtype,
-                     .op = request.op,
-                     .numel = to - from,
-                     .inputs = parts_.data(),
-                     .input_count = parts_.size(),
-                     .outputs = parts_.data(),
-                     .output_count = parts_.size()});
   }
 }
 
