@@ -10,7 +10,7 @@
 
 #include <ddpkit/comm/arena_stats.h>
 
-#include "comm/shm/engine.h"
+#include "comm/shm/segments.h"
 
 namespace ddpkit::shm {
 

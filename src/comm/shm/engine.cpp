@@ -15,22 +15,11 @@ Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::mi
     : rank_(rank),
       world_size_(static_cast<int>(pids.size())),
       timeout_(timeout),
-      control_(std::move(control)),
-      peers_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead)), rank, std::move(pids), first_rank) {
-  try {
-    if (world_size_ > 1) join();
-  } catch (const PeerLost& error) {
-    announce(FailureKind::kPeerLost, error.what(), error.context().rank);
-    throw;
-  } catch (const Timeout& error) {
-    announce(FailureKind::kTimeout, error.what(), error.context().rank);
-    throw RendezvousError(error.what(), error.context());
-  } catch (const std::exception& error) {
-    announce(FailureKind::kAborted, error.what(), named(rank_));
-    throw;
-  }
+      peers_(std::move(control), rank, std::move(pids), timeout, first_rank),
+      mailbox_(rank, peers_.channels()) {
+  staging_ = {.rank = rank, .slots = peers_.staging_slots(), .parts = {}};
+  staging_.parts.resize(staging_.slots.size());
   Engines::all().add(this);
-  control_.close_descriptor();
 }
 
 Engine::~Engine() {
@@ -41,7 +30,7 @@ Engine::~Engine() {
     stopping_ = true;
   }
   background_wanted_.notify_all();
-  ring(rank_);
+  peers_.wake(rank_);
   if (background_thread_.get_id() == std::this_thread::get_id()) {
     // A callback held the last reference to the engine. The thread ends after the callback returns.
     *ended_by_callback_ = true;
@@ -50,8 +39,7 @@ Engine::~Engine() {
     background_thread_.join();
   }
   if (recorder_.is_world(group_number_)) recorder_.leave();
-  block(rank_).left.store(1);
-  ring_sleepers();
+  peers_.leave();
   // No thread progresses these any more.
   const auto abandoned = std::make_exception_ptr(
       Error("the process group was released before the end of its collective; keep it until then"));
@@ -60,7 +48,7 @@ Engine::~Engine() {
   }
 }
 
-bool Engine::is_of_this_process() const noexcept { return ::getpid() == pid(rank_); }
+bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank_); }
 
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request request) {
   throw_if_failed();
@@ -107,7 +95,8 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
   // The header of the collective kMaxOutstanding before is overwritten, so all ranks must have read it. While this
   // thread waits, another thread may post a collective, so the sequence number is read after the wait.
   const auto header_is_free = [&] {
-    return next_sequence_ < kMaxOutstanding || all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
+    return next_sequence_ < kMaxOutstanding ||
+           peers_.all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
   };
   if (world_size_ > 1 && !header_is_free()) wait_until(lock, timeout_, nullptr, header_is_free);
   const std::uint64_t sequence = next_sequence_;
@@ -128,13 +117,13 @@ void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& 
     ++next_sequence_;
     return;
   }
-  locate(*operation);
-  block(rank_).headers[sequence % kMaxOutstanding].store(operation->header);
+  segments_.locate(*operation);
+  peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
   operation->record =
       recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
   operations_.push_back(operation);
   ++next_sequence_;
-  raise(mine().posted, next_sequence_);
+  peers_.publish(mine().posted, next_sequence_);
   progress();
 }
 
@@ -147,6 +136,34 @@ void Engine::run_alone(const OperationHandle& operation) {
     if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation->element_size());
   }
   complete(operation, request.on_finish, request.keep_alive);
+}
+
+std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
+  const auto gather = [&](const SegmentOffer& offer) {
+    std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size_));
+    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
+    for (SegmentOffer& theirs : offers) request.outputs.push_back(&theirs);
+    wait(post(std::move(request)));
+    return offers;
+  };
+  const auto fail_as = [this](FailureKind kind, const Error& error) {
+    const std::unique_lock lock(mutex_);
+    fail(kind, error.what(), error.context().rank);
+  };
+  SegmentOffer own;
+  auto segment = segments_.create(bytes, fill, own);
+  const auto offers = gather(own);
+  try {
+    segments_.map(*segment, fill, offers, own);
+  } catch (const CollectiveMismatch& error) {
+    fail_as(FailureKind::kMismatch, error);
+  } catch (const PeerLost& error) {
+    fail_as(FailureKind::kPeerLost, error);
+  }
+  segments_.throw_first_error(gather(own));  // Also keeps the descriptor open until all ranks have mapped it.
+  const std::unique_lock lock(mutex_);
+  segments_.add(segment);
+  return segment;
 }
 
 void Engine::settle(std::unique_lock<std::mutex>& lock) {
@@ -164,7 +181,7 @@ void Engine::settle(std::unique_lock<std::mutex>& lock) {
     }
     lock.lock();
     for (const Due& entry : due) entry.pending->finished = true;
-    ring(rank_);  // Another thread may wait for one of these operations.
+    peers_.wake(rank_);  // Another thread may wait for one of these operations.
     due.clear();
     if (due_.empty()) due_.swap(due);  // Keeps the memory for reuse.
   }
@@ -174,7 +191,7 @@ MessageHandle Engine::post(MessageHandle message) {
   std::unique_lock lock(mutex_);
   throw_if_failed();
   try {
-    mailbox_->post(message);
+    mailbox_.post(message);
   } catch (const CollectiveMismatch& error) {
     fail(FailureKind::kMismatch, error.what(), error.context().rank);
   }

@@ -17,25 +17,16 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shm/control.h"
 #include "comm/shm/diagnostics.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/messages.h"
 #include "comm/shm/operation.h"
 #include "comm/shm/peers.h"
-#include "comm/shm/process_watch.h"
+#include "comm/shm/segments.h"
 #include "comm/shm/transfers.h"
 #include "comm/trace/recorder.h"
 
 namespace ddpkit::shm {
-
-/// Memory that all ranks map, with the same segment number and the same offsets, at different addresses.
-struct SymmetricSegment {
-  std::uint32_t id = 0;           ///< From 1, the same on all ranks.
-  std::vector<std::byte*> base;   ///< Pages of each rank, at their address in this process. [rank]
-  std::size_t bytes = 0;          ///< Per rank.
-  std::vector<Mapping> mappings;  ///< [rank]
-};
 
 /// The collectives of one rank in one group of processes that share memory.
 ///
@@ -98,7 +89,7 @@ class Engine {
   /// operations here, through a third rank. Returns false if no operation is in progress. Never blocks, never throws.
   bool progress_from_outside() noexcept;
   /// Returns an address that is the same for all ranks of one group in this process.
-  const void* group() const noexcept { return &block(0); }
+  const void* group() const noexcept { return &peers_.block(0); }
 
   void set_timeout(std::chrono::milliseconds timeout) noexcept;
   std::uint64_t sequence() const noexcept;
@@ -106,10 +97,7 @@ class Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  RankBlock& block(int rank) const noexcept { return peers_.block(rank); }
-  int named(int rank) const noexcept { return peers_.named(rank); }
-  int pid(int rank) const noexcept { return peers_.pid(rank); }
-  Progress& mine() const noexcept { return block(rank_).progress; }
+  Progress& mine() const noexcept { return peers_.own().progress; }
 
   // Progress. All functions require mutex_.
   bool progress();
@@ -126,36 +114,18 @@ class Engine {
   bool reduce_slices();
   bool finish();
   void resolve();
-  void agree(Operation& operation);
   Operation* at(std::uint64_t sequence) const noexcept;
   bool slot_is_free(std::uint64_t ticket) const noexcept;
-  void locate(Operation& operation);
-  struct Located {
-    SymmetricAddress address{};
-    std::shared_ptr<SymmetricSegment> segment;
-  };
-  /// Returns the location in symmetric memory; an empty segment for private memory.
-  Located locate(const void* data, std::size_t bytes) const;
-  SymmetricAddress address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const;
-  std::shared_ptr<SymmetricSegment> segment(std::uint32_t id) const;
   void run_alone(const OperationHandle& operation);
-  bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept;
-  void raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept;
-  void notify_peers() noexcept;
-  void ring_sleepers() noexcept;
   OperationHandle new_operation();
   OperationHandle begin(std::unique_lock<std::mutex>& lock, Request request);
   void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
 
   // Waiting.
-  void join();
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
                   const std::function<bool()>& done);
-  /// `ended`: the value of ended_peers() before this rank last checked its peers.
+  /// `ended`: the value of Peers::ended() before this rank last checked its peers.
   void sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended);
-  /// Returns the number of ranks that have announced a failure or left. It never decreases.
-  int ended_peers() const noexcept;
-  void ring(int rank) noexcept;
   void run_background();
   // `message`: the message to wait for; null for collectives.
   Awaited awaited(const Message* message) const noexcept {
@@ -167,29 +137,14 @@ class Engine {
 
   // Failures.
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
-  void announce(FailureKind kind, const std::string& text, std::optional<int> culprit) noexcept;
-  /// A failure that another rank has announced.
-  struct AnnouncedFailure {
-    FailureKind kind = FailureKind::kNone;
-    std::string text;
-    std::optional<int> culprit;
-  };
-  std::optional<AnnouncedFailure> announced_failure(int rank) const;
-  /// Throws the failure that the rank has announced, if any.
-  void throw_announced_failure(int rank) const;
-  Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
   void throw_if_failed() const;
 
   const int rank_;
   const int world_size_;
   std::chrono::milliseconds timeout_;
-  Mapping control_;
-  const Peers peers_;
-  std::vector<Mapping> slots_;  ///< [rank]
-  Staging staging_;
-  std::vector<Mapping> channels_;      ///< The channels from rank r. [rank]
-  std::vector<ProcessWatch> watches_;  ///< [rank]
-  bool core_each_ = false;             ///< There is a core for each rank, so a rank may spin.
+  flight::Recorder& recorder_ = flight::Recorder::of_process();
+  const std::uint32_t group_number_ = recorder_.new_group();  ///< For the recorder, unique in this process.
+  Peers peers_;
 
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
@@ -202,7 +157,6 @@ class Engine {
   // The collectives of this rank's next ticket to arrive at and to reduce.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
-  bool raised_ = false;  ///< Counts were raised, and sleeping peers have not been notified.
   /// Callbacks and deleters for settle().
   struct Due {
     PendingHandle pending;
@@ -211,11 +165,9 @@ class Engine {
   };
   std::vector<Due> due_;
   std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
-  std::vector<std::weak_ptr<SymmetricSegment>> segments_;
-  std::uint32_t next_segment_ = 1;
-  std::unique_ptr<Mailbox> mailbox_;
-  flight::Recorder& recorder_ = flight::Recorder::of_process();
-  const std::uint32_t group_number_ = recorder_.new_group();  ///< For the recorder, unique in this process.
+  Segments segments_{peers_};
+  Staging staging_;
+  Mailbox mailbox_;
 
   struct Background {
     PendingHandle pending;

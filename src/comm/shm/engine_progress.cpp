@@ -28,13 +28,6 @@ Operation* Engine::at(std::uint64_t sequence) const noexcept {
   return index < operations_.size() ? operations_[index].get() : nullptr;  // Null for a group of one rank.
 }
 
-bool Engine::all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept {
-  for (int r = 0; r < world_size_; ++r) {
-    if ((block(r).progress.*count).load() < enough) return false;
-  }
-  return true;
-}
-
 bool Engine::progress() {
   bool moved = false;
   try {
@@ -43,17 +36,16 @@ bool Engine::progress() {
       again |= arrive();
       again |= reduce_slices();
       again |= finish();
-      if (!mailbox_) continue;
-      if (!mailbox_->idle()) again |= mailbox_->progress([this](int peer) { ring(peer); });
-      mailbox_->take_finished(
+      if (!mailbox_.idle()) again |= mailbox_.progress([this](int peer) { peers_.wake(peer); });
+      mailbox_.take_finished(
           [this](const MessageHandle& message) { complete(message, message->on_finish, message->keep_alive); });
     }
   } catch (const CollectiveMismatch& error) {
     fail(FailureKind::kMismatch, error.what(), error.context().rank);
   }
-  notify_peers();
-  // The background thread sleeps on this rank's bell.
-  if (moved && !background_.empty()) ring(rank_);
+  peers_.notify_sleepers();
+  // The background thread sleeps on this rank's wake-ups.
+  if (moved && !background_.empty()) peers_.wake(rank_);
   return moved;
 }
 
@@ -63,11 +55,11 @@ bool Engine::match() {
     resolve();
     const std::uint64_t sequence = mine().matched.load(std::memory_order_relaxed);
     Operation* operation = at(sequence);
-    if (!operation || !all_reached(&Progress::posted, sequence + 1)) return moved;
+    if (!operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
     compare_headers(peers_, operation->header);
     // After every rank has matched, the headers may be overwritten.
-    if (operation->path == Path::kUnknown) agree(*operation);
-    raise(mine().matched, sequence + 1);
+    if (operation->path == Path::kUnknown) segments_.agree(*operation);
+    peers_.publish(mine().matched, sequence + 1);
     moved = true;
   }
 }
@@ -90,7 +82,7 @@ void Engine::resolve() {
 
 /// The previous user of the slot is `ticket` - kSlots.
 bool Engine::slot_is_free(std::uint64_t ticket) const noexcept {
-  return ticket < kSlots || all_reached(&Progress::finished, ticket - kSlots + 1);
+  return ticket < kSlots || peers_.all_reached(&Progress::finished, ticket - kSlots + 1);
 }
 
 bool Engine::arrive() {
@@ -105,7 +97,7 @@ bool Engine::arrive() {
         return moved;
       copy_in(staging_, operation, ticket);
     }
-    raise(mine().arrived, ticket + 1);
+    peers_.publish(mine().arrived, ticket + 1);
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++arrive_sequence_;
     moved = true;
   }
@@ -119,11 +111,11 @@ bool Engine::reduce_slices() {
     if (ticket == mine().arrived.load(std::memory_order_relaxed)) return moved;
     const Operation& operation = *at(reduce_sequence_);
     if (mine().matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
-        !all_reached(&Progress::arrived, ticket + 1))
+        !peers_.all_reached(&Progress::arrived, ticket + 1))
       return moved;
     if (operation.shared_reduce) {
       reduce_slice(staging_, operation, ticket);
-      raise(mine().reduced, ticket + 1);
+      peers_.publish(mine().reduced, ticket + 1);
     } else {
       mine().reduced.store(ticket + 1, std::memory_order_release);  // No rank waits for it.
     }
@@ -139,15 +131,15 @@ bool Engine::finish() {
     const std::uint64_t ticket = mine().finished.load(std::memory_order_relaxed);
     if (ticket == mine().reduced.load(std::memory_order_relaxed)) return moved;
     Operation& operation = *operations_.front();
-    if (operation.shared_reduce && !all_reached(&Progress::reduced, ticket + 1)) return moved;
+    if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
     const std::uint64_t next = mine().arrived.load(std::memory_order_relaxed);
     const bool along = can_copy_along(operation, next) && slot_is_free(next);
     if (operation.request.kind == CollectiveKind::kAllToAll && ticket == operation.first_ticket) {
       for (int r = 0; r < world_size_; ++r) compare_counts(peers_, operation, r, staging_.slot(r, ticket));
     }
     copy_out(staging_, operation, ticket, along ? std::optional(next) : std::nullopt);
-    if (along) raise(mine().arrived, next + 1);
-    raise(mine().finished, ticket + 1);
+    if (along) peers_.publish(mine().arrived, next + 1);
+    peers_.publish(mine().finished, ticket + 1);
     moved = true;
     if (ticket + 1 < operation.first_ticket + operation.tickets) continue;
     const OperationHandle done = std::move(operations_.front());

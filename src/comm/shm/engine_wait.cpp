@@ -1,10 +1,6 @@
-// Waiting: spins, sleeps, wakes sleeping peers, and progresses the other groups of the process.
-#include <linux/futex.h>
+// Waiting: spins, sleeps, and progresses the other groups of the process.
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include <climits>
 #include <thread>
 
 #include "comm/shm/engine.h"
@@ -31,25 +27,6 @@ constexpr int kSpinTurns = 6000;
 constexpr int kHotTurns = 100;
 /// Turns with more ranks than cores: a peer needs the core.
 constexpr int kYieldTurns = 4;
-
-void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, milliseconds limit) {
-  const timespec nap{0, static_cast<long>(std::chrono::nanoseconds(limit).count())};
-  ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &nap, nullptr, 0);
-}
-
-void futex_wake(std::atomic<std::uint32_t>& word) {
-  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-/// Between raising a count and checking which peers sleep. The counterpart is in sleep().
-void full_barrier() {
-#if defined(__SANITIZE_THREAD__)
-  static std::atomic<int> anything{0};  // ThreadSanitizer does not support fences.
-  anything.exchange(1);
-#else
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
 
 void pause() {
 #if defined(__x86_64__)
@@ -113,7 +90,7 @@ void Engine::run_background() {
         at = next;
       }
       if (over.empty()) {
-        const int ended = ended_peers();
+        const int ended = peers_.ended();
         check_peers(background_.front().pending->message);
         sleep(lock, false, ended);
       }
@@ -135,7 +112,7 @@ void Engine::run_background() {
 
 void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout, const Message* message,
                         const std::function<bool()>& done) {
-  const int turns_awake = core_each_ ? kSpinTurns : kYieldTurns;
+  const int turns_awake = peers_.core_each() ? kSpinTurns : kYieldTurns;
   std::optional<Clock::time_point> start;  // Reads the clock only after a long wait.
   for (int turn = 0;;) {
     throw_if_failed();
@@ -143,10 +120,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     settle(lock);
     if (done()) return;
     if (turn++ < turns_awake) {
-      if (core_each_ && turn < kHotTurns) continue;
+      if (peers_.core_each() && turn < kHotTurns) continue;
       lock.unlock();
       if (turn % kLookAround == 0) Engines::all().progress_others(this);
-      if (core_each_) {
+      if (peers_.core_each()) {
         pause();
       } else {
         ::sched_yield();
@@ -158,7 +135,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
       start = Clock::now();
       if (!message && !operations_.empty()) recorder_.waits(operations_.front()->record);
     }
-    const int ended = ended_peers();
+    const int ended = peers_.ended();
     check_peers(message);
     settle(lock);
     if (done()) return;
@@ -172,23 +149,19 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
 }
 
 void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended) {
-  RankBlock& self = block(rank_);
-  // A peer raises a count or ends its group, and then reads `sleeping`. This rank sets `sleeping`, and then reads the
-  // counts and ends. In any order of the four steps, either this rank sees the change or the peer rings.
-  const std::uint32_t bell = self.bell.load();
-  self.sleeping.fetch_add(1);
-  if (!progress() && ended_peers() == ended) {
+  const std::uint32_t bell = peers_.start_sleep();
+  if (!progress() && peers_.ended() == ended) {
     lock.unlock();
-    futex_wait(self.bell, bell, others_busy ? kShortNap : kNap);
+    peers_.sleep(bell, others_busy ? kShortNap : kNap);
     lock.lock();
   }
-  self.sleeping.fetch_sub(1);
+  peers_.end_sleep();
 }
 
 bool Engine::progress_from_outside() noexcept {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;  // Its own thread makes progress.
-  if (failure_ || (operations_.empty() && (!mailbox_ || mailbox_->idle()))) return false;
+  if (failure_ || (operations_.empty() && mailbox_.idle())) return false;
   try {
     progress();
   } catch (const std::exception&) {
@@ -196,31 +169,6 @@ bool Engine::progress_from_outside() noexcept {
   }
   // The group's own calls run settle(): a deleter may destroy a group, and the list of groups is locked here.
   return true;
-}
-
-void Engine::raise(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept {
-  count.store(value, std::memory_order_release);
-  raised_ = true;
-}
-
-/// Wakes sleeping peers, once for all the counts raised in a turn, because the barrier costs more than the stores.
-void Engine::notify_peers() noexcept {
-  if (!raised_) return;
-  raised_ = false;
-  full_barrier();
-  ring_sleepers();
-}
-
-void Engine::ring(int rank) noexcept {
-  if (block(rank).sleeping.load() == 0) return;
-  block(rank).bell.fetch_add(1);
-  futex_wake(block(rank).bell);
-}
-
-void Engine::ring_sleepers() noexcept {
-  for (int r = 0; r < world_size_; ++r) {
-    if (r != rank_) ring(r);
-  }
 }
 
 }  // namespace ddpkit::shm

@@ -69,14 +69,6 @@ struct Operation : Pending {
 };
 using OperationHandle = std::shared_ptr<Operation>;
 
-/// Exchanged for a new symmetric segment by all-gather. A second all-gather reports errors of mapping the others'
-/// pages.
-struct SegmentOffer {
-  std::uint64_t bytes = 0;
-  std::int32_t fd = -1;
-  char error[244] = {};  ///< Error message; empty: no error.
-};
-
 /// The elements [begin, begin + count) of a tensor.
 struct Span {
   std::size_t begin = 0;

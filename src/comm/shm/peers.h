@@ -1,19 +1,34 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include <ddpkit/error.h>
+
 #include "comm/shm/control.h"
+#include "comm/shm/mapping.h"
+#include "comm/shm/process_watch.h"
 
 namespace ddpkit::shm {
 
-/// The ranks of a group, in the control memory that one of them has mapped.
+/// Returns the error for a failure of the group.
+std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::Context context);
+
+/// The ranks of a group, as one of them sees them: their counts, sleeps, failures and processes, and their memory.
+///
+/// The engine's mutex protects publish(), notify_sleepers() and publish_failure(). The other functions are thread-safe.
 class Peers {
  public:
-  /// `blocks` and `pids`: of all ranks. [rank] `first_rank`: the number of rank 0 in errors, if the group is a part of
-  /// a larger one.
-  Peers(RankBlock* blocks, int rank, std::vector<int> pids, int first_rank)
-      : rank_(rank), first_rank_(first_rank), pids_(std::move(pids)), blocks_(blocks) {}
+  /// Waits until all ranks have joined. Publishes an error before throwing it. Parameters and errors: see Engine.
+  Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank);
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
 
   int rank() const noexcept { return rank_; }
   int world_size() const noexcept { return static_cast<int>(pids_.size()); }
@@ -21,12 +36,78 @@ class Peers {
   /// Returns the rank's number for messages.
   int named(int rank) const noexcept { return first_rank_ + rank; }
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
+  RankBlock& own() const noexcept { return blocks_[rank_]; }
+  /// Returns whether there is a core for each rank, so that a rank may spin.
+  bool core_each() const noexcept { return core_each_; }
+
+  /// kSlots of kSlotBytes each. [rank] Empty for a group of one rank.
+  std::vector<std::byte*> staging_slots() const;
+  /// The channels from each rank. [rank] Empty for a group of one rank.
+  std::vector<ChannelBlock*> channels() const;
+  /// Maps pages of a rank. Throws like Mapping::open(), or the failure that the rank has published.
+  Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
+
+  // Counts.
+  bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept {
+    for (int r = 0; r < world_size(); ++r) {
+      if ((block(r).progress.*count).load() < enough) return false;
+    }
+    return true;
+  }
+  /// Raises a count of this rank.
+  void publish(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept {
+    count.store(value, std::memory_order_release);
+    published_ = true;
+  }
+  /// Wakes sleeping peers, once for all the counts published in a turn, because the barrier costs more than the stores.
+  void notify_sleepers() noexcept;
+
+  // Sleep. A peer publishes a count or ends its group, and then reads `sleeping`. This rank calls start_sleep(), and
+  // then reads the counts and ends. In any order of the four steps, either this rank sees the change or the peer wakes
+  // it.
+  /// Sets `sleeping`. Returns the value to pass to sleep().
+  std::uint32_t start_sleep() const noexcept;
+  /// Sleeps until a wake() after start_sleep(), at most `limit`.
+  void sleep(std::uint32_t bell, std::chrono::milliseconds limit) const noexcept;
+  void end_sleep() const noexcept { own().sleeping.fetch_sub(1); }
+  void wake(int rank) const noexcept;
+
+  // Failures.
+  struct Failure {
+    FailureKind kind = FailureKind::kNone;
+    std::string text;
+    std::optional<int> culprit;
+  };
+  /// Publishes this rank's failure; only the first counts.
+  void publish_failure(FailureKind kind, const std::string& text, std::optional<int> culprit) const noexcept;
+  /// Returns the failure that the rank has published, if any.
+  std::optional<Failure> failure_of(int rank) const;
+  /// Marks this rank as having left.
+  void leave() const noexcept;
+  /// Returns the number of ranks that have published a failure or left. It never decreases.
+  int ended() const noexcept;
+  /// Returns the other ranks that have left or whose processes have ended. Makes a system call per rank.
+  std::vector<int> lost() const;
+  /// Makes a rank print its stack to stderr, unless a launcher reads the recorder and requests the stacks.
+  void request_stack(int rank) const noexcept;
 
  private:
+  void join(std::chrono::milliseconds timeout);
+  void wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeout,
+                       std::chrono::steady_clock::time_point deadline) const;
+  void throw_failure_of(int rank) const;
+  void wake_others() const noexcept;
+
   const int rank_;
   const int first_rank_;
   const std::vector<int> pids_;  ///< [rank]
-  RankBlock* const blocks_;      ///< [rank]
+  Mapping control_;
+  RankBlock* const blocks_;            ///< [rank]
+  std::vector<Mapping> staging_;       ///< [rank]
+  std::vector<Mapping> channels_;      ///< [rank]
+  std::vector<ProcessWatch> watches_;  ///< [rank]
+  bool core_each_ = false;
+  bool published_ = false;  ///< Counts were raised, and sleeping peers have not been notified.
 };
 
 }  // namespace ddpkit::shm

@@ -1,13 +1,13 @@
-// Collectives in symmetric memory: finds the ranks' tensors.
+#include "comm/shm/segments.h"
+
 #include <algorithm>
-#include <cstring>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
 
-#include "comm/shm/engine.h"
-#include "comm/shm/operation.h"
+#include "comm/shm/diagnostics.h"
 
 namespace ddpkit::shm {
 namespace {
@@ -46,9 +46,67 @@ Extent given_to_others(const Operation& operation) {
   }
 }
 
+void write_error(SegmentOffer& offer, const Error& error) {
+  fmt::format_to_n(offer.error, sizeof offer.error - 1, "{}", error.what());
+}
+
 }  // namespace
 
-Engine::Located Engine::locate(const void* data, std::size_t bytes) const {
+std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::Fill fill, SegmentOffer& own) const {
+  auto segment = std::make_shared<SymmetricSegment>();
+  segment->bytes = bytes;
+  segment->mappings.resize(static_cast<std::size_t>(peers_.world_size()));
+  own.bytes = bytes;
+  try {
+    Mapping& mapping = segment->mappings[static_cast<std::size_t>(peers_.rank())];
+    mapping = Mapping::create(fmt::format("segment-{}", peers_.rank()), bytes, fill);
+    own.fd = mapping.descriptor();
+  } catch (const Error& error) {
+    write_error(own, error);
+  }
+  return segment;
+}
+
+void Segments::map(SymmetricSegment& segment, Mapping::Fill fill, const std::vector<SegmentOffer>& offers,
+                   SegmentOffer& own) const {
+  for (int r = 0; r < peers_.world_size(); ++r) {
+    const std::size_t theirs = offers[static_cast<std::size_t>(r)].bytes;
+    if (theirs == segment.bytes) continue;
+    throw CollectiveMismatch(
+        fmt::format("allocate: rank {} asked for {} bytes of symmetric memory, rank {} for {}", peers_.named(0),
+                    offers[0].bytes, peers_.named(r == 0 ? peers_.rank() : r), r == 0 ? segment.bytes : theirs),
+        {.rank = peers_.named(r)});
+  }
+  throw_first_error(offers);
+  try {
+    for (int r = 0; r < peers_.world_size(); ++r) {
+      const auto index = static_cast<std::size_t>(r);
+      if (r != peers_.rank()) segment.mappings[index] = peers_.open(r, offers[index].fd, segment.bytes, fill);
+      segment.base.push_back(segment.mappings[index].data());
+    }
+  } catch (const PeerLost&) {
+    throw;  // The rank may have taken part in the next exchange before it ended, so the group must fail.
+  } catch (const Error& error) {
+    write_error(own, error);
+  }
+}
+
+void Segments::throw_first_error(const std::vector<SegmentOffer>& offers) const {
+  for (std::size_t r = 0; r < offers.size(); ++r) {
+    const int rank = peers_.named(static_cast<int>(r));
+    if (offers[r].error[0])
+      throw Error(fmt::format("rank {}: {}", rank, offers[r].error), {.rank = rank, .call = "allocate"});
+  }
+}
+
+void Segments::add(const std::shared_ptr<SymmetricSegment>& segment) {
+  segment->mappings[static_cast<std::size_t>(peers_.rank())].close_descriptor();
+  segment->id = next_id_++;
+  std::erase_if(segments_, [](const auto& old) { return old.expired(); });
+  segments_.push_back(segment);
+}
+
+Segments::Located Segments::locate(const void* data, std::size_t bytes) const {
   for (const auto& candidate : segments_) {
     auto segment = candidate.lock();
     if (!segment) continue;
@@ -58,26 +116,25 @@ Engine::Located Engine::locate(const void* data, std::size_t bytes) const {
   return {};
 }
 
-SymmetricAddress Engine::address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const {
+SymmetricAddress Segments::address_in(const SymmetricSegment& segment, const void* data, std::size_t bytes) const {
   const auto* begin = static_cast<const std::byte*>(data);
-  const std::byte* base = segment.base[static_cast<std::size_t>(rank_)];
+  const std::byte* base = segment.base[static_cast<std::size_t>(peers_.rank())];
   if (begin < base || begin + bytes > base + segment.bytes) return {};
   return {.segment = segment.id, .offset = static_cast<std::uint64_t>(begin - base)};
 }
 
-std::shared_ptr<SymmetricSegment> Engine::segment(std::uint32_t id) const {
+std::shared_ptr<SymmetricSegment> Segments::find(std::uint32_t id) const {
   for (const auto& candidate : segments_) {
     if (auto segment = candidate.lock(); segment && segment->id == id) return segment;
   }
   return nullptr;
 }
 
-/// Writes the symmetric addresses of a collective's tensors. Sets the path if it does not depend on the other ranks.
-void Engine::locate(Operation& operation) {
+void Segments::locate(Operation& operation) const {
   const Request& request = operation.request;
   operation.largest_piece = request.numel;
   if (is_coalesced(request.kind)) {
-    auto& addresses = block(rank_).pieces[operation.header.sequence % kMaxOutstanding];
+    auto& addresses = peers_.block(peers_.rank()).pieces[operation.header.sequence % kMaxOutstanding];
     for (std::size_t i = 0; i < request.pieces.size(); ++i) {
       const Piece& piece = request.pieces[i];
       const std::size_t bytes = piece.numel * operation.element_size();
@@ -102,13 +159,13 @@ void Engine::locate(Operation& operation) {
   if (request.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
 }
 
-void Engine::agree(Operation& operation) {
+void Segments::agree(Operation& operation) const {
   const Request& request = operation.request;
-  const auto ranks = static_cast<std::size_t>(world_size_);
+  const auto ranks = static_cast<std::size_t>(peers_.world_size());
   const std::uint64_t index = operation.header.sequence % kMaxOutstanding;
-  for (int r = 0; r < world_size_; ++r)
+  for (int r = 0; r < peers_.world_size(); ++r)
     operation.largest_piece =
-        std::max(operation.largest_piece, static_cast<std::size_t>(block(r).headers[index].load().numel));
+        std::max(operation.largest_piece, static_cast<std::size_t>(peers_.block(r).headers[index].load().numel));
   const bool coalesced = is_coalesced(request.kind);
   const std::size_t pieces = coalesced ? request.pieces.size() : 1;
   operation.path = Path::kSymmetric;
@@ -117,7 +174,7 @@ void Engine::agree(Operation& operation) {
     const std::size_t bytes =
         coalesced ? request.pieces[p].numel * operation.element_size() : given_to_others(operation).bytes;
     for (std::size_t r = 0; r < ranks; ++r) {
-      const RankBlock& theirs = block(static_cast<int>(r));
+      const RankBlock& theirs = peers_.block(static_cast<int>(r));
       const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
       // One tensor: symmetric if it is in the same segment on all ranks, so all ranks decide the same.
       const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
@@ -126,17 +183,17 @@ void Engine::agree(Operation& operation) {
         if (known && held->id == address.segment) holder = held.get();
       }
       if (known && !holder) {
-        if (auto found = segment(address.segment)) {
+        if (auto found = find(address.segment)) {
           holder = found.get();
           operation.segments.push_back(std::move(found));
         }
       }
       const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
       if (!fits && coalesced)
-        throw CollectiveMismatch(
-            fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
-                        name_of(request.kind), operation.header.sequence, p, named(static_cast<int>(r)), named(rank_)),
-            {.rank = named(static_cast<int>(r))});
+        throw CollectiveMismatch(fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
+                                             name_of(request.kind), operation.header.sequence, p,
+                                             peers_.named(static_cast<int>(r)), peers_.named(peers_.rank())),
+                                 {.rank = peers_.named(static_cast<int>(r))});
       if (!fits) {
         operation.path = Path::kStaged;
         return;

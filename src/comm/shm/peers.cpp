@@ -1,0 +1,239 @@
+#include "comm/shm/peers.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "comm/trace/recorder.h"
+
+namespace ddpkit::shm {
+namespace {
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::milliseconds limit) {
+  const timespec nap{0, static_cast<long>(std::chrono::nanoseconds(limit).count())};
+  ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &nap, nullptr, 0);
+}
+
+void futex_wake(std::atomic<std::uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// Between publishing a count and checking which peers sleep. The counterpart is start_sleep().
+void full_barrier() {
+#if defined(__SANITIZE_THREAD__)
+  static std::atomic<int> anything{0};  // ThreadSanitizer does not support fences.
+  anything.exchange(1);
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+
+}  // namespace
+
+std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::Context context) {
+  switch (kind) {
+    case FailureKind::kMismatch:
+      return std::make_exception_ptr(CollectiveMismatch(text, std::move(context)));
+    case FailureKind::kTimeout:
+      return std::make_exception_ptr(Timeout(text, std::move(context)));
+    default:
+      return std::make_exception_ptr(PeerLost(text, std::move(context)));
+  }
+}
+
+Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
+    : rank_(rank),
+      first_rank_(first_rank),
+      pids_(std::move(pids)),
+      control_(std::move(control)),
+      blocks_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead))) {
+  try {
+    if (world_size() > 1) join(timeout);
+  } catch (const PeerLost& error) {
+    publish_failure(FailureKind::kPeerLost, error.what(), error.context().rank);
+    throw;
+  } catch (const Timeout& error) {
+    publish_failure(FailureKind::kTimeout, error.what(), error.context().rank);
+    throw RendezvousError(error.what(), error.context());
+  } catch (const std::exception& error) {
+    publish_failure(FailureKind::kAborted, error.what(), named(rank_));
+    throw;
+  }
+  control_.close_descriptor();
+}
+
+void Peers::join(std::chrono::milliseconds timeout) {
+  // The control memory and its layout exist. Each rank fills in its block.
+  const auto ranks = static_cast<std::size_t>(world_size());
+  for (const int pid : pids_) watches_.emplace_back(pid);
+  staging_.resize(ranks);
+  Mapping& staging = staging_[static_cast<std::size_t>(rank_)];
+  staging = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
+  channels_.resize(ranks);
+  Mapping& channels = channels_[static_cast<std::size_t>(rank_)];
+  const std::size_t channel_bytes = sizeof(ChannelBlock) * ranks;
+  channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
+  RankBlock& self = own();
+  self.staging_fd = staging.descriptor();
+  self.channels_fd = channels.descriptor();
+  self.stack_signal = flight::Recorder::of_process().stack_signal();
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  ::sched_getaffinity(0, sizeof cores, &cores);
+  std::memcpy(self.cores.data(), &cores, std::min(sizeof cores, sizeof self.cores));
+  self.joined.store(1);
+
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  wait_for_joined(1, timeout, deadline);
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (int r = 0; r < world_size(); ++r) {
+    const auto index = static_cast<std::size_t>(r);
+    if (r != rank_) {
+      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
+      channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+    }
+    cpu_set_t theirs;
+    CPU_ZERO(&theirs);
+    std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
+    CPU_OR(&all, &all, &theirs);
+  }
+  core_each_ = CPU_COUNT(&all) >= world_size();
+  self.joined.store(2);
+  wait_for_joined(2, timeout, deadline);
+  staging.close_descriptor();
+  channels.close_descriptor();
+}
+
+void Peers::wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeout,
+                            std::chrono::steady_clock::time_point deadline) const {
+  for (int r = 0; r < world_size(); ++r) {
+    while (block(r).joined.load() < step) {
+      throw_failure_of(r);
+      if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
+        throw_failure_of(r);  // The rank may have published a failure between the two checks.
+        throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(r), pid(r)),
+                       {.rank = named(r), .call = "rendezvous"});
+      }
+      if (std::chrono::steady_clock::now() > deadline)
+        throw Timeout(fmt::format("rank {} timed out: rank {} did not join the shm group of {} ranks within {:.1f} s",
+                                  named(rank_), named(r), world_size(), std::chrono::duration<double>(timeout).count()),
+                      {.rank = named(r), .call = "rendezvous"});
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+}
+
+std::vector<std::byte*> Peers::staging_slots() const {
+  std::vector<std::byte*> slots;
+  for (const Mapping& mapping : staging_) slots.push_back(mapping.data());
+  return slots;
+}
+
+std::vector<ChannelBlock*> Peers::channels() const {
+  std::vector<ChannelBlock*> channels;
+  // New pages are zero: the initial state of a channel.
+  for (const Mapping& mapping : channels_) channels.push_back(reinterpret_cast<ChannelBlock*>(mapping.data()));
+  return channels;
+}
+
+Mapping Peers::open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const {
+  try {
+    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, fill);
+  } catch (const Error&) {
+    throw_failure_of(rank);  // A rank that fails publishes the failure before it closes its memory.
+    throw;
+  }
+}
+
+void Peers::notify_sleepers() noexcept {
+  if (!published_) return;
+  published_ = false;
+  full_barrier();
+  wake_others();
+}
+
+std::uint32_t Peers::start_sleep() const noexcept {
+  const std::uint32_t bell = own().bell.load();
+  own().sleeping.fetch_add(1);
+  return bell;
+}
+
+void Peers::sleep(std::uint32_t bell, std::chrono::milliseconds limit) const noexcept {
+  futex_wait(own().bell, bell, limit);
+}
+
+void Peers::wake(int rank) const noexcept {
+  if (block(rank).sleeping.load() == 0) return;
+  block(rank).bell.fetch_add(1);
+  futex_wake(block(rank).bell);
+}
+
+void Peers::wake_others() const noexcept {
+  for (int r = 0; r < world_size(); ++r) {
+    if (r != rank_) wake(r);
+  }
+}
+
+void Peers::publish_failure(FailureKind kind, const std::string& text, std::optional<int> culprit) const noexcept {
+  RankBlock& self = own();
+  if (self.failure.load() != 0) return;
+  const std::size_t length = std::min(text.size(), self.failure_text.size() - 1);
+  std::memcpy(self.failure_text.data(), text.data(), length);
+  self.culprit = culprit.value_or(-1);
+  self.failure.store(static_cast<std::uint32_t>(kind));
+  wake_others();
+}
+
+std::optional<Peers::Failure> Peers::failure_of(int rank) const {
+  const RankBlock& theirs = block(rank);
+  const auto kind = static_cast<FailureKind>(theirs.failure.load());
+  if (kind == FailureKind::kNone) return std::nullopt;
+  const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
+  // Only the rank that aborts publishes kAborted.
+  if (kind == FailureKind::kAborted)
+    return Failure{FailureKind::kPeerLost, fmt::format("rank {} aborted: {}", named(rank), text), named(rank)};
+  return Failure{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
+}
+
+void Peers::throw_failure_of(int rank) const {
+  if (const auto failure = failure_of(rank))
+    std::rethrow_exception(make_error(failure->kind, failure->text, {.rank = failure->culprit, .call = "rendezvous"}));
+}
+
+void Peers::leave() const noexcept {
+  own().left.store(1);
+  wake_others();
+}
+
+int Peers::ended() const noexcept {
+  int ended = 0;
+  for (int r = 0; r < world_size(); ++r) ended += block(r).failure.load() != 0 || block(r).left.load() != 0 ? 1 : 0;
+  return ended;
+}
+
+std::vector<int> Peers::lost() const {
+  std::vector<int> lost;
+  for (int r = 0; r < world_size(); ++r) {
+    if (r == rank_) continue;
+    if (block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive()) lost.push_back(r);
+  }
+  return lost;
+}
+
+void Peers::request_stack(int rank) const noexcept {
+  const int signal = block(rank).stack_signal;
+  if (signal != 0 && !flight::Recorder::of_process().is_read()) ::kill(pid(rank), signal);
+}
+
+}  // namespace ddpkit::shm
