@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
 #include "comm/shm/peers.h"
 

@@ -2,23 +2,18 @@
 
 #include <unistd.h>
 
-#include <cstring>
+#include <algorithm>
+
+#include <fmt/format.h>
 
 #include <ddpkit/error.h>
 
-#include "comm/shm/operation.h"
 #include "comm/timeout.h"
 
 namespace ddpkit::shm {
 
 Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
-    : rank_(rank),
-      world_size_(static_cast<int>(pids.size())),
-      timeout_(timeout),
-      peers_(std::move(control), rank, std::move(pids), timeout, first_rank),
-      mailbox_(rank, peers_.channels()) {
-  staging_ = {.rank = rank, .slots = peers_.staging_slots(), .parts = {}};
-  staging_.parts.resize(staging_.slots.size());
+    : timeout_(timeout), peers_(std::move(control), rank, std::move(pids), timeout, first_rank) {
   Engines::all().add(this);
 }
 
@@ -30,7 +25,7 @@ Engine::~Engine() {
     stopping_ = true;
   }
   background_wanted_.notify_all();
-  peers_.wake(rank_);
+  peers_.wake(rank());
   if (background_thread_.get_id() == std::this_thread::get_id()) {
     // A callback held the last reference to the engine. The thread ends after the callback returns.
     *ended_by_callback_ = true;
@@ -48,14 +43,15 @@ Engine::~Engine() {
   }
 }
 
-bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank_); }
+bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank()); }
 
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request request) {
   throw_if_failed();
-  if (world_size_ > kRanksOfAllCollectives) check_pieces(request.kind, world_size_);
-  OperationHandle operation = new_operation();
-  operation->request = std::move(request);
-  enqueue(lock, operation);
+  // While this thread waits, another thread may post a collective.
+  const auto can_post = [&] { return collectives_.can_post(); };
+  if (!can_post()) wait_until(lock, timeout_, nullptr, can_post);
+  OperationHandle operation = collectives_.post(std::move(request));
+  progress();
   return operation;
 }
 
@@ -72,75 +68,12 @@ void Engine::run(Request request) {
   settle(lock);
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
   operation->throw_if_failed();
-  if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
-}
-
-OperationHandle Engine::new_operation() {
-  if (spare_.empty()) return std::make_shared<Operation>();
-  OperationHandle operation = std::move(spare_.back());
-  spare_.pop_back();
-  // A small collective takes less time than allocating these vectors again.
-  auto segments = std::move(operation->segments);
-  auto parts = std::move(operation->parts);
-  segments.clear();
-  parts.clear();
-  *operation = Operation();
-  operation->segments = std::move(segments);
-  operation->parts = std::move(parts);
-  return operation;
-}
-
-void Engine::enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation) {
-  const Request& request = operation->request;
-  // The header of the collective kMaxOutstanding before is overwritten, so all ranks must have read it. While this
-  // thread waits, another thread may post a collective, so the sequence number is read after the wait.
-  const auto header_is_free = [&] {
-    return next_sequence_ < kMaxOutstanding ||
-           peers_.all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
-  };
-  if (world_size_ > 1 && !header_is_free()) wait_until(lock, timeout_, nullptr, header_is_free);
-  const std::uint64_t sequence = next_sequence_;
-  operation->header = {.sequence = sequence,
-                       .numel = request.numel,
-                       .kind = request.kind,
-                       .dtype = static_cast<std::uint8_t>(request.dtype),
-                       .reduce_op = static_cast<std::uint8_t>(request.op),
-                       .root = request.root,
-                       .pieces = static_cast<std::uint32_t>(request.pieces.size()),
-                       .piece_sizes = 0,
-                       .address = {}};
-  for (const Piece& piece : request.pieces) {
-    operation->header.piece_sizes = (operation->header.piece_sizes ^ piece.numel) * 0x100000001b3ULL;  // FNV-1
-  }
-  if (world_size_ == 1) {
-    run_alone(operation);
-    ++next_sequence_;
-    return;
-  }
-  segments_.locate(*operation);
-  peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
-  operation->record =
-      recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
-  operations_.push_back(operation);
-  ++next_sequence_;
-  peers_.publish(mine().posted, next_sequence_);
-  progress();
-}
-
-void Engine::run_alone(const OperationHandle& operation) {
-  Request& request = operation->request;
-  const void* input = request.inputs.empty() ? request.input : request.inputs[0];
-  void* output = request.outputs.empty() ? request.output : request.outputs[0];
-  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
-  for (const Piece& piece : request.pieces) {
-    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation->element_size());
-  }
-  complete(operation, request.on_finish, request.keep_alive);
+  collectives_.recycle(std::move(operation));
 }
 
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
   const auto gather = [&](const SegmentOffer& offer) {
-    std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size_));
+    std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
     Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
     for (SegmentOffer& theirs : offers) request.outputs.push_back(&theirs);
     wait(post(std::move(request)));
@@ -166,6 +99,22 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
   return segment;
 }
 
+bool Engine::progress() {
+  bool moved = false;
+  try {
+    for (bool again = true; again; moved |= again) {
+      again = collectives_.progress();
+      again |= mailbox_.progress();
+    }
+  } catch (const CollectiveMismatch& error) {
+    fail(FailureKind::kMismatch, error.what(), error.context().rank);
+  }
+  peers_.notify_sleepers();
+  // The background thread sleeps on this rank's wake-ups.
+  if (moved && !background_.empty()) peers_.wake(rank());
+  return moved;
+}
+
 void Engine::settle(std::unique_lock<std::mutex>& lock) {
   while (!due_.empty()) {
     std::vector<Due> due;
@@ -181,7 +130,7 @@ void Engine::settle(std::unique_lock<std::mutex>& lock) {
     }
     lock.lock();
     for (const Due& entry : due) entry.pending->finished = true;
-    peers_.wake(rank_);  // Another thread may wait for one of these operations.
+    peers_.wake(rank());  // Another thread may wait for one of these operations.
     due.clear();
     if (due_.empty()) due_.swap(due);  // Keeps the memory for reuse.
   }
@@ -200,6 +149,65 @@ MessageHandle Engine::post(MessageHandle message) {
   return message;
 }
 
+void Engine::check_peers(const Message* message) {
+  const auto fail_as_published = [&](int r) {
+    if (const auto failure = peers_.failure_of(r)) fail(failure->kind, failure->text, failure->culprit);
+  };
+  for (int r = 0; r < world_size(); ++r) {
+    if (r != rank()) fail_as_published(r);
+  }
+  const std::vector<int> lost = peers_.lost();
+  if (lost.empty()) return;
+  // A rank that ended because of another rank's failure has published that failure before.
+  for (const int r : lost) fail_as_published(r);
+  // The operations that the rank completed before its end count, and may be enough.
+  progress();
+  const auto missing = missing_ranks(peers_, awaited(message));
+  // Any remaining rank may still send the message.
+  if (message && message->peer == kAnySource && lost.size() < missing.size()) return;
+  if (message && message->over) return;
+  for (const int r : lost) {
+    if (std::find(missing.begin(), missing.end(), r) == missing.end()) continue;
+    fail(FailureKind::kPeerLost, lost_text(peers_, awaited(message), r), peers_.named(r));
+  }
+}
+
+void Engine::throw_timeout(const Message* message, std::chrono::milliseconds waited,
+                           std::chrono::milliseconds timeout) {
+  const auto missing = missing_ranks(peers_, awaited(message));
+  for (const int r : missing) peers_.request_stack(r);
+  fail(FailureKind::kTimeout, timeout_text(peers_, awaited(message), missing, waited, timeout),
+       missing.empty() ? std::nullopt : std::optional(peers_.named(missing.front())));
+}
+
+void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> culprit) {
+  Error::Context context{.rank = culprit, .call = "collective", .sequence = collectives_.next_sequence()};
+  if (const Operation* oldest = collectives_.oldest()) {
+    context.call = name_of(oldest->header.kind);
+    context.sequence = oldest->header.sequence;
+  }
+  failure_ = make_error(kind, text, std::move(context));
+  peers_.publish_failure(kind, text, culprit);
+  // The launcher only knows ranks of the world group.
+  recorder_.fail(static_cast<flight::Failure>(kind), recorder_.is_world(group_number_) ? culprit : std::nullopt);
+  std::rethrow_exception(failure_);
+}
+
+void Engine::abort(const std::string& reason) noexcept {
+  const std::unique_lock lock(mutex_);
+  if (failure_) return;
+  peers_.publish_failure(FailureKind::kAborted, reason, peers_.named(rank()));
+  try {
+    fail(FailureKind::kAborted, fmt::format("rank {} aborted: {}", peers_.named(rank()), reason), peers_.named(rank()));
+  } catch (...) {
+    // Later calls of this rank throw it.
+  }
+}
+
+void Engine::throw_if_failed() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
   const std::lock_guard lock(mutex_);
   timeout_ = bounded(timeout);
@@ -207,7 +215,7 @@ void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
 
 std::uint64_t Engine::sequence() const noexcept {
   const std::lock_guard lock(mutex_);
-  return next_sequence_;
+  return collectives_.next_sequence();
 }
 
 }  // namespace ddpkit::shm

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <list>
@@ -17,13 +16,13 @@
 #include <thread>
 #include <vector>
 
+#include "comm/shm/collectives.h"
 #include "comm/shm/diagnostics.h"
+#include "comm/shm/mailbox.h"
 #include "comm/shm/mapping.h"
-#include "comm/shm/messages.h"
 #include "comm/shm/operation.h"
 #include "comm/shm/peers.h"
 #include "comm/shm/segments.h"
-#include "comm/shm/transfers.h"
 #include "comm/trace/recorder.h"
 
 namespace ddpkit::shm {
@@ -33,12 +32,6 @@ namespace ddpkit::shm {
 /// The engine has no progress thread. Each post() and each iteration of a wait() advances all collectives in progress
 /// as far as the other ranks allow, without blocking. So with one core per rank, the training loop loses no cycles to a
 /// thread.
-///
-/// Each collective is split into tickets (chunks). A ticket has three steps on every rank, in order:
-///   arrive   this rank's data is readable by the others (in its staging slot, or in symmetric memory in place),
-///   reduce   for reductions: this rank reduces its slice of the chunk for all ranks,
-///   finish   the result is in this rank's output.
-/// A rank may arrive at a ticket while others finish earlier ones, as far as its staging slots permit.
 ///
 /// Errors are final: the first error ends the group, is reported to the other ranks, and is thrown by every later call.
 ///
@@ -58,8 +51,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  int rank() const noexcept { return rank_; }
-  int world_size() const noexcept { return world_size_; }
+  int rank() const noexcept { return peers_.rank(); }
+  int world_size() const noexcept { return peers_.world_size(); }
   /// Returns false in a child made by fork().
   bool is_of_this_process() const noexcept;
 
@@ -97,29 +90,12 @@ class Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Progress& mine() const noexcept { return peers_.own().progress; }
+  // All functions require mutex_, and those with `lock` release it meanwhile.
 
-  // Progress. All functions require mutex_.
-  bool progress();
-  /// Marks an operation as complete except for callbacks and deleters, which settle() runs.
-  template <class Handle>
-  void complete(const Handle& pending, std::function<void()>& on_finish, std::shared_ptr<void>& keep_alive) {
-    pending->over = true;
-    if (!on_finish) pending->finished = true;
-    if (on_finish || keep_alive) due_.push_back({pending, std::move(on_finish), std::move(keep_alive)});
-  }
-  void settle(std::unique_lock<std::mutex>& lock);
-  bool match();
-  bool arrive();
-  bool reduce_slices();
-  bool finish();
-  void resolve();
-  Operation* at(std::uint64_t sequence) const noexcept;
-  bool slot_is_free(std::uint64_t ticket) const noexcept;
-  void run_alone(const OperationHandle& operation);
-  OperationHandle new_operation();
   OperationHandle begin(std::unique_lock<std::mutex>& lock, Request request);
-  void enqueue(std::unique_lock<std::mutex>& lock, const OperationHandle& operation);
+  bool progress();
+  /// Runs the callbacks and deleters in due_.
+  void settle(std::unique_lock<std::mutex>& lock);
 
   // Waiting.
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout, const Message* message,
@@ -129,7 +105,7 @@ class Engine {
   void run_background();
   // `message`: the message to wait for; null for collectives.
   Awaited awaited(const Message* message) const noexcept {
-    return {.message = message, .oldest = operations_.empty() ? nullptr : operations_.front().get()};
+    return {.message = message, .oldest = collectives_.oldest()};
   }
   void check_peers(const Message* message);
   [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited,
@@ -139,35 +115,16 @@ class Engine {
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
   void throw_if_failed() const;
 
-  const int rank_;
-  const int world_size_;
   std::chrono::milliseconds timeout_;
   flight::Recorder& recorder_ = flight::Recorder::of_process();
   const std::uint32_t group_number_ = recorder_.new_group();  ///< For the recorder, unique in this process.
-  Peers peers_;
-
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
-  std::uint64_t next_sequence_ = 0;
-  /// Collectives in progress, oldest first, and the sequence number of the first.
-  std::deque<OperationHandle> operations_;
-  std::uint64_t first_sequence_ = 0;
-  std::uint64_t resolved_ = 0;     ///< Number of collectives whose path and tickets are known.
-  std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to resolve.
-  // The collectives of this rank's next ticket to arrive at and to reduce.
-  std::uint64_t arrive_sequence_ = 0;
-  std::uint64_t reduce_sequence_ = 0;
-  /// Callbacks and deleters for settle().
-  struct Due {
-    PendingHandle pending;
-    std::function<void()> on_finish;
-    std::shared_ptr<void> keep_alive;
-  };
   std::vector<Due> due_;
-  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
+  Peers peers_;
   Segments segments_{peers_};
-  Staging staging_;
-  Mailbox mailbox_;
+  Collectives collectives_{peers_, segments_, due_, group_number_};
+  Mailbox mailbox_{peers_, due_};
 
   struct Background {
     PendingHandle pending;

@@ -4,7 +4,6 @@
 #include <thread>
 
 #include "comm/shm/engine.h"
-#include "comm/shm/operation.h"
 #include "comm/timeout.h"
 
 namespace ddpkit::shm {
@@ -133,7 +132,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     }
     if (!start) {
       start = Clock::now();
-      if (!message && !operations_.empty()) recorder_.waits(operations_.front()->record);
+      if (const Operation* oldest = collectives_.oldest(); oldest && !message) recorder_.waits(oldest->record);
     }
     const int ended = peers_.ended();
     check_peers(message);
@@ -161,7 +160,7 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int end
 bool Engine::progress_from_outside() noexcept {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;  // Its own thread makes progress.
-  if (failure_ || (operations_.empty() && mailbox_.idle())) return false;
+  if (failure_ || (!collectives_.oldest() && mailbox_.idle())) return false;
   try {
     progress();
   } catch (const std::exception&) {

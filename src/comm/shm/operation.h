@@ -3,19 +3,54 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "comm/shm/control.h"
-#include "comm/shm/messages.h"
+#include "kernels/dtype.h"
 #include "kernels/reduce.h"
 
 namespace ddpkit::shm {
 
+using kernels::DataType;
 using kernels::Reduction;
 
+struct Message;
 struct SymmetricSegment;
+
+/// An operation that can be waited for.
+struct Pending {
+  explicit Pending(const Message* as_message = nullptr) : message(as_message) {}
+  const Message* message;  ///< This object if it is a message, otherwise null.
+  bool over = false;       ///< Complete except for on_finish.
+  bool finished = false;
+  std::exception_ptr failure = nullptr;  ///< Exception of on_finish. Only this operation has failed, not the group.
+
+  void throw_if_failed() const {
+    if (failure) std::rethrow_exception(failure);
+  }
+};
+using PendingHandle = std::shared_ptr<Pending>;
+
+/// The callback and the owner of the memory of a complete operation. The engine calls and releases them later, without
+/// holding its mutex.
+struct Due {
+  PendingHandle pending;
+  std::function<void()> on_finish;
+  std::shared_ptr<void> keep_alive;
+};
+
+/// Marks an operation as complete except for its callback and the release of its memory, which it adds to `due`.
+template <class Handle>
+void complete(const Handle& pending, std::function<void()>& on_finish, std::shared_ptr<void>& keep_alive,
+              std::vector<Due>& due) {
+  pending->over = true;
+  if (!on_finish) pending->finished = true;
+  if (on_finish || keep_alive) due.push_back({pending, std::move(on_finish), std::move(keep_alive)});
+}
 
 /// Part of a coalesced collective: a dense tensor in symmetric memory.
 struct Piece {

@@ -54,11 +54,12 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
     : rank_(rank),
       first_rank_(first_rank),
+      world_size_(static_cast<int>(pids.size())),
       pids_(std::move(pids)),
       control_(std::move(control)),
       blocks_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead))) {
   try {
-    if (world_size() > 1) join(timeout);
+    if (world_size_ > 1) join(timeout);
   } catch (const PeerLost& error) {
     publish_failure(FailureKind::kPeerLost, error.what(), error.context().rank);
     throw;
@@ -74,7 +75,7 @@ Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::mill
 
 void Peers::join(std::chrono::milliseconds timeout) {
   // The control memory and its layout exist. Each rank fills in its block.
-  const auto ranks = static_cast<std::size_t>(world_size());
+  const auto ranks = static_cast<std::size_t>(world_size_);
   for (const int pid : pids_) watches_.emplace_back(pid);
   staging_.resize(ranks);
   Mapping& staging = staging_[static_cast<std::size_t>(rank_)];
@@ -97,7 +98,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   wait_for_joined(1, timeout, deadline);
   cpu_set_t all;
   CPU_ZERO(&all);
-  for (int r = 0; r < world_size(); ++r) {
+  for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
       staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
@@ -108,7 +109,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
     std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
     CPU_OR(&all, &all, &theirs);
   }
-  core_each_ = CPU_COUNT(&all) >= world_size();
+  core_each_ = CPU_COUNT(&all) >= world_size_;
   self.joined.store(2);
   wait_for_joined(2, timeout, deadline);
   staging.close_descriptor();
@@ -117,7 +118,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
 
 void Peers::wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeout,
                             std::chrono::steady_clock::time_point deadline) const {
-  for (int r = 0; r < world_size(); ++r) {
+  for (int r = 0; r < world_size_; ++r) {
     while (block(r).joined.load() < step) {
       throw_failure_of(r);
       if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
@@ -127,7 +128,7 @@ void Peers::wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeou
       }
       if (std::chrono::steady_clock::now() > deadline)
         throw Timeout(fmt::format("rank {} timed out: rank {} did not join the shm group of {} ranks within {:.1f} s",
-                                  named(rank_), named(r), world_size(), std::chrono::duration<double>(timeout).count()),
+                                  named(rank_), named(r), world_size_, std::chrono::duration<double>(timeout).count()),
                       {.rank = named(r), .call = "rendezvous"});
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
@@ -180,7 +181,7 @@ void Peers::wake(int rank) const noexcept {
 }
 
 void Peers::wake_others() const noexcept {
-  for (int r = 0; r < world_size(); ++r) {
+  for (int r = 0; r < world_size_; ++r) {
     if (r != rank_) wake(r);
   }
 }
@@ -218,13 +219,13 @@ void Peers::leave() const noexcept {
 
 int Peers::ended() const noexcept {
   int ended = 0;
-  for (int r = 0; r < world_size(); ++r) ended += block(r).failure.load() != 0 || block(r).left.load() != 0 ? 1 : 0;
+  for (int r = 0; r < world_size_; ++r) ended += block(r).failure.load() != 0 || block(r).left.load() != 0 ? 1 : 0;
   return ended;
 }
 
 std::vector<int> Peers::lost() const {
   std::vector<int> lost;
-  for (int r = 0; r < world_size(); ++r) {
+  for (int r = 0; r < world_size_; ++r) {
     if (r == rank_) continue;
     if (block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive()) lost.push_back(r);
   }

@@ -31,7 +31,7 @@ class Peers {
   Peers& operator=(const Peers&) = delete;
 
   int rank() const noexcept { return rank_; }
-  int world_size() const noexcept { return static_cast<int>(pids_.size()); }
+  int world_size() const noexcept { return world_size_; }
   int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
   /// Returns the rank's number for messages.
   int named(int rank) const noexcept { return first_rank_ + rank; }
@@ -49,7 +49,7 @@ class Peers {
 
   // Counts.
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept {
-    for (int r = 0; r < world_size(); ++r) {
+    for (int r = 0; r < world_size_; ++r) {
       if ((block(r).progress.*count).load() < enough) return false;
     }
     return true;
@@ -100,6 +100,7 @@ class Peers {
 
   const int rank_;
   const int first_rank_;
+  const int world_size_;
   const std::vector<int> pids_;  ///< [rank]
   Mapping control_;
   RankBlock* const blocks_;            ///< [rank]

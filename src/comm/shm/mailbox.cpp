@@ -1,4 +1,4 @@
-#include "comm/shm/messages.h"
+#include "comm/shm/mailbox.h"
 
 #include <algorithm>
 #include <cstring>
@@ -49,8 +49,8 @@ std::string describe(const Message& message) {
                      sends ? "to" : "from", peer, message.tag);
 }
 
-Mailbox::Mailbox(int rank, std::vector<ChannelBlock*> channels)
-    : rank_(rank), channels_(std::move(channels)), sends_(channels_.size()), incoming_(channels_.size()) {}
+Mailbox::Mailbox(const Peers& peers, std::vector<Due>& due)
+    : peers_(peers), due_(due), channels_(peers.channels()), sends_(channels_.size()), incoming_(channels_.size()) {}
 
 void Mailbox::post(MessageHandle message) {
   if (message->kind == Message::Kind::kSend) {
@@ -74,7 +74,7 @@ bool Mailbox::take_early(const MessageHandle& handle) {
     receive.peer = static_cast<int>(p);
     if (!found->data.empty()) std::memcpy(receive.data, found->data.data(), found->data.size());
     early.erase(found);
-    finished_.push_back(handle);
+    complete(handle);
     return true;
   }
   return false;
@@ -84,7 +84,7 @@ void Mailbox::check(const Message& receive, int peer, const MessageHeader& heade
   if (header.numel == receive.numel && header.dtype == static_cast<std::uint8_t>(receive.dtype)) return;
   throw CollectiveMismatch(
       fmt::format("rank {} sent {} {} (tag {}) to rank {}, which called {}", peer, header.numel,
-                  name_of(static_cast<DataType>(header.dtype)), header.tag, rank_, describe(receive)),
+                  name_of(static_cast<DataType>(header.dtype)), header.tag, peers_.rank(), describe(receive)),
       {.rank = peer, .call = "recv"});
 }
 
@@ -109,7 +109,7 @@ bool Mailbox::wanted(int peer) const {
 
 bool Mailbox::push(int peer) {
   auto& queue = sends_[static_cast<std::size_t>(peer)];
-  ChannelBlock& channel = channels_[static_cast<std::size_t>(rank_)][peer];
+  ChannelBlock& channel = channels_[static_cast<std::size_t>(peers_.rank())][peer];
   bool moved = false;
   while (!queue.empty()) {
     Message& message = *queue.front();
@@ -128,14 +128,14 @@ bool Mailbox::push(int peer) {
     const MessageHandle done = std::move(queue.front());
     queue.pop_front();
     --sending_;
-    finished_.push_back(done);
+    complete(done);
   }
   return moved;
 }
 
 bool Mailbox::pull(int peer) {
   Incoming& in = incoming_[static_cast<std::size_t>(peer)];
-  ChannelBlock& channel = channels_[static_cast<std::size_t>(peer)][rank_];
+  ChannelBlock& channel = channels_[static_cast<std::size_t>(peer)][peers_.rank()];
   bool moved = false;
   while (in.header || wanted(peer)) {
     if (!in.header) {
@@ -160,7 +160,7 @@ bool Mailbox::pull(int peer) {
     if (in.receive) {
       const MessageHandle done = std::move(in.receive);
       receives_.remove(done);
-      finished_.push_back(done);
+      complete(done);
     } else {
       in.early.push_back({*in.header, std::move(in.buffer)});
       in.buffer.clear();
@@ -175,15 +175,15 @@ bool Mailbox::pull(int peer) {
   return moved;
 }
 
-bool Mailbox::progress(const std::function<void(int)>& ring) {
+bool Mailbox::progress() {
   if (idle()) return false;
   bool moved = false;
   for (std::size_t p = 0; p < channels_.size(); ++p) {
     const int peer = static_cast<int>(p);
-    if (peer == rank_) continue;
+    if (peer == peers_.rank()) continue;
     bool here = push(peer);
     here |= pull(peer);
-    if (here) ring(peer);
+    if (here) peers_.wake(peer);
     moved |= here;
   }
   return moved;

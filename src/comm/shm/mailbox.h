@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <list>
 #include <memory>
@@ -11,11 +10,10 @@
 #include <vector>
 
 #include "comm/shm/control.h"
-#include "kernels/dtype.h"
+#include "comm/shm/operation.h"
+#include "comm/shm/peers.h"
 
 namespace ddpkit::shm {
-
-using kernels::DataType;
 
 /// Precedes the bytes of a message in a channel.
 struct MessageHeader {
@@ -24,22 +22,6 @@ struct MessageHeader {
   std::int32_t tag;
   std::uint8_t dtype;
 };
-
-struct Message;
-
-/// An operation that can be waited for.
-struct Pending {
-  explicit Pending(const Message* as_message = nullptr) : message(as_message) {}
-  const Message* message;  ///< This object if it is a message, otherwise null.
-  bool over = false;       ///< Complete except for on_finish.
-  bool finished = false;
-  std::exception_ptr failure = nullptr;  ///< Exception of on_finish. Only this operation has failed, not the group.
-
-  void throw_if_failed() const {
-    if (failure) std::rethrow_exception(failure);
-  }
-};
-using PendingHandle = std::shared_ptr<Pending>;
 
 /// A send or a receive in progress.
 struct Message : Pending {
@@ -68,24 +50,20 @@ inline constexpr int kAnySource = -1;
 std::string describe(const Message& message);
 
 /// The messages of one rank: a queue of sends per peer, receives in the order of their posts, and unexpected messages.
-/// The engine calls it and holds its mutex.
+/// The engine holds its mutex during each call.
 class Mailbox {
  public:
-  /// `channels[r]` points to the channels from rank r; channels[r][p] is the one to rank p.
-  Mailbox(int rank, std::vector<ChannelBlock*> channels);
+  /// `due` receives the callbacks and deleters of complete messages.
+  Mailbox(const Peers& peers, std::vector<Due>& due);
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
 
   void post(MessageHandle message);
   bool idle() const noexcept { return receives_.empty() && sending_ == 0; }
 
-  /// Makes progress as far as the peers allow. Calls `ring(peer)` for each peer that may continue. Throws
-  /// CollectiveMismatch if a message has another size or type than its receive.
-  bool progress(const std::function<void(int peer)>& ring);
-  /// Passes the messages that are complete except for their `on_finish` to `take`.
-  template <class Take>
-  void take_finished(const Take& take) {
-    for (const MessageHandle& message : finished_) take(message);
-    finished_.clear();
-  }
+  /// Makes progress as far as the peers allow, and wakes the peers that may continue. Throws CollectiveMismatch if a
+  /// message has another size or type than its receive.
+  bool progress();
 
  private:
   struct Arrived {
@@ -107,13 +85,15 @@ class Mailbox {
   void check(const Message& receive, int peer, const MessageHeader& header) const;
   bool take_early(const MessageHandle& handle);
 
-  int rank_;
-  std::vector<ChannelBlock*> channels_;          ///< [from rank]
+  void complete(const MessageHandle& message) { shm::complete(message, message->on_finish, message->keep_alive, due_); }
+
+  const Peers& peers_;
+  std::vector<Due>& due_;
+  std::vector<ChannelBlock*> channels_;          ///< channels_[r][p] is the channel from rank r to rank p.
   std::vector<std::list<MessageHandle>> sends_;  ///< [peer]
   std::size_t sending_ = 0;
   std::list<MessageHandle> receives_;
   std::vector<Incoming> incoming_;  ///< [peer]
-  std::vector<MessageHandle> finished_;
 };
 
 }  // namespace ddpkit::shm

@@ -1,0 +1,218 @@
+#include "comm/shm/collectives.h"
+
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "comm/shm/diagnostics.h"
+
+namespace ddpkit::shm {
+namespace {
+
+/// From this size, more than two ranks share the reduction of a staged chunk.
+constexpr std::size_t kShareFrom = std::size_t{16} << 10;
+/// Chunks that a rank copies in before it reduces. It copies the following chunks in while it reduces earlier ones.
+constexpr std::uint64_t kAhead = kSlots / 2;
+
+/// Returns whether `ticket` can be copied in while an earlier ticket is reduced.
+bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
+  return operation.request.kind == CollectiveKind::kAllReduce && operation.path == Path::kStaged &&
+         !operation.shared_reduce && ticket >= operation.first_ticket + kAhead &&
+         ticket + 1 < operation.first_ticket + operation.tickets;  // The last chunk may be shorter.
+}
+
+}  // namespace
+
+Collectives::Collectives(Peers& peers, const Segments& segments, std::vector<Due>& due, std::uint32_t group_number)
+    : peers_(peers),
+      segments_(segments),
+      due_(due),
+      group_number_(group_number),
+      staging_{.rank = peers.rank(), .slots = peers.staging_slots(), .parts = {}} {
+  staging_.parts.resize(staging_.slots.size());
+}
+
+bool Collectives::can_post() const noexcept {
+  return next_sequence_ < kMaxOutstanding || peers_.world_size() == 1 ||
+         peers_.all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
+}
+
+OperationHandle Collectives::post(Request call) {
+  if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(call.kind, peers_.world_size());
+  OperationHandle operation = new_operation();
+  operation->request = std::move(call);
+  const Request& request = operation->request;
+  const std::uint64_t sequence = next_sequence_;
+  operation->header = {.sequence = sequence,
+                       .numel = request.numel,
+                       .kind = request.kind,
+                       .dtype = static_cast<std::uint8_t>(request.dtype),
+                       .reduce_op = static_cast<std::uint8_t>(request.op),
+                       .root = request.root,
+                       .pieces = static_cast<std::uint32_t>(request.pieces.size()),
+                       .piece_sizes = 0,
+                       .address = {}};
+  for (const Piece& piece : request.pieces) {
+    operation->header.piece_sizes = (operation->header.piece_sizes ^ piece.numel) * 0x100000001b3ULL;  // FNV-1
+  }
+  if (peers_.world_size() == 1) {
+    run_alone(operation);
+    ++next_sequence_;
+    return operation;
+  }
+  segments_.locate(*operation);
+  peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
+  operation->record =
+      recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
+  operations_.push_back(operation);
+  ++next_sequence_;
+  peers_.publish(own().posted, next_sequence_);
+  return operation;
+}
+
+OperationHandle Collectives::new_operation() {
+  if (spare_.empty()) return std::make_shared<Operation>();
+  OperationHandle operation = std::move(spare_.back());
+  spare_.pop_back();
+  // A small collective takes less time than allocating these vectors again.
+  auto segments = std::move(operation->segments);
+  auto parts = std::move(operation->parts);
+  segments.clear();
+  parts.clear();
+  *operation = Operation();
+  operation->segments = std::move(segments);
+  operation->parts = std::move(parts);
+  return operation;
+}
+
+void Collectives::recycle(OperationHandle operation) {
+  if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
+}
+
+void Collectives::run_alone(const OperationHandle& operation) {
+  Request& request = operation->request;
+  const void* input = request.inputs.empty() ? request.input : request.inputs[0];
+  void* output = request.outputs.empty() ? request.output : request.outputs[0];
+  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
+  for (const Piece& piece : request.pieces) {
+    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation->element_size());
+  }
+  complete(operation, request.on_finish, request.keep_alive, due_);
+}
+
+Operation* Collectives::at(std::uint64_t sequence) const noexcept {
+  const std::uint64_t index = sequence - first_sequence_;
+  return index < operations_.size() ? operations_[index].get() : nullptr;  // Null for a group of one rank.
+}
+
+bool Collectives::progress() {
+  bool moved = match();
+  moved |= arrive();
+  moved |= reduce();
+  moved |= finish();
+  return moved;
+}
+
+bool Collectives::match() {
+  bool moved = false;
+  for (;;) {
+    resolve();
+    const std::uint64_t sequence = own().matched.load(std::memory_order_relaxed);
+    Operation* operation = at(sequence);
+    if (!operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
+    compare_headers(peers_, operation->header);
+    // After every rank has matched, the headers may be overwritten.
+    if (operation->path == Path::kUnknown) segments_.agree(*operation);
+    peers_.publish(own().matched, sequence + 1);
+    moved = true;
+  }
+}
+
+/// Assigns tickets to collectives, in order, as soon as their number of tickets is known.
+void Collectives::resolve() {
+  for (; Operation* operation = at(resolved_); ++resolved_) {
+    if (operation->path == Path::kUnknown) return;  // match() decides the path.
+    const CollectiveKind kind = operation->request.kind;
+    const bool symmetric = operation->path == Path::kSymmetric;
+    const std::size_t piece = operation->largest_piece * operation->element_size();
+    const std::size_t step = slot_layout(kind, peers_.world_size()).piece_bytes;
+    operation->tickets = symmetric || piece == 0 ? 1 : (piece + step - 1) / step;
+    const bool reduces = kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce;
+    operation->shared_reduce = symmetric || (reduces && peers_.world_size() > 2 && piece >= kShareFrom);
+    operation->first_ticket = next_ticket_;
+    next_ticket_ += operation->tickets;
+  }
+}
+
+/// The previous user of the slot is `ticket` - kSlots.
+bool Collectives::slot_is_free(std::uint64_t ticket) const noexcept {
+  return ticket < kSlots || peers_.all_reached(&Progress::finished, ticket - kSlots + 1);
+}
+
+bool Collectives::arrive() {
+  bool moved = false;
+  while (arrive_sequence_ < resolved_) {
+    const Operation& operation = *at(arrive_sequence_);
+    const std::uint64_t ticket = own().arrived.load(std::memory_order_relaxed);
+    if (operation.path == Path::kStaged) {
+      if (!slot_is_free(ticket)) return moved;
+      // finish() copies it.
+      if (can_copy_along(operation, ticket) && ticket >= own().finished.load(std::memory_order_relaxed) + kAhead)
+        return moved;
+      copy_in(staging_, operation, ticket);
+    }
+    peers_.publish(own().arrived, ticket + 1);
+    if (ticket + 1 == operation.first_ticket + operation.tickets) ++arrive_sequence_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool Collectives::reduce() {
+  bool moved = false;
+  for (;;) {
+    const std::uint64_t ticket = own().reduced.load(std::memory_order_relaxed);
+    if (ticket == own().arrived.load(std::memory_order_relaxed)) return moved;
+    const Operation& operation = *at(reduce_sequence_);
+    if (own().matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
+        !peers_.all_reached(&Progress::arrived, ticket + 1))
+      return moved;
+    if (operation.shared_reduce) {
+      reduce_slice(staging_, operation, ticket);
+      peers_.publish(own().reduced, ticket + 1);
+    } else {
+      own().reduced.store(ticket + 1, std::memory_order_release);  // No rank waits for it.
+    }
+    if (ticket + 1 == operation.first_ticket + operation.tickets) ++reduce_sequence_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool Collectives::finish() {
+  bool moved = false;
+  for (;;) {
+    const std::uint64_t ticket = own().finished.load(std::memory_order_relaxed);
+    if (ticket == own().reduced.load(std::memory_order_relaxed)) return moved;
+    Operation& operation = *operations_.front();
+    if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
+    const std::uint64_t next = own().arrived.load(std::memory_order_relaxed);
+    const bool along = can_copy_along(operation, next) && slot_is_free(next);
+    if (operation.request.kind == CollectiveKind::kAllToAll && ticket == operation.first_ticket) {
+      for (int r = 0; r < peers_.world_size(); ++r) compare_counts(peers_, operation, r, staging_.slot(r, ticket));
+    }
+    copy_out(staging_, operation, ticket, along ? std::optional(next) : std::nullopt);
+    if (along) peers_.publish(own().arrived, next + 1);
+    peers_.publish(own().finished, ticket + 1);
+    moved = true;
+    if (ticket + 1 < operation.first_ticket + operation.tickets) continue;
+    const OperationHandle done = std::move(operations_.front());
+    operations_.pop_front();
+    ++first_sequence_;
+    complete(done, done->request.on_finish, done->request.keep_alive, due_);
+    done->segments.clear();
+    recorder_.finish(done->record);
+  }
+}
+
+}  // namespace ddpkit::shm

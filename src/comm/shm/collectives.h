@@ -1,0 +1,76 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "comm/shm/operation.h"
+#include "comm/shm/peers.h"
+#include "comm/shm/segments.h"
+#include "comm/shm/transfers.h"
+#include "comm/trace/recorder.h"
+
+namespace ddpkit::shm {
+
+/// The collectives of one rank that are in progress, in the order that all ranks share.
+///
+/// Each collective is split into tickets (chunks). A ticket has three steps on every rank, in order:
+///   arrive   this rank's data is readable by the others (in its staging slot, or in symmetric memory in place),
+///   reduce   for reductions: this rank reduces its slice of the chunk for all ranks,
+///   finish   the result is in this rank's output.
+/// A rank may arrive at a ticket while others finish earlier ones, as far as its staging slots permit.
+///
+/// The engine holds its mutex during each call. No function blocks.
+class Collectives {
+ public:
+  /// `due` receives the callbacks and deleters of complete collectives. `group_number`: for the recorder.
+  Collectives(Peers& peers, const Segments& segments, std::vector<Due>& due, std::uint32_t group_number);
+  Collectives(const Collectives&) = delete;
+  Collectives& operator=(const Collectives&) = delete;
+
+  /// Returns the oldest collective in progress; null: none.
+  const Operation* oldest() const noexcept { return operations_.empty() ? nullptr : operations_.front().get(); }
+  /// Returns the number of the next collective.
+  std::uint64_t next_sequence() const noexcept { return next_sequence_; }
+  /// Returns whether a header is free for the next collective. It is the header of the collective kMaxOutstanding
+  /// before, so all ranks must have read it.
+  bool can_post() const noexcept;
+  /// Adds a collective. Requires can_post(). In a group of one rank it is then complete.
+  OperationHandle post(Request request);
+  /// Keeps a finished operation for reuse.
+  void recycle(OperationHandle operation);
+  /// Advances all collectives as far as the other ranks allow. Returns whether one advanced. Throws CollectiveMismatch.
+  bool progress();
+
+ private:
+  Progress& own() const noexcept { return peers_.own().progress; }
+  Operation* at(std::uint64_t sequence) const noexcept;
+  OperationHandle new_operation();
+  void run_alone(const OperationHandle& operation);
+  bool match();
+  void resolve();
+  bool slot_is_free(std::uint64_t ticket) const noexcept;
+  bool arrive();
+  bool reduce();
+  bool finish();
+
+  Peers& peers_;
+  const Segments& segments_;
+  std::vector<Due>& due_;
+  flight::Recorder& recorder_ = flight::Recorder::of_process();
+  const std::uint32_t group_number_;
+  Staging staging_;
+  std::uint64_t next_sequence_ = 0;
+  /// Collectives in progress, oldest first, and the sequence number of the first.
+  std::deque<OperationHandle> operations_;
+  std::uint64_t first_sequence_ = 0;
+  std::uint64_t resolved_ = 0;     ///< Number of collectives whose path and tickets are known.
+  std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to resolve.
+  // The collectives of this rank's next ticket to arrive at and to reduce.
+  std::uint64_t arrive_sequence_ = 0;
+  std::uint64_t reduce_sequence_ = 0;
+  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
+};
+
+}  // namespace ddpkit::shm
