@@ -16,6 +16,7 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 
 #include "optim/algorithm.h"
+#include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -15,15 +14,6 @@ namespace ddpkit {
 std::optional<kernels::DataType> dtype_of(c10::ScalarType type) noexcept;
 /// Returns whether kernels/optimizer.h has kernels for the type.
 bool has_update_kernels(c10::ScalarType type) noexcept;
-
-/// Tensors in one flat tensor start on separate cache lines.
-constexpr std::size_t kAlignment = 64;
-
-/// Returns `numel` rounded up to whole cache lines, in elements.
-inline std::int64_t aligned_numel(std::int64_t numel, std::size_t element_size) {
-  const std::size_t bytes = static_cast<std::size_t>(numel) * element_size;
-  return static_cast<std::int64_t>((bytes + kAlignment - 1) / kAlignment * kAlignment / element_size);
-}
 
 /// Returns a tensor on part of `flat`'s memory, `offset` elements after the beginning. Not an autograd view:
 /// Optimizer::zero_grad() detaches gradients in place, which fails for views.

@@ -5,6 +5,7 @@
 
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/sharding/shard.h"
+#include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit {

@@ -12,6 +12,7 @@
 #include "comm/symmetric_memory.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/sharding/shard.h"
+#include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit {
@@ -121,15 +122,12 @@ class InPlaceStorage final : public BucketStorage {
         kinds[entry.parameter.scalar_type()].push_back(&entry);
     }
     for (const auto& [dtype, entries] : kinds) {
-      std::vector<std::int64_t> offsets;
-      std::int64_t numel = 0;
-      for (const Entry* entry : entries) {
-        offsets.push_back(numel);
-        numel += aligned_numel(entry->parameter.numel(), c10::elementSize(dtype));
-      }
-      const at::Tensor all = group_.allocate({numel}, dtype);
+      std::vector<std::int64_t> numels;
+      for (const Entry* entry : entries) numels.push_back(entry->parameter.numel());
+      const FlatLayout layout = make_flat_layout(std::move(numels), c10::elementSize(dtype));
+      const at::Tensor all = group_.allocate({layout.numel}, dtype);
       for (std::size_t i = 0; i < entries.size(); ++i)
-        entries[i]->view = alias(all, offsets[i], entries[i]->parameter.sizes(), entries[i]->strides);
+        entries[i]->view = alias(all, layout.offsets[i], entries[i]->parameter.sizes(), entries[i]->strides);
     }
   }
 

@@ -22,7 +22,7 @@
 #include "comm/shm/guarded_view.h"
 #include "comm/shm/mapping.h"
 #include "parallel/model_agreement.h"
-#include "tensor/tensor_memory.h"
+#include "tensor/flat_layout.h"
 
 namespace ddpkit::optim {
 /// Lives as long as any tensor on these pages.
