@@ -113,7 +113,7 @@ void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
     const at::Tensor& parameter = parameters[i].tensor;
     places.push_back({parameter.const_data_ptr(), parameter.sizes().vec(), parameter.strides().vec()});
     const Shard own = shard(i, group.rank());
-    slices.push_back(weights ? weights->slice(i, own) : own.of(in_order(parameter)));
+    slices.push_back(weights ? weights->piece(i, own.begin, own.count) : own.of(in_order(parameter)));
   }
   for (std::size_t g = 0; g < whole_groups.size(); ++g) {
     std::vector<at::Tensor> members;

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -21,6 +20,7 @@
 #include "comm/backend.h"
 #include "comm/shm/guarded_view.h"
 #include "comm/shm/mapping.h"
+#include "comm/shm/operation.h"
 #include "parallel/model_agreement.h"
 #include "tensor/flat_layout.h"
 
@@ -57,11 +57,9 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   });
   pages_->shared.close_descriptor();
 
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i].tensor;
-    const Shard shard = shard_of(parameter, group_.rank(), group_.world_size());
-    slice(i, shard).copy_(shard.of(in_order(parameter)));
+  for (const auto& [storage, offset] : storages_) {
+    const auto [begin, count] = shm::slice_of(storage.nbytes(), 1, group_.rank(), group_.world_size());
+    std::copy_n(static_cast<const std::byte*>(storage.data()) + begin, count, pages_->shared.data() + offset + begin);
   }
   group_.barrier();
   for (const auto& [storage, offset] : std::exchange(storages_, {})) move(storage, offset);
@@ -116,12 +114,12 @@ void SharedWeights::take_back(std::size_t index) {
   move(parameter.storage(), offsets_[index]);
 }
 
-at::Tensor SharedWeights::slice(std::size_t index, const Shard& shard) const {
+at::Tensor SharedWeights::piece(std::size_t index, std::int64_t begin, std::int64_t count) const {
   const at::Tensor& parameter = parameters_[index].tensor;
   std::byte* data = pages_->shared.data() + offsets_[index] +
-                    static_cast<std::size_t>(shard.begin) * static_cast<std::size_t>(parameter.element_size());
+                    static_cast<std::size_t>(begin) * static_cast<std::size_t>(parameter.element_size());
   return at::from_blob(
-      data, {shard.count}, [pages = pages_](void*) {}, parameter.options().requires_grad(false));
+      data, {count}, [pages = pages_](void*) {}, parameter.options().requires_grad(false));
 }
 
 bool SharedWeights::is_written() const noexcept { return pages_->view->is_written(); }
@@ -131,7 +129,6 @@ void SharedWeights::settle() {
   group_.all_reduce(flag_, ReduceOp::kMax);
   if (flag_.const_data_ptr<std::uint8_t>()[0] == 0) return;
 
-  const at::NoGradGuard no_grad;
   const shm::GuardedView& view = *pages_->view;
   at::Tensor written = at::empty({static_cast<std::int64_t>(view.granules())}, at::kByte);
   for (std::size_t g = 0; g < view.granules(); ++g) written.data_ptr<std::uint8_t>()[g] = view.is_written(g);
@@ -167,22 +164,15 @@ void SharedWeights::check_alike(const at::Tensor& written) const {
   }
 }
 
-/// Writes this rank's slices of the changed weights to the shared memory.
+/// Writes the changed granules to the shared memory. Each rank writes a part of them.
 void SharedWeights::absorb(const at::Tensor& written) {
   const shm::GuardedView& view = *pages_->view;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i].tensor;
-    const auto size = static_cast<std::size_t>(parameter.element_size());
-    const Shard shard = shard_of(parameter, group_.rank(), group_.world_size());
-    const std::size_t end = offsets_[i] + static_cast<std::size_t>(shard.begin + shard.count) * size;
-    std::size_t begin = offsets_[i] + static_cast<std::size_t>(shard.begin) * size;
-    while (begin < end) {
-      const std::size_t granule = begin / view.granule_bytes();
-      const std::size_t stop = std::min(end, (granule + 1) * view.granule_bytes());
-      if (written.const_data_ptr<std::uint8_t>()[granule])
-        std::memcpy(pages_->shared.data() + begin, view.data() + begin, stop - begin);
-      begin = stop;
-    }
+  const auto ranks = static_cast<std::size_t>(group_.world_size());
+  for (auto g = static_cast<std::size_t>(group_.rank()); g < view.granules(); g += ranks) {
+    const std::size_t begin = g * view.granule_bytes();
+    if (written.const_data_ptr<std::uint8_t>()[g])
+      std::memcpy(pages_->shared.data() + begin, view.data() + begin,
+                  std::min(view.granule_bytes(), view.bytes() - begin));
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,12 +13,10 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/reducer.h>
 
-#include "parallel/sharding/shard.h"
-
 namespace ddpkit::optim {
 
 /// The parameters of all ranks are in one shared memory segment. The program sees a GuardedView: its writes are private
-/// to its rank. The optimizer writes to the shared memory, each rank to its slices.
+/// to its rank. The optimizer writes to the shared memory, each rank to its shards.
 class SharedWeights {
  public:
   /// Returns whether the group's ranks can share memory: all ranks are on one host, with backend `shm`.
@@ -28,8 +27,9 @@ class SharedWeights {
   /// part of a moved tensor belongs to no parameter.
   SharedWeights(std::vector<NamedParameter> parameters, ProcessGroup group);
 
-  /// Returns part of parameter `index` in the shared memory: one-dimensional, in memory order.
-  at::Tensor slice(std::size_t index, const Shard& shard) const;
+  /// Returns elements [begin, begin + count) of parameter `index` in the shared memory: one-dimensional, in memory
+  /// order.
+  at::Tensor piece(std::size_t index, std::int64_t begin, std::int64_t count) const;
 
   /// Call after parameter `index` has received other memory. Copies its values to the shared memory as writes of this
   /// rank, and moves the parameter back. Throws InvalidArgument if part of the memory belongs to no parameter or to
