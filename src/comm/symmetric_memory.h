@@ -25,10 +25,11 @@ class SymmetricMemory {
   /// the same on all ranks; their addresses may differ.
   virtual c10::intrusive_ptr<c10d::Work> all_reduce_coalesced(const std::vector<at::Tensor>& tensors,
                                                               const c10d::ReduceOp& op) = 0;
-  /// Like all_reduce_coalesced(), but rank r only receives slice r (shard_of) of each sum, in `slices`: dense, one per
-  /// tensor. When the work is complete, no rank reads `tensors` any more. `tensors` do not change.
+  /// Like all_reduce_coalesced(), but each rank only receives its shard of the sums (make_flat_layout), in `shard`:
+  /// one-dimensional, dense. Padding keeps its values. When the work is complete, no rank reads `tensors` any more.
+  /// `tensors` do not change.
   virtual c10::intrusive_ptr<c10d::Work> reduce_scatter_coalesced(const std::vector<at::Tensor>& tensors,
-                                                                  const std::vector<at::Tensor>& slices,
+                                                                  const at::Tensor& shard,
                                                                   const c10d::ReduceOp& op) = 0;
   /// Allocates this process's large CPU tensors from memory that all ranks map, from now on. Collective. Callers share
   /// one lease. Returns null on all ranks if one rank cannot open it, because its process has an arena of another group

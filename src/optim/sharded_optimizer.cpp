@@ -35,7 +35,7 @@ ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, con
                                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                                            const ShardedOptions& options)
     : ShardedOptimizerBase(std::make_shared<Shards>(ddp, groups, std::move(defaults), std::move(factory), options)) {
-  shards_->state = ddp.reducer().set_shard_output(shards_);
+  ShardOutput::attach(shards_, ddp.reducer());
 }
 
 ShardedOptimizerBase::ShardedOptimizerBase(std::shared_ptr<Shards> shards)
@@ -95,9 +95,9 @@ void ShardedOptimizerBase::update(double factor) {
     const auto lent = shards_->lend_groups();
     shards_->inner->step_scaled(factor);
   }
-  // Slices have separate version counters, but autograd saved the parameter.
-  for (std::size_t i = 0; i < shards_->slices.size(); ++i) {
-    if (shards_->slices[i].grad().defined()) shards_->parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
+  // Pieces have separate version counters, but autograd saved the parameter.
+  for (std::size_t i = 0; i < shards_->pieces.size(); ++i) {
+    if (shards_->pieces[i].grad().defined()) shards_->parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
@@ -148,13 +148,13 @@ void ShardedOptimizerBase::step_together(double factor) {
 }
 
 void ShardedOptimizerBase::zero_grad(bool set_to_none) {
-  // torch::optim's zero_grad() detaches gradients in place, but the gradient of a slice may be a view.
+  // torch::optim's zero_grad() detaches gradients in place, but the gradient of a piece may be a view.
   const at::NoGradGuard no_grad;
   if (set_to_none) {
     shards_->drop_gradients();
   } else {
-    for (at::Tensor& slice : shards_->slices) {
-      if (slice.grad().defined()) slice.mutable_grad().zero_();
+    for (at::Tensor& piece : shards_->pieces) {
+      if (piece.grad().defined()) piece.mutable_grad().zero_();
     }
   }
   for (NamedParameter& parameter : shards_->parameters) parameter.tensor.mutable_grad().reset();
@@ -176,7 +176,7 @@ double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
   arguments = follow_active_ranks(std::move(arguments));
   const double max_norm = arguments[0], norm_type = arguments[1];
   Shards& shards = *shards_;
-  const double own = grad_norm(shards.slices, norm_type);
+  const double own = grad_norm(shards.pieces, norm_type);
   const bool largest = std::isinf(norm_type);
   const at::Tensor sum = at::full({1}, largest ? own : std::pow(own, norm_type),
                                   at::TensorOptions(at::kDouble).device(shards.group.device()));
@@ -184,7 +184,7 @@ double ShardedOptimizerBase::clip_together(std::vector<double> arguments) {
   const double together = sum.item<double>();
   shards.group.check();
   const double norm = largest ? together : std::pow(together, 1 / norm_type);
-  scale_gradients_(shards.slices, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
+  scale_gradients_(shards.pieces, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
   return norm;
 }
 
@@ -242,7 +242,7 @@ void ShardedOptimizerBase::take_state(const FusedOptimizer& whole) {
   shards_->take_state(whole);
 }
 
-// ---- join: ranks without inputs still update their slices, with the settings of the active ranks
+// ---- join: ranks without inputs still update their shards, with the settings of the active ranks
 
 const ProcessGroup& ShardedOptimizerBase::join_group() const { return shards_->group; }
 
@@ -288,8 +288,8 @@ std::string ShardedOptimizerBase::settings(const std::vector<double>& arguments)
   torch::serialize::OutputArchive archive;
   archive.write("arguments", c10::IValue(arguments));
   // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but removes all gradients.
-  const bool none = std::none_of(shards_->slices.begin(), shards_->slices.end(),
-                                 [](const at::Tensor& slice) { return slice.grad().defined(); });
+  const bool none = std::none_of(shards_->pieces.begin(), shards_->pieces.end(),
+                                 [](const at::Tensor& piece) { return piece.grad().defined(); });
   archive.write("dropped", c10::IValue(shards_->dropped || none));
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     torch::serialize::OutputArchive options(archive.compilation_unit());

@@ -14,12 +14,10 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 
 #include "parallel/model_agreement.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
-
-/// Approximate message size for gathering weights.
-constexpr std::int64_t kMessageBytes = std::int64_t{32} << 20;
 
 /// Names two parameters that share part of their memory; empty if there are none. `may_be_same` allows two names of one
 /// weight, which share all memory.
@@ -53,6 +51,7 @@ ShardedOptimizerBase::Shards::Shards(const DistributedDataParallelBase& ddp, con
       parameters(ddp.reducer().parameters()),
       defaults(std::move(default_options)) {
   const at::NoGradGuard no_grad;
+  make_plan(ddp.reducer());
   check_same_on_all_ranks(group, "ShardedOptimizer", [&] {
     if (const std::string error = find_error(whole_groups); !error.empty())
       throw InvalidArgument("ShardedOptimizer: " + error);
@@ -109,49 +108,53 @@ std::string ShardedOptimizerBase::Shards::signature() const {
 }
 
 void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
+  places.resize(parameters.size());
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    for (std::size_t i = 0; i < plan[b].size(); ++i) places[plan[b][i]].own = layouts[b].range(i, group.rank());
+  }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].tensor;
-    places.push_back({parameter.const_data_ptr(), parameter.sizes().vec(), parameter.strides().vec()});
-    const Shard own = shard(i, group.rank());
-    slices.push_back(weights ? weights->piece(i, own.begin, own.count) : own.of(in_order(parameter)));
+    places[i].data = parameter.const_data_ptr();
+    places[i].sizes = parameter.sizes().vec();
+    places[i].strides = parameter.strides().vec();
+    const FlatLayout::Range& own = places[i].own;
+    pieces.push_back(weights ? weights->piece(i, own.in_tensor, own.count) : piece_of(i));
   }
   for (std::size_t g = 0; g < whole_groups.size(); ++g) {
     std::vector<at::Tensor> members;
-    for (const std::size_t index : group_of[g]) members.push_back(slices[index]);
+    for (const std::size_t index : group_of[g]) members.push_back(pieces[index]);
     groups.emplace_back(members, whole_groups[g].has_options() ? whole_groups[g].options().clone() : defaults->clone());
   }
 }
 
+/// Without shared weights.
+at::Tensor ShardedOptimizerBase::Shards::piece_of(std::size_t index) const {
+  return in_order(parameters[index].tensor).narrow(0, places[index].own.in_tensor, places[index].own.count);
+}
+
 void ShardedOptimizerBase::Shards::gather_weights() const {
-  const int ranks = group.world_size();
-  if (ranks == 1) return;
-  for (std::size_t begin = 0; begin < parameters.size();) {
-    // Takes parameters of one type until a message is full.
-    const at::TensorOptions kind = parameters[begin].tensor.options().requires_grad(false);
-    std::vector<std::int64_t> offsets;
-    std::int64_t section = 0;
-    std::size_t end = begin;
-    for (; end < parameters.size(); ++end) {
-      const at::Tensor& parameter = parameters[end].tensor;
-      if (parameter.scalar_type() != c10::typeMetaToScalarType(kind.dtype()) ||
-          (end > begin && section * ranks * parameter.element_size() > kMessageBytes))
-        break;
-      offsets.push_back(section);
-      section += shard(end, 0).count;
+  if (group.world_size() == 1) return;
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    const FlatLayout& layout = layouts[b];
+    const at::TensorOptions kind = pieces[plan[b][0]].options();
+    const at::Tensor shard = at::empty({layout.shard_numel}, kind);
+    const at::Tensor flat = at::empty({layout.numel}, kind);
+    CopyList copies;
+    for (const std::size_t index : plan[b])
+      copies.add(shard.narrow(0, places[index].own.in_shard, places[index].own.count), pieces[index]);
+    copies.flush();
+    group.all_gather_into(flat.view({group.world_size(), layout.shard_numel}), shard);
+    for (std::size_t i = 0; i < plan[b].size(); ++i) {
+      const at::Tensor to = in_order(parameters[plan[b][i]].tensor);
+      const at::Tensor from = flat.narrow(0, layout.offsets[i], layout.numels[i]);
+      const auto copy = [&](std::int64_t begin, std::int64_t end) {
+        if (begin != end) copies.add(to.narrow(0, begin, end - begin), from.narrow(0, begin, end - begin));
+      };
+      const FlatLayout::Range& own = places[plan[b][i]].own;
+      copy(0, own.in_tensor);
+      copy(own.in_tensor + own.count, layout.numels[i]);
     }
-    const at::Tensor own = at::empty({section}, kind);
-    const at::Tensor all = at::empty({ranks, section}, kind);
-    for (std::size_t i = begin; i < end; ++i) own.narrow(0, offsets[i - begin], slices[i].numel()).copy_(slices[i]);
-    group.all_gather_into(all, own);
-    for (std::size_t i = begin; i < end; ++i) {
-      const at::Tensor whole = in_order(parameters[i].tensor);
-      for (int r = 0; r < ranks; ++r) {
-        const Shard part = shard(i, r);
-        if (r != group.rank() && part.count != 0)
-          part.of(whole).copy_(all[r].narrow(0, offsets[i - begin], part.count));
-      }
-    }
-    begin = end;
+    copies.flush();
   }
 }
 
@@ -172,18 +175,18 @@ void ShardedOptimizerBase::Shards::follow_parameters() {
 /// torch::load() and set_data() give parameters new memory. Copies its values.
 void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
   at::Tensor& parameter = parameters[index].tensor;
-  at::Tensor& slice = slices[index];
+  at::Tensor& piece = pieces[index];
   Place& place = places[index];
-  if (parameter.scalar_type() != slice.scalar_type() || parameter.device() != slice.device() ||
+  if (parameter.scalar_type() != piece.scalar_type() || parameter.device() != piece.device() ||
       parameter.sizes() != at::IntArrayRef(place.sizes))
     throw InvalidArgument(fmt::format(
         "parameter {} has become a {} tensor [{}] on {} since the ShardedOptimizer was made, where it was {} [{}] on "
         "{}: move, convert or resize the model before that",
         parameters[index].name, c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "),
-        parameter.device().str(), c10::toString(slice.scalar_type()), fmt::join(place.sizes, ", "),
-        slice.device().str()));
+        parameter.device().str(), c10::toString(piece.scalar_type()), fmt::join(place.sizes, ", "),
+        piece.device().str()));
   if (parameter.strides() != at::IntArrayRef(place.strides)) {
-    // State and slices have the element order of the parameter's memory when it was sharded.
+    // State and pieces have the element order of the parameter's memory when it was sharded.
     if (parameter.storage().nbytes() != parameter.nbytes() || parameter.storage().use_count() > 1)
       throw InvalidArgument(fmt::format(
           "parameter {} is not dense in memory any more, or shares it with another tensor, and its strides have become "
@@ -194,37 +197,40 @@ void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
   if (weights) {
     weights->take_back(index);
   } else {
-    slice.set_data(shard(index, group.rank()).of(in_order(parameter)));
+    piece.set_data(piece_of(index));
   }
   place.data = parameter.const_data_ptr();
 }
 
 void ShardedOptimizerBase::Shards::drop_gradients() {
-  for (at::Tensor& slice : slices) slice.mutable_grad().reset();
+  for (at::Tensor& piece : pieces) piece.mutable_grad().reset();
 }
 
-void ShardedOptimizerBase::Shards::begin() {
+void ShardedOptimizerBase::Shards::before_first() {
   owner->follow_active_ranks();
   if (!options.update_in_backward) return;
   follow_parameters();
   if (weights) weights->settle();
 }
 
-void ShardedOptimizerBase::Shards::receive(const std::vector<std::size_t>& received,
-                                           std::vector<at::Tensor> gradients) {
+void ShardedOptimizerBase::Shards::receive(std::size_t bucket, at::Tensor shard,
+                                           const std::vector<std::uint8_t>& used) {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < received.size(); ++i) {
-    at::Tensor& gradient = slices[received[i]].mutable_grad();
+  for (std::size_t i = 0; i < used.size(); ++i) {
+    if (!used[i]) continue;
+    const std::size_t index = plan[bucket][i];
+    const at::Tensor added = shard.narrow(0, places[index].own.in_shard, places[index].own.count);
+    at::Tensor& gradient = pieces[index].mutable_grad();
     if (gradient.defined()) {
-      gradient.add_(gradients[i]);
+      gradient.add_(added);
     } else {
       // detach() removes the view: zero_grad() of torch::optim::Optimizer detaches the gradient in place.
-      gradient = gradients[i].detach();
+      gradient = added.detach();
     }
   }
   if (!options.update_in_backward) return;
   owner->update(1);
-  for (const std::size_t index : received) slices[index].mutable_grad().reset();
+  for (const std::size_t index : plan[bucket]) pieces[index].mutable_grad().reset();
 }
 
 at::Tensor ShardedOptimizerBase::Shards::Place::empty(const at::TensorOptions& kind) const {
@@ -232,24 +238,38 @@ at::Tensor ShardedOptimizerBase::Shards::Place::empty(const at::TensorOptions& k
 }
 
 void ShardedOptimizerBase::Shards::gather_state(FusedOptimizer* whole, int to) const {
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = inner->state().find(slices[i].unsafeGetTensorImpl());
-    if (found == inner->state().end()) continue;  // All ranks skip the same parameters.
-    FusedOptimizer::StateTensors tensors = inner->tensors_of(*found->second);
-    for (at::Tensor& tensor : tensors) {
-      if (!tensor.defined()) continue;
-      const at::Tensor padded = at::zeros({shard(i, 0).count}, tensor.options());
-      padded.narrow(0, 0, tensor.numel()).copy_(tensor);
-      const at::Tensor gathered = group.gather(padded, to);  // [world_size, count]: padding is only at the end.
-      if (!whole) continue;
-      const at::Tensor laid_out = places[i].empty(tensor.options());
-      in_order(laid_out).copy_(gathered.flatten().narrow(0, 0, laid_out.numel()));
-      tensor = laid_out;
+  for (std::size_t b = 0; b < plan.size(); ++b) {
+    const auto& members = plan[b];
+    // All ranks have state of the same parameters, and tensors of the same kinds.
+    std::vector<const torch::optim::OptimizerParamState*> states;  // Null: no state. [position]
+    FusedOptimizer::StateTensors flat;                             // This rank's shard, then the whole. [kind]
+    for (const std::size_t index : members) {
+      const auto found = inner->state().find(pieces[index].unsafeGetTensorImpl());
+      states.push_back(found == inner->state().end() ? nullptr : found->second.get());
+      if (!states.back()) continue;
+      const FusedOptimizer::StateTensors tensors = inner->tensors_of(*states.back());
+      const FlatLayout::Range& own = places[index].own;
+      for (std::size_t k = 0; k < tensors.size(); ++k) {
+        if (!tensors[k].defined()) continue;
+        if (!flat[k].defined()) flat[k] = at::zeros({layouts[b].shard_numel}, tensors[k].options());
+        flat[k].narrow(0, own.in_shard, own.count).copy_(tensors[k]);
+      }
     }
-    if (!whole) continue;
-    auto copy = found->second->clone();
-    inner->set_tensors(*copy, tensors);
-    whole->state()[parameters[i].tensor.unsafeGetTensorImpl()] = std::move(copy);
+    for (at::Tensor& tensor : flat) {
+      if (tensor.defined()) tensor = group.gather(tensor, to);
+    }
+    for (std::size_t i = 0; whole && i < members.size(); ++i) {
+      if (!states[i]) continue;
+      FusedOptimizer::StateTensors tensors = inner->tensors_of(*states[i]);
+      for (std::size_t k = 0; k < tensors.size(); ++k) {
+        if (!tensors[k].defined()) continue;
+        tensors[k] = places[members[i]].empty(tensors[k].options());
+        in_order(tensors[k]).copy_(flat[k].flatten().narrow(0, layouts[b].offsets[i], layouts[b].numels[i]));
+      }
+      auto copy = states[i]->clone();
+      inner->set_tensors(*copy, tensors);
+      whole->state()[parameters[members[i]].tensor.unsafeGetTensorImpl()] = std::move(copy);
+    }
   }
 }
 
@@ -267,11 +287,11 @@ void ShardedOptimizerBase::Shards::take_state(const FusedOptimizer& whole) {
         if (!tensor.defined()) continue;
         const at::Tensor laid_out = places[i].empty(tensor.options());
         laid_out.copy_(tensor);
-        tensor = shard(i, group.rank()).of(in_order(laid_out)).clone();
+        tensor = in_order(laid_out).narrow(0, places[i].own.in_tensor, places[i].own.count).clone();
       }
       auto copy = found->second->clone();
       inner->set_tensors(*copy, tensors);
-      inner->state()[slices[i].unsafeGetTensorImpl()] = std::move(copy);
+      inner->state()[pieces[i].unsafeGetTensorImpl()] = std::move(copy);
     }
   });
 }

@@ -1,17 +1,18 @@
-// Tier 2. Members of ShardedOptimizerBase: the parameters, this rank's slice of each parameter, the optimizer of the
-// slices.
+// Tier 2. Members of ShardedOptimizerBase: the parameters, their pieces in this rank's shards, the optimizer of the
+// pieces.
 #pragma once
 
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include <c10/util/ScopeExit.h>
 
-#include <functional>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "parallel/sharding/shard.h"
+#include "parallel/ddp/shard_output.h"
 #include "parallel/sharding/shared_weights.h"
 
 namespace ddpkit::optim {
@@ -21,13 +22,10 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
   Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
          std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, const ShardedOptions& choices);
 
-  void begin() override;
-  void receive(const std::vector<std::size_t>& received, std::vector<at::Tensor> gradients) override;
+  void before_first() override;
+  void receive(std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) override;
   void follow_parameters() override;
 
-  Shard shard(std::size_t index, int rank) const {
-    return shard_of(parameters[index].tensor, rank, group.world_size());
-  }
   /// Gives the inner optimizer the owner's groups, whose options the program sets, until the result is destroyed.
   auto lend_groups() {
     auto &lender = owner->param_groups(), &borrower = inner->param_groups();
@@ -42,8 +40,9 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
   /// Copies this rank's part of the state of `whole`.
   void take_state(const FusedOptimizer& whole);
 
-  /// A parameter's memory when it was sharded.
+  /// A parameter's memory when it was sharded, and the elements in this rank's shard.
   struct Place {
+    FlatLayout::Range own;
     const void* data = nullptr;
     std::vector<std::int64_t> sizes, strides;
 
@@ -56,17 +55,17 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
   Factory factory;
   std::vector<NamedParameter> parameters;          ///< [param], in the order of the reducer.
   std::vector<Place> places;                       ///< [param]
-  std::vector<at::Tensor> slices;                  ///< [param]
+  std::vector<at::Tensor> pieces;                  ///< Each parameter's elements in this rank's shard. [param]
   std::vector<std::vector<std::size_t>> group_of;  ///< Parameters of each group. [group][position]
-  Groups groups;                                   ///< Groups of the slices, with the options of the owner's groups.
+  Groups groups;                                   ///< Groups of the pieces, with the options of the owner's groups.
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
   std::unique_ptr<SharedWeights> weights;  ///< Null if every rank has private weights.
-  std::unique_ptr<FusedOptimizer> inner;   ///< The optimizer of the slices.
+  std::unique_ptr<FusedOptimizer> inner;   ///< The optimizer of the pieces.
   std::unique_ptr<FusedOptimizer> consolidated;
   bool dropped = false;  ///< zero_grad() was called since follow_active_ranks().
-  std::function<State()> state;
 
  private:
+  at::Tensor piece_of(std::size_t index) const;
   void follow_parameter(std::size_t index);
   std::string find_error(const Groups& whole_groups);
   std::string signature() const;

@@ -45,6 +45,8 @@ at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef si
   return at::empty({0}, flat.options()).set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);
 }
 
+at::Tensor in_order(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
+
 bool same_memory_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.layout() == at::kStrided && b.layout() == at::kStrided && a.scalar_type() == b.scalar_type() &&
          a.sizes() == b.sizes() && a.strides() == b.strides() && a.is_non_overlapping_and_dense() && !a.is_conj() &&
@@ -78,6 +80,18 @@ void copy_or_zero(const at::Tensor& to, const at::Tensor& from) {
   } else if (!same_address(to, from)) {
     copy_values(to, from);
   }
+}
+
+void CopyList::add(const at::Tensor& to, const at::Tensor& from) {
+  if (to.is_cpu()) return copy_values(to, from);
+  to_.push_back(to);
+  from_.push_back(from);
+}
+
+void CopyList::flush() {
+  const at::NoGradGuard no_grad;
+  if (!to_.empty()) at::_foreach_copy_(to_, from_);
+  clear();
 }
 
 }  // namespace ddpkit

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "kernels/dtype.h"
 
@@ -18,6 +19,9 @@ bool has_update_kernels(c10::ScalarType type) noexcept;
 /// Returns a tensor on part of `flat`'s memory, `offset` elements after the beginning. Not an autograd view:
 /// Optimizer::zero_grad() detaches gradients in place, which fails for views.
 at::Tensor alias(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+/// Returns a dense tensor's elements in memory order.
+at::Tensor in_order(const at::Tensor& tensor);
 
 /// Returns whether both tensors are dense, with the same type, shape and order of elements. Devices may differ.
 bool same_memory_layout(const at::Tensor& a, const at::Tensor& b);
@@ -34,5 +38,16 @@ inline bool same_address(const at::Tensor& a, const at::Tensor& b) { return a.co
 void copy_values(const at::Tensor& to, const at::Tensor& from);
 /// Copies `from` to `to`, unless both have the same memory. An undefined `from` counts as zeros.
 void copy_or_zero(const at::Tensor& to, const at::Tensor& from);
+
+/// Copies between tensors. On a device, flush() makes all copies with a few kernels.
+class CopyList {
+ public:
+  void add(const at::Tensor& to, const at::Tensor& from);
+  void flush();
+  void clear() noexcept { *this = {}; }
+
+ private:
+  std::vector<at::Tensor> to_, from_;
+};
 
 }  // namespace ddpkit

@@ -387,6 +387,27 @@ RANK_TEST("a sharded optimizer's consolidated state ends with the next step", "[
   CHECK_THROWS_WITH(optimizer.consolidated(), ContainsSubstring("consolidate_state()"));
 }
 
+RANK_TEST("a sharded optimizer cuts buckets, not parameters, and keeps them", "[optim][sharded]", 2, 3) {
+  torch::manual_seed(3);
+  torch::nn::Sequential model;
+  for (int layer = 0; layer < 30; ++layer) model->push_back(torch::nn::Linear(4, 4));  // 16 and 4 elements.
+  DistributedDataParallel ddp(model, group);
+  ShardedOptimizer<FusedSGD> optimizer(ddp, torch::optim::SGDOptions(0.1));
+  const auto buckets = ddp.reducer().buckets();
+  std::int64_t own = 0, all = 0;
+  for (const torch::Tensor& piece : optimizer.param_groups()[0].params()) own += piece.numel();
+  for (const torch::Tensor& parameter : model->parameters()) all += parameter.numel();
+  CHECK(std::abs(own - all / group.world_size()) <= 32);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    loss_of(ddp(torch::full({2, 4}, group.rank() + step, torch::kFloat))).backward();
+    optimizer.step();
+    CHECK(ddp.reducer().buckets() == buckets);
+  }
+  CHECK(ddp.stats().rebuilds == 0);
+  check_same_bits_on_all_ranks(group, *model);
+}
+
 RANK_TEST("join with a sharded optimizer", "[optim][sharded][join]", 2, 3) {
   for (const ShardedOptions& options : ways(group)) {
     auto model = make_model();

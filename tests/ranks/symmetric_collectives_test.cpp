@@ -4,8 +4,10 @@
 #include <ddpkit/error.h>
 
 #include "ranks/parts.h"
+#include "ranks/thread_ranks.h"
 #include "support/catch.h"
 #include "support/ranks.h"
+#include "tensor/flat_layout.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::ReduceOp;
@@ -75,6 +77,32 @@ RANK_TEST("reduce_scatter of symmetric memory", "[shm]", 1, 2, 3) {
     // The output is this rank's row of the input.
     group.reduce_scatter(input[group.rank()], input);
     CHECK(torch::equal(input[group.rank()], sum));
+  }
+}
+
+RANK_TEST("a coalesced reduce_scatter gives each rank its shard of all tensors", "[shm]", 1, 2, 3) {
+  for (const at::ScalarType dtype : {at::kInt, at::kDouble, at::kComplexFloat}) {
+    // More tensors than one collective takes.
+    std::vector<std::int64_t> numels;
+    for (std::int64_t i = 0; i < 300; ++i) numels.push_back(1 + i * i % 97);
+    const ddpkit::FlatLayout layout = ddpkit::make_flat_layout(numels, c10::elementSize(dtype), group.world_size());
+    const torch::Tensor memory = group.allocate({layout.numel}, dtype);
+    torch::Tensor sums = torch::zeros({layout.numel}, dtype);
+    std::vector<at::Tensor> tensors;
+    for (std::size_t i = 0; i < numels.size(); ++i) {
+      tensors.push_back(memory.narrow(0, layout.offsets[i], numels[i]));
+      for (int r = 0; r < group.world_size(); ++r)
+        sums.narrow(0, layout.offsets[i], numels[i]).add_(part(r, {numels[i]}).to(dtype));
+      tensors.back().copy_(part(group.rank(), {numels[i]}));
+    }
+    const torch::Tensor shard = torch::zeros({layout.shard_numel}, dtype);
+    auto& symmetric = *ddpkit::Backend::of(group)->symmetric_memory();
+    const c10d::ReduceOp sum(c10d::ReduceOp::SUM);
+    symmetric.reduce_scatter_coalesced(tensors, shard, sum)->wait();
+    CHECK(torch::equal(shard, sums.narrow(0, group.rank() * layout.shard_numel, layout.shard_numel)));
+    CHECK_THROWS_WITH(symmetric.reduce_scatter_coalesced(tensors, shard.narrow(0, 0, 1), sum),
+                      ContainsSubstring("the shard must be dense"));
+    group.barrier();
   }
 }
 

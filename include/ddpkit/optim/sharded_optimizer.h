@@ -28,15 +28,18 @@ struct ShardedOptions {
   bool update_in_backward = false;
 };
 
-/// ZeRO-2 (Rajbhandari and others, arXiv 1910.02054). Each rank keeps the optimizer state of its slice of every
-/// parameter and updates that slice. Backward reduce-scatters the gradients, and each rank keeps those of its slices.
+/// ZeRO stage 2 (Rajbhandari and others, arXiv 1910.02054): gradients and optimizer state are sharded, weights are not.
+/// The parameters of a bucket form one flat tensor, which is cut into one shard per rank. Backward reduce-scatters each
+/// bucket. Each rank keeps the gradients and the optimizer state of its shards, and updates the weights in its shards.
+/// The buckets stay as they are when the optimizer is made.
 ///
 ///     ddpkit::DistributedDataParallel ddp(model, group);
 ///     ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(1e-3));
 ///
 /// Use it like any optimizer: zero_grad(), backward, step(). Differences:
-/// - Backward leaves the model's parameters without a gradient. The averaged slices are the gradients of the tensors in
-///   param_groups(): one-dimensional, one per parameter. step() releases the gradients.
+/// - Backward leaves the model's parameters without a gradient. param_groups() has one tensor per parameter: the
+///   parameter's elements in this rank's shard, one-dimensional, possibly none. These tensors have the averaged
+///   gradients. step() releases the gradients.
 /// - Call zero_grad() of this class, not of the module.
 /// - Call clip_grad_norm() of this class, not the free function.
 /// - Parameter groups are fixed. To train another parameter, wrap the model again and make a new optimizer.
@@ -70,7 +73,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   /// Not available. A group added through torch::optim::Optimizer makes the next step() throw InvalidArgument.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) = delete;
 
-  /// Returns the optimizer of this rank's slices.
+  /// Returns the optimizer of this rank's shards.
   const FusedOptimizer& inner() const noexcept;
   /// Returns whether the host keeps one copy of the weights.
   bool has_shared_weights() const noexcept;

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -69,26 +68,6 @@ struct ReducerOptions {
   std::optional<std::size_t> arena_bytes = std::nullopt;
 };
 
-/// Receives shards of the averaged gradients from a Reducer. The parameters then have no gradient.
-class ShardOutput {
- public:
-  enum class State {
-    kActive,
-    kReplaced,   ///< The reducer has a newer output.
-    kNoReducer,  ///< The reducer has been destroyed, or a newer reducer averages its parameters.
-  };
-  virtual ~ShardOutput() = default;
-  /// Called when a forward pass begins. The parameters' memory may have changed since the last forward pass. Not
-  /// collective.
-  virtual void follow_parameters() = 0;
-  /// Called before the first bucket of a backward is reduced, at the same position in the order of collectives on all
-  /// ranks.
-  virtual void begin() = 0;
-  /// Called when a bucket has been reduced on all ranks. `shards[i]` is this rank's part of the averaged gradient of
-  /// parameter `parameters[i]`, one-dimensional, in the order of the parameter's memory.
-  virtual void receive(const std::vector<std::size_t>& parameters, std::vector<at::Tensor> shards) = 0;
-};
-
 /// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators receive each
 /// gradient. A full bucket's all-reduce starts immediately. The end of backward waits for the last bucket.
 ///
@@ -120,13 +99,7 @@ class Reducer {
   /// hook restores the all-reduce. Collective; must not be called within backward.
   void set_comm_hook(CommHook hook);
 
-  /// From the next backward on, each rank receives only its shard of each averaged gradient (a reduce-scatter), which
-  /// is passed to `output` immediately. Gradients of parameters that no rank has used are not passed. Replaces an
-  /// earlier output. The reducer does not own the output: after its destruction, the next forward pass or backward uses
-  /// all-reduce again. Returns a function that reports the output's state. Collective; must not be called within
-  /// backward. Throws InvalidArgument, and changes nothing, for sparse gradients and with a communication hook.
-  [[nodiscard]] std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
-  /// Returns all parameters, with the indices that a ShardOutput receives. [param]
+  /// Returns all parameters, with the indices that buckets() has. [param]
   std::vector<NamedParameter> parameters() const;
 
   /// Call after a forward pass that returned `outputs`. If `outputs` depend on no parameter and a synchronized backward
@@ -152,6 +125,7 @@ class Reducer {
 
  private:
   friend class DistributedDataParallelBase;  ///< For join().
+  friend struct ShardOutput;
 
   std::shared_ptr<Impl> impl_;
 };

@@ -274,12 +274,12 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 ShmBackend::WorkPtr ShmBackend::all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) {
-  return start(requests_.coalesced(tensors, nullptr, op), OpType::ALLREDUCE_COALESCED, {}, kNoTimeout, tensors);
+  return start(requests_.coalesced(tensors, {}, op), OpType::ALLREDUCE_COALESCED, {}, kNoTimeout, tensors);
 }
 
-ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors, const Tensors& slices,
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors, const at::Tensor& shard,
                                                          const c10d::ReduceOp& op) {
-  return start(requests_.coalesced(tensors, &slices, op), OpType::REDUCE_SCATTER, {}, kNoTimeout, tensors);
+  return start(requests_.coalesced(tensors, shard, op), OpType::REDUCE_SCATTER, {}, kNoTimeout, tensors);
 }
 
 std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {

@@ -71,7 +71,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   void barrier_blocking() override;
 
   WorkPtr all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) override;
-  WorkPtr reduce_scatter_coalesced(const Tensors& tensors, const Tensors& slices, const c10d::ReduceOp& op) override;
+  WorkPtr reduce_scatter_coalesced(const Tensors& tensors, const at::Tensor& shard, const c10d::ReduceOp& op) override;
   std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
 
  private:

@@ -9,6 +9,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/backends/shm_arguments.h"
+#include "tensor/flat_layout.h"
 
 namespace ddpkit {
 
@@ -279,30 +280,46 @@ ShmRequests::Tensors ShmRequests::split(const at::Tensor& tensor, std::vector<st
   return tensor.detach().split_with_sizes(sizes);
 }
 
-std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const Tensors* slices,
+std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Tensor& shard,
                                             const c10d::ReduceOp& op) const {
-  const char* call = slices ? "reduce_scatter_coalesced" : "all_reduce_coalesced";
+  const bool scatters = shard.defined();
+  const char* call = scatters ? "reduce_scatter_coalesced" : "all_reduce_coalesced";
+  const at::Tensor& like = scatters || tensors.empty() ? shard : tensors[0];
+  check_tensor(like, call);
+  const auto size = static_cast<std::int64_t>(size_of(data_type(like)));
+  FlatLayout layout;
+  if (scatters) {
+    std::vector<std::int64_t> numels;
+    for (const at::Tensor& tensor : tensors) numels.push_back(static_cast<std::int64_t>(element_count(tensor)));
+    layout = make_flat_layout(std::move(numels), static_cast<std::size_t>(size), size_);
+    if (!shard.is_contiguous() || static_cast<std::int64_t>(element_count(shard)) != layout.shard_numel)
+      throw InvalidArgument(fmt::format("{}: the shard must be dense and have {} bytes, but it has {}", call,
+                                        layout.shard_numel * size, shard.nbytes()));
+  }
   std::vector<Request> requests;
   for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
     const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
-    Request request{.kind = slices ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
-                    .dtype = data_type(tensors[begin]),
-                    .op = reduction(op, tensors[begin], call)};
+    Request request{.kind = scatters ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
+                    .dtype = data_type(like),
+                    .op = reduction(op, like, call)};
     for (std::size_t i = begin; i < end; ++i) {
       const at::Tensor& tensor = tensors[i];
       check_tensor(tensor, call);
-      if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != tensors[0].scalar_type())
+      if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != like.scalar_type())
         throw InvalidArgument(fmt::format("{}: the tensors must be dense and of one type", call));
-      const std::size_t numel = element_count(tensor);
-      request.pieces.push_back(
-          {.data = tensor.data_ptr(), .numel = numel, .slice = slices ? (*slices)[i].data_ptr() : nullptr});
-      request.numel += numel;
+      shm::Piece& piece = request.pieces.emplace_back();
+      piece.data = tensor.data_ptr();
+      piece.numel = element_count(tensor);
+      request.numel += piece.numel;
+      if (!scatters) continue;
+      const FlatLayout::Range range = layout.range(i, rank_);
+      piece.begin = static_cast<std::size_t>(range.in_tensor);
+      piece.count = static_cast<std::size_t>(range.count);
+      piece.output = static_cast<std::byte*>(shard.data_ptr()) + range.in_shard * size;
     }
-    const auto part = [&](const Tensors& all) {
-      return Tensors(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(end));
-    };
-    request.keep_alive =
-        std::make_shared<std::pair<Tensors, Tensors>>(part(tensors), slices ? part(*slices) : Tensors());
+    const auto first = tensors.begin() + static_cast<std::ptrdiff_t>(begin);
+    request.keep_alive = std::make_shared<std::pair<Tensors, at::Tensor>>(
+        Tensors(first, first + static_cast<std::ptrdiff_t>(end - begin)), shard);
     requests.push_back(std::move(request));
   }
   return requests;

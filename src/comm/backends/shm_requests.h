@@ -42,8 +42,8 @@ class ShmRequests {
   shm::Request all_to_all(const Tensors& outputs, const Tensors& inputs) const;
   /// Returns the parts of a tensor of all_to_all; empty `sizes` divide evenly. `name`: for messages.
   Tensors split(const at::Tensor& tensor, std::vector<std::int64_t> sizes, const char* name) const;
-  /// Reduces tensors in symmetric memory in place. With `slices`, a reduce-scatter.
-  std::vector<shm::Request> coalesced(const Tensors& tensors, const Tensors* slices, const c10d::ReduceOp& op) const;
+  /// Reduces tensors in symmetric memory in place. With a `shard`, a reduce-scatter.
+  std::vector<shm::Request> coalesced(const Tensors& tensors, const at::Tensor& shard, const c10d::ReduceOp& op) const;
   shm::MessageHandle send(const at::Tensor& tensor, int destination, int tag) const;
   /// `source`: a rank, or shm::kAnySource.
   shm::MessageHandle receive(const at::Tensor& tensor, int source, int tag) const;

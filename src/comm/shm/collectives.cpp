@@ -95,7 +95,9 @@ void Collectives::run_alone(const OperationHandle& operation) {
   void* output = request.outputs.empty() ? request.output : request.outputs[0];
   if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
   for (const Piece& piece : request.pieces) {
-    if (piece.slice) std::memcpy(piece.slice, piece.data, piece.numel * operation->element_size());
+    const std::size_t size = operation->element_size();
+    if (piece.count != 0)
+      std::memcpy(piece.output, static_cast<const std::byte*>(piece.data) + piece.begin * size, piece.count * size);
   }
   complete(operation, request.on_finish, request.keep_alive, due_);
 }

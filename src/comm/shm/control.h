@@ -32,7 +32,7 @@ enum class CollectiveKind : std::uint8_t {
   kAllToAll,
   // In-place collectives of several tensors in symmetric memory.
   kAllReduceCoalesced,
-  kReduceScatterCoalesced,  ///< Rank r gets slice r (slice_of) of each tensor.
+  kReduceScatterCoalesced,  ///< Each rank gets a part of the elements of all tensors.
 };
 
 inline constexpr bool is_coalesced(CollectiveKind kind) {

@@ -56,7 +56,9 @@ void complete(const Handle& pending, std::function<void()>& on_finish, std::shar
 struct Piece {
   void* data = nullptr;
   std::size_t numel = 0;
-  void* slice = nullptr;  ///< Reduce-scatter: output for this rank's slice.
+  /// Reduce-scatter: this rank receives elements [begin, begin + count) of the sum, in `output`.
+  std::size_t begin = 0, count = 0;
+  void* output = nullptr;
 };
 
 /// Parameters of one collective. Pointers are to dense memory of `numel` elements each.

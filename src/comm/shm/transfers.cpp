@@ -35,16 +35,16 @@ void reduce_parts(const Request& request, const std::vector<void*>& parts, std::
                    .output_count = 1});
 }
 
-void reduce_pieces_to_slices(Staging& staging, const Operation& operation) {
+void reduce_pieces_to_outputs(Staging& staging, const Operation& operation) {
   const Request& request = operation.request;
-  const std::size_t size = operation.element_size();
   const auto ranks = static_cast<std::size_t>(staging.world_size());
   for (std::size_t p = 0; p < request.pieces.size(); ++p) {
-    const Span slice = slice_of(request.pieces[p].numel, size, staging.rank, staging.world_size());
-    if (slice.count == 0) continue;
+    const Piece& piece = request.pieces[p];
+    if (piece.count == 0) continue;
     for (std::size_t r = 0; r < ranks; ++r)
-      staging.parts[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + slice.begin * size;
-    reduce_parts(request, staging.parts, slice.count, request.pieces[p].slice);
+      staging.parts[r] =
+          static_cast<std::byte*>(operation.parts[p * ranks + r]) + piece.begin * operation.element_size();
+    reduce_parts(request, staging.parts, piece.count, piece.output);
   }
 }
 
@@ -102,7 +102,7 @@ void move_in_place(Staging& staging, const Operation& operation) {
       reduce_parts(request, staging.parts, request.numel, request.output);
       break;
     case CollectiveKind::kReduceScatterCoalesced:
-      reduce_pieces_to_slices(staging, operation);
+      reduce_pieces_to_outputs(staging, operation);
       break;
     default:
       reduce_in_place(staging, operation);

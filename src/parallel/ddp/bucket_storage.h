@@ -14,6 +14,7 @@
 #include <ddpkit/parallel/reducer.h>
 
 #include "parallel/model_agreement.h"
+#include "tensor/flat_layout.h"
 #include "tensor/stream_set.h"
 #include "tensor/tensor_memory.h"
 
@@ -21,15 +22,15 @@ namespace ddpkit {
 
 using BucketPlan = std::vector<std::vector<std::size_t>>;  ///< [bucket][position]: a parameter
 
-/// The gradients of dense parameters, in buckets. Backward adds each gradient. A complete bucket is reduced. Then each
-/// of its gradients is written back to the parameter, taken as a shard, or restored.
+/// The gradients of dense parameters, in buckets. Backward adds each gradient. A complete bucket is reduced. Then its
+/// shard is taken, or each of its gradients is written back to the parameter or restored.
 class BucketStorage {
  public:
   virtual ~BucketStorage() = default;
 
-  /// Collective: allocates buckets for these parameters. `sharded`: reduce() gives each rank only its shard of each
-  /// averaged gradient.
-  virtual void lay_out(const BucketPlan& plan, bool sharded) = 0;
+  /// Collective: allocates buckets for these parameters. `layouts`: gradients in the flat tensor of each bucket.
+  /// `sharded`: reduce() gives each rank only its shard of the flat tensor.
+  virtual void lay_out(const BucketPlan& plan, const std::vector<FlatLayout>& layouts, bool sharded) = 0;
   bool sharded() const noexcept { return sharded_; }
   /// Returns whether gradients are reduced in autograd's memory, if possible. Otherwise each bucket has a flat buffer.
   virtual bool in_place() const noexcept = 0;
@@ -46,8 +47,8 @@ class BucketStorage {
   /// Copies the average to the parameter's gradient. On a device, flush_copies_out() makes all these copies.
   virtual void write_back(std::size_t param) = 0;
   virtual void flush_copies_out() {}
-  /// Returns this rank's shard of the average, one-dimensional. Removes the parameter's gradient.
-  virtual at::Tensor take_shard(std::size_t param) = 0;
+  /// Returns this rank's shard of the average. Keeps the parameters' gradients as they were before add_unused().
+  virtual at::Tensor take_shard(std::size_t bucket) = 0;
   /// Keeps the parameter's gradient as it was before add_unused().
   virtual void restore(std::size_t) {}
   /// Call after a failed backward.
@@ -78,7 +79,7 @@ class BucketStorage {
   }
 
   bool sharded_ = false;
-  BucketPlan plan_;
+  std::vector<at::Tensor> shards_;  ///< This rank's shards, until they are taken. [bucket]
 };
 
 /// Each bucket has one buffer, and gradients are copied to it. `strides`: element order of each gradient in messages,

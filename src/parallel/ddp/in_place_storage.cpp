@@ -11,7 +11,6 @@
 #include "comm/shm/arena.h"
 #include "comm/symmetric_memory.h"
 #include "parallel/ddp/bucket_storage.h"
-#include "parallel/sharding/shard.h"
 #include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
@@ -34,10 +33,12 @@ class InPlaceStorage final : public BucketStorage {
 
   bool in_place() const noexcept override { return true; }
 
-  void lay_out(const BucketPlan& plan, bool sharded) override {
+  void lay_out(const BucketPlan& plan, const std::vector<FlatLayout>& layouts, bool sharded) override {
     const bool first = plan_.empty();
     sharded_ = sharded;
     plan_ = plan;
+    layouts_ = layouts;
+    shards_.assign(plan.size(), {});
     if (first && group_.world_size() > 1) allocate_views();  // Views keep their memory in all bucket plans.
   }
 
@@ -60,16 +61,13 @@ class InPlaceStorage final : public BucketStorage {
   }
 
   Work reduce(std::size_t bucket) override {
-    std::vector<at::Tensor> operands, shards;
+    std::vector<at::Tensor> operands;
     for (const std::size_t param : plan_[bucket]) {
-      Entry& entry = entries_[param];
-      if (sharded_) entry.shard = shard_for(entry.operand);
-      if (entry.operand.numel() == 0) continue;
-      operands.push_back(entry.operand);
-      if (sharded_) shards.push_back(entry.shard);
+      if (entries_[param].operand.numel() != 0) operands.push_back(entries_[param].operand);
     }
+    if (sharded_) shards_[bucket] = make_shard(bucket);
     if (operands.empty() || group_.world_size() == 1) return {};
-    return Work(sharded_ ? memory_.reduce_scatter_coalesced(operands, shards, c10d::ReduceOp::AVG)
+    return Work(sharded_ ? memory_.reduce_scatter_coalesced(operands, shards_[bucket], c10d::ReduceOp::AVG)
                          : memory_.all_reduce_coalesced(operands, c10d::ReduceOp::AVG));
   }
 
@@ -81,17 +79,12 @@ class InPlaceStorage final : public BucketStorage {
     if (needs_copy(gradient, operand, replace)) copy_values(gradient, operand);
   }
 
-  at::Tensor take_shard(std::size_t param) override {
-    Entry& entry = entries_[param];
-    entry.parameter.mutable_grad().reset();
-    entry.operand.reset();
-    return std::exchange(entry.shard, {});
+  at::Tensor take_shard(std::size_t bucket) override {
+    for (const std::size_t param : plan_[bucket]) entries_[param].operand.reset();
+    return std::exchange(shards_[bucket], {});
   }
 
-  void restore(std::size_t param) override {
-    entries_[param].operand.reset();
-    entries_[param].shard.reset();
-  }
+  void restore(std::size_t param) override { entries_[param].operand.reset(); }
 
   std::optional<ArenaStats> arena() const override { return arena_ ? std::optional(arena_->stats()) : std::nullopt; }
 
@@ -101,7 +94,6 @@ class InPlaceStorage final : public BucketStorage {
     std::vector<std::int64_t> strides;
     at::Tensor view = {};     ///< This gradient's view of the storage. Undefined if it is allocated on demand.
     at::Tensor operand = {};  ///< The tensor being reduced: the parameter's gradient, or a copy.
-    at::Tensor shard = {};    ///< This rank's shard of the average.
   };
 
   /// Opens an arena for the gradients, `bytes` in total, and for the intermediate results of backward.
@@ -149,10 +141,14 @@ class InPlaceStorage final : public BucketStorage {
     return arena_ && arena_->contains(gradient.const_data_ptr()) && is_sole_owner(gradient, added);
   }
 
-  at::Tensor shard_for(const at::Tensor& operand) const {
-    if (group_.world_size() == 1) return in_order(operand);
-    return at::empty({shard_of(operand, group_.rank(), group_.world_size()).count},
-                     operand.options().requires_grad(false));
+  /// Allocates a shard. The only rank copies the gradients to the shard.
+  at::Tensor make_shard(std::size_t bucket) const {
+    const FlatLayout& layout = layouts_[bucket];
+    const at::Tensor& any = entries_[plan_[bucket][0]].parameter;
+    const at::Tensor shard = at::empty({layout.shard_numel}, any.options().requires_grad(false));
+    for (std::size_t i = 0; group_.world_size() == 1 && i < layout.numels.size(); ++i)
+      copy_values(shard.narrow(0, layout.offsets[i], layout.numels[i]), in_order(entries_[plan_[bucket][i]].operand));
+    return shard;
   }
 
   ProcessGroup group_;
@@ -160,6 +156,8 @@ class InPlaceStorage final : public BucketStorage {
   bool as_bucket_view_;
   std::shared_ptr<ArenaLease> arena_;
   std::vector<Entry> entries_;  ///< [param]
+  BucketPlan plan_;
+  std::vector<FlatLayout> layouts_;  ///< [bucket]
 };
 
 }  // namespace

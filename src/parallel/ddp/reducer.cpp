@@ -146,16 +146,22 @@ void Reducer::Impl::set_comm_hook(CommHook hook) {
   rebuilds = 0;
 }
 
-std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
+void Reducer::Impl::plan_shards(ShardOutput& output) {
   const std::lock_guard lock(mutex_);
   require_no_backward("the output for shards");
-  run_on_all_ranks(group_, "set_shard_output", [&] {
+  run_on_all_ranks(group_, "ShardedOptimizer", [&] {
     if (comm_hook_) throw InvalidArgument("gradients cannot be sharded: the communication hook needs whole gradients");
     for (const NamedParameter& parameter : parameters_) {
       if (parameter.sparse)
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
     }
   });
+  output.plan = make_plan(current_order(), /*sharded=*/true);
+  output.layouts = layouts_of(output.plan, group_.world_size());
+}
+
+void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
+  const std::lock_guard lock(mutex_);
   // Shards are in the memory order of the parameters, which is equal on all ranks.
   for (std::size_t i = 0; i < dense_.size(); ++i) {
     if (dense_[i].tensor.strides() == at::IntArrayRef(strides_[i])) continue;
@@ -164,8 +170,8 @@ std::function<ShardOutput::State()> Reducer::Impl::set_shard_output(const std::s
   }
   shard_output_ = output;
   hooks_->set_sharded(output);
-  follow_shard_output();
-  return [weak = weak_from_this(), output = shard_output_] {
+  if (!storage_->sharded() || plan != output->plan) use_plan(output->plan, /*sharded=*/true);
+  output->state = [weak = weak_from_this(), output = shard_output_] {
     const auto self = weak.lock();
     if (!self) return ShardOutput::State::kNoReducer;
     const std::lock_guard lock_of_state(self->mutex_);
@@ -201,22 +207,25 @@ void Reducer::Impl::lay_out() {
   storage_ = storage ? std::move(storage) : make_flat_storage(dense_, strides_, group_, options_);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
-  make_plan(order, /*sharded=*/false);
+  use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
   log_plan("buckets");
 }
 
-/// Changes the layout to shards or whole gradients if needed. Collective.
+/// Reduces whole gradients again if the output of shards was destroyed. Collective.
 void Reducer::Impl::follow_shard_output() {
-  const bool sharded = !shard_output_.expired();
-  if (storage_->sharded() == sharded) return;
-  std::vector<std::size_t> order;  // The current order.
+  if (storage_->sharded() && shard_output_.expired())
+    use_plan(make_plan(current_order(), /*sharded=*/false), /*sharded=*/false);
+}
+
+std::vector<std::size_t> Reducer::Impl::current_order() const {
+  std::vector<std::size_t> order;
   for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
   std::reverse(order.begin(), order.end());
-  make_plan(order, sharded);
+  return order;
 }
 
 /// `order`: all dense parameters, in reverse order of their gradients.
-void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) {
+BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) const {
   std::vector<ParameterInfo> infos;
   for (const std::size_t index : order) {
     const at::Tensor& tensor = dense_[index].tensor;
@@ -225,18 +234,35 @@ void Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharde
   }
   const bool small = sharded && storage_->in_place();
   const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kShardedBucketBytes) : bytes; };
-  plan = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
+  BucketPlan buckets = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
+  for (auto& members : buckets) {
+    for (std::size_t& index : members) index = order[index];
+  }
+  return buckets;
+}
+
+std::vector<FlatLayout> Reducer::Impl::layouts_of(const BucketPlan& buckets, int ranks) const {
+  std::vector<FlatLayout> layouts;
+  for (const auto& members : buckets) {
+    std::vector<std::int64_t> numels;
+    for (const std::size_t index : members) numels.push_back(dense_[index].tensor.numel());
+    layouts.push_back(make_flat_layout(std::move(numels), dense_[members[0]].tensor.element_size(), ranks));
+  }
+  return layouts;
+}
+
+void Reducer::Impl::use_plan(BucketPlan buckets, bool sharded) {
+  plan = std::move(buckets);
   bucket_bytes_.assign(plan.size(), 0);
   for (std::size_t b = 0; b < plan.size(); ++b) {
-    for (std::size_t& index : plan[b]) {
-      bucket_bytes_[b] += infos[index].bytes();
-      index = order[index];
+    for (const std::size_t index : plan[b]) {
+      bucket_bytes_[b] += dense_[index].tensor.nbytes();
       bucket_of_[index] = b;
     }
   }
   storage_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
   seen_.clear();
-  storage_->lay_out(plan, sharded);
+  storage_->lay_out(plan, layouts_of(plan, sharded ? group_.world_size() : 1), sharded);
   seen_.add_current();
   last_readers_.add_current();  // The current stream has zeroed the buffers.
 }
@@ -255,19 +281,20 @@ void Reducer::Impl::log_plan(const char* what) const {
 }
 
 void Reducer::Impl::note_arrival(std::size_t index) {
-  if (rebuilds != 0 || index >= dense_.size()) return;
+  if (rebuilds != 0 || storage_->sharded() || index >= dense_.size()) return;
   if (used_.arrivals(index) > 1) std::erase(arrival_order_, index);  // Its bucket waits for the last gradient.
   if (arrival_order_.size() < dense_.size()) arrival_order_.push_back(index);
 }
 
 /// Runs once, after the first backward: orders the buckets by the arrival of gradients, which may differ from the
-/// reverse registration order. As in Python, not if each backward may use other parameters.
+/// reverse registration order. As in Python, not if each backward may use other parameters. The buckets of shards stay:
+/// optimizer state has the same layout.
 void Reducer::Impl::rebuild() {
-  if (rebuilds != 0 || used_.policy() == UnusedPolicy::kFind) return;
+  if (rebuilds != 0 || storage_->sharded() || used_.policy() == UnusedPolicy::kFind) return;
   ++rebuilds;
   auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
   std::reverse(order.begin(), order.end());
-  make_plan(order, storage_->sharded());
+  use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
   log_plan("buckets rebuilt in the order in which gradients came");
 }
 
@@ -280,9 +307,6 @@ Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, con
 
 Reducer::~Reducer() { impl_->remove_hooks(); }
 
-std::function<ShardOutput::State()> Reducer::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
-  return impl_->set_shard_output(output);
-}
 void Reducer::prepare_for_forward(bool expects_backward) { impl_->prepare_for_forward(expects_backward); }
 void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
 bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
@@ -296,5 +320,10 @@ const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
 std::uint64_t Reducer::backwards() const noexcept { return impl_->backwards(); }
 DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
 std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
+
+void ShardOutput::make_plan(const Reducer& reducer) { reducer.impl_->plan_shards(*this); }
+void ShardOutput::attach(const std::shared_ptr<ShardOutput>& output, const Reducer& reducer) {
+  reducer.impl_->set_shard_output(output);
+}
 
 }  // namespace ddpkit

@@ -196,7 +196,7 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
   storage_->flush_copies_in(b);
   if (b == 0) {
-    if (const auto output = shard_output_.lock()) output->begin();
+    if (const auto output = shard_output_.lock()) output->before_first();
   }
   flight::Recorder::of_process().set_bucket(b);
   if (comm_hook_) {
@@ -333,19 +333,15 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
   const at::NoGradGuard no_grad;
-  std::vector<std::size_t> parameters;
-  std::vector<at::Tensor> shards;
+  at::Tensor shard = storage_->take_shard(b);
+  std::vector<std::uint8_t> used;  // [position]
   for (const std::size_t index : plan[b]) {
-    if (!used_.used_anywhere(index)) {
-      storage_->restore(index);
-      continue;
-    }
-    parameters.push_back(index);
-    shards.push_back(storage_->take_shard(index));
-    seen_.keep_alive(shards.back());  // Allocated on the stream that started the bucket, used and freed here.
-    if (const double factor = join_factor(); factor != 1) shards.back().mul_(factor);
+    used.push_back(used_.used_anywhere(index));
+    if (used.back()) parameters_[index].tensor.mutable_grad().reset();
   }
-  output->receive(parameters, std::move(shards));
+  seen_.keep_alive(shard);  // Allocated on the stream that started the bucket, used and freed here.
+  if (const double factor = join_factor(); factor != 1) shard.mul_(factor);
+  output->receive(b, std::move(shard), used);
 }
 
 // ---- join

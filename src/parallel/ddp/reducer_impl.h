@@ -12,6 +12,7 @@
 #include "parallel/autograd/backward_tracker.h"
 #include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/bucket_storage.h"
+#include "parallel/ddp/shard_output.h"
 #include "parallel/ddp/step_stats.h"
 #include "parallel/ddp/used_parameters.h"
 #include "parallel/model_agreement.h"
@@ -37,7 +38,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void prepare_for_forward(bool expects_backward);
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void set_comm_hook(CommHook hook);
-  std::function<ShardOutput::State()> set_shard_output(const std::shared_ptr<ShardOutput>& output);
+  void plan_shards(ShardOutput& output);
+  void set_shard_output(const std::shared_ptr<ShardOutput>& output);
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
   DistributedDataParallelStats stats() const;
   void set_join(JoinSession* session, int index);
@@ -81,7 +83,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void end_abandoned_backward();
   void require_no_backward(const char* what);
   void follow_shard_output();
-  void make_plan(const std::vector<std::size_t>& order, bool sharded);
+  BucketPlan make_plan(const std::vector<std::size_t>& order, bool sharded) const;
+  std::vector<std::size_t> current_order() const;
+  std::vector<FlatLayout> layouts_of(const BucketPlan& buckets, int ranks) const;
+  void use_plan(BucketPlan buckets, bool sharded);
   void log_plan(const char* what) const;
   void lay_out();
   void note_arrival(std::size_t index);
