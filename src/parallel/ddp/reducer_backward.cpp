@@ -337,7 +337,10 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
   std::vector<std::uint8_t> used;  // [position]
   for (const std::size_t index : plan[b]) {
     used.push_back(used_.used_anywhere(index));
-    if (used.back()) parameters_[index].tensor.mutable_grad().reset();
+    if (!used.back()) continue;
+    const at::Tensor gradient = std::exchange(parameters_[index].tensor.mutable_grad(), {});
+    // Copied to the bucket on this stream, which may not be the gradient's stream.
+    if (const auto& stream = backward_.buckets[b].stream; stream && gradient.defined()) gradient.record_stream(*stream);
   }
   seen_.keep_alive(shard);  // Allocated on the stream that started the bucket, used and freed here.
   if (const double factor = join_factor(); factor != 1) shard.mul_(factor);
