@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ddpkit/comm/environment.h>
@@ -136,6 +137,11 @@ class ForwardingBackend : public Backend {
   std::atomic<std::uint64_t> sequence_ = 0;
 };
 
+/// Creates a backend by its name in InitOptions. Collective. Throws InvalidArgument for an unknown name, and for a
+/// backend that is not built.
+c10::intrusive_ptr<Backend> create_backend(std::string_view name, const c10::intrusive_ptr<c10d::Store>& store,
+                                           const LaunchEnvironment& environment, at::Device device,
+                                           std::chrono::milliseconds timeout);
 /// `name`: this rank's number in messages. -1: environment.rank. Throws InvalidArgument if the backend is not built.
 c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                           const LaunchEnvironment& environment,

@@ -63,6 +63,14 @@ constexpr BackendKind kBackends[] = {
      }},
 };
 
+const BackendKind& backend_named(std::string_view name, const char* source) {
+  const auto* found = std::ranges::find(kBackends, name, &BackendKind::name);
+  if (found != std::end(kBackends)) return *found;
+  std::vector<std::string_view> names;
+  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
+  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", source, name, fmt::join(names, ", ")));
+}
+
 const BackendKind& choose_backend(const InitOptions& options, const LaunchEnvironment& environment) {
   std::string backend = options.backend;
   const char* from_environment = std::getenv("DDPKIT_BACKEND");
@@ -73,15 +81,16 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
     const bool one_host = environment.local_world_size == environment.world_size;
     backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
   }
-  const auto* found = std::ranges::find(kBackends, backend, &BackendKind::name);
-  if (found != std::end(kBackends)) return *found;
-  std::vector<std::string_view> names;
-  for (const BackendKind& kind : kBackends) names.push_back(kind.name);
-  throw InvalidArgument(fmt::format("{} \"{}\" is not one of {}", named_here ? "the backend" : "DDPKIT_BACKEND",
-                                    backend, fmt::join(names, ", ")));
+  return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
 }
 
 }  // namespace
+
+c10::intrusive_ptr<Backend> create_backend(std::string_view name, const c10::intrusive_ptr<c10d::Store>& store,
+                                           const LaunchEnvironment& environment, at::Device device,
+                                           std::chrono::milliseconds timeout) {
+  return backend_named(name, "the backend").create(store, environment, device, timeout);
+}
 
 c10::Device device_of_rank(std::optional<c10::Device> wanted, std::string_view backend,
                            const LaunchEnvironment& environment, int gpus) {

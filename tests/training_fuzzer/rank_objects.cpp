@@ -93,8 +93,7 @@ ProcessGroup make_group(const Case& drawn, int rank, const std::string& folder) 
     environment.local_rank = rank % environment.local_world_size;
   }
   const std::chrono::milliseconds timeout = std::chrono::seconds(6);  // Less than the time limit of the pool.
-  return {backend_named(drawn.backend, "the case's backend").create(store, environment, at::kCPU, timeout), store,
-          at::kCPU, environment};
+  return {create_backend(drawn.backend, store, environment, at::kCPU, timeout), store, at::kCPU, environment};
 }
 
 }  // namespace
