@@ -25,6 +25,7 @@ bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
 
 Collectives::Collectives(Peers& peers, const Segments& segments, std::vector<Due>& due, std::uint32_t group_number)
     : peers_(peers),
+      own_(peers.own().progress),
       segments_(segments),
       due_(due),
       group_number_(group_number),
@@ -32,15 +33,29 @@ Collectives::Collectives(Peers& peers, const Segments& segments, std::vector<Due
   staging_.parts.resize(staging_.slots.size());
 }
 
+OperationHandle Collectives::prepare(Request&& request) {
+  if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(request.kind, peers_.world_size());
+  if (spare_.empty()) spare_.push_back(std::make_shared<Operation>());
+  OperationHandle operation = std::move(spare_.back());
+  spare_.pop_back();
+  // A small collective takes less time than allocating these vectors again.
+  auto segments = std::move(operation->segments);
+  auto parts = std::move(operation->parts);
+  segments.clear();
+  parts.clear();
+  *operation = Operation();
+  operation->segments = std::move(segments);
+  operation->parts = std::move(parts);
+  operation->request = std::move(request);
+  return operation;
+}
+
 bool Collectives::can_post() const noexcept {
   return next_sequence_ < kMaxOutstanding || peers_.world_size() == 1 ||
          peers_.all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
 }
 
-OperationHandle Collectives::post(Request call) {
-  if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(call.kind, peers_.world_size());
-  OperationHandle operation = new_operation();
-  operation->request = std::move(call);
+void Collectives::post(const OperationHandle& operation) {
   const Request& request = operation->request;
   const std::uint64_t sequence = next_sequence_;
   operation->header = {.sequence = sequence,
@@ -58,7 +73,7 @@ OperationHandle Collectives::post(Request call) {
   if (peers_.world_size() == 1) {
     run_alone(operation);
     ++next_sequence_;
-    return operation;
+    return;
   }
   segments_.locate(*operation);
   peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
@@ -66,23 +81,7 @@ OperationHandle Collectives::post(Request call) {
       recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
   operations_.push_back(operation);
   ++next_sequence_;
-  peers_.publish(own().posted, next_sequence_);
-  return operation;
-}
-
-OperationHandle Collectives::new_operation() {
-  if (spare_.empty()) return std::make_shared<Operation>();
-  OperationHandle operation = std::move(spare_.back());
-  spare_.pop_back();
-  // A small collective takes less time than allocating these vectors again.
-  auto segments = std::move(operation->segments);
-  auto parts = std::move(operation->parts);
-  segments.clear();
-  parts.clear();
-  *operation = Operation();
-  operation->segments = std::move(segments);
-  operation->parts = std::move(parts);
-  return operation;
+  peers_.publish(own_.posted, next_sequence_);
 }
 
 void Collectives::recycle(OperationHandle operation) {
@@ -119,13 +118,13 @@ bool Collectives::match() {
   bool moved = false;
   for (;;) {
     resolve();
-    const std::uint64_t sequence = own().matched.load(std::memory_order_relaxed);
+    const std::uint64_t sequence = own_.matched.load(std::memory_order_relaxed);
     Operation* operation = at(sequence);
     if (!operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
     compare_headers(peers_, operation->header);
     // After every rank has matched, the headers may be overwritten.
     if (operation->path == Path::kUnknown) segments_.agree(*operation);
-    peers_.publish(own().matched, sequence + 1);
+    peers_.publish(own_.matched, sequence + 1);
     moved = true;
   }
 }
@@ -155,15 +154,15 @@ bool Collectives::arrive() {
   bool moved = false;
   while (arrive_sequence_ < resolved_) {
     const Operation& operation = *at(arrive_sequence_);
-    const std::uint64_t ticket = own().arrived.load(std::memory_order_relaxed);
+    const std::uint64_t ticket = own_.arrived.load(std::memory_order_relaxed);
     if (operation.path == Path::kStaged) {
       if (!slot_is_free(ticket)) return moved;
       // finish() copies it.
-      if (can_copy_along(operation, ticket) && ticket >= own().finished.load(std::memory_order_relaxed) + kAhead)
+      if (can_copy_along(operation, ticket) && ticket >= own_.finished.load(std::memory_order_relaxed) + kAhead)
         return moved;
       copy_in(staging_, operation, ticket);
     }
-    peers_.publish(own().arrived, ticket + 1);
+    peers_.publish(own_.arrived, ticket + 1);
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++arrive_sequence_;
     moved = true;
   }
@@ -173,17 +172,17 @@ bool Collectives::arrive() {
 bool Collectives::reduce() {
   bool moved = false;
   for (;;) {
-    const std::uint64_t ticket = own().reduced.load(std::memory_order_relaxed);
-    if (ticket == own().arrived.load(std::memory_order_relaxed)) return moved;
+    const std::uint64_t ticket = own_.reduced.load(std::memory_order_relaxed);
+    if (ticket == own_.arrived.load(std::memory_order_relaxed)) return moved;
     const Operation& operation = *at(reduce_sequence_);
-    if (own().matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
+    if (own_.matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
         !peers_.all_reached(&Progress::arrived, ticket + 1))
       return moved;
     if (operation.shared_reduce) {
       reduce_slice(staging_, operation, ticket);
-      peers_.publish(own().reduced, ticket + 1);
+      peers_.publish(own_.reduced, ticket + 1);
     } else {
-      own().reduced.store(ticket + 1, std::memory_order_release);  // No rank waits for it.
+      own_.reduced.store(ticket + 1, std::memory_order_release);  // No rank waits for it.
     }
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++reduce_sequence_;
     moved = true;
@@ -194,18 +193,18 @@ bool Collectives::reduce() {
 bool Collectives::finish() {
   bool moved = false;
   for (;;) {
-    const std::uint64_t ticket = own().finished.load(std::memory_order_relaxed);
-    if (ticket == own().reduced.load(std::memory_order_relaxed)) return moved;
+    const std::uint64_t ticket = own_.finished.load(std::memory_order_relaxed);
+    if (ticket == own_.reduced.load(std::memory_order_relaxed)) return moved;
     Operation& operation = *operations_.front();
     if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
-    const std::uint64_t next = own().arrived.load(std::memory_order_relaxed);
+    const std::uint64_t next = own_.arrived.load(std::memory_order_relaxed);
     const bool along = can_copy_along(operation, next) && slot_is_free(next);
     if (operation.request.kind == CollectiveKind::kAllToAll && ticket == operation.first_ticket) {
       for (int r = 0; r < peers_.world_size(); ++r) compare_counts(peers_, operation, r, staging_.slot(r, ticket));
     }
     copy_out(staging_, operation, ticket, along ? std::optional(next) : std::nullopt);
-    if (along) peers_.publish(own().arrived, next + 1);
-    peers_.publish(own().finished, ticket + 1);
+    if (along) peers_.publish(own_.arrived, next + 1);
+    peers_.publish(own_.finished, ticket + 1);
     moved = true;
     if (ticket + 1 < operation.first_ticket + operation.tickets) continue;
     const OperationHandle done = std::move(operations_.front());

@@ -33,20 +33,20 @@ class Collectives {
   const Operation* oldest() const noexcept { return operations_.empty() ? nullptr : operations_.front().get(); }
   /// Returns the number of the next collective.
   std::uint64_t next_sequence() const noexcept { return next_sequence_; }
+  /// Returns a new operation for post(). Throws InvalidArgument if the group has too many ranks for it.
+  OperationHandle prepare(Request&& request);
   /// Returns whether a header is free for the next collective. It is the header of the collective kMaxOutstanding
   /// before, so all ranks must have read it.
   bool can_post() const noexcept;
   /// Adds a collective. Requires can_post(). In a group of one rank it is then complete.
-  OperationHandle post(Request request);
+  void post(const OperationHandle& operation);
   /// Keeps a finished operation for reuse.
   void recycle(OperationHandle operation);
   /// Advances all collectives as far as the other ranks allow. Returns whether one advanced. Throws CollectiveMismatch.
   bool progress();
 
  private:
-  Progress& own() const noexcept { return peers_.own().progress; }
   Operation* at(std::uint64_t sequence) const noexcept;
-  OperationHandle new_operation();
   void run_alone(const OperationHandle& operation);
   bool match();
   void resolve();
@@ -56,6 +56,7 @@ class Collectives {
   bool finish();
 
   Peers& peers_;
+  Progress& own_;  ///< This rank's counts.
   const Segments& segments_;
   std::vector<Due>& due_;
   flight::Recorder& recorder_ = flight::Recorder::of_process();

@@ -45,12 +45,13 @@ Engine::~Engine() {
 
 bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank()); }
 
-OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request request) {
+OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request&& request) {
   throw_if_failed();
-  // While this thread waits, another thread may post a collective.
+  // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
+  OperationHandle operation = collectives_.prepare(std::move(request));
   const auto can_post = [&] { return collectives_.can_post(); };
   if (!can_post()) wait_until(lock, timeout_, nullptr, can_post);
-  OperationHandle operation = collectives_.post(std::move(request));
+  collectives_.post(operation);
   progress();
   return operation;
 }
@@ -104,7 +105,7 @@ bool Engine::progress() {
   try {
     for (bool again = true; again; moved |= again) {
       again = collectives_.progress();
-      again |= mailbox_.progress();
+      if (!mailbox_.idle()) again |= mailbox_.progress();
     }
   } catch (const CollectiveMismatch& error) {
     fail(FailureKind::kMismatch, error.what(), error.context().rank);

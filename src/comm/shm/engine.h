@@ -90,9 +90,8 @@ class Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // All functions require mutex_, and those with `lock` release it meanwhile.
-
-  OperationHandle begin(std::unique_lock<std::mutex>& lock, Request request);
+  // All functions require mutex_. Those with `lock` release it meanwhile.
+  OperationHandle begin(std::unique_lock<std::mutex>& lock, Request&& request);
   bool progress();
   /// Runs the callbacks and deleters in due_.
   void settle(std::unique_lock<std::mutex>& lock);

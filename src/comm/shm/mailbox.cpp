@@ -176,7 +176,6 @@ bool Mailbox::pull(int peer) {
 }
 
 bool Mailbox::progress() {
-  if (idle()) return false;
   bool moved = false;
   for (std::size_t p = 0; p < channels_.size(); ++p) {
     const int peer = static_cast<int>(p);

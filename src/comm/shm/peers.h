@@ -49,8 +49,11 @@ class Peers {
 
   // Counts.
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept {
-    for (int r = 0; r < world_size_; ++r) {
-      if ((block(r).progress.*count).load() < enough) return false;
+    // An atomic load makes the compiler read members again, but not these.
+    const RankBlock* block = blocks_;
+    const RankBlock* const end = block + world_size_;
+    for (; block != end; ++block) {
+      if ((block->progress.*count).load() < enough) return false;
     }
     return true;
   }
