@@ -22,6 +22,7 @@ class Error : public std::runtime_error {
 
   /// `message`: one sentence, returned by what().
   explicit Error(const std::string& message) : std::runtime_error(message) {}
+  /// `context`: the facts of the message, for programs.
   Error(const std::string& message, Context context) : std::runtime_error(message), context_(std::move(context)) {}
 
   /// Returns the facts of the message, for programs.

@@ -23,7 +23,16 @@ class Work;
 namespace ddpkit {
 
 /// Reduction operators. Names and meaning are those of c10d.
-enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+enum class ReduceOp {
+  kSum,      ///< Sum.
+  kAvg,      ///< Sum, divided by the number of ranks.
+  kProduct,  ///< Product.
+  kMin,      ///< Minimum.
+  kMax,      ///< Maximum.
+  kBand,     ///< Bitwise and.
+  kBor,      ///< Bitwise or.
+  kBxor,     ///< Bitwise exclusive or.
+};
 
 /// Handle of an asynchronous collective. Copies refer to the same collective. Do not read or write the collective's
 /// tensors before wait() has returned. Destruction neither waits nor cancels.

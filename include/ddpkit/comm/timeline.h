@@ -61,6 +61,7 @@ class Timeline {
   std::size_t events() const;   ///< Events recorded on this rank.
   std::size_t dropped() const;  ///< Events dropped on this rank because of max_events.
 
+  /// Returns the recorder that all copies share.
   const std::shared_ptr<TimelineRecorder>& recorder() const noexcept { return recorder_; }
 
  private:

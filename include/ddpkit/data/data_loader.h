@@ -23,16 +23,19 @@ concept ResumableSampler = requires(Sampler sampler) {
 template <class Sampler>
 class PrefetchingSampler {
  public:
-  using BatchRequestType = typename Sampler::BatchRequestType;
+  using BatchRequestType = typename Sampler::BatchRequestType;  ///< Indices of one batch.
 
+  /// Copies of `sampler` must share its position.
   explicit PrefetchingSampler(Sampler sampler) : state_(std::make_shared<State>(State{std::move(sampler)})) {}
 
+  /// Starts an epoch.
   void reset() {
     state_->sampler.reset();
     state_->sampler.set_position(std::nullopt);
     state_->sizes.clear();
     state_->delivered = 0;
   }
+  /// Returns the indices of the next batch; empty at the end of the epoch. The batch counts as undelivered.
   std::optional<BatchRequestType> next(std::size_t batch_size) {
     auto batch = state_->sampler.next(batch_size);
     if (batch) state_->sizes.push_back(batch->size());
@@ -69,9 +72,11 @@ class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset
  public:
   using typename super::BatchType;
 
+  /// Called by make_data_loader().
   StatelessDataLoader(Dataset dataset, Sampler sampler, DataLoaderOptions options)
       : StatelessDataLoader(std::move(dataset), ddpkit::PrefetchingSampler<Sampler>(std::move(sampler)), options) {}
 
+  /// Starts an epoch and returns an iterator over its batches.
   Iterator<BatchType> begin() {
     (void)super::begin();
     undelivered_ = 0;

@@ -14,7 +14,7 @@ class EpochPosition {
   /// `begin`: position at which training starts.
   explicit EpochPosition(std::size_t begin = 0) noexcept : dealt_(begin) {}
 
-  std::size_t dealt() const noexcept { return dealt_; }
+  std::size_t dealt() const noexcept { return dealt_; }  ///< Position up to which next() has returned.
   /// Adds `count` that next() has returned. They count as trained on until set() is called.
   void deal(std::size_t count) noexcept;
   /// Records that the caller received the whole epoch at once. The position is unknown until next() or set() is called.

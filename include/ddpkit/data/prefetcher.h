@@ -34,12 +34,13 @@ class PrefetcherBase {
   PrefetcherStats stats() const;
 
  protected:
-  using Made = std::shared_ptr<void>;
+  using Made = std::shared_ptr<void>;  ///< A batch; null at the end.
+  /// See Prefetcher.
   PrefetcherBase(std::int64_t count, std::function<Made(std::int64_t)> make, const PrefetcherOptions& options);
   ~PrefetcherBase();
   PrefetcherBase(PrefetcherBase&&) noexcept;
   PrefetcherBase& operator=(PrefetcherBase&&) noexcept;
-  Made take();  ///< Null at the end.
+  Made take();  ///< Returns the next batch. Throws the error of `make`.
   /// Throws InvalidArgument for a batch_size of 0.
   static std::int64_t batches_of(std::size_t samples, std::size_t batch_size);
 

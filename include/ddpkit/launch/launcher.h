@@ -48,9 +48,8 @@ struct LocalLaunchOptions {
   /// Folder for copies of each rank's output: `attempt_A/RANK/stdout.log` and `stderr.log`. A is `restart_count`, or
   /// the number after the last attempt of a rank of this host in the folder: no file is overwritten. Empty: no logs.
   std::string log_dir = {};
-  /// With a log folder: show the output too.
-  bool show_stdout = true;
-  bool show_stderr = true;
+  bool show_stdout = true;  ///< With a log folder: show stdout too.
+  bool show_stderr = true;  ///< With a log folder: show stderr too.
   /// Forward SIGINT and SIGTERM to the ranks; a second signal kills them. SIGHUP is forwarded as SIGTERM, unless this
   /// process ignores it. On SIGUSR1, print the state of all ranks.
   bool forward_signals = false;
@@ -58,8 +57,8 @@ struct LocalLaunchOptions {
 
 /// How one rank ended.
 struct RankExit {
-  int rank = -1;  ///< Local rank on this host.
-  int pid = -1;
+  int rank = -1;                             ///< Local rank on this host.
+  int pid = -1;                              ///< Process ID.
   int exit_code = 0;                         ///< Valid if `signal` is 0.
   int signal = 0;                            ///< Signal that killed the process, or 0.
   bool before_meeting = false;               ///< It exited with code 0 before the rendezvous. Others waited for it.
@@ -79,8 +78,8 @@ struct RankExit {
 
 /// A rank that did not call a collective in which other ranks timed out.
 struct SilentRank {
-  int rank = -1;  ///< Local rank on this host.
-  int pid = -1;
+  int rank = -1;           ///< Local rank on this host.
+  int pid = -1;            ///< Process ID.
   std::string state = {};  ///< As RankExit::state.
   std::string stack = {};  ///< Stack trace, innermost function first, one per line; or why there is none.
 };

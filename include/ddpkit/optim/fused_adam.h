@@ -8,8 +8,10 @@
 
 namespace ddpkit::optim {
 
+/// Returns the algorithm of AdamW.
 template <>
 const Algorithm& algorithm_of<torch::optim::AdamWOptions>();
+/// Returns the algorithm of Adam.
 template <>
 const Algorithm& algorithm_of<torch::optim::AdamOptions>();
 

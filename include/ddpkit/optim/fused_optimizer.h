@@ -47,9 +47,9 @@ class MasterWeight {
 /// The state of all parameters of one group with the same type and device, concatenated. It can be split at any
 /// element, regardless of the borders of the parameters.
 struct FlatState {
-  std::size_t group = 0;              ///< Index of the parameter group in the optimizer.
-  at::ScalarType dtype = at::kFloat;  ///< Type of the parameters.
-  at::Device device = at::kCPU;
+  std::size_t group = 0;               ///< Index of the parameter group in the optimizer.
+  at::ScalarType dtype = at::kFloat;   ///< Type of the parameters.
+  at::Device device = at::kCPU;        ///< Device of parameters and state.
   std::vector<at::Tensor> parameters;  ///< [param]
   std::vector<std::int64_t> offsets;   ///< First element of each parameter's state in every tensor below. [param]
   std::vector<at::Tensor> tensors;     ///< One-dimensional: exp_avg, exp_avg_sq ... or momentum_buffer. [kind]
@@ -81,16 +81,17 @@ class FusedOptimizer : public torch::optim::Optimizer, public GradientScaling {
   /// are undefined before the first step of a group.
   const std::vector<FlatState>& flat_state();
 
-  /// Archives are compatible with torch::optim in both directions. load() keeps the memory of the state.
+  /// Writes an archive that torch::optim can load.
   void save(torch::serialize::OutputArchive& archive) const final;
+  /// Loads an archive of torch::optim or ddpkit. Keeps the memory of the state.
   void load(torch::serialize::InputArchive& archive) final;
 
   /// Returns FusedOptions::capturable.
   bool capturable() const noexcept { return fused_options_.capturable; }
-  /// For GraphedStep: marks the begin and end of a capture. Captured steps run only when they are replayed. During the
-  /// capture, step() throws InvalidArgument for a parameter without state: each replay would reset the state.
+  /// For GraphedStep: begins a capture. Captured steps run only when they are replayed. During the capture, step()
+  /// throws InvalidArgument for a parameter without state: each replay would reset the state.
   void begin_capture();
-  void end_capture();
+  void end_capture();  ///< For GraphedStep: ends a capture.
   /// For GraphedStep: copies learning rates to the device, on the current stream, and counts the captured steps. Throws
   /// InvalidArgument if parameters, groups, or options other than the learning rate differ from the captured ones.
   void before_replay();
@@ -157,6 +158,7 @@ class FusedOptimizerWith : public FusedOptimizer {
   explicit FusedOptimizerWith(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                               const Options& defaults = {}, const FusedOptions& options = {})
       : FusedOptimizer(param_groups, std::make_unique<Options>(defaults), algorithm_of<Options>(), options) {}
+  /// One parameter group with the options `defaults`.
   explicit FusedOptimizerWith(std::vector<at::Tensor> params, const Options& defaults = {},
                               const FusedOptions& options = {})
       : FusedOptimizerWith({torch::optim::OptimizerParamGroup(std::move(params))}, defaults, options) {}

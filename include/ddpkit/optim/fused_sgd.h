@@ -7,6 +7,7 @@
 
 namespace ddpkit::optim {
 
+/// Returns the algorithm of SGD.
 template <>
 const Algorithm& algorithm_of<torch::optim::SGDOptions>();
 

@@ -73,6 +73,7 @@ class GradScaler {
 
   /// Saves scale, growth tracker and options. Makes GradScaler a CheckpointPart.
   void save(torch::serialize::OutputArchive& archive) const;
+  /// Restores scale, growth tracker and options.
   void load(torch::serialize::InputArchive& archive);
 
  private:

@@ -40,7 +40,7 @@ struct GraphedStepOptions {
 /// the optimizers may load a state. With several ranks, use `nccl`; all ranks capture at the same call.
 class GraphedStep {
  public:
-  using Tensors = std::vector<at::Tensor>;
+  using Tensors = std::vector<at::Tensor>;  ///< Inputs or results of a step.
   /// One training step. `inputs` are the arguments of operator(); the result is the result of operator().
   using Step = std::function<Tensors(const Tensors& inputs)>;
 

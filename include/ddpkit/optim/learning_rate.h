@@ -18,7 +18,7 @@ namespace ddpkit::optim {
 
 /// How the learning rate grows with the number of ranks N, which multiplies the batch size by N.
 enum class LearningRateScaling {
-  kNone,
+  kNone,        ///< Does not grow.
   kLinear,      ///< Times N: Goyal and others, arXiv 1706.02677; begin with warmup(steps, 1.0 / N).
   kSquareRoot,  ///< Times sqrt(N): Krizhevsky, arXiv 1404.5997; the usual choice for Adam.
 };
@@ -37,6 +37,7 @@ class Schedule {
 
   /// Returns the factor in step `step`, from 0.
   double operator()(std::int64_t step) const { return factor_(step); }
+  /// Returns the schedule whose factor is the product of both factors.
   friend Schedule operator*(const Schedule& a, const Schedule& b) {
     return Schedule([a, b](std::int64_t step) { return a(step) * b(step); });
   }

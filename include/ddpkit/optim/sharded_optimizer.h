@@ -98,13 +98,15 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   const ProcessGroup& join_group() const override;
 
  protected:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  ///< Parameter groups. [group]
+  /// Makes an optimizer of `groups`, which are slices or whole parameters.
   using Factory = std::function<std::unique_ptr<FusedOptimizer>(const Groups& groups)>;
 
   /// Collective. `groups` hold exactly the parameters that `ddp` averages.
   ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
                        std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                        const ShardedOptions& options);
+  /// Returns the parameters that `ddp` averages. [param]
   static std::vector<at::Tensor> parameters_of(const DistributedDataParallelBase& ddp);
   ShardedOptimizerBase(ShardedOptimizerBase&& other) noexcept;
   ShardedOptimizerBase& operator=(ShardedOptimizerBase&& other) noexcept;

@@ -11,11 +11,11 @@ namespace ddpkit {
 
 /// The properties of a parameter that the bucket plan needs.
 struct ParameterInfo {
-  std::size_t numel = 0;  ///< Elements.
-  c10::ScalarType dtype = c10::ScalarType::Float;
-  c10::Device device = c10::kCPU;
+  std::size_t numel = 0;                           ///< Elements.
+  c10::ScalarType dtype = c10::ScalarType::Float;  ///< Type of the gradient.
+  c10::Device device = c10::kCPU;                  ///< Device of the gradient.
 
-  std::size_t bytes() const { return numel * c10::elementSize(dtype); }
+  std::size_t bytes() const { return numel * c10::elementSize(dtype); }  ///< Size of the gradient.
 };
 
 /// Groups parameters into buckets that are reduced together. Takes parameters from last to first, because backward

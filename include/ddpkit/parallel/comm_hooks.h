@@ -15,8 +15,8 @@ namespace ddpkit {
 
 /// A bucket of gradients that is ready to be reduced.
 struct GradBucket {
-  std::size_t index = 0;  ///< From 0, in the order of reduction. The same on all ranks.
-  bool is_last = false;
+  std::size_t index = 0;               ///< From 0, in the order of reduction. The same on all ranks.
+  bool is_last = false;                ///< No bucket of this backward follows.
   at::Tensor buffer;                   ///< This rank's gradients of the bucket, flat: shape [numel].
   std::vector<at::Tensor> gradients;   ///< Views of the buffer, in the shapes of the parameters. [position]
   std::vector<at::Tensor> parameters;  ///< [position]

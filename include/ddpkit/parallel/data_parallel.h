@@ -64,11 +64,13 @@ class DataParallelBase {
 
  protected:
   class Impl;
-  using Tensors = std::vector<at::Tensor>;
+  using Tensors = std::vector<at::Tensor>;  ///< In the order of tensors_in().
 
+  /// See DataParallel.
   DataParallelBase(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options);
   ~DataParallelBase() = default;
 
+  /// Returns the module of replica `index`.
   torch::nn::Module& replica(int index) const;
   /// Scatters `inputs`, calls `forward(replica, part)` on the replicas' threads, and gathers the results. If gradients
   /// are enabled, the graph of the outputs leads to `inputs` and to the module's parameters.
@@ -130,6 +132,7 @@ class DataParallel : public DataParallelBase {
     });
     return with_tensors(*outputs[0], gathered);
   }
+  /// Same as forward().
   template <class... Args>
   auto operator()(const Args&... args) {
     return forward(args...);
@@ -152,7 +155,8 @@ class DataParallel : public DataParallelBase {
 
   /// Returns the module that was passed. Replica 0 has the module's weights.
   M& module() noexcept { return *module_; }
-  const M& module() const noexcept { return *module_; }
+  const M& module() const noexcept { return *module_; }  ///< The same module.
+  /// Returns a pointer to the module. The wrapper and its caller own the module together.
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
 
  private:
@@ -161,9 +165,11 @@ class DataParallel : public DataParallelBase {
   std::shared_ptr<M> module_;
 };
 
+/// DataParallel of a holder has the type of the holder's module.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DataParallel(const Holder&)
 ->DataParallel<typename Holder::ContainedType>;
+/// DataParallel of a holder has the type of the holder's module.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DataParallel(const Holder&,
                                                                                       DataParallelOptions)

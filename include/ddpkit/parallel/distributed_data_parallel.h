@@ -57,7 +57,7 @@ class DistributedDataParallelBase : public Joinable {
   /// While the guard exists, backward accumulates gradients locally. The first backward after it averages the sums.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(Reducer& reducer);
+    explicit NoSync(Reducer& reducer);  ///< Called by no_sync().
     ~NoSync();
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;
@@ -87,13 +87,15 @@ class DistributedDataParallelBase : public Joinable {
   const ProcessGroup& group() const noexcept { return group_; }
   /// Returns the reducer: buckets, arena, times of the last backward.
   Reducer& reducer() noexcept { return *reducer_; }
-  const Reducer& reducer() const noexcept { return *reducer_; }
+  const Reducer& reducer() const noexcept { return *reducer_; }  ///< The same reducer.
 
  protected:
+  /// Collective. See DistributedDataParallel. `module` must outlive this object.
   DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                               const DistributedDataParallelOptions& options);
-  /// Must be called before and after each forward pass.
+  /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast.
   void before_forward();
+  /// Must be called after each forward pass, with its result.
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
     record_forward();
@@ -162,6 +164,7 @@ class DistributedDataParallel : public DistributedDataParallelBase {
       return outputs;
     }
   }
+  /// Same as forward().
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     return forward(std::forward<Args>(args)...);
@@ -169,17 +172,20 @@ class DistributedDataParallel : public DistributedDataParallelBase {
 
   /// Returns the module without the wrapper, for optimizers, checkpoints and evaluation.
   M& module() noexcept { return *module_; }
-  const M& module() const noexcept { return *module_; }
+  const M& module() const noexcept { return *module_; }  ///< The same module.
+  /// Returns a pointer to the module. The wrapper and its caller own the module together.
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
 
  private:
   std::shared_ptr<M> module_;
 };
 
+/// DistributedDataParallel of a holder has the type of the holder's module.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(const Holder&,
                                                                                                  ProcessGroup)
 ->DistributedDataParallel<typename Holder::ContainedType>;
+/// DistributedDataParallel of a holder has the type of the holder's module.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
     const Holder&, ProcessGroup, DistributedDataParallelOptions)

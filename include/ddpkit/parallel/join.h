@@ -56,6 +56,7 @@ struct JoinOptions {
 /// throws, the group is aborted and the exception is rethrown. Costs one small collective per shadowed collective.
 void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,
           const JoinOptions& options = {});
+/// The same for one object.
 void join(Joinable& joinable, const std::function<void()>& loop, const JoinOptions& options = {});
 
 }  // namespace ddpkit

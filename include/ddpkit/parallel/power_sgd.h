@@ -63,15 +63,16 @@ class PowerSGD {
   /// The communication hook. Collective.
   PendingReduction operator()(GradBucket& bucket);
 
-  const PowerSGDOptions& options() const noexcept;
+  const PowerSGDOptions& options() const noexcept;  ///< The options passed to the constructor.
   /// Returns the number of backwards so far.
   std::uint64_t iterations() const noexcept;
   PowerSGDStats stats() const noexcept;  ///< So far, on this rank.
 
-  /// Save and load the state that is needed to resume, without the options. The errors differ between ranks, so each
-  /// rank saves and loads a separate file. Must not be called within backward. load() throws InvalidArgument for the
-  /// state of another rank or another world size.
+  /// Saves the state that is needed to resume, without the options. The errors differ between ranks, so each rank saves
+  /// and loads a separate file. Must not be called within backward.
   void save(torch::serialize::OutputArchive& archive) const;
+  /// Loads the state. Must not be called within backward. Throws InvalidArgument for the state of another rank or
+  /// another world size.
   void load(torch::serialize::InputArchive& archive);
 
  private:

@@ -37,10 +37,8 @@ struct DistributedDataParallelStats {
   int rebuilds = 0;              ///< Number of times that the buckets were rebuilt.
   std::uint64_t bytes = 0;       ///< Bytes of gradients over all steps.
   std::uint64_t sent_bytes = 0;  ///< Passed to collectives by this rank over all steps. 0 for one rank.
-  /// Time with a bucket in flight over all steps, and the part of it before the last gradient. 0 on a GPU: see
-  /// BucketStats.
-  double communication_us = 0;
-  double hidden_us = 0;
+  double communication_us = 0;   ///< Time with a bucket in flight over all steps. 0 on a GPU: see BucketStats.
+  double hidden_us = 0;          ///< The part of `communication_us` before the last gradient.
 
   std::vector<BucketStats> buckets = {};  ///< Last step, in the order of reduction. [bucket]
   double last_gradient_us = 0;            ///< Last step: time of the last gradient, since the first gradient.
@@ -59,6 +57,8 @@ struct NamedParameter {
 
 /// Options with the names and meanings of DistributedDataParallelOptions, sizes in bytes.
 struct ReducerOptions {
+  /// See DistributedDataParallelOptions.
+  /// @{
   std::size_t first_bucket_bytes = std::size_t{1} << 20;
   std::size_t bucket_bytes = std::size_t{25} << 20;
   bool find_unused_parameters = false;
@@ -66,6 +66,7 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = false;
   bool arena = true;
   std::optional<std::size_t> arena_bytes = std::nullopt;
+  /// @}
 };
 
 /// Averages gradients over ranks while backward runs. Hooks on the parameters' gradient accumulators receive each

@@ -15,10 +15,14 @@
 
 namespace ddpkit {
 
-/// Parameters and buffers of a batch norm. Undefined without `affine` and `track_running_stats`.
+/// Parameters and buffers of a batch norm. Without `affine`, weight and bias are undefined. Without
+/// `track_running_stats`, the others are undefined.
 struct BatchNormTensors {
-  at::Tensor weight, bias;
-  at::Tensor running_mean, running_var, num_batches_tracked;
+  at::Tensor weight;               ///< [num_features]
+  at::Tensor bias;                 ///< [num_features]
+  at::Tensor running_mean;         ///< [num_features]
+  at::Tensor running_var;          ///< [num_features]
+  at::Tensor num_batches_tracked;  ///< Scalar, int64.
 };
 
 /// Batch normalization over the combined batch of a group's ranks: Python's torch.nn.SyncBatchNorm, after Ioffe and
@@ -53,13 +57,18 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
 
   /// Sets the ranks to normalize over. Empty: only this rank.
   void set_process_group(std::optional<ProcessGroup> group) { group_ = std::move(group); }
+  /// Returns the ranks to normalize over. Empty: only this rank.
   const std::optional<ProcessGroup>& process_group() const noexcept { return group_; }
 
+  /// Prints the layer's name and options.
   void pretty_print(std::ostream& stream) const override;
 
-  torch::nn::BatchNormOptions options;
-  at::Tensor weight, bias;                                    ///< Undefined without `affine`.
-  at::Tensor running_mean, running_var, num_batches_tracked;  ///< Undefined without `track_running_stats`.
+  torch::nn::BatchNormOptions options;  ///< The options passed to the constructor.
+  at::Tensor weight;                    ///< [num_features]; undefined without `affine`.
+  at::Tensor bias;                      ///< [num_features]; undefined without `affine`.
+  at::Tensor running_mean;              ///< [num_features]; undefined without `track_running_stats`.
+  at::Tensor running_var;               ///< [num_features]; undefined without `track_running_stats`.
+  at::Tensor num_batches_tracked;       ///< Scalar, int64; undefined without `track_running_stats`.
 
  private:
   void register_tensors(const BatchNormTensors& tensors);
@@ -85,12 +94,13 @@ TORCH_MODULE(SyncBatchNorm);
 /// Returns the names of all layers that now use `group`, such as "features.1".
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, const ProcessGroup& group);
 
-/// Takes a module by pointer or by holder.
+/// Takes a module by pointer.
 template <class M>
 requires std::is_base_of_v<torch::nn::Module, M> std::vector<std::string> convert_sync_batchnorm(
     const std::shared_ptr<M>& module, const ProcessGroup& group) {
   return convert_sync_batchnorm(static_cast<torch::nn::Module&>(*module), group);
 }
+/// Takes a module made with TORCH_MODULE.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> std::vector<std::string>
 convert_sync_batchnorm(const Holder& holder, const ProcessGroup& group) {

@@ -39,10 +39,11 @@ AllReduceModel fastest(std::vector<AllReduceModel> models);
 /// CPU ranks of one host with shared memory. Each rank reduces its slice of all ranks' buffers in place: two barriers,
 /// and 2 n bytes read and written per rank, which is the minimum (docs/shared-memory.md).
 struct SharedMemory {
-  double barrier_us = 0.5;
-  double rank_GBps = 20;   ///< Read and write bandwidth of one rank.
-  double host_GBps = 200;  ///< Read and write bandwidth of all ranks together.
+  double barrier_us = 0.5;  ///< Time of one barrier.
+  double rank_GBps = 20;    ///< Read and write bandwidth of one rank.
+  double host_GBps = 200;   ///< Read and write bandwidth of all ranks together.
 };
+/// See SharedMemory.
 AllReduceModel shared_memory(const SharedMemory& memory);
 
 /// Two levels: `inside` among the `ranks_per_host` ranks of each host, `between` among the hosts' first ranks. A
@@ -52,8 +53,8 @@ AllReduceModel hierarchical(AllReduceModel inside, AllReduceModel between, int r
 
 /// One measurement.
 struct AllReducePoint {
-  double bytes = 0;
-  double us = 0;
+  double bytes = 0;  ///< Per rank.
+  double us = 0;     ///< Microseconds.
 };
 /// Interpolates measurements. Between the measured sizes, time is linear in bytes. Above the largest size, its
 /// bandwidth applies; below the smallest size, its time. Only for the measured number of `ranks`. Throws

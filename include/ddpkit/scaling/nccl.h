@@ -9,19 +9,24 @@
 namespace ddpkit::scaling {
 
 /// GPU generations in NCCL's terms. The order is that of the rows of NCCL's tables.
-enum class GpuGeneration { kVolta, kAmpere, kHopper, kBlackwell };
+enum class GpuGeneration {
+  kVolta,      ///< V100.
+  kAmpere,     ///< A100.
+  kHopper,     ///< H100, H200.
+  kBlackwell,  ///< B200.
+};
 
 /// Identical GPU nodes in a network. Holds the values that NCCL detects from the hardware (shown by
 /// `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=GRAPH,TUNING`). Bandwidths are in 10^9 bytes per second.
 struct GpuCluster {
-  std::string name;
-  GpuGeneration generation = GpuGeneration::kHopper;
-  int gpus_per_node = 8;
-  bool nvlink = true;      ///< False: PCIe.
-  int channels = 24;       ///< Parallel rings and trees within a node.
+  std::string name;                                   ///< See gpu_clusters().
+  GpuGeneration generation = GpuGeneration::kHopper;  ///< Selects the row of NCCL's tables.
+  int gpus_per_node = 8;                              ///< GPUs.
+  bool nvlink = true;                                 ///< False: PCIe.
+  int channels = 24;                                  ///< Parallel rings and trees within a node.
   double node_GBps = 360;  ///< Bandwidth of all channels together: the bus bandwidth of a ring.
   int nvls_channels = 0;   ///< Channels of the search graph for reduction in the NVLink switch (NVLS); 0: no NVLS.
-  double nvls_channel_GBps = 0;
+  double nvls_channel_GBps = 0;         ///< Bandwidth of one NVLS channel.
   int network_channels = 16;            ///< Channels between nodes.
   double network_GBps = 0;              ///< Bandwidth of a node's network cards together, per direction; 0: one node.
   double network_latency_us = 0;        ///< Latency of a card in addition to the network latency in NCCL's table.

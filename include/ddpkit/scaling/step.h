@@ -11,19 +11,20 @@ namespace ddpkit::scaling {
 /// A bucket of gradients in backward.
 struct BucketProfile {
   double ready_us = 0;  ///< Time of its last gradient since the start of backward.
-  double bytes = 0;
+  double bytes = 0;     ///< Bytes of its gradients.
 };
 
 /// One training step on one device, measured or assumed.
 struct StepProfile {
-  double forward_us = 0;
-  double backward_us = 0;
+  double forward_us = 0;                    ///< Forward and loss.
+  double backward_us = 0;                   ///< Backward.
   double other_us = 0;                      ///< The update and everything else between two steps: data, logging.
   std::vector<BucketProfile> buckets = {};  ///< In the order of reduction. [bucket]
   /// Measured times of whole steps on one device; their scatter predicts stragglers. The median corresponds to the step
   /// described by the fields above. Empty: no scatter.
   std::vector<double> steps_us = {};
 
+  /// Returns the time of the step.
   double step_us() const noexcept { return forward_us + backward_us + other_us; }
 };
 
@@ -34,8 +35,8 @@ struct AssumedStep {
   double parameter_bytes = 0;  ///< Bytes of all gradients.
   /// Share of backward in compute: backward has twice the matrix products of forward.
   double backward_share = 2.0 / 3;
-  double bucket_bytes = 25 << 20;  ///< Defaults of DistributedDataParallel.
-  double first_bucket_bytes = 1 << 20;
+  double bucket_bytes = 25 << 20;       ///< Default of DistributedDataParallel.
+  double first_bucket_bytes = 1 << 20;  ///< Default of DistributedDataParallel.
 };
 /// Returns a profile whose gradients become ready evenly over backward. Throws std::invalid_argument for values that
 /// are negative or not a number.
@@ -62,7 +63,7 @@ struct StepOptions {
 
 /// The parts of a step on several ranks, in microseconds.
 struct StepPrediction {
-  double us = 0;
+  double us = 0;                ///< The step.
   double communication_us = 0;  ///< All buckets together.
   double exposed_us = 0;        ///< The part that did not overlap with backward.
   double contention_us = 0;     ///< Slowdown of compute because of the overlap.

@@ -12,8 +12,8 @@ namespace ddpkit::train {
 
 /// Range of a number, including both ends.
 struct ConfigRange {
-  std::optional<double> least = std::nullopt;
-  std::optional<double> most = std::nullopt;
+  std::optional<double> least = std::nullopt;  ///< Empty: no lower limit.
+  std::optional<double> most = std::nullopt;   ///< Empty: no upper limit.
 };
 
 /// A program's configuration: YAML files composed by `defaults:`, then KEY=VALUE overrides. Sections become dotted keys
@@ -28,7 +28,7 @@ struct ConfigRange {
 /// that order before the file's keys. All errors are UsageErrors that give FILE:LINE, or "the command line".
 class Config {
  public:
-  using Range = ConfigRange;
+  using Range = ConfigRange;  ///< Short name for calls.
 
   /// Throws if a file is missing, is not YAML, has a duplicate key, includes itself, or is too large or deep (64
   /// levels, 1 MiB, 10,000 values; an alias counts at each use).
@@ -41,18 +41,19 @@ class Config {
   /// Sets one value without parsing it.
   void set(const std::string& key, const std::string& value, const std::string& where = "the command line");
 
-  /// Read a key and make it known. `value` does not change if the key is not set.
+  /// Reads a key and makes it known. `value` does not change if the key is not set. Throws for a value of another type,
+  /// outside `range`, or not among `choices`. A single value is a list of one.
+  /// @{
   void read(const std::string& key, bool& value);
   void read(const std::string& key, int& value, const Range& range = {});
   void read(const std::string& key, std::int64_t& value, const Range& range = {});
   void read(const std::string& key, std::uint64_t& value);
   void read(const std::string& key, double& value, const Range& range = {});
-  /// With `choices`: the value must be one of them.
   void read(const std::string& key, std::string& value, const std::vector<std::string>& choices = {});
-  /// A single value is a list of one.
   void read(const std::string& key, std::vector<std::string>& value);
   void read(const std::string& key, std::vector<std::int64_t>& value, const Range& range = {});
   void read(const std::string& key, std::optional<std::int64_t>& value, const Range& range = {});
+  /// @}
 
   /// Throws for the first key that was never read. The error suggests the most similar known key.
   void check_all_known() const;

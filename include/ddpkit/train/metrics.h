@@ -22,10 +22,10 @@ namespace ddpkit::train {
 
 /// Indices begin .. end-1.
 struct IndexRange {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
+  std::int64_t begin = 0;  ///< First index.
+  std::int64_t end = 0;    ///< Behind the last index.
 
-  std::int64_t size() const noexcept { return end - begin; }
+  std::int64_t size() const noexcept { return end - begin; }  ///< Number of indices.
 };
 
 /// Returns the part of 0 .. size-1 that rank `rank` evaluates. Every index belongs to exactly one rank, so no sample
@@ -45,9 +45,9 @@ std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>&
 
 /// Result of a classifier over all samples of all ranks.
 struct ClassificationResult {
-  double loss = 0;      ///< Mean; NaN without samples.
-  double accuracy = 0;  ///< Share of samples whose highest logit is the target's: 0 .. 1; NaN without samples.
-  std::int64_t samples = 0;
+  double loss = 0;           ///< Mean; NaN without samples.
+  double accuracy = 0;       ///< Share of samples whose highest logit is the target's: 0 .. 1; NaN without samples.
+  std::int64_t samples = 0;  ///< Over all ranks.
   /// Number of samples by true class and predicted class. [target][predicted]
   std::vector<std::vector<std::int64_t>> confusion = {};
 

@@ -43,12 +43,14 @@ void add_checkpoint_options(CLI::App& app, TrainerOptions& options);
 /// the nearest known one), a duplicate key, invalid YAML.
 void add_config_option(CLI::App& app);
 
-/// Checks for CLI::Option::check(). They accept only the format of parse_number(), without infinity and NaN, which the
-/// range checks of CLI11 accept.
+/// A check for CLI::Option::check(): a number above 0. Accepts only the format of parse_number(), without infinity and
+/// NaN, which the range checks of CLI11 accept.
 CLI::Validator positive_number();
+/// The same for numbers from 0.
 CLI::Validator number_from_zero();
+/// The same for integers. Both ends are allowed.
 CLI::Validator whole_number(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max());
-/// Both ends are allowed.
+/// The same for numbers in a range. Both ends are allowed.
 CLI::Validator number_between(double least, double most);
 
 /// Checks a number of ranks to start: 1 to 4096, gpu, cpu, or auto.

@@ -32,8 +32,9 @@ class OtherStateKey {
  public:
   /// Throws InvalidArgument for a value that cannot be a key.
   explicit OtherStateKey(const StateValue& value);
-  const StateValue& value() const noexcept { return *value_; }
+  const StateValue& value() const noexcept { return *value_; }    ///< The key as a value.
   const std::string& pickle() const noexcept { return pickle_; }  ///< Pickle of the value. Identifies the key.
+  /// Compares types and values.
   bool operator==(const OtherStateKey& other) const noexcept { return pickle_ == other.pickle_; }
 
  private:
@@ -43,8 +44,10 @@ class OtherStateKey {
 
 }  // namespace ddpkit::train
 
+/// Hash for std::unordered_map.
 template <>
 struct std::hash<ddpkit::train::OtherStateKey> {
+  /// Equal keys have the same hash.
   std::size_t operator()(const ddpkit::train::OtherStateKey& key) const noexcept {
     return std::hash<std::string>()(key.pickle());
   }
@@ -54,9 +57,9 @@ namespace ddpkit::train {
 
 using StateKey = std::variant<std::int64_t, std::string, OtherStateKey>;  ///< Key of a Python dict.
 std::string describe(const StateKey& key);                                ///< Returns the key as text for messages.
-using StateList = std::vector<StateValue>;
+using StateList = std::vector<StateValue>;                                ///< A Python list.
 
-/// A Python tuple. (StateList is a Python list.)
+/// A Python tuple.
 struct StateTuple {
   std::vector<StateValue> items;  ///< In order.
 };
@@ -68,8 +71,8 @@ struct StateSet {
 
 /// A Python bytes or bytearray.
 struct StateBytes {
-  std::string bytes;
-  bool is_bytearray = false;
+  std::string bytes;          ///< The content.
+  bool is_bytearray = false;  ///< False: bytes.
 };
 
 /// A Python int that std::int64_t cannot hold.
@@ -80,9 +83,15 @@ struct StateBigInt {
 /// A Python dict, OrderedDict or Counter. Keeps the order.
 class StateDict {
  public:
-  enum class Kind { kDict, kOrderedDict, kCounter };  ///< Type in Python.
+  /// Type in Python.
+  enum class Kind {
+    kDict,         ///< dict.
+    kOrderedDict,  ///< collections.OrderedDict.
+    kCounter,      ///< collections.Counter.
+  };
 
   StateDict();
+  /// Adds the items in order. Of items with the same key, the last is kept.
   StateDict(std::initializer_list<StateItem> items);
   StateDict(const StateDict& other);
   StateDict(StateDict&& other) noexcept;
@@ -98,12 +107,12 @@ class StateDict {
   const StateValue& at(const StateKey& key) const;
   /// Returns whether the key exists.
   bool contains(const StateKey& key) const { return find(key) != nullptr; }
-  std::size_t size() const noexcept;
-  bool empty() const noexcept { return size() == 0; }
-  Kind kind() const noexcept { return kind_; }
-  void set_kind(Kind kind) noexcept { kind_ = kind; }
-  std::vector<StateItem>::const_iterator begin() const noexcept;
-  std::vector<StateItem>::const_iterator end() const noexcept;
+  std::size_t size() const noexcept;                              ///< Number of entries.
+  bool empty() const noexcept { return size() == 0; }             ///< True without entries.
+  Kind kind() const noexcept { return kind_; }                    ///< Type in Python. Initially a dict.
+  void set_kind(Kind kind) noexcept { kind_ = kind; }             ///< Sets the type in Python.
+  std::vector<StateItem>::const_iterator begin() const noexcept;  ///< First entry, in order of insertion.
+  std::vector<StateItem>::const_iterator end() const noexcept;    ///< Behind the last entry.
 
  private:
   std::vector<StateItem> items_;  // Incomplete type here: functions that need it are defined below.
@@ -115,11 +124,14 @@ class StateDict {
 /// torch.load(weights_only=True) accepts. A copy of a StateValue shares the memory of its tensors.
 class StateValue {
  public:
+  /// std::monostate is None.
   using Variant = std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, StateList,
                                StateTuple, StateDict, StateSet, StateBytes, StateBigInt, std::complex<double>,
                                at::ScalarType, c10::Device, c10::Layout>;
 
   StateValue() = default;
+  /// Converts from any of Variant's types, and from any integer.
+  /// @{
   StateValue(bool value) : value_(value) {}
   template <std::integral Integer>
   StateValue(Integer value) : value_(static_cast<std::int64_t>(value)) {}
@@ -137,23 +149,27 @@ class StateValue {
   StateValue(at::ScalarType value) : value_(value) {}
   StateValue(c10::Device value) : value_(value) {}
   StateValue(c10::Layout value) : value_(value) {}
+  /// @}
 
-  const Variant& variant() const noexcept { return value_; }
+  const Variant& variant() const noexcept { return value_; }  ///< For std::visit().
+  /// Returns true for Python's None.
   bool is_none() const noexcept { return std::holds_alternative<std::monostate>(value_); }
   /// Returns null for another type. T is one of Variant's types.
   template <class T>
   const T* get_if() const noexcept {
     return std::get_if<T>(&value_);
   }
-  /// These functions throw InvalidArgument for another type. The error names the actual type.
+  /// Returns the value. to_double() also accepts an int; to_items() accepts a list or a tuple. Throws InvalidArgument
+  /// for another type. The error names the actual type.
+  /// @{
   bool to_bool() const;
   std::int64_t to_int() const;
-  double to_double() const;  ///< For a float or an int.
+  double to_double() const;
   const std::string& to_string() const;
   const at::Tensor& to_tensor() const;
   const StateDict& to_dict() const;
-  /// For a list or a tuple.
   const std::vector<StateValue>& to_items() const;
+  /// @}
 
  private:
   Variant value_;
@@ -161,8 +177,8 @@ class StateValue {
 
 /// An entry of a StateDict.
 struct StateItem {
-  StateKey key;
-  StateValue value;
+  StateKey key;      ///< Unique in its StateDict.
+  StateValue value;  ///< Any value.
 };
 
 inline std::size_t StateDict::size() const noexcept { return items_.size(); }

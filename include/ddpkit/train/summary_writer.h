@@ -32,7 +32,7 @@ class SummaryWriter {
   /// Adds Markdown for TensorBoard's text tab.
   void add_text(const std::string& tag, const std::string& text, std::int64_t step);
 
-  const std::filesystem::path& path() const noexcept;
+  const std::filesystem::path& path() const noexcept;  ///< The file.
 
  private:
   struct File;
