@@ -85,37 +85,18 @@ at::Tensor contribution(const c10d::ReduceOp& op, const at::Tensor& tensor) {
   return product.to(tensor.scalar_type()).contiguous();
 }
 
-at::Tensor Outputs::add(const at::Tensor& tensor) {
+const void* Operands::input(at::Tensor dense) { return kept_->tensors.emplace_back(std::move(dense)).data_ptr(); }
+
+void* Operands::output(const at::Tensor& tensor) {
   check_writable(tensor, call_);
-  targets_.push_back(tensor);
-  dense_.push_back(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options().requires_grad(false)));
-  return dense_.back();
+  if (tensor.is_contiguous()) return kept_->tensors.emplace_back(tensor).data_ptr();
+  return kept_->copies.emplace_back(tensor, at::empty(tensor.sizes(), tensor.options().requires_grad(false)))
+      .second.data_ptr();
 }
 
-void Outputs::attach_to(shm::Request& request, std::vector<at::Tensor> inputs) {
-  bool copy_back = false;
-  for (std::size_t i = 0; i < targets_.size(); ++i) copy_back = copy_back || !dense_[i].is_same(targets_[i]);
-  struct Alive {
-    Outputs outputs;
-    std::vector<at::Tensor> inputs;
-  };
-  auto alive = std::make_shared<Alive>(Alive{std::move(*this), std::move(inputs)});
-  if (copy_back) {
-    request.on_finish = [outputs = &alive->outputs] {
-      const at::NoGradGuard no_grad;
-      for (std::size_t i = 0; i < outputs->targets_.size(); ++i) {
-        if (!outputs->dense_[i].is_same(outputs->targets_[i])) outputs->targets_[i].copy_(outputs->dense_[i]);
-      }
-    };
-  }
-  request.keep_alive = std::move(alive);
-}
-
-void Outputs::attach_to(shm::Message& message) {
-  shm::Request request;
-  attach_to(request, {});
-  message.keep_alive = std::move(request.keep_alive);
-  message.on_finish = std::move(request.on_finish);
+void Operands::Kept::copy_back() const {
+  const at::NoGradGuard no_grad;
+  for (auto [tensor, dense] : copies) tensor.copy_(dense);
 }
 
 }  // namespace ddpkit

@@ -1,8 +1,11 @@
 // Tier 2: c10d's Types.hpp. Checks and conversions of tensors for the shm backend.
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "comm/shm/engine.h"
@@ -37,21 +40,31 @@ shm::Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& tensor, con
 /// Returns this rank's input of a reduction: the contiguous tensor; for PREMUL_SUM times the factor.
 at::Tensor contribution(const c10d::ReduceOp& op, const at::Tensor& tensor);
 
-/// Dense tensors for the engine. Other tensors get a dense temporary, which is copied back at the end.
-class Outputs {
+/// The tensors of one call, as dense memory for the engine. One allocation.
+class Operands {
  public:
   /// `call`: the name for messages.
-  explicit Outputs(const char* call) : call_(call) {}
-  /// Returns dense memory for the result of `tensor`. Throws InvalidArgument if `tensor` cannot hold a result.
-  at::Tensor add(const at::Tensor& tensor);
-  /// Makes the request copy the results to the caller's tensors, and keep all tensors alive until then.
-  void attach_to(shm::Request& request, std::vector<at::Tensor> inputs);
-  void attach_to(shm::Message& message);
+  explicit Operands(const char* call) : call_(call) {}
+  /// Keeps an input until the end of the call. Returns its memory.
+  const void* input(at::Tensor dense);
+  /// Returns dense memory for the result of `tensor`: its own, or that of a temporary, which is copied back at the end.
+  /// Throws InvalidArgument if `tensor` cannot hold a result.
+  void* output(const at::Tensor& tensor);
+  /// Makes the request, or the message, copy the results back and keep the tensors until then.
+  template <class Call>
+  void attach_to(Call& call) {
+    if (!kept_->copies.empty()) call.on_finish = [kept = kept_.get()] { kept->copy_back(); };
+    call.keep_alive = std::move(kept_);
+  }
 
  private:
+  struct Kept {
+    void copy_back() const;
+    c10::SmallVector<at::Tensor, 2> tensors;
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;  ///< The caller's tensor, and its temporary.
+  };
   const char* call_;
-  std::vector<at::Tensor> targets_;
-  std::vector<at::Tensor> dense_;
+  std::shared_ptr<Kept> kept_ = std::make_shared<Kept>();
 };
 
 }  // namespace ddpkit

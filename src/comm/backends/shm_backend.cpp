@@ -257,7 +257,7 @@ void ShmBackend::reduce_scatter_blocking(const at::Tensor& output, const at::Ten
   }
   requests_.check_stacked(input, output, "reduce_scatter");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:reduce_scatter", std::vector<c10::IValue>{input});
-  engine_->run(requests_.dense_reduce_scatter(output, input, op));
+  engine_->run(requests_.dense_reduce_scatter(output, output.data_ptr(), input, op));
 }
 
 void ShmBackend::barrier_blocking() {

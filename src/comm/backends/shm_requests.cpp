@@ -30,20 +30,21 @@ std::vector<Pointer> parts_of(const at::Tensor& stacked, int ranks) {
 
 /// A part may be within the stacked tensor only at this rank's position, which the call does not change. At another
 /// position, the call would overwrite data before reading them.
-void check_place(const at::Tensor& part, const at::Tensor& stacked, const void* own, const char* message) {
-  const auto* first = static_cast<const std::byte*>(part.data_ptr());
+void check_place(const void* part, std::size_t bytes, const at::Tensor& stacked, const void* own, const char* message) {
+  const auto* first = static_cast<const std::byte*>(part);
   const auto* begin = static_cast<const std::byte*>(stacked.data_ptr());
-  if (first != own && first < begin + stacked.nbytes() && begin < first + part.nbytes()) throw InvalidArgument(message);
+  if (first != own && first < begin + stacked.nbytes() && begin < first + bytes) throw InvalidArgument(message);
 }
 
-std::shared_ptr<Message> message_of(Message::Kind kind, int peer, int tag, const at::Tensor& dense) {
+/// `data`: dense memory like that of `tensor`.
+std::shared_ptr<Message> message_of(Message::Kind kind, int peer, int tag, const at::Tensor& tensor, const void* data) {
   auto message = std::make_shared<Message>();
   message->kind = kind;
   message->peer = peer;
   message->tag = tag;
-  message->dtype = data_type(dense);
-  message->numel = element_count(dense);
-  message->data = static_cast<std::byte*>(dense.data_ptr());
+  message->dtype = data_type(tensor);
+  message->numel = element_count(tensor);
+  message->data = static_cast<std::byte*>(const_cast<void*>(data));
   return message;
 }
 
@@ -66,16 +67,16 @@ void ShmRequests::check_message(int peer, int tag, const char* call) const {
 }
 
 Request ShmRequests::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-  const at::Tensor input = contribution(op, tensor);
-  Outputs outputs("all_reduce");
-  const at::Tensor output = outputs.add(tensor);
+  Operands operands("all_reduce");
+  const void* input = operands.input(contribution(op, tensor));
+  void* output = operands.output(tensor);
   Request request{.kind = CollectiveKind::kAllReduce,
                   .dtype = data_type(tensor),
                   .op = reduction(op, tensor, "all_reduce"),
-                  .input = input.data_ptr(),
-                  .output = output.data_ptr(),
+                  .input = input,
+                  .output = output,
                   .numel = element_count(tensor)};
-  outputs.attach_to(request, {input});
+  operands.attach_to(request);
   return request;
 }
 
@@ -90,45 +91,46 @@ Request ShmRequests::dense_all_reduce(const at::Tensor& tensor, const c10d::Redu
 
 Request ShmRequests::reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const {
   check_root(root, size_, "reduce");
-  const at::Tensor input = contribution(op, tensor);
-  Outputs outputs("reduce");
+  Operands operands("reduce");
+  const void* input = operands.input(contribution(op, tensor));
   const bool is_root = root == rank_;
   Request request{.kind = CollectiveKind::kReduce,
                   .dtype = data_type(tensor),
                   .op = reduction(op, tensor, "reduce"),
                   .root = static_cast<int>(root),
-                  .input = input.data_ptr(),
-                  .output = is_root ? outputs.add(tensor).data_ptr() : nullptr,
+                  .input = input,
+                  .output = is_root ? operands.output(tensor) : nullptr,
                   .numel = element_count(tensor)};
-  outputs.attach_to(request, {input});
+  operands.attach_to(request);
   return request;
 }
 
 Request ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t root) const {
   check_root(root, size_, "broadcast");
-  const bool is_root = root == rank_;
-  const at::Tensor input = is_root ? tensor.contiguous() : at::Tensor();
-  Outputs outputs("broadcast");
+  Operands operands("broadcast");
   Request request{.kind = CollectiveKind::kBroadcast,
                   .dtype = data_type(tensor),
                   .root = static_cast<int>(root),
-                  .input = is_root ? input.data_ptr() : nullptr,
-                  .output = is_root ? input.data_ptr() : outputs.add(tensor).data_ptr(),
                   .numel = element_count(tensor)};
-  outputs.attach_to(request, {input, tensor});
+  if (root == rank_) {
+    request.input = operands.input(tensor.contiguous());
+    request.output = const_cast<void*>(request.input);
+  } else {
+    request.output = operands.output(tensor);
+  }
+  operands.attach_to(request);
   return request;
 }
 
 Request ShmRequests::all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const {
   check_list(outputs, size_, input, call);
-  const at::Tensor dense = input.contiguous();
-  Outputs results("all_gather");
+  Operands operands("all_gather");
   Request request{.kind = CollectiveKind::kAllGather,
                   .dtype = data_type(input),
-                  .input = dense.data_ptr(),
+                  .input = operands.input(input.contiguous()),
                   .numel = element_count(input)};
-  for (const at::Tensor& output : outputs) request.outputs.push_back(results.add(output).data_ptr());
-  results.attach_to(request, {dense});
+  for (const at::Tensor& output : outputs) request.outputs.push_back(operands.output(output));
+  operands.attach_to(request);
   return request;
 }
 
@@ -136,15 +138,16 @@ Request ShmRequests::all_gather(const at::Tensor& output, const at::Tensor& inpu
   check_stacked(output, input, "all_gather");
   const at::Tensor dense = input.contiguous();
   Request request = dense_all_gather(output, dense);
-  Outputs results("all_gather");
-  results.add(output);
-  results.attach_to(request, {dense});
+  Operands operands("all_gather");
+  operands.input(dense);
+  operands.output(output);
+  operands.attach_to(request);
   return request;
 }
 
 Request ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor& input) const {
   auto outputs = parts_of<void*>(output, size_);
-  check_place(input, output, outputs[static_cast<std::size_t>(rank_)],
+  check_place(input.data_ptr(), input.nbytes(), output, outputs[static_cast<std::size_t>(rank_)],
               "all_gather: the input may lie within the output only where this rank's part goes");
   return {.kind = CollectiveKind::kAllGather,
           .dtype = data_type(input),
@@ -159,16 +162,14 @@ Request ShmRequests::gather(const std::vector<Tensors>& outputs, const at::Tenso
   if (outputs.size() != (is_root ? 1u : 0u))
     throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
   if (is_root) check_list(outputs[0], size_, input, "gather");
-  const at::Tensor dense = input.contiguous();
-  Outputs results("gather");
+  Operands operands("gather");
   Request request{.kind = CollectiveKind::kGather,
                   .dtype = data_type(input),
                   .root = static_cast<int>(root),
-                  .input = dense.data_ptr(),
+                  .input = operands.input(input.contiguous()),
                   .numel = element_count(input)};
-  for (const at::Tensor& target : is_root ? outputs[0] : Tensors{})
-    request.outputs.push_back(results.add(target).data_ptr());
-  results.attach_to(request, {dense});
+  for (const at::Tensor& target : is_root ? outputs[0] : Tensors{}) request.outputs.push_back(operands.output(target));
+  operands.attach_to(request);
   return request;
 }
 
@@ -178,56 +179,50 @@ Request ShmRequests::scatter(const at::Tensor& output, const std::vector<Tensors
   if (inputs.size() != (is_root ? 1u : 0u))
     throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
   if (is_root) check_list(inputs[0], size_, output, "scatter");
-  Outputs results("scatter");
+  Operands operands("scatter");
   Request request{.kind = CollectiveKind::kScatter,
                   .dtype = data_type(output),
                   .root = static_cast<int>(root),
-                  .output = results.add(output).data_ptr(),
+                  .output = operands.output(output),
                   .numel = element_count(output)};
-  Tensors dense;
-  for (const at::Tensor& input : is_root ? inputs[0] : Tensors{}) {
-    dense.push_back(input.contiguous());
-    request.inputs.push_back(dense.back().data_ptr());
-  }
-  results.attach_to(request, std::move(dense));
+  for (const at::Tensor& input : is_root ? inputs[0] : Tensors{})
+    request.inputs.push_back(operands.input(input.contiguous()));
+  operands.attach_to(request);
   return request;
 }
 
 Request ShmRequests::reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const {
   check_list(inputs, size_, output, "reduce_scatter");
-  Outputs results("reduce_scatter");
+  Operands operands("reduce_scatter");
   Request request{.kind = CollectiveKind::kReduceScatter,
                   .dtype = data_type(output),
                   .op = reduction(op, output, "reduce_scatter"),
-                  .output = results.add(output).data_ptr(),
+                  .output = operands.output(output),
                   .numel = element_count(output)};
-  Tensors dense;
-  for (const at::Tensor& input : inputs) {
-    dense.push_back(contribution(op, input));
-    request.inputs.push_back(dense.back().data_ptr());
-  }
-  results.attach_to(request, std::move(dense));
+  for (const at::Tensor& input : inputs) request.inputs.push_back(operands.input(contribution(op, input)));
+  operands.attach_to(request);
   return request;
 }
 
 Request ShmRequests::reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
   check_stacked(input, output, "reduce_scatter");
   const at::Tensor dense = contribution(op, input);
-  Outputs results("reduce_scatter");
-  Request request = dense_reduce_scatter(results.add(output), dense, op);
-  results.attach_to(request, {dense});
+  Operands operands("reduce_scatter");
+  operands.input(dense);
+  Request request = dense_reduce_scatter(output, operands.output(output), dense, op);
+  operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::dense_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+Request ShmRequests::dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
                                           const c10d::ReduceOp& op) const {
   auto inputs = parts_of<const void*>(input, size_);
-  check_place(output, input, inputs[static_cast<std::size_t>(rank_)],
+  check_place(dense_output, output.nbytes(), input, inputs[static_cast<std::size_t>(rank_)],
               "reduce_scatter: the output may lie within the input only where this rank's part is");
   return {.kind = CollectiveKind::kReduceScatter,
           .dtype = data_type(output),
           .op = reduction(op, output, "reduce_scatter"),
-          .output = output.data_ptr(),
+          .output = dense_output,
           .numel = element_count(output),
           .inputs = std::move(inputs)};
 }
@@ -237,16 +232,14 @@ Request ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) c
     throw InvalidArgument(
         fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
   Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
-  Outputs targets("all_to_all");
-  Tensors dense;
+  Operands operands("all_to_all");
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     check_tensor(inputs[r], "all_to_all");
     check_tensor(outputs[r], "all_to_all");
     if (inputs[r].scalar_type() != inputs[0].scalar_type() || outputs[r].scalar_type() != inputs[0].scalar_type())
       throw InvalidArgument("all_to_all: all tensors must have one type");
-    dense.push_back(inputs[r].contiguous());
-    request.inputs.push_back(dense.back().data_ptr());
-    request.outputs.push_back(targets.add(outputs[r]).data_ptr());
+    request.inputs.push_back(operands.input(inputs[r].contiguous()));
+    request.outputs.push_back(operands.output(outputs[r]));
     request.send_numel.push_back(element_count(inputs[r]));
     request.receive_numel.push_back(element_count(outputs[r]));
   }
@@ -255,7 +248,7 @@ Request ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) c
     throw InvalidArgument(fmt::format("all_to_all: rank {} keeps {} elements for itself, but has room for {}", rank_,
                                       request.send_numel[own], request.receive_numel[own]));
   request.numel = *std::max_element(request.send_numel.begin(), request.send_numel.end());
-  targets.attach_to(request, std::move(dense));
+  operands.attach_to(request);
   return request;
 }
 
@@ -302,9 +295,12 @@ std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Te
     Request request{.kind = scatters ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
                     .dtype = data_type(like),
                     .op = reduction(op, like, call)};
+    Operands operands(call);
+    operands.input(like);
     for (std::size_t i = begin; i < end; ++i) {
       const at::Tensor& tensor = tensors[i];
       check_tensor(tensor, call);
+      operands.input(tensor);
       if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != like.scalar_type())
         throw InvalidArgument(fmt::format("{}: the tensors must be dense and of one type", call));
       shm::Piece& piece = request.pieces.emplace_back();
@@ -317,9 +313,7 @@ std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Te
       piece.count = static_cast<std::size_t>(range.count);
       piece.output = static_cast<std::byte*>(shard.data_ptr()) + range.in_shard * size;
     }
-    const auto first = tensors.begin() + static_cast<std::ptrdiff_t>(begin);
-    request.keep_alive = std::make_shared<std::pair<Tensors, at::Tensor>>(
-        Tensors(first, first + static_cast<std::ptrdiff_t>(end - begin)), shard);
+    operands.attach_to(request);
     requests.push_back(std::move(request));
   }
   return requests;
@@ -327,17 +321,18 @@ std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Te
 
 shm::MessageHandle ShmRequests::send(const at::Tensor& tensor, int destination, int tag) const {
   check_message(destination, tag, "send");
+  Operands operands("send");
   const at::Tensor dense = tensor.contiguous();
-  auto message = message_of(Message::Kind::kSend, destination, tag, dense);
-  message->keep_alive = std::make_shared<at::Tensor>(dense);
+  auto message = message_of(Message::Kind::kSend, destination, tag, dense, operands.input(dense));
+  operands.attach_to(*message);
   return message;
 }
 
 shm::MessageHandle ShmRequests::receive(const at::Tensor& tensor, int source, int tag) const {
   check_message(source, tag, "recv");
-  Outputs outputs("recv");
-  auto message = message_of(Message::Kind::kReceive, source, tag, outputs.add(tensor));
-  outputs.attach_to(*message);
+  Operands operands("recv");
+  auto message = message_of(Message::Kind::kReceive, source, tag, tensor, operands.output(tensor));
+  operands.attach_to(*message);
   return message;
 }
 

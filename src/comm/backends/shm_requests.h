@@ -35,8 +35,9 @@ class ShmRequests {
   shm::Request reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
   /// `input`: the parts of all ranks.
   shm::Request reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const;
-  /// Does not keep the tensors, which are contiguous.
-  shm::Request dense_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const;
+  /// Does not keep the tensors. `input` is contiguous. `dense_output`: contiguous memory for the result.
+  shm::Request dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
+                                    const c10d::ReduceOp& op) const;
   /// Checks that `stacked` holds one part per rank. The functions for dense tensors do not.
   void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
   shm::Request all_to_all(const Tensors& outputs, const Tensors& inputs) const;

@@ -1,6 +1,7 @@
 // Tier 2: c10d's Work.hpp.
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <memory>
@@ -39,7 +40,7 @@ class ShmWork : public c10d::Work {
   void end_event();
 
   std::shared_ptr<shm::Engine> engine_;
-  std::vector<shm::PendingHandle> pending_;
+  c10::SmallVector<shm::PendingHandle, 1> pending_;
   std::vector<at::Tensor> outputs_;
   std::chrono::milliseconds timeout_;
   const bool has_event_;

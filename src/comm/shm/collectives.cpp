@@ -1,5 +1,6 @@
 #include "comm/shm/collectives.h"
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -35,7 +36,14 @@ Collectives::Collectives(Peers& peers, const Segments& segments, std::vector<Due
 
 OperationHandle Collectives::prepare(Request&& request) {
   if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(request.kind, peers_.world_size());
-  if (spare_.empty()) spare_.push_back(std::make_shared<Operation>());
+  const auto free =
+      std::find_if(spare_.rbegin(), spare_.rend(), [](const auto& each) { return each.use_count() == 1; });
+  if (free == spare_.rend()) {
+    auto operation = std::make_shared<Operation>();
+    operation->request = std::move(request);
+    return operation;
+  }
+  std::swap(*free, spare_.back());
   OperationHandle operation = std::move(spare_.back());
   spare_.pop_back();
   // A small collective takes less time than allocating these vectors again.
@@ -84,10 +92,6 @@ void Collectives::post(const OperationHandle& operation) {
   peers_.publish(own_.posted, next_sequence_);
 }
 
-void Collectives::recycle(OperationHandle operation) {
-  if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(operation));
-}
-
 void Collectives::run_alone(const OperationHandle& operation) {
   Request& request = operation->request;
   const void* input = request.inputs.empty() ? request.input : request.inputs[0];
@@ -102,7 +106,7 @@ void Collectives::run_alone(const OperationHandle& operation) {
 }
 
 Operation* Collectives::at(std::uint64_t sequence) const noexcept {
-  const std::uint64_t index = sequence - first_sequence_;
+  const std::uint64_t index = sequence - first_sequence_ + finished_;
   return index < operations_.size() ? operations_[index].get() : nullptr;  // Null for a group of one rank.
 }
 
@@ -195,7 +199,7 @@ bool Collectives::finish() {
   for (;;) {
     const std::uint64_t ticket = own_.finished.load(std::memory_order_relaxed);
     if (ticket == own_.reduced.load(std::memory_order_relaxed)) return moved;
-    Operation& operation = *operations_.front();
+    Operation& operation = *operations_[finished_];
     if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
     const std::uint64_t next = own_.arrived.load(std::memory_order_relaxed);
     const bool along = can_copy_along(operation, next) && slot_is_free(next);
@@ -207,12 +211,16 @@ bool Collectives::finish() {
     peers_.publish(own_.finished, ticket + 1);
     moved = true;
     if (ticket + 1 < operation.first_ticket + operation.tickets) continue;
-    const OperationHandle done = std::move(operations_.front());
-    operations_.pop_front();
+    OperationHandle done = std::move(operations_[finished_++]);
     ++first_sequence_;
+    if (finished_ == operations_.size() || finished_ == kMaxOutstanding) {
+      operations_.erase(operations_.begin(), operations_.begin() + static_cast<std::ptrdiff_t>(finished_));
+      finished_ = 0;
+    }
     complete(done, done->request.on_finish, done->request.keep_alive, due_);
     done->segments.clear();
     recorder_.finish(done->record);
+    if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(done));
   }
 }
 

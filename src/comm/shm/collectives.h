@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <vector>
 
 #include "comm/shm/operation.h"
@@ -30,7 +29,7 @@ class Collectives {
   Collectives& operator=(const Collectives&) = delete;
 
   /// Returns the oldest collective in progress; null: none.
-  const Operation* oldest() const noexcept { return operations_.empty() ? nullptr : operations_.front().get(); }
+  const Operation* oldest() const noexcept { return at(first_sequence_); }
   /// Returns the number of the next collective.
   std::uint64_t next_sequence() const noexcept { return next_sequence_; }
   /// Returns a new operation for post(). Throws InvalidArgument if the group has too many ranks for it.
@@ -40,8 +39,6 @@ class Collectives {
   bool can_post() const noexcept;
   /// Adds a collective. Requires can_post(). In a group of one rank it is then complete.
   void post(const OperationHandle& operation);
-  /// Keeps a finished operation for reuse.
-  void recycle(OperationHandle operation);
   /// Advances all collectives as far as the other ranks allow. Returns whether one advanced. Throws CollectiveMismatch.
   bool progress();
 
@@ -64,14 +61,16 @@ class Collectives {
   Staging staging_;
   std::uint64_t next_sequence_ = 0;
   /// Collectives in progress, oldest first, and the sequence number of the first.
-  std::deque<OperationHandle> operations_;
+  std::vector<OperationHandle> operations_;
+  std::size_t finished_ = 0;  ///< Number of handles at the front of operations_ that are null. A deque would allocate.
   std::uint64_t first_sequence_ = 0;
   std::uint64_t resolved_ = 0;     ///< Number of collectives whose path and tickets are known.
   std::uint64_t next_ticket_ = 0;  ///< First ticket of the next collective to resolve.
   // The collectives of this rank's next ticket to arrive at and to reduce.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
-  std::vector<OperationHandle> spare_;  ///< Finished, for reuse: allocation would slow down small collectives.
+  /// Finished, for reuse when the caller has released them: allocation would slow down small collectives.
+  std::vector<OperationHandle> spare_;
 };
 
 }  // namespace ddpkit::shm

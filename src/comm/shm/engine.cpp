@@ -69,7 +69,6 @@ void Engine::run(Request request) {
   settle(lock);
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
   operation->throw_if_failed();
-  collectives_.recycle(std::move(operation));
 }
 
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
