@@ -34,9 +34,9 @@ void check_equal(const torch::Tensor& found, const torch::Tensor& expected) {
 }
 
 /// Trains on samples `begin` to `end` of each global batch.
-template <class Forward>
-void train(torch::nn::Sequential& net, std::int64_t begin, std::int64_t end, std::int64_t total, Forward&& forward) {
-  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+template <class Optimizer, class Forward>
+void train(torch::nn::Sequential& net, Optimizer&& optimizer, std::int64_t begin, std::int64_t end, std::int64_t total,
+           Forward&& forward) {
   for (int step = 0; step < 8; ++step) {
     torch::manual_seed(100 + step);
     const auto x = torch::randn({total, 12}, torch::kDouble).narrow(0, begin, end - begin);
@@ -46,17 +46,41 @@ void train(torch::nn::Sequential& net, std::int64_t begin, std::int64_t end, std
   }
 }
 
+torch::optim::SGD sgd(torch::nn::Sequential& net) {
+  return torch::optim::SGD(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+}
+
 void check_training(ProcessGroup& group, const ddpkit::DistributedDataParallelOptions& options) {
   auto joint = gpu::net(), net = gpu::net();
   joint->to(group.device());
   net->to(group.device());
   const std::int64_t samples = 8, total = samples * group.world_size();
-  train(joint, 0, total, total, [&](const torch::Tensor& x) { return joint->forward(x); });
+  train(joint, sgd(joint), 0, total, total, [&](const torch::Tensor& x) { return joint->forward(x); });
   ddpkit::DistributedDataParallel ddp(net, group, options);
   REQUIRE(ddp.reducer().buckets().size() > 2);
-  train(net, samples * group.rank(), samples * (group.rank() + 1), total,
+  train(net, sgd(net), samples * group.rank(), samples * (group.rank() + 1), total,
         [&](const torch::Tensor& x) { return ddp(x); });
   gpu::check_same(net->parameters(), joint->parameters());
+}
+
+void check_sharded_training(ProcessGroup& group) {
+  auto joint = gpu::net(), net = gpu::net();
+  joint->to(group.device());
+  net->to(group.device());
+  const std::int64_t samples = 8, total = samples * group.world_size();
+  const torch::optim::AdamWOptions options(0.01);
+  train(joint, ddpkit::optim::FusedAdamW(joint->parameters(), options), 0, total, total,
+        [&](const torch::Tensor& x) { return joint->forward(x); });
+  ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
+  ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> sharded(ddp, options);
+  REQUIRE(ddp.reducer().buckets().size() > 2);
+  train(net, sharded, samples * group.rank(), samples * (group.rank() + 1), total,
+        [&](const torch::Tensor& x) { return ddp(x); });
+  gpu::check_same(net->parameters(), joint->parameters(), 1e-9);
+  for (const torch::Tensor& parameter : net->parameters()) {
+    const torch::Tensor all = group.all_gather(parameter.detach());
+    for (int rank = 1; rank < group.world_size(); ++rank) CHECK(torch::equal(all[rank], all[0]));
+  }
 }
 
 }  // namespace
@@ -174,6 +198,16 @@ TEST_CASE("DistributedDataParallel on 3 GPUs equals one process on the joined ba
       check_training(group, options);
     }
   });
+}
+
+TEST_CASE("a sharded optimizer on 2 GPUs equals one process on the joined batch", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("a sharded optimizer on 2 GPUs equals one process on the joined batch", 2, check_sharded_training);
+}
+
+TEST_CASE("a sharded optimizer on 3 GPUs equals one process on the joined batch", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("a sharded optimizer on 3 GPUs equals one process on the joined batch", 3, check_sharded_training);
 }
 
 TEST_CASE("SyncBatchNorm on 2 GPUs sees the joined batch", "[gpu]") {
