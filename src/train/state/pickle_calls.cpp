@@ -31,6 +31,11 @@ std::string_view builtin(std::string_view name) {
   return {};
 }
 
+double real_number(Node& node) {
+  const auto* integer = std::get_if<std::int64_t>(&node.value);
+  return integer ? static_cast<double>(*integer) : as<double>(node);
+}
+
 }  // namespace
 
 void Machine::make_bytes(const std::vector<Node*>& arguments, bool is_bytearray) {
@@ -70,18 +75,15 @@ void Machine::make_dict(StateDict::Kind kind, const std::vector<Node*>& argument
   push(std::move(dict));
 }
 
-double Machine::real_number(Node& node) {
-  const auto* integer = std::get_if<std::int64_t>(&node.value);
-  return integer ? static_cast<double>(*integer) : as<double>(node);
-}
-
 void Machine::reduce() {
   const std::vector<Node*> arguments = as<Tuple>(pop()).items;
   const std::string& name = as<Global>(pop()).name;
   const std::string_view function = builtin(name);
   const std::size_t count = arguments.size();
   constexpr std::string_view kUtils = "torch._utils.";
-  if (name.starts_with(kUtils) && reduce_tensor(std::string_view(name).substr(kUtils.size()), arguments)) return;
+  if (name.starts_with(kUtils)) {
+    if (auto tensor = rebuild_tensor(std::string_view(name).substr(kUtils.size()), arguments)) return push(*tensor);
+  }
   if (name == "collections.OrderedDict" && count <= 1) {
     make_dict(StateDict::Kind::kOrderedDict, arguments);
   } else if (name == "collections.Counter" && count <= 1) {

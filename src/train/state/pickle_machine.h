@@ -51,6 +51,15 @@ struct Node {
       value;
 };
 
+template <class T>
+T& as(Node& node) {
+  if (T* value = std::get_if<T>(&node.value)) return *value;
+  throw BadFile("its pickle has a value of another kind than is needed there");
+}
+
+/// Creates a tensor as a function of torch._utils does. Returns nothing for an unknown function or number of arguments.
+std::optional<at::Tensor> rebuild_tensor(std::string_view function, const std::vector<Node*>& arguments);
+
 class Machine {
  public:
   using ReadStorage = std::function<c10::Storage(const std::string& key)>;
@@ -108,11 +117,6 @@ class Machine {
       throw BadFile("its pickle adds to a value that is not there");
     return as<T>(*stack_.back());
   }
-  template <class T>
-  static T& as(Node& node) {
-    if (T* value = std::get_if<T>(&node.value)) return *value;
-    throw BadFile("its pickle has a value of another kind than is needed there");
-  }
   static void set_items(Dict& dict, const std::vector<Node*>& items) {
     if (items.size() % 2 != 0) throw BadFile("its pickle has a key without a value");
     for (std::size_t i = 0; i < items.size(); i += 2) dict.items.emplace_back(items[i], items[i + 1]);
@@ -127,12 +131,6 @@ class Machine {
   void build();
   void make_bytes(const std::vector<Node*>& arguments, bool is_bytearray);
   void make_dict(StateDict::Kind kind, const std::vector<Node*>& arguments);
-  static double real_number(Node& node);
-  bool reduce_tensor(std::string_view function, const std::vector<Node*>& arguments);
-  static void set_bits(at::Tensor& tensor, Node& bits);
-  at::Tensor rebuild_sparse(Node& layout_node, const std::vector<Node*>& data);
-  at::Tensor rebuild(const std::vector<Node*>& arguments, std::optional<c10::ScalarType> dtype);
-  std::vector<std::int64_t> shape(Node& node) const;
   StateValue convert(Node& node, int depth);
   StateKey convert_key(Node& node, int depth);
   std::vector<StateValue> convert_all(const std::vector<Node*>& nodes, int depth);

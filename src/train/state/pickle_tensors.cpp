@@ -28,31 +28,7 @@ void require_grad(at::Tensor& tensor) {
   if (tensor.is_floating_point() || tensor.is_complex()) tensor.requires_grad_(true);
 }
 
-}  // namespace
-
-/// ('storage', torch.FloatStorage, key, location, elements)
-void Machine::load_storage() {
-  const std::vector<Node*> id = as<Tuple>(pop()).items;
-  if (id.size() != 5 || as<std::string>(*id[0]) != "storage")
-    throw BadFile("its pickle refers to something that is no storage");
-  const std::string& type = as<Global>(*id[1]).name;
-  std::optional<c10::ScalarType> dtype;
-  if (type != "torch.storage.UntypedStorage") {
-    if (type.starts_with("torch.")) dtype = dtype_of_storage(std::string_view(type).substr(6));
-    if (!dtype) throw BadFile(fmt::format("it has a storage of the type {}, which is not known here", type));
-  }
-  const std::string& key = as<std::string>(*id[2]);
-  const std::int64_t count = as<std::int64_t>(*id[4]);
-  auto found = storages_.find(key);
-  if (found == storages_.end()) found = storages_.emplace(key, read_storage_(key)).first;
-  const std::size_t size = dtype ? c10::elementSize(*dtype) : 1, bytes = found->second.nbytes();
-  if (count < 0 || bytes % size != 0 || static_cast<std::uint64_t>(count) != bytes / size)
-    throw BadFile(fmt::format("its record data/{} has {} bytes, where its pickle wants {} elements of {}", key, bytes,
-                              count, size));
-  push(TypedStorage{found->second, dtype});
-}
-
-std::vector<std::int64_t> Machine::shape(Node& node) const {
+std::vector<std::int64_t> shape(Node& node) {
   const std::vector<Node*>& items = as<Tuple>(node).items;
   if (items.size() > kDimensions) throw BadFile(fmt::format("it has a tensor of {} dimensions", items.size()));
   std::vector<std::int64_t> numbers;
@@ -61,7 +37,7 @@ std::vector<std::int64_t> Machine::shape(Node& node) const {
 }
 
 /// (storage, offset, sizes, strides, requires_grad, backward hooks ...)
-at::Tensor Machine::rebuild(const std::vector<Node*>& arguments, std::optional<c10::ScalarType> dtype) {
+at::Tensor rebuild(const std::vector<Node*>& arguments, std::optional<c10::ScalarType> dtype) {
   const auto& [storage, type] = as<TypedStorage>(*arguments[0]);
   if (type.has_value() == dtype.has_value()) throw BadFile("it has a tensor whose type is not that of its storage");
   if (!dtype) dtype = type;
@@ -86,7 +62,7 @@ at::Tensor Machine::rebuild(const std::vector<Node*>& arguments, std::optional<c
 }
 
 /// Sets whether reads conjugate or negate the elements.
-void Machine::set_bits(at::Tensor& tensor, Node& bits) {
+void set_bits(at::Tensor& tensor, Node& bits) {
   if (std::holds_alternative<std::monostate>(bits.value)) return;
   for (const auto& [key, value] : as<Dict>(bits).items) {
     const std::string& name = as<std::string>(*key);
@@ -97,7 +73,7 @@ void Machine::set_bits(at::Tensor& tensor, Node& bits) {
   }
 }
 
-at::Tensor Machine::rebuild_sparse(Node& layout_node, const std::vector<Node*>& data) {
+at::Tensor rebuild_sparse(Node& layout_node, const std::vector<Node*>& data) {
   const auto* layout = as<StateValue>(layout_node).get_if<c10::Layout>();
   if (!layout || data.size() < 3 || data.size() > 4)
     throw BadFile("it has a sparse tensor whose parts are not known here");
@@ -122,8 +98,9 @@ at::Tensor Machine::rebuild_sparse(Node& layout_node, const std::vector<Node*>& 
   return at::sparse_compressed_tensor(first, second, values, sizes, values.options().layout(*layout));
 }
 
-/// Functions of torch._utils. Returns false for an unknown function or number of arguments.
-bool Machine::reduce_tensor(std::string_view function, const std::vector<Node*>& arguments) {
+}  // namespace
+
+std::optional<at::Tensor> rebuild_tensor(std::string_view function, const std::vector<Node*>& arguments) {
   const std::size_t count = arguments.size();
   at::Tensor tensor;
   if (function == "_rebuild_tensor_v2" && (count == 6 || count == 7)) {
@@ -147,10 +124,9 @@ bool Machine::reduce_tensor(std::string_view function, const std::vector<Node*>&
       throw BadFile("it has a tensor whose type is not that of its elements");
     if (as<bool>(*arguments[3])) require_grad(tensor);
   } else {
-    return false;
+    return std::nullopt;
   }
-  push(tensor);
-  return true;
+  return tensor;
 }
 
 }  // namespace ddpkit::train::pickle

@@ -151,6 +151,28 @@ void Machine::long_number() {
   push(static_cast<std::int64_t>(value));
 }
 
+/// ('storage', torch.FloatStorage, key, location, elements)
+void Machine::load_storage() {
+  const std::vector<Node*> id = as<Tuple>(pop()).items;
+  if (id.size() != 5 || as<std::string>(*id[0]) != "storage")
+    throw BadFile("its pickle refers to something that is no storage");
+  const std::string& type = as<Global>(*id[1]).name;
+  std::optional<c10::ScalarType> dtype;
+  if (type != "torch.storage.UntypedStorage") {
+    if (type.starts_with("torch.")) dtype = dtype_of_storage(std::string_view(type).substr(6));
+    if (!dtype) throw BadFile(fmt::format("it has a storage of the type {}, which is not known here", type));
+  }
+  const std::string& key = as<std::string>(*id[2]);
+  const std::int64_t count = as<std::int64_t>(*id[4]);
+  auto found = storages_.find(key);
+  if (found == storages_.end()) found = storages_.emplace(key, read_storage_(key)).first;
+  const std::size_t size = dtype ? c10::elementSize(*dtype) : 1, bytes = found->second.nbytes();
+  if (count < 0 || bytes % size != 0 || static_cast<std::uint64_t>(count) != bytes / size)
+    throw BadFile(fmt::format("its record data/{} has {} bytes, where its pickle wants {} elements of {}", key, bytes,
+                              count, size));
+  push(TypedStorage{found->second, dtype});
+}
+
 /// Sets the attributes of an OrderedDict: a module's _metadata, which LibTorch's modules do not use.
 void Machine::build() {
   Node& state = pop();
