@@ -17,23 +17,37 @@ Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device devi
   return c10::make_intrusive<ForwardingBackend>(std::move(backend), device);
 }
 
-void Backend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+Backend::WorkPtr Backend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  allreduce(tensors, options)->wait();
+  return allreduce(tensors, options);
 }
 
-void Backend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
+// The backends support different shapes, so these calls pass flat views.
+Backend::WorkPtr Backend::start_all_gather(const at::Tensor& output, const at::Tensor& input) {
   at::Tensor flat_output = output.detach().view({-1}), flat_input = input.detach().contiguous().view({-1});
-  _allgather_base(flat_output, flat_input, c10d::AllgatherOptions())->wait();
+  return _allgather_base(flat_output, flat_input, c10d::AllgatherOptions());
 }
 
-void Backend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+Backend::WorkPtr Backend::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                               const c10d::ReduceOp& op) {
   at::Tensor flat_output = output.detach().view({-1}), flat_input = input.detach().view({-1});
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
-  _reduce_scatter_base(flat_output, flat_input, options)->wait();
+  return _reduce_scatter_base(flat_output, flat_input, options);
+}
+
+void Backend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  start_all_reduce(tensor, op)->wait();
+}
+
+void Backend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
+  start_all_gather(output, input)->wait();
+}
+
+void Backend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  start_reduce_scatter(output, input, op)->wait();
 }
 
 void Backend::barrier_blocking() {

@@ -55,6 +55,10 @@ class Backend : public c10d::Backend {
   /// Returns null if the ranks do not map common memory.
   virtual SymmetricMemory* symmetric_memory() noexcept { return nullptr; }
 
+  // c10d's calls, with tensors of any shape. Outputs, and the input of a reduce-scatter, are contiguous.
+  WorkPtr start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  WorkPtr start_all_gather(const at::Tensor& output, const at::Tensor& input);
+  WorkPtr start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
   // Start a collective and wait for it. The shm backend needs no c10d::Work here, which takes half of the time of a
   // small all-reduce.
   virtual void all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op);

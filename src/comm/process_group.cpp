@@ -97,10 +97,7 @@ const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const noexcept 
 const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const noexcept { return state_->store; }
 
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const {
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d_op(op);
-  return Work(state_->backend->allreduce(tensors, options));
+  return Work(state_->backend->start_all_reduce(tensor, c10d_op(op)));
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
@@ -124,16 +121,11 @@ std::vector<std::int64_t> stacked_sizes(int ranks, const at::Tensor& tensor) {
   return sizes;
 }
 
-/// Returns a flat view: the backends support different shapes.
-at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
-
 }  // namespace
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
   require_one_type("all_gather", output, tensor);
-  at::Tensor flat_output = flat(output);
-  at::Tensor flat_input = flat(tensor.contiguous());
-  return Work(state_->backend->_allgather_base(flat_output, flat_input, c10d::AllgatherOptions()));
+  return Work(state_->backend->start_all_gather(output, tensor));
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
@@ -157,11 +149,7 @@ void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   require_one_type("reduce_scatter", output, input);
-  at::Tensor flat_output = flat(output);
-  at::Tensor flat_input = flat(input);
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = c10d_op(op);
-  return Work(state_->backend->_reduce_scatter_base(flat_output, flat_input, options));
+  return Work(state_->backend->start_reduce_scatter(output, input, c10d_op(op)));
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
