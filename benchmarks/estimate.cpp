@@ -118,7 +118,7 @@ int run_rank(const std::string& what, const std::string& timeline) {
 /// Starts this program on `ranks` ranks and returns the output of rank 0.
 std::string ask(int ranks, const std::string& what, const std::string& timeline) {
   std::string output;
-  const auto result = ddpkit::local_launch(
+  const auto result = ddpkit::launch(
       {.command = {std::filesystem::read_symlink("/proc/self/exe").string(), "--as-rank", what, "--timeline", timeline},
        .ranks = ranks,
        .time_limit = std::chrono::minutes(5),

@@ -20,12 +20,12 @@ std::vector<std::string> on_own_core(std::vector<std::string> command, int ranks
 
 std::vector<nlohmann::json> run_trainer(const std::vector<std::string>& command, int ranks) {
   std::string output, errors;
-  const LocalLaunchResult result =
-      local_launch({.command = command,
-                    .ranks = ranks,
-                    .environment = {{"OMP_NUM_THREADS", "1"}},
-                    .time_limit = std::chrono::minutes(10),
-                    .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
+  const LaunchResult result =
+      ddpkit::launch({.command = command,
+                      .ranks = ranks,
+                      .environment = {{"OMP_NUM_THREADS", "1"}},
+                      .time_limit = std::chrono::minutes(10),
+                      .on_output = [&](int rank, const std::string& text) { (rank == 0 ? output : errors) += text; }});
   std::string what;
   for (const std::string& word : command) what += what.empty() ? word : " " + word;
   if (result.exit_code() != 0)

@@ -149,7 +149,7 @@ class Bench {
       else if (!line.empty() && !line.starts_with(kCsvHeader))
         std::cerr << fmt::format("[rank {}] {}\n", rank, line);
     };
-    const LocalLaunchResult result = local_launch(
+    const LaunchResult result = ddpkit::launch(
         {.command = command,
          .ranks = ranks,
          .environment = {{"OMP_NUM_THREADS", "1"}},

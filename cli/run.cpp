@@ -47,8 +47,8 @@ int visible_gpus() {
   return list.empty() ? 0 : std::min<int>(all, static_cast<int>(std::count(list.begin(), list.end(), ',')) + 1);
 }
 
-LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::string>& program) {
-  LocalLaunchOptions launch{
+LaunchOptions resolve(const RunOptions& options, const std::vector<std::string>& program) {
+  LaunchOptions launch{
       .command = program, .ranks = train::count_ranks(options.ranks, visible_gpus()), .nodes = options.nodes};
   launch.node_rank = options.node_rank;
   launch.max_restarts = options.max_restarts;
@@ -87,9 +87,9 @@ LocalLaunchOptions resolve(const RunOptions& options, const std::vector<std::str
 }
 
 int run_ranks(const RunOptions& options, const std::vector<std::string>& program) {
-  LocalLaunchOptions launch = resolve(options, program);
+  LaunchOptions launch = resolve(options, program);
   for (;; ++launch.restart_count) {
-    const LocalLaunchResult result = local_launch(launch);
+    const LaunchResult result = ddpkit::launch(launch);
     if (result.first_failure) std::cerr << "ddpkit run: " << result.summary();
     if (result.exit_code() == 0 || result.stopped_by_signal != 0) return result.exit_code();
     if (launch.restart_count == launch.max_restarts) {

@@ -29,9 +29,9 @@ bool is_in_path(const std::string& name) {
 /// Other MPI implementations have an mpirun with other options.
 bool mpirun_is_open_mpi() {
   std::string output;
-  local_launch({.command = {"mpirun", "--version"},
-                .time_limit = std::chrono::seconds(10),
-                .on_output = [&](int, const std::string& text) { output += text; }});
+  ddpkit::launch({.command = {"mpirun", "--version"},
+                  .time_limit = std::chrono::seconds(10),
+                  .on_output = [&](int, const std::string& text) { output += text; }});
   return output.find("Open MPI") != std::string::npos || output.find("OpenRTE") != std::string::npos;
 }
 

@@ -47,13 +47,13 @@ Workers::~Workers() {
 }
 
 void Workers::launch() {
-  LocalLaunchResult result;
+  LaunchResult result;
   std::exception_ptr error;
   try {
-    result = local_launch({.command = options_.command,
-                           .ranks = options_.ranks,
-                           .environment = {{"OMP_NUM_THREADS", "1"}},
-                           .on_output = [this](int rank, const std::string& text) { take_output(rank, text); }});
+    result = ddpkit::launch({.command = options_.command,
+                             .ranks = options_.ranks,
+                             .environment = {{"OMP_NUM_THREADS", "1"}},
+                             .on_output = [this](int rank, const std::string& text) { take_output(rank, text); }});
     for (int rank = 0; rank < options_.ranks; ++rank) take_output(rank, "\n");
   } catch (...) {
     error = std::current_exception();

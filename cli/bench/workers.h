@@ -80,7 +80,7 @@ class Workers {
   std::vector<std::deque<std::string>> answers_;  ///< [rank]
   std::string no_backend_;
   bool ended_ = false;
-  LocalLaunchResult result_;
+  LaunchResult result_;
   std::exception_ptr launch_error_;
   std::thread thread_;
 };

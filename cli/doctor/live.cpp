@@ -58,7 +58,7 @@ int run_doctor_rank(const std::string& backend) {
 
 Findings live_all_reduce(const std::string& backend, int ranks) {
   std::string output;
-  const auto result = local_launch(
+  const auto result = ddpkit::launch(
       {.command = {std::filesystem::read_symlink("/proc/self/exe").string(), "doctor", "--as-rank", backend},
        .ranks = ranks,
        .time_limit = std::chrono::seconds(60),

@@ -37,7 +37,7 @@ struct CommandLine {
   std::string seed, save_dir, max_steps;  // Unparsed; Config checks them.
   bool json = false;
   std::string ranks;  // Number of ranks to start; empty: none.
-  ddpkit::LocalLaunchOptions launch = {.command = {}, .ranks = 0};
+  ddpkit::LaunchOptions launch = {.command = {}, .ranks = 0};
   std::vector<std::string> files;
   bool streaming = false;
   double piece_ms = 100;
@@ -87,7 +87,7 @@ Config config_of(const CommandLine& line) {
 
 // Starts this program once per rank, without --spawn.
 int spawn(const CommandLine& line, int argc, char** argv) {
-  ddpkit::LocalLaunchOptions launch = line.launch;
+  ddpkit::LaunchOptions launch = line.launch;
   launch.ranks = ddpkit::train::count_ranks(line.ranks, static_cast<int>(torch::cuda::device_count()));
   launch.command = {std::filesystem::read_symlink("/proc/self/exe").string()};
   for (int i = 1; i < argc; ++i) {
@@ -102,7 +102,7 @@ int spawn(const CommandLine& line, int argc, char** argv) {
     }
   }
   launch.forward_signals = true;
-  const ddpkit::LocalLaunchResult result = ddpkit::local_launch(launch);
+  const ddpkit::LaunchResult result = ddpkit::launch(launch);
   // A rank that exited with an error code has already reported the error.
   if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))
     ddpkit::train::log_line(

@@ -18,16 +18,13 @@
 
 #include "comm/host.h"
 #include "comm/trace/view.h"
-#include "launch/blame.h"
-#include "launch/cores.h"
-#include "launch/end_order.h"
-#include "launch/guardian.h"
-#include "launch/port.h"
-#include "launch/rank_environment.h"
+#include "launch/numa_binding.h"
+#include "launch/process_reaper.h"
 #include "launch/rank_output.h"
 #include "launch/rank_process.h"
-#include "launch/signal_notes.h"
-#include "launch/summary.h"
+#include "launch/report.h"
+#include "launch/reserved_port.h"
+#include "launch/signal_pipe.h"
 
 namespace ddpkit {
 namespace {
@@ -44,16 +41,16 @@ constexpr milliseconds kLookForEnds(10);
 
 class Launch {
  public:
-  explicit Launch(const LocalLaunchOptions& options)
+  explicit Launch(const LaunchOptions& options)
       : options_(options), signals_(options.forward_signals), output_(options, [this] { return keeps_waiting(); }) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
     sent_signals_.resize(result_.ranks.size());
     result_.first_rank = options.node_rank * options.ranks;
   }
 
-  LocalLaunchResult run() {
+  LaunchResult run() {
     if (options_.master_port == 0) port_.emplace();
-    cores_ = launch::divide_cores(launch::numa_nodes(allowed_cores()), options_.ranks, options_.numa_binding);
+    cores_ = launcher::divide_cores(launcher::numa_nodes(allowed_cores()), options_.ranks, options_.numa_binding);
     for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     while (running() > 0 || waits_for_others() || !output_.empty()) {
       wait();
@@ -75,19 +72,19 @@ class Launch {
 
   void start(int rank) {
     const flight::View& view = views_.emplace_back();
-    const launch::RankOutput::Ends ends = output_.open(rank);
-    const std::vector<std::string> environment = launch::rank_environment(options_, rank, port(), view.descriptor());
+    const launcher::RankOutput::Ends ends = output_.open(rank);
+    const std::vector<std::string> environment = launcher::rank_environment(options_, rank, port(), view.descriptor());
     try {
-      const launch::RankProcess& process =
-          processes_.emplace_back(launch::RankStart{.command = options_.command,
-                                                    .environment = environment,
-                                                    .in = ends.in,
-                                                    .out = ends.out,
-                                                    .err = ends.err,
-                                                    .inherited = view.descriptor(),
-                                                    .cores = cores_[static_cast<std::size_t>(rank)],
-                                                    .own_group = !ends.has_terminal});
-      if (!ends.has_terminal) guardian_.add(process.pid());
+      const launcher::RankProcess& process =
+          processes_.emplace_back(launcher::RankStart{.command = options_.command,
+                                                      .environment = environment,
+                                                      .in = ends.in,
+                                                      .out = ends.out,
+                                                      .err = ends.err,
+                                                      .inherited = view.descriptor(),
+                                                      .cores = cores_[static_cast<std::size_t>(rank)],
+                                                      .own_group = !ends.has_terminal});
+      if (!ends.has_terminal) reaper_.add(process.pid());
       end_order_.add(process.descriptor(), static_cast<std::size_t>(rank));
     } catch (...) {
       output_.close_ends(ends);
@@ -120,10 +117,10 @@ class Launch {
 
   /// Returns whether child processes of ended ranks still run during the grace time of a stop.
   bool waits_for_others() {
-    if (!kill_at_ || std::ranges::none_of(processes_, &launch::RankProcess::holds_group)) return false;
-    const std::set<pid_t> groups = launch::living_groups();
+    if (!kill_at_ || std::ranges::none_of(processes_, &launcher::RankProcess::holds_group)) return false;
+    const std::set<pid_t> groups = launcher::living_groups();
     bool waits = false;
-    for (launch::RankProcess& process : processes_) {
+    for (launcher::RankProcess& process : processes_) {
       if (!process.holds_group()) continue;
       const bool has_left_others = groups.contains(process.pid());
       if (!has_left_others) release(process);
@@ -132,8 +129,8 @@ class Launch {
     return waits;
   }
 
-  void release(launch::RankProcess& process) {
-    guardian_.remove(process.pid());
+  void release(launcher::RankProcess& process) {
+    reaper_.remove(process.pid());
     process.release();
   }
 
@@ -169,7 +166,7 @@ class Launch {
   }
 
   void note_end(std::size_t rank) {
-    launch::RankProcess& process = processes_[rank];
+    launcher::RankProcess& process = processes_[rank];
     RankExit& end = result_.ranks[rank];
     if (!process.has_ended(end.exit_code, end.signal)) return;
     end_order_.remove(process.descriptor());
@@ -186,7 +183,7 @@ class Launch {
     write_history(static_cast<int>(rank));
     if (end.ok() || end.ended_by_launcher || first_failure_) return;
     first_failure_ = rank;
-    ask_silent_ranks(rank);
+    inspect_hung_ranks(rank);
   }
 
   /// Finds a rank that exited with code 0 without joining the group while another rank waits for all ranks to join.
@@ -199,7 +196,7 @@ class Launch {
       if (processes_[rank].running() || views_[rank].has_connected()) continue;
       for (std::size_t other = 0; other < processes_.size(); ++other) {
         if (!processes_[other].running() || !is_in_rendezvous(views_[other])) continue;
-        result_.ranks[rank].before_meeting = true;
+        result_.ranks[rank].before_rendezvous = true;
         first_failure_ = rank;
         return;
       }
@@ -207,7 +204,7 @@ class Launch {
   }
 
   /// After a timeout of a rank's collective, records the state of the ranks that it waited for.
-  void ask_silent_ranks(std::size_t failed) {
+  void inspect_hung_ranks(std::size_t failed) {
     if (views_[failed].failure() != flight::Failure::kTimeout) return;
     std::optional<int> culprit = views_[failed].culprit();
     if (culprit) *culprit -= result_.first_rank;
@@ -216,10 +213,10 @@ class Launch {
       if (processes_[rank].running() && (!culprit || *culprit == static_cast<int>(rank)))
         asked.push_back(static_cast<int>(rank));
     }
-    result_.silent = look_at(asked);
+    result_.hung = look_at(asked);
   }
 
-  std::vector<SilentRank> look_at(const std::vector<int>& ranks) {
+  std::vector<HungRank> look_at(const std::vector<int>& ranks) {
     std::vector<bool> asked;
     for (const int rank : ranks) {
       const auto index = static_cast<std::size_t>(rank);
@@ -233,7 +230,7 @@ class Launch {
       return true;
     };
     while (!has_all_stacks() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(2));
-    std::vector<SilentRank> result;
+    std::vector<HungRank> result;
     for (const int rank : ranks) {
       const auto index = static_cast<std::size_t>(rank);
       const int pid = processes_[index].pid();
@@ -269,7 +266,7 @@ class Launch {
     }
     std::string text =
         fmt::format("{:.1f} s after the start:\n", std::chrono::duration<double>(Clock::now() - start_).count());
-    for (const SilentRank& rank : look_at(alive)) text += launch::describe(rank, result_.first_rank);
+    for (const HungRank& rank : look_at(alive)) text += launcher::describe(rank, result_.first_rank);
     for (const RankExit& end : result_.ranks) {
       if (end.pid > 0)
         text += fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
@@ -318,9 +315,9 @@ class Launch {
   }
 
   std::vector<std::size_t> suspects() const {
-    std::vector<launch::Evidence> ranks;
+    std::vector<launcher::Evidence> ranks;
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      launch::Evidence& evidence = ranks.emplace_back();
+      launcher::Evidence& evidence = ranks.emplace_back();
       evidence.failure = views_[rank].failure();
       const std::optional<int> culprit = views_[rank].culprit();
       if (culprit && *culprit >= result_.first_rank && *culprit < result_.first_rank + options_.ranks)
@@ -330,7 +327,7 @@ class Launch {
       evidence.ended_independently = ended_independently(rank);
       evidence.ended_well = result_.ranks[rank].ok();
     }
-    return launch::suspects(*first_failure_, ranks, ended_);
+    return launcher::suspects(*first_failure_, ranks, ended_);
   }
 
   /// The first rank to end is not always the first to fail: a rank that lost a peer may end before the peer.
@@ -339,20 +336,20 @@ class Launch {
     const std::vector<std::size_t> ranks = suspects();
     const std::size_t first = ranks.empty() ? *first_failure_ : ranks.front();
     RankExit& end = result_.ranks[first];
-    if (!end.before_meeting) end.awaited = end.ok() || !ended_independently(first);
+    if (!end.before_rendezvous) end.awaited = end.ok() || !ended_independently(first);
     result_.first_failure = end;
   }
 
-  const LocalLaunchOptions& options_;
-  LocalLaunchResult result_;
-  launch::SignalNotes signals_;
-  launch::Guardian guardian_;
-  std::optional<launch::ReservedPort> port_;
-  launch::RankOutput output_;
-  std::vector<std::vector<int>> cores_;         ///< [rank]
-  std::vector<flight::View> views_;             ///< [rank]
-  std::vector<launch::RankProcess> processes_;  ///< [rank]
-  launch::EndOrder end_order_;
+  const LaunchOptions& options_;
+  LaunchResult result_;
+  launcher::SignalPipe signals_;
+  launcher::ProcessReaper reaper_;
+  std::optional<launcher::ReservedPort> port_;
+  launcher::RankOutput output_;
+  std::vector<std::vector<int>> cores_;           ///< [rank]
+  std::vector<flight::View> views_;               ///< [rank]
+  std::vector<launcher::RankProcess> processes_;  ///< [rank]
+  launcher::EndOrder end_order_;
   std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.
   std::vector<int> sent_signals_;    ///< The last signal sent to the rank; 0: none. [rank]
   std::vector<std::size_t> spared_;  ///< Suspected ranks, which may end without a signal.
@@ -367,7 +364,7 @@ class Launch {
 
 }  // namespace
 
-LocalLaunchResult local_launch(const LocalLaunchOptions& options) {
+LaunchResult launch(const LaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));
   if (options.command.empty()) throw InvalidArgument("there is no program to start");
   if (options.nodes < 1 || options.node_rank < 0 || options.node_rank >= options.nodes)

@@ -19,7 +19,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 namespace {
 
 constexpr std::size_t kLastLines = 12;
@@ -78,7 +78,7 @@ bool open_terminal(int ends[2]) {
 
 }  // namespace
 
-RankOutput::RankOutput(const LocalLaunchOptions& options, std::function<bool()> keeps_waiting)
+RankOutput::RankOutput(const LaunchOptions& options, std::function<bool()> keeps_waiting)
     : options_(options),
       keeps_waiting_(std::move(keeps_waiting)),
       last_lines_(static_cast<std::size_t>(options.ranks)) {
@@ -247,4 +247,4 @@ void RankOutput::close_all() {
   while (!streams_.empty()) close(streams_.size() - 1);
 }
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -11,9 +11,9 @@
 #include <string_view>
 #include <vector>
 
-#include <ddpkit/launch/launcher.h>
+#include <ddpkit/launch/launch_options.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// The streams of all ranks of a launch.
 ///
@@ -25,7 +25,7 @@ class RankOutput {
  public:
   /// `keeps_waiting`: called repeatedly while the reader of this process's output blocks. When it returns false, the
   /// remaining output is dropped.
-  RankOutput(const LocalLaunchOptions& options, std::function<bool()> keeps_waiting);
+  RankOutput(const LaunchOptions& options, std::function<bool()> keeps_waiting);
   ~RankOutput();
   RankOutput(const RankOutput&) = delete;
   RankOutput& operator=(const RankOutput&) = delete;
@@ -74,11 +74,11 @@ class RankOutput {
   void remember(int rank, std::string_view text);
   void close(std::size_t index);
 
-  const LocalLaunchOptions& options_;
+  const LaunchOptions& options_;
   std::function<bool()> keeps_waiting_;
   int attempt_ = 0;  ///< Attempt number in the log folder.
   std::vector<Stream> streams_;
   std::vector<std::deque<std::string>> last_lines_;  ///< The last line may be incomplete. [rank]
 };
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -3,24 +3,32 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 
-namespace ddpkit::launch {
+#include "comm/trace/page.h"
+
+extern char** environ;
+
+namespace ddpkit::launcher {
 namespace {
 
 /// Runs between fork and exec: must not allocate.
@@ -45,6 +53,34 @@ namespace {
 }
 
 }  // namespace
+
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page) {
+  std::map<std::string, std::string> variables;
+  for (char** at = environ; *at; ++at) {
+    const std::string entry = *at;
+    const auto equals = entry.find('=');
+    if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
+  }
+  variables["RANK"] = std::to_string(options.node_rank * options.ranks + rank);
+  variables["LOCAL_RANK"] = std::to_string(rank);
+  variables["GROUP_RANK"] = std::to_string(options.node_rank);
+  variables["WORLD_SIZE"] = std::to_string(options.nodes * options.ranks);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(options.ranks);
+  variables["MASTER_ADDR"] = options.master_addr;
+  variables["MASTER_PORT"] = std::to_string(port);
+  // Equal on all hosts. The hosts share only the rendezvous address.
+  variables["TORCHELASTIC_RUN_ID"] =
+      options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
+  variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options.restart_count);
+  variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options.max_restarts);
+  variables.erase("TORCHELASTIC_USE_AGENT_STORE");
+  variables[flight::kPageVariable] = std::to_string(page);
+  variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options.ranks)));
+  for (const auto& [name, value] : options.environment) variables[name] = value;
+  std::vector<std::string> entries;
+  for (const auto& [name, value] : variables) entries.push_back(name + "=" + value);
+  return entries;
+}
 
 std::set<pid_t> living_groups() {
   std::set<pid_t> groups;
@@ -138,4 +174,34 @@ void RankProcess::signal(int number) const noexcept {
   }
 }
 
-}  // namespace ddpkit::launch
+EndOrder::EndOrder() : fd_(::epoll_create1(EPOLL_CLOEXEC)) {
+  if (fd_ < 0) throw Error(fmt::format("no epoll descriptor: {}", std::strerror(errno)));
+}
+
+EndOrder::~EndOrder() { ::close(fd_); }
+
+void EndOrder::add(int pidfd, std::size_t rank) {
+  if (pidfd < 0) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = rank;
+  if (::epoll_ctl(fd_, EPOLL_CTL_ADD, pidfd, &event) != 0)
+    throw Error(fmt::format("cannot watch the process of rank {}: {}", rank, std::strerror(errno)));
+  ++count_;
+}
+
+void EndOrder::remove(int pidfd) noexcept {
+  if (pidfd >= 0 && ::epoll_ctl(fd_, EPOLL_CTL_DEL, pidfd, nullptr) == 0) --count_;
+}
+
+std::vector<std::size_t> EndOrder::ended() const {
+  // epoll returns descriptors in the order in which they became readable.
+  std::vector<epoll_event> events(count_ + 1);
+  const int found = ::epoll_wait(fd_, events.data(), static_cast<int>(events.size()), 0);
+  std::vector<std::size_t> ranks;
+  for (int i = 0; i < found; ++i)
+    ranks.push_back(static_cast<std::size_t>(events[static_cast<std::size_t>(i)].data.u64));
+  return ranks;
+}
+
+}  // namespace ddpkit::launcher

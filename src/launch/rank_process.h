@@ -1,13 +1,20 @@
-// Tier 0: the standard library only.
+// Tier 0: the standard library only. The processes of the ranks.
 #pragma once
 
 #include <sys/types.h>
 
+#include <cstddef>
 #include <set>
 #include <string>
 #include <vector>
 
-namespace ddpkit::launch {
+#include <ddpkit/launch/launch_options.h>
+
+namespace ddpkit::launcher {
+
+/// Returns the environment of rank `rank` of this host as "NAME=value": that of this process, then torchrun's
+/// variables, then those of the options. `page`: descriptor of the rank's flight recorder.
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page);
 
 /// Parameters for the start of a rank's process.
 struct RankStart {
@@ -54,4 +61,26 @@ class RankProcess {
   bool released_ = false;
 };
 
-}  // namespace ddpkit::launch
+/// Returns ended processes in the order of their ends. Needs pidfds.
+class EndOrder {
+ public:
+  /// Throws Error if no descriptor is available.
+  EndOrder();
+  ~EndOrder();
+  EndOrder(const EndOrder&) = delete;
+  EndOrder& operator=(const EndOrder&) = delete;
+
+  /// Throws Error if the kernel cannot watch the process. Like remove(), ignores a negative `pidfd`.
+  void add(int pidfd, std::size_t rank);
+  void remove(int pidfd) noexcept;
+  /// Readable after a process has ended.
+  int descriptor() const noexcept { return fd_; }
+  /// Returns the ranks whose processes have ended and are not removed, in the order of their ends.
+  std::vector<std::size_t> ended() const;
+
+ private:
+  int fd_ = -1;
+  std::size_t count_ = 0;
+};
+
+}  // namespace ddpkit::launcher

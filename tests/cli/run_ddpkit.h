@@ -34,10 +34,10 @@ inline Run run_ddpkit(const Folder& folder, const std::vector<std::string>& argu
   std::vector<std::string> command = {"sh", "-c", R"(exec "$0" "$@" 2> ")" + errors + '"', DDPKIT_TEST_CLI};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::string output;
-  const auto result = local_launch({.command = command,
-                                    .environment = environment,
-                                    .time_limit = std::chrono::seconds(200),
-                                    .on_output = [&](int, const std::string& text) { output += text; }});
+  const auto result = ddpkit::launch({.command = command,
+                                      .environment = environment,
+                                      .time_limit = std::chrono::seconds(200),
+                                      .on_output = [&](int, const std::string& text) { output += text; }});
   REQUIRE_FALSE(result.timed_out);
   Run run{result.exit_code(), split(output, '\n'), read_file(errors)};
   std::filesystem::remove(errors);

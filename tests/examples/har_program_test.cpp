@@ -171,7 +171,7 @@ TEST_CASE("a file that only one rank finds wrong ends them all", "[har]") {
              "#!/bin/sh\nif [ $RANK = 1 ]; then shift 2; set -- --data /gone \"$@\"; fi\nexec " DDPKIT_TEST_HAR
              " \"$@\"\n");
   std::string output;
-  const auto result = ddpkit::local_launch(
+  const auto result = ddpkit::launch(
       {.command = {"sh", folder / "wrapper", "--data", generated()},
        .ranks = 2,
        .time_limit = std::chrono::seconds(60),

@@ -176,7 +176,7 @@ TEST_CASE("a run that a launcher restarts overwrites none of its files", "[har]"
   REQUIRE(run_har(2, {"--data", data, "--epochs", "1", "--lr", "0.5", "--save-dir", out}).exit_code == 0);
   const auto attempt = [&](int number, const std::string& epochs) {
     std::string lines;
-    const auto result = ddpkit::local_launch(
+    const auto result = ddpkit::launch(
         {.command = {DDPKIT_TEST_HAR, "--data", data, "--epochs", epochs, "--json", "--save-dir", out, "--overwrite"},
          .ranks = 2,
          .restart_count = number,

@@ -20,7 +20,7 @@ Output run_script(const Arguments& arguments, const std::string& port) {
       DDPKIT_TEST_VIDEO_FOLDER "/train_multigpu.sh"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   Output output;
-  const auto result = ddpkit::local_launch(
+  const auto result = ddpkit::launch(
       {.command = command,
        .ranks = 1,
        .environment = {{"OMP_NUM_THREADS", "1"}, {"VIDEO", DDPKIT_TEST_VIDEO}, {"DDPKIT", DDPKIT_TEST_DDPKIT}},

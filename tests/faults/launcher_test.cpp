@@ -40,10 +40,10 @@ int process_with_number(int number) {
 }
 
 /// Returns the process that ends the remaining ranks after the launcher was killed.
-int guardian_of(int launcher) {
+int reaper_of(int launcher) {
   std::ifstream children(fmt::format("/proc/{0}/task/{0}/children", launcher));
   for (int pid = 0; children >> pid;) {
-    if (read_file(fmt::format("/proc/{}/comm", pid)) == "ddpkit-guardian\n") return pid;
+    if (read_file(fmt::format("/proc/{}/comm", pid)) == "ddpkit-reaper\n") return pid;
   }
   return -1;
 }
@@ -155,14 +155,14 @@ TEST_CASE("a process that reuses the ID of an ended rank gets no signal", "[faul
   ::waitpid(stranger, nullptr, 0);
 }
 
-TEST_CASE("a launcher outlives its guardian", "[faults]") {
+TEST_CASE("a launcher outlives its reaper", "[faults]") {
   const FaultFolder folder;
   FaultRun run({"run", "-n", "2", "--", "sh", "-c",
                 "echo ready; until [ -e " + folder.path().string() + "/go ]; do sleep 0.01; done; exit 3"});
   run.wait_for("[rank 1] ready");
-  const int guardian = guardian_of(run.pid());
-  REQUIRE(guardian > 0);
-  ::kill(guardian, SIGKILL);
+  const int reaper = reaper_of(run.pid());
+  REQUIRE(reaper > 0);
+  ::kill(reaper, SIGKILL);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   write_file(folder / "go", "");
   CHECK(run.wait() == 3);

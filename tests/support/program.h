@@ -67,7 +67,7 @@ inline ProgramRun run_program(const std::string& program, int ranks, const Argum
   std::string output;
   ProgramRun run;
   const auto start = std::chrono::steady_clock::now();
-  const LocalLaunchResult result = local_launch(
+  const LaunchResult result = ddpkit::launch(
       {.command = command,
        .ranks = std::max(1, ranks),
        .environment = {{"OMP_NUM_THREADS", "1"}},

@@ -14,7 +14,7 @@
 
 #include <ddpkit/comm/shm_backend.h>
 
-#include "launch/port.h"
+#include "launch/reserved_port.h"
 #include "support/catch.h"
 #include "support/children.h"
 #include "support/folder.h"
@@ -64,7 +64,7 @@ void run_as_rank(int ranks, const std::function<void(ProcessGroup&)>& body, cons
 void on_ranks(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body,
               const RankTestOptions& options) {
   const Folder folder;
-  const launch::ReservedPort port;
+  const launcher::ReservedPort port;
   const auto run_rank = [&](int rank) {
     set_environment(rank, ranks, port.number(), folder.path(), options);
     shift_addresses(rank);

@@ -42,12 +42,12 @@ TEST_CASE(kName, "[flight]") {
     std::_Exit(group.rank() == 1 ? 3 : 0);
   }
   const ddpkit::testing::Folder logs;
-  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", "--in-process", kName},
-                                            .ranks = 2,
-                                            .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
-                                            .time_limit = std::chrono::seconds(60),
-                                            .on_output = [](int, const std::string&) {},
-                                            .log_dir = logs.path().string()});
+  const auto result = ddpkit::launch({.command = {"/proc/self/exe", "--in-process", kName},
+                                      .ranks = 2,
+                                      .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
+                                      .time_limit = std::chrono::seconds(60),
+                                      .on_output = [](int, const std::string&) {},
+                                      .log_dir = logs.path().string()});
   REQUIRE(result.first_failure.has_value());
   CHECK(result.first_failure->rank == 1);
   CHECK_THAT(result.first_failure->state, ContainsSubstring("at step 41; its last one was all_reduce number"));
@@ -96,11 +96,11 @@ TEST_CASE(kFailuresName, "[flight]") {
     return;
   }
   std::string output;
-  const auto result = ddpkit::local_launch({.command = {"/proc/self/exe", "--in-process", kFailuresName},
-                                            .ranks = 1,
-                                            .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
-                                            .time_limit = std::chrono::seconds(60),
-                                            .on_output = [&](int, const std::string& text) { output += text; }});
+  const auto result = ddpkit::launch({.command = {"/proc/self/exe", "--in-process", kFailuresName},
+                                      .ranks = 1,
+                                      .environment = {{"DDPKIT_TEST_FLIGHT", "1"}},
+                                      .time_limit = std::chrono::seconds(60),
+                                      .on_output = [&](int, const std::string& text) { output += text; }});
   INFO(output);
   CHECK(result.exit_code() == 0);
   CHECK_THAT(output, ContainsSubstring("All tests passed"));

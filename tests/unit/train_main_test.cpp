@@ -16,7 +16,7 @@
 namespace {
 
 struct Outcome {
-  ddpkit::LocalLaunchResult result;
+  ddpkit::LaunchResult result;
   std::string text;  // Output of all ranks.
   std::vector<int> speakers;
 
@@ -28,17 +28,17 @@ struct Outcome {
 
 Outcome fail(int ranks, const std::string& how, int at_rank = -1) {
   Outcome outcome;
-  outcome.result = ddpkit::local_launch(
-      {.command = {DDPKIT_TEST_FAILING_PROGRAM, "--how", how, "--at-rank=" + std::to_string(at_rank)},
-       .ranks = ranks,
-       .environment = {{"OMP_NUM_THREADS", "1"}},
-       .time_limit = std::chrono::seconds(60),
-       // Before the ranks connect, only the launcher knows that another rank has reported the error.
-       .stop_on_failure = how == "early",
-       .on_output = [&](int rank, const std::string& text) {
-         outcome.text += text;
-         outcome.speakers.push_back(rank);
-       }});
+  outcome.result =
+      ddpkit::launch({.command = {DDPKIT_TEST_FAILING_PROGRAM, "--how", how, "--at-rank=" + std::to_string(at_rank)},
+                      .ranks = ranks,
+                      .environment = {{"OMP_NUM_THREADS", "1"}},
+                      .time_limit = std::chrono::seconds(60),
+                      // Before the ranks connect, only the launcher knows that another rank has reported the error.
+                      .stop_on_failure = how == "early",
+                      .on_output = [&](int rank, const std::string& text) {
+                        outcome.text += text;
+                        outcome.speakers.push_back(rank);
+                      }});
   CHECK_FALSE(outcome.result.timed_out);
   INFO(outcome.text);
   CHECK(std::count(outcome.text.begin(), outcome.text.end(), '\n') == 1);

@@ -3,19 +3,19 @@
 
 #include <sys/types.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// A process that outlives the launcher and kills the remaining processes. The kernel kills a rank when its launcher
 /// dies (PR_SET_PDEATHSIG), but not the child processes of the rank. Each rank has a separate process group. When the
-/// launcher ends for any reason, the guardian kills all groups.
-class Guardian {
+/// launcher ends for any reason, the reaper kills all groups.
+class ProcessReaper {
  public:
   /// Throws Error if fork fails.
-  Guardian();
+  ProcessReaper();
   /// Does not kill the remaining groups.
-  ~Guardian();
-  Guardian(const Guardian&) = delete;
-  Guardian& operator=(const Guardian&) = delete;
+  ~ProcessReaper();
+  ProcessReaper(const ProcessReaper&) = delete;
+  ProcessReaper& operator=(const ProcessReaper&) = delete;
 
   void add(pid_t group) noexcept;
   void remove(pid_t group) noexcept;
@@ -25,4 +25,4 @@ class Guardian {
   pid_t pid_ = -1;
 };
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

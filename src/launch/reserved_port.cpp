@@ -1,4 +1,4 @@
-#include "launch/port.h"
+#include "launch/reserved_port.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -11,7 +11,7 @@
 
 #include <ddpkit/error.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 namespace {
 
 /// Returns a socket bound to any port of the address, or -1 with errno.
@@ -51,4 +51,4 @@ ReservedPort::ReservedPort() {
 
 ReservedPort::~ReservedPort() { ::close(fd_); }
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include <ddpkit/launch/launcher.h>
+#include <ddpkit/launch/launch_options.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// Parses a CPU list in Linux format: "0-3,8" gives {0, 1, 2, 3, 8}. Throws InvalidArgument for other text.
 std::vector<int> parse_cores(const std::string& text);
@@ -19,4 +19,4 @@ std::vector<std::vector<int>> numa_nodes(const std::vector<int>& allowed, const 
 /// than ranks, kExclusive acts as kNode. [rank]
 std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& nodes, int ranks, NumaBinding binding);
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -3,17 +3,17 @@
 
 #include <signal.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// Records SIGINT, SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP, instead of their default action. At most
 /// one object per process.
-class SignalNotes {
+class SignalPipe {
  public:
   /// Does nothing unless `active`.
-  explicit SignalNotes(bool active);
-  ~SignalNotes();
-  SignalNotes(const SignalNotes&) = delete;
-  SignalNotes& operator=(const SignalNotes&) = delete;
+  explicit SignalPipe(bool active);
+  ~SignalPipe();
+  SignalPipe(const SignalPipe&) = delete;
+  SignalPipe& operator=(const SignalPipe&) = delete;
 
   /// Readable if a signal is recorded; -1 if not active.
   int descriptor() const noexcept { return pipe_[0]; }
@@ -26,4 +26,4 @@ class SignalNotes {
   struct sigaction before_[4]{};
 };
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

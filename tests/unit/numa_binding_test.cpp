@@ -1,13 +1,13 @@
 #include <ddpkit/error.h>
 
-#include "launch/cores.h"
+#include "launch/numa_binding.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
 using ddpkit::NumaBinding;
-using ddpkit::launch::divide_cores;
-using ddpkit::launch::numa_nodes;
-using ddpkit::launch::parse_cores;
+using ddpkit::launcher::divide_cores;
+using ddpkit::launcher::numa_nodes;
+using ddpkit::launcher::parse_cores;
 using Cores = std::vector<int>;
 using Nodes = std::vector<std::vector<int>>;
 

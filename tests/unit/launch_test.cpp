@@ -10,30 +10,29 @@
 
 #include <ddpkit/error.h>
 
-#include "launch/blame.h"
-#include "launch/end_order.h"
+#include "launch/rank_process.h"
+#include "launch/report.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
-using ddpkit::local_launch;
-using ddpkit::LocalLaunchResult;
+using ddpkit::LaunchResult;
 using ddpkit::testing::Folder;
 using ddpkit::testing::read_file;
 
 namespace {
 
 struct Run {
-  LocalLaunchResult result;
+  LaunchResult result;
   std::map<int, std::string> output;
 };
 
 Run run(int ranks, const std::string& script, std::optional<std::chrono::milliseconds> limit = {}) {
   Run run;
-  run.result = local_launch({.command = {"sh", "-c", script},
-                             .ranks = ranks,
-                             .time_limit = limit,
-                             .grace = std::chrono::milliseconds(500),
-                             .on_output = [&](int rank, const std::string& text) { run.output[rank] += text; }});
+  run.result = ddpkit::launch({.command = {"sh", "-c", script},
+                               .ranks = ranks,
+                               .time_limit = limit,
+                               .grace = std::chrono::milliseconds(500),
+                               .on_output = [&](int rank, const std::string& text) { run.output[rank] += text; }});
   return run;
 }
 
@@ -50,7 +49,7 @@ TEST_CASE("every rank gets torchrun's environment", "[launch]") {
 
 TEST_CASE("the ranks of several hosts are numbered through", "[launch]") {
   std::string output;
-  const auto result = ddpkit::local_launch(
+  const auto result = ddpkit::launch(
       {.command = {"sh", "-c", "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"},
        .ranks = 1,
        .nodes = 3,
@@ -60,8 +59,8 @@ TEST_CASE("the ranks of several hosts are numbered through", "[launch]") {
        .on_output = [&](int, const std::string& text) { output += text; }});
   CHECK(result.exit_code() == 0);
   CHECK(output == "2 0 3 1 host0 4321\n");
-  CHECK_THROWS_WITH(ddpkit::local_launch({.command = {"true"}, .nodes = 2}), ContainsSubstring("2 hosts need"));
-  CHECK_THROWS_WITH(ddpkit::local_launch({.command = {"true"}, .nodes = 2, .node_rank = 2}),
+  CHECK_THROWS_WITH(ddpkit::launch({.command = {"true"}, .nodes = 2}), ContainsSubstring("2 hosts need"));
+  CHECK_THROWS_WITH(ddpkit::launch({.command = {"true"}, .nodes = 2, .node_rank = 2}),
                     ContainsSubstring("no host 2 among 2"));
 }
 
@@ -81,7 +80,10 @@ TEST_CASE("a rank killed by a signal is reported with the signal", "[launch]") {
 }
 
 TEST_CASE("a rank that ignores SIGTERM is killed after the grace time", "[launch]") {
-  const Run stubborn = run(2, "if [ $RANK = 1 ]; then exit 3; fi; trap '' TERM; while :; do sleep 0.05; done");
+  const Folder folder;
+  const std::string ready = folder / "ready";  // Rank 1 fails after rank 0 ignores the signal.
+  const Run stubborn = run(2, "if [ $RANK = 1 ]; then while [ ! -e " + ready + " ]; do sleep 0.05; done; exit 3; fi; " +
+                                  "trap '' TERM; touch " + ready + "; while :; do sleep 0.05; done");
   CHECK(stubborn.result.exit_code() == 3);
   CHECK(stubborn.result.ranks[0].signal == SIGKILL);
 }
@@ -95,15 +97,15 @@ TEST_CASE("the time limit ends ranks that hang", "[launch]") {
 TEST_CASE("a further launch leaves the logs of earlier ones alone", "[launch]") {
   const Folder logs;
   const auto launch = [&](int first_rank, const std::string& word, int restart = 0) {
-    const auto result = local_launch({.command = {"sh", "-c", "echo " + word},
-                                      .ranks = 2,
-                                      .nodes = 2,
-                                      .node_rank = first_rank / 2,
-                                      .master_addr = "host0",
-                                      .master_port = 4321,
-                                      .restart_count = restart,
-                                      .on_output = [](int, const std::string&) {},
-                                      .log_dir = logs.path().string()});
+    const auto result = ddpkit::launch({.command = {"sh", "-c", "echo " + word},
+                                        .ranks = 2,
+                                        .nodes = 2,
+                                        .node_rank = first_rank / 2,
+                                        .master_addr = "host0",
+                                        .master_port = 4321,
+                                        .restart_count = restart,
+                                        .on_output = [](int, const std::string&) {},
+                                        .log_dir = logs.path().string()});
     REQUIRE(result.exit_code() == 0);
   };
   launch(0, "first");
@@ -119,15 +121,16 @@ TEST_CASE("a further launch leaves the logs of earlier ones alone", "[launch]") 
 }
 
 TEST_CASE("a program that does not exist is an error", "[launch]") {
-  CHECK_THROWS_WITH(local_launch({.command = {"/no/such/program"}, .ranks = 2}), ContainsSubstring("/no/such/program"));
-  CHECK_THROWS_AS(local_launch({.command = {"true"}, .ranks = 0}), ddpkit::InvalidArgument);
+  CHECK_THROWS_WITH(ddpkit::launch({.command = {"/no/such/program"}, .ranks = 2}),
+                    ContainsSubstring("/no/such/program"));
+  CHECK_THROWS_AS(ddpkit::launch({.command = {"true"}, .ranks = 0}), ddpkit::InvalidArgument);
 }
 
 TEST_CASE("the rank that others lost is the first failure, whichever ends first", "[launch]") {
   using ddpkit::flight::Failure;
-  using ddpkit::launch::Evidence;
+  using ddpkit::launcher::Evidence;
   using Ranks = std::vector<std::size_t>;
-  const auto suspects = ddpkit::launch::suspects;
+  const auto suspects = ddpkit::launcher::suspects;
   const Evidence trains;
   const auto lost = [](std::optional<std::size_t> culprit) {
     return Evidence{.failure = Failure::kPeerLost, .culprit = culprit, .running = false, .ended_independently = true};
@@ -158,7 +161,7 @@ TEST_CASE("the rank that others lost is the first failure, whichever ends first"
 
 TEST_CASE("ranks are reaped in the order of their ends", "[launch]") {
   // The ranks end before the launcher checks.
-  ddpkit::launch::EndOrder order;
+  ddpkit::launcher::EndOrder order;
   std::vector<int> children, descriptors;
   for (std::size_t rank = 0; rank < 3; ++rank) {
     const int pid = ::fork();

@@ -1,4 +1,4 @@
-#include "launch/guardian.h"
+#include "launch/process_reaper.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -15,7 +15,7 @@
 
 #include <ddpkit/error.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 namespace {
 
 constexpr int kMostGroups = 4096;
@@ -25,7 +25,7 @@ constexpr pid_t kDone = 0;
 /// negative number an ended group, kDone the end.
 [[noreturn]] void watch(int socket) {
   ::setsid();
-  ::prctl(PR_SET_NAME, "ddpkit-guardian");
+  ::prctl(PR_SET_NAME, "ddpkit-reaper");
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT}) ::signal(number, SIG_IGN);
     // Closes all files: an open stdout would block readers that wait for the end of the launcher's output.
 #ifdef SYS_close_range
@@ -54,10 +54,10 @@ constexpr pid_t kDone = 0;
 
 }  // namespace
 
-Guardian::Guardian() {
+ProcessReaper::ProcessReaper() {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
-    throw Error(fmt::format("no socket for the launcher's guardian: {}", std::strerror(errno)));
+    throw Error(fmt::format("no socket for the launcher's reaper: {}", std::strerror(errno)));
   pid_ = ::fork();
   if (pid_ == 0) {
     ::close(ends[1]);
@@ -68,21 +68,21 @@ Guardian::Guardian() {
   socket_ = ends[1];
   if (pid_ > 0) return;
   ::close(socket_);
-  throw Error(fmt::format("cannot start the launcher's guardian: {}", std::strerror(error)));
+  throw Error(fmt::format("cannot start the launcher's reaper: {}", std::strerror(error)));
 }
 
-Guardian::~Guardian() {
+ProcessReaper::~ProcessReaper() {
   add(kDone);
   ::close(socket_);
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-void Guardian::add(pid_t group) noexcept {
-  // The guardian may have been killed: the launch continues without it.
+void ProcessReaper::add(pid_t group) noexcept {
+  // The reaper may have been killed: the launch continues without it.
   [[maybe_unused]] const auto sent = ::send(socket_, &group, sizeof group, MSG_NOSIGNAL);
 }
 
-void Guardian::remove(pid_t group) noexcept { add(-group); }
+void ProcessReaper::remove(pid_t group) noexcept { add(-group); }
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

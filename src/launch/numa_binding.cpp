@@ -1,4 +1,4 @@
-#include "launch/cores.h"
+#include "launch/numa_binding.h"
 
 #include <sched.h>
 
@@ -13,7 +13,7 @@
 
 #include <ddpkit/error.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 std::vector<int> parse_cores(const std::string& text) {
   std::vector<int> cores;
@@ -88,4 +88,4 @@ std::vector<std::vector<int>> divide_cores(const std::vector<std::vector<int>>& 
   return result;
 }
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -1,4 +1,4 @@
-#include "launch/signal_notes.h"
+#include "launch/signal_pipe.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 
 #include <ddpkit/error.h>
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 namespace {
 
 constexpr int kNoted[] = {SIGINT, SIGTERM, SIGUSR1, SIGHUP};
@@ -27,7 +27,7 @@ void note(int number) {
 
 }  // namespace
 
-SignalNotes::SignalNotes(bool active) : active_(active) {
+SignalPipe::SignalPipe(bool active) : active_(active) {
   if (!active_) return;
   if (::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
   pipe_to_write = pipe_[1];
@@ -39,16 +39,16 @@ SignalNotes::SignalNotes(bool active) : active_(active) {
   }
 }
 
-SignalNotes::~SignalNotes() {
+SignalPipe::~SignalPipe() {
   if (!active_) return;
   for (std::size_t i = 0; i < std::size(kNoted); ++i) ::sigaction(kNoted[i], &before_[i], nullptr);
   ::close(pipe_[0]);
   ::close(pipe_[1]);
 }
 
-int SignalNotes::take() noexcept {
+int SignalPipe::take() noexcept {
   unsigned char byte = 0;
   return active_ && ::read(pipe_[0], &byte, 1) == 1 ? byte : 0;
 }
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher

@@ -1,13 +1,16 @@
-// Tier 0: the standard library only.
+// Tier 0: the standard library only. The cause of a failed launch.
 #pragma once
 
 #include <cstddef>
 #include <optional>
+#include <string>
 #include <vector>
+
+#include <ddpkit/launch/launch_options.h>
 
 #include "comm/trace/page.h"
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// The launcher's knowledge of a rank after another rank has failed.
 struct Evidence {
@@ -25,4 +28,7 @@ struct Evidence {
 std::vector<std::size_t> suspects(std::size_t first, const std::vector<Evidence>& ranks,
                                   const std::vector<std::size_t>& ended);
 
-}  // namespace ddpkit::launch
+/// Returns lines with the rank's current activity and stack. `first_rank`: the first rank of this host in the job.
+std::string describe(const HungRank& rank, int first_rank);
+
+}  // namespace ddpkit::launcher

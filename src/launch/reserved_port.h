@@ -1,7 +1,7 @@
 // Tier 0: the standard library only.
 #pragma once
 
-namespace ddpkit::launch {
+namespace ddpkit::launcher {
 
 /// Reserves a free TCP port of this host. The socket is bound and never listens. Rank 0 can listen on the port, because
 /// c10d servers set SO_REUSEADDR. The kernel does not assign the port to other processes.
@@ -20,4 +20,4 @@ class ReservedPort {
   int number_ = 0;
 };
 
-}  // namespace ddpkit::launch
+}  // namespace ddpkit::launcher
