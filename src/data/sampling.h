@@ -1,4 +1,4 @@
-// Shared code of all samplers.
+// The shared code of the samplers.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -6,13 +6,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
+#include <thread>
 #include <vector>
 
-#include <ddpkit/data/epoch_position.h>
+#include <ddpkit/data/resumable_sampler.h>
 
-namespace ddpkit::sampling {
+namespace ddpkit {
+namespace sampling {
 
 using Indices = std::vector<std::size_t>;
 
@@ -32,53 +33,85 @@ struct Progress {
 
 void save_progress(torch::serialize::OutputArchive& archive, const Progress& progress);
 /// Throws InvalidArgument if more were taken than the `count` of `unit` ("sample", "batch") that an epoch has.
-void check_progress(const Progress& saved, std::size_t count, const char* unit);
-/// Throws as check_progress().
 Progress load_progress(torch::serialize::InputArchive& archive, std::size_t count, const char* unit);
 
-/// Iterates over the part of one rank. All ranks share the order of an epoch; rank r reads every world_size-th index.
-class Walk {
+/// The position in an epoch up to which the model has trained, as a sampler saves it. A loader may have fetched more.
+/// The unit is that of the sampler: samples or batches.
+class EpochPosition {
  public:
-  /// Returns this rank's part of the epoch's order, from index `begin` on.
-  using Draw = std::function<Indices(std::uint64_t epoch, std::size_t begin)>;
+  /// `begin`: position at which training starts.
+  explicit EpochPosition(std::size_t begin = 0) noexcept : dealt_(begin) {}
 
-  /// `length`: indices of an epoch's order, before padding. Throws InvalidArgument for an invalid rank.
-  Walk(std::size_t length, int world_size, int rank);
+  std::size_t dealt() const noexcept { return dealt_; }  ///< Position up to which next() has returned.
+  /// Adds `count` that next() has returned. They count as trained on until set() is called.
+  void deal(std::size_t count) noexcept;
+  /// Records that the caller received the whole epoch at once. The position is unknown until next() or set() is called.
+  void hand_out() const noexcept;
+  /// Sets the position up to which the model has trained. Empty: unknown.
+  void set(std::optional<std::size_t> trained) noexcept;
 
-  std::size_t world_size() const noexcept { return world_size_; }
-  std::size_t rank() const noexcept { return rank_; }
-  std::uint64_t epoch() const noexcept { return progress_.epoch; }
-  /// Throws InvalidArgument if load() restored a position after `length`. Changes nothing then.
-  void set_length(std::size_t length);
-  void set_epoch(std::uint64_t epoch);
-
-  /// Returns this rank's part of the epoch; after load(), the rest of it.
-  Indices indices(const Draw& draw) const {
-    position_.hand_out();
-    return draw(progress_.epoch, progress_.taken);
-  }
-  /// Restarts the epoch. The first call after load() resumes from the loaded position.
-  void reset(const Draw& draw);
-  /// Returns up to `batch_size` indices, or nothing at the end. The first call after set_epoch() starts the new epoch.
-  std::optional<Indices> next(std::size_t batch_size, const Draw& draw);
-  /// Returns the indices of the epoch's order that were taken before this walk began.
-  std::size_t taken() const noexcept { return progress_.taken; }
-  /// The model has trained on `position` of the `left` remaining indices of this rank. Throws InvalidArgument for a
-  /// larger position.
-  void set_position(std::optional<std::size_t> position, std::size_t left);
-
-  void save(torch::serialize::OutputArchive& archive) const;
-  void load(torch::serialize::InputArchive& archive, const Draw& draw);
+  /// Returns the last known position.
+  std::size_t last() const noexcept { return is_set_ ? trained_.value_or(dealt_) : dealt_; }
+  /// Returns the position. Throws InvalidArgument if the position is unknown, or if another thread has changed it,
+  /// because that thread may be ahead of the training.
+  std::size_t trained() const;
 
  private:
+  std::size_t dealt_;
+  bool is_set_ = false;
+  std::optional<std::size_t> trained_;
+  std::thread::id thread_;              ///< Thread of the last next() or set().
+  mutable bool is_handed_out_ = false;  ///< Accessed atomically: const functions set it on any thread.
+};
+
+}  // namespace sampling
+
+/// Iterates over the part of one rank.
+class ResumableSampler::Impl {
+ public:
+  using Indices = sampling::Indices;
+
+  /// `length`: indices of an epoch's order, before padding. Throws InvalidArgument for an invalid rank.
+  Impl(std::size_t length, int world_size, int rank);
+  virtual ~Impl() = default;
+
+  std::uint64_t epoch() const noexcept { return progress_.epoch; }
+  void set_epoch(std::uint64_t epoch);
+  /// Returns this rank's part of the epoch; after load(), the rest of it.
+  Indices indices() const;
+  /// Restarts the epoch. The first call after load() resumes from the loaded position.
+  void reset(std::optional<std::size_t> new_size);
+  std::optional<Indices> next(std::size_t batch_size);
+  void set_position(std::optional<std::size_t> position);
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+  /// Returns the samples of this rank from index `begin` of the order on.
+  std::size_t num_samples(std::size_t begin = 0) const { return share_of(length_ - begin); }
+
+ protected:
+  std::size_t length() const noexcept { return length_; }
+  std::size_t world_size() const noexcept { return world_size_; }
+  std::size_t rank() const noexcept { return rank_; }
+
+ private:
+  /// Returns this rank's part of the epoch's order, from index `begin` on: num_samples(begin) indices.
+  virtual Indices draw(std::uint64_t epoch, std::size_t begin) const = 0;
+  /// Returns the samples per rank, for `left` samples of all ranks.
+  virtual std::size_t share_of(std::size_t left) const { return (left + world_size_ - 1) / world_size_; }
+  /// Returns the length of the order for a data set of `size` samples. Throws InvalidArgument.
+  virtual std::size_t length_for(std::size_t size) const = 0;
+  /// Called when an epoch begins for the second time.
+  virtual void note_repetition() {}
+
   std::size_t length_;
   std::size_t world_size_;
   std::size_t rank_;
-  Progress progress_;  ///< The beginning of `order_`.
+  sampling::Progress progress_;  ///< The beginning of `order_`.
   bool was_loaded_ = false;
-  Indices order_;           ///< This rank's part of the current epoch. [sample]
-  bool is_drawn_ = false;   ///< `order_` belongs to the current epoch.
-  EpochPosition position_;  ///< In `order_`.
+  bool was_read_ = false;             ///< next() returned samples since set_epoch() or load().
+  bool is_drawn_ = false;             ///< `order_` belongs to the current epoch.
+  Indices order_;                     ///< This rank's part of the current epoch. [sample]
+  sampling::EpochPosition position_;  ///< In `order_`.
 };
 
-}  // namespace ddpkit::sampling
+}  // namespace ddpkit

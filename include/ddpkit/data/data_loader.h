@@ -11,22 +11,18 @@
 #include <optional>
 #include <utility>
 
+#include <ddpkit/data/resumable_sampler.h>
+
 namespace ddpkit {
 
-/// A sampler that accepts the number of samples that the model has trained on.
-template <class Sampler>
-concept ResumableSampler = requires(Sampler sampler) {
-  sampler.set_position(std::optional<std::size_t>());
-};
-
-/// A sampler wrapper for a data loader whose workers request batches ahead of the training. Copies share their state.
-template <class Sampler>
+/// A sampler for a data loader whose workers request batches ahead of the training. Its position counts the batches
+/// that the loader has delivered. Copies share their state.
 class PrefetchingSampler {
  public:
-  using BatchRequestType = typename Sampler::BatchRequestType;  ///< Indices of one batch.
+  using BatchRequestType = ResumableSampler::BatchRequestType;  ///< Indices of one batch.
 
-  /// Copies of `sampler` must share its position.
-  explicit PrefetchingSampler(Sampler sampler) : state_(std::make_shared<State>(State{std::move(sampler)})) {}
+  /// The sampler sets the position of `sampler`.
+  explicit PrefetchingSampler(ResumableSampler sampler) : state_(std::make_shared<State>(State{std::move(sampler)})) {}
 
   /// Starts an epoch.
   void reset() {
@@ -52,7 +48,7 @@ class PrefetchingSampler {
 
  private:
   struct State {
-    Sampler sampler;
+    ResumableSampler sampler;
     std::deque<std::size_t> sizes = {};  ///< Sizes of the undelivered batches.
     std::size_t delivered = 0;           ///< In samples.
   };
@@ -65,16 +61,16 @@ namespace torch::data {
 
 /// LibTorch's loader over a ddpkit sampler. The position of the sampler counts the batches that the training loop has
 /// received, as in torchdata's StatefulDataLoader. Workers may have fetched more.
-template <class Dataset, ddpkit::ResumableSampler Sampler>
-class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>> {
-  using super = StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler<Sampler>>;
+template <class Dataset, std::derived_from<ddpkit::ResumableSampler> Sampler>
+class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler> {
+  using super = StatelessDataLoader<Dataset, ddpkit::PrefetchingSampler>;
 
  public:
   using typename super::BatchType;
 
   /// Called by make_data_loader().
   StatelessDataLoader(Dataset dataset, Sampler sampler, DataLoaderOptions options)
-      : StatelessDataLoader(std::move(dataset), ddpkit::PrefetchingSampler<Sampler>(std::move(sampler)), options) {}
+      : StatelessDataLoader(std::move(dataset), ddpkit::PrefetchingSampler(std::move(sampler)), options) {}
 
   /// Starts an epoch and returns an iterator over its batches.
   Iterator<BatchType> begin() {
@@ -86,7 +82,7 @@ class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset
   }
 
  private:
-  StatelessDataLoader(Dataset dataset, ddpkit::PrefetchingSampler<Sampler> sampler, const DataLoaderOptions& options)
+  StatelessDataLoader(Dataset dataset, ddpkit::PrefetchingSampler sampler, const DataLoaderOptions& options)
       : super(std::move(dataset), sampler, options), sampler_(std::move(sampler)) {}
 
   bool is_ordered() const { return this->options_.enforce_ordering || this->options_.workers <= 1; }
@@ -116,7 +112,7 @@ class StatelessDataLoader<Dataset, Sampler> : public StatelessDataLoader<Dataset
       ++undelivered_;
   }
 
-  ddpkit::PrefetchingSampler<Sampler> sampler_;
+  ddpkit::PrefetchingSampler sampler_;
   std::size_t undelivered_ = 0;  ///< Batches that came in an unknown order; reported when the epoch is complete.
 };
 

@@ -3,11 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/data/epoch_position.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -51,7 +51,8 @@ struct LengthBalance {
 /// number of ranks.
 ///
 /// Only a batch with fewer samples than ranks (the last one) is padded, by repeating its samples; see
-/// LengthBucketedBatch::repeated. Not collective: every rank computes the same result from the same lengths.
+/// LengthBucketedBatch::repeated. Not collective: every rank computes the same result from the same lengths. Copies
+/// share their state.
 class LengthBucketedSampler {
  public:
   /// `lengths` [sample], each at least 0, in any unit. Throws InvalidArgument if batch_size is less than the number of
@@ -65,21 +66,18 @@ class LengthBucketedSampler {
   /// Starts the epoch at its first batch. The first call after load(), if for the loaded epoch, keeps the loaded
   /// position.
   void set_epoch(std::uint64_t epoch);
-  std::uint64_t epoch() const noexcept { return epoch_; }  ///< Set by set_epoch() or load().
+  std::uint64_t epoch() const noexcept;  ///< Set by set_epoch() or load().
 
-  std::size_t num_batches() const noexcept { return batches_.size(); }  ///< Per epoch.
+  std::size_t num_batches() const noexcept;  ///< Per epoch.
   /// Returns this rank's part of the current epoch, from its first batch. A loop that uses batches() must call
   /// set_position(). [batch]
-  const std::vector<LengthBucketedBatch>& batches() const noexcept {
-    position_.hand_out();
-    return batches_;
-  }
-  LengthBalance balance() const noexcept { return balance_; }  ///< Of the current epoch, over all ranks.
+  const std::vector<LengthBucketedBatch>& batches() const noexcept;
+  LengthBalance balance() const noexcept;  ///< Of the current epoch, over all ranks.
 
   /// Returns the next batch, or an empty optional at the end of the epoch. The batch counts as trained on, unless
   /// set_position() is called in the same epoch.
   std::optional<LengthBucketedBatch> next();
-  std::size_t position() const noexcept { return position_.last(); }  ///< Batches of this epoch that are trained on.
+  std::size_t position() const noexcept;  ///< Batches of this epoch that are trained on.
   /// Sets the number of batches() that the model has trained on. Throws InvalidArgument beyond the end.
   void set_position(std::size_t position);
 
@@ -91,17 +89,8 @@ class LengthBucketedSampler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
-  void draw();
-
-  std::vector<std::int64_t> lengths_;
-  std::size_t world_size_;
-  std::size_t rank_;
-  LengthBucketedSamplerOptions options_;
-  std::uint64_t epoch_ = 0;
-  bool was_loaded_ = false;
-  EpochPosition position_;
-  std::vector<LengthBucketedBatch> batches_;
-  LengthBalance balance_;
+  struct State;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace ddpkit
