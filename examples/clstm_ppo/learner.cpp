@@ -116,8 +116,8 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
       for (std::size_t i = first; i < end; ++i) count += batches[i].numel();
       optimizer_.zero_grad();
       for (std::size_t i = first; i < end; ++i) {
-        std::optional<ddpkit::DistributedDataParallelBase::NoSync> no_sync;
-        if (i + 1 < end) no_sync.emplace(ddp_.reducer());
+        std::optional<ddpkit::Reducer::NoSync> no_sync;
+        if (i + 1 < end) no_sync.emplace(ddp_.no_sync());
         // Each sequence has the same weight, also in the last batch of a pass, which may be smaller.
         const double share = static_cast<double>(batches[i].numel()) / static_cast<double>(count);
         const PpoLoss loss = loss_of(sequences, batches[i]);

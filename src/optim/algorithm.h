@@ -10,20 +10,22 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
-
-#include <ddpkit/optim/fused_optimizer.h>
 
 #include "optim/optimizer_archive.h"
 #include "tensor/parallel_for.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
+
+/// The float32 copy of a parameter, as part of its state; see FusedOptions::master_weights.
+class MasterWeight {
+ public:
+  at::Tensor master_param;  ///< float32, the parameter's shape.
+};
 
 /// torch::optim's state of a parameter, with a master weight.
 template <class State>
@@ -133,24 +135,5 @@ inline std::optional<at::Tensor> scale_of(double factor, at::Device device) {
   if (std::abs(factor) == 1) return std::nullopt;
   return at::full({}, 1 / std::abs(factor), at::device(device).dtype(at::kFloat));
 }
-
-/// Learning rates and step counts that the kernels of a captured step() read. The graph holds their addresses, so the
-/// tensors live as long as the optimizer. They are written only outside a capture: a write within a capture would be
-/// replayed.
-struct FusedOptimizer::Capture {
-  /// A number of the host, stored in device memory.
-  struct Number {
-    at::Tensor tensor;
-    double value = 0;
-  };
-  std::map<std::pair<std::size_t, at::DeviceIndex>, Number> learning_rates;  ///< Key: group and device.
-  std::unordered_map<const void*, at::Tensor> steps;                         ///< Key: parameter.
-
-  bool capturing = false;
-  std::vector<at::Tensor> parameters;  ///< Parameters of the captured steps; one entry per captured step.
-  std::vector<const void*> places;     ///< Memory addresses of the parameters at capture. [parameters]
-  const Layout* layout = nullptr;
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;  ///< [group]
-};
 
 }  // namespace ddpkit::optim

@@ -14,6 +14,7 @@
 
 #include "kernels/optimizer.h"
 #include "optim/algorithm.h"
+#include "optim/fused_optimizer.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -161,5 +162,8 @@ const Algorithm& algorithm_of<torch::optim::AdamOptions>() {
   static const Adam<torch::optim::AdamOptions, torch::optim::AdamParamState, /*kDecoupled=*/false> algorithm;
   return algorithm;
 }
+
+template class FusedOptimizerWith<torch::optim::AdamWOptions>;
+template class FusedOptimizerWith<torch::optim::AdamOptions>;
 
 }  // namespace ddpkit::optim

@@ -1,4 +1,4 @@
-#include <ddpkit/optim/fused_optimizer.h>
+#include "optim/fused_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
@@ -15,7 +15,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 
-#include "optim/algorithm.h"
+#include "optim/optimizer_archive.h"
 #include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
@@ -36,37 +36,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-/// The location of each parameter's state.
-struct FusedOptimizer::Layout {
-  struct Slot {
-    at::Tensor parameter;
-    std::vector<std::int64_t> strides;  ///< Strides of the parameter when the layout was created.
-    at::ScalarType dtype;
-    at::Device device;
-    std::size_t flat = 0;
-    std::int64_t offset = 0;
-    bool dense = false;         ///< The parameter is one contiguous range. The state has the same order of elements.
-    StateTensors tensors = {};  ///< Views of the flat state. [kind]
-
-    bool fits(const at::Tensor& other) const {
-      return parameter.is_same(other) && other.scalar_type() == dtype && other.device() == device &&
-             other.strides() == at::IntArrayRef(strides);
-    }
-  };
-  std::vector<std::vector<Slot>> slots;  ///< [group][param]
-  std::vector<std::size_t> counts;       ///< State tensors per parameter. [group]
-  std::vector<FlatState> flats;
-  std::vector<std::int64_t> lengths;       ///< In elements. [flat]
-  std::vector<bool> masters;               ///< Whether master weights exist. [flat]
-  std::vector<Algorithm::Update> updates;  ///< Kept to reuse its memory.
-
-  void add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master);
-  bool is_stateless(const Slot& slot) const { return counts[flats[slot.flat].group] == 0 && !masters[slot.flat]; }
-  /// Returns the slot's part of the flat state. Allocates zeros on first use.
-  StateTensors& tensors_of(Slot& slot);
-};
-
-void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master) {
+void FusedOptimizer::Impl::Layout::add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master) {
   if (!has_update_kernels(parameter.scalar_type()))
     refuse(parameter, group, index,
            "has a type that the fused optimizers do not update (they take float32, float64, bfloat16 and float16): "
@@ -95,7 +65,7 @@ void FusedOptimizer::Layout::add(std::size_t group, std::size_t index, const at:
   lengths[flat] += aligned_numel(parameter.numel(), parameter.element_size());
 }
 
-FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
+Algorithm::StateTensors& FusedOptimizer::Impl::Layout::tensors_of(Slot& slot) {
   FlatState& flat = flats[slot.flat];
   const std::size_t count = counts[flat.group];
   const bool master = masters[slot.flat];
@@ -118,36 +88,37 @@ FusedOptimizer::StateTensors& FusedOptimizer::Layout::tensors_of(Slot& slot) {
   return slot.tensors;
 }
 
-FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                               std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Algorithm& algorithm,
-                               const FusedOptions& options)
-    : torch::optim::Optimizer(groups, std::move(defaults)), algorithm_(algorithm), fused_options_(options) {
-  for (const auto& group : std::as_const(param_groups_)) algorithm_.check(group.options());
-  algorithm_.check(*defaults_);
+FusedOptimizer::Impl::Impl(const Algorithm& algorithm, const FusedOptions& options)
+    : algorithm_(algorithm), options_(options) {}
+
+FusedOptimizer::Impl::~Impl() = default;
+
+void FusedOptimizer::Impl::attach(torch::optim::Optimizer& optimizer) {
+  optimizer_ = &optimizer;
+  for (const auto& group : param_groups()) algorithm_.check(std::as_const(group).options());
+  algorithm_.check(optimizer.defaults());
   drop_duplicates();
 }
 
-FusedOptimizer::~FusedOptimizer() = default;
-
 /// A parameter with several names counts once.
-void FusedOptimizer::drop_duplicates() {
+void FusedOptimizer::Impl::drop_duplicates() {
   std::unordered_set<const void*> seen;
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    auto distinct = distinct_parameters(std::as_const(param_groups_[g]).params());
+  for (std::size_t g = 0; g < param_groups().size(); ++g) {
+    auto distinct = distinct_parameters(std::as_const(param_groups()[g]).params());
     for (std::size_t i = 0; i < distinct.size(); ++i) {
       if (!seen.insert(distinct[i].unsafeGetTensorImpl()).second)
         refuse(distinct[i], g, i, "is in an earlier parameter group too: give each parameter to one group");
     }
-    param_groups_[g].params() = std::move(distinct);
+    param_groups()[g].params() = std::move(distinct);
   }
 }
 
-bool FusedOptimizer::fits_layout() const {
-  if (!layout_ || layout_->slots.size() != param_groups_.size()) return false;
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& parameters = param_groups_[g].params();
+bool FusedOptimizer::Impl::fits_layout() {
+  if (!layout_ || layout_->slots.size() != param_groups().size()) return false;
+  for (std::size_t g = 0; g < param_groups().size(); ++g) {
+    const auto& parameters = param_groups()[g].params();
     const auto& slots = layout_->slots[g];
-    if (slots.size() != parameters.size() || layout_->counts[g] != algorithm_.tensor_count(param_groups_[g].options()))
+    if (slots.size() != parameters.size() || layout_->counts[g] != algorithm_.tensor_count(param_groups()[g].options()))
       return false;
     for (std::size_t i = 0; i < slots.size(); ++i) {
       if (!slots[i].fits(parameters[i])) return false;
@@ -156,15 +127,15 @@ bool FusedOptimizer::fits_layout() const {
   return true;
 }
 
-FusedOptimizer::Layout& FusedOptimizer::layout() {
+FusedOptimizer::Impl::Layout& FusedOptimizer::Impl::layout() {
   if (fits_layout()) return *layout_;
   drop_duplicates();  // add_param_group() of torch::optim::Optimizer keeps duplicates.
   if (fits_layout()) return *layout_;
   auto fresh = std::make_unique<Layout>();
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+  for (std::size_t g = 0; g < param_groups().size(); ++g) {
     fresh->slots.emplace_back();
-    fresh->counts.push_back(algorithm_.tensor_count(param_groups_[g].options()));
-    const auto& parameters = std::as_const(param_groups_[g]).params();
+    fresh->counts.push_back(algorithm_.tensor_count(param_groups()[g].options()));
+    const auto& parameters = std::as_const(param_groups()[g]).params();
     for (std::size_t i = 0; i < parameters.size(); ++i)
       fresh->add(g, i, parameters[i], has_master(parameters[i].scalar_type()));
   }
@@ -174,12 +145,12 @@ FusedOptimizer::Layout& FusedOptimizer::layout() {
 }
 
 /// Moves existing state into the flat state.
-void FusedOptimizer::adopt(Layout& layout) {
+void FusedOptimizer::Impl::adopt(Layout& layout) {
   const at::NoGradGuard no_grad;
   for (std::size_t g = 0; g < layout.slots.size(); ++g) {
     for (Layout::Slot& slot : layout.slots[g]) {
-      const auto found = state_.find(slot.parameter.unsafeGetTensorImpl());
-      if (found == state_.end() || layout.is_stateless(slot)) continue;
+      const auto found = states().find(slot.parameter.unsafeGetTensorImpl());
+      if (found == states().end() || layout.is_stateless(slot)) continue;
       StateTensors before = tensors_of(*found->second);
       StateTensors& tensors = layout.tensors_of(slot);
       // State that has not started stays undefined: momentum starts with the next gradient.
@@ -198,20 +169,11 @@ void FusedOptimizer::adopt(Layout& layout) {
   }
 }
 
-at::Tensor FusedOptimizer::step(LossClosure closure) {
-  if (closure)
-    throw InvalidArgument(
-        "the fused optimizers take no closure: call loss.backward() first and step() after it, or use "
-        "torch::optim::LBFGS, which needs one");
-  step_scaled(1);
-  return {};
-}
-
-void FusedOptimizer::step_scaled(double factor) {
+void FusedOptimizer::Impl::step(double factor) {
   const at::NoGradGuard no_grad;
   Layout& layout = this->layout();
   const bool capturing = capture_ && capture_->capturing;
-  if (fused_options_.maximize) factor = -factor;
+  if (options_.maximize) factor = -factor;
   for (std::size_t f = 0; f < layout.flats.size(); ++f) {
     const std::size_t g = layout.flats[f].group;
     layout.updates.clear();
@@ -236,7 +198,7 @@ void FusedOptimizer::step_scaled(double factor) {
             at::empty_strided(parameter.sizes(), update.parameter.strides(), parameter.options().requires_grad(false))
                 .copy_(gradient);
       if (layout.is_stateless(slot)) continue;
-      auto& state = state_[parameter.unsafeGetTensorImpl()];
+      auto& state = states()[parameter.unsafeGetTensorImpl()];
       if (!state) state = make_state();
       update.state = state.get();
       StateTensors& tensors = layout.tensors_of(slot);
@@ -256,7 +218,7 @@ void FusedOptimizer::step_scaled(double factor) {
       if (!same) set_tensors(*state, tensors);
       update.tensors = tensors;
     }
-    if (!layout.updates.empty()) update(param_groups_[g].options(), layout, factor);
+    if (!layout.updates.empty()) update(param_groups()[g].options(), layout, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
     for (const Algorithm::Update& update : layout.updates) {
       // Kernels that write through a pointer do not notify autograd, which may have saved the parameter for backward.
@@ -268,11 +230,11 @@ void FusedOptimizer::step_scaled(double factor) {
 }
 
 /// CPU kernels support master weights. LibTorch's GPU kernels receive the master weights as parameters.
-void FusedOptimizer::update(const torch::optim::OptimizerOptions& options, Layout& layout, double factor) {
+void FusedOptimizer::Impl::update(const torch::optim::OptimizerOptions& options, Layout& layout, double factor) {
   std::vector<Algorithm::Update>& updates = layout.updates;
   if (updates[0].parameter.is_cpu()) return algorithm_.update(options, updates, factor, {});
   at::Tensor rate;
-  if (fused_options_.capturable) {
+  if (options_.capturable) {
     rate = device_learning_rate(options, updates[0].parameter.device());
     for (Algorithm::Update& update : updates) {
       if (update.state) update.steps = device_steps(update.original, *update.state);
@@ -291,37 +253,26 @@ void FusedOptimizer::update(const torch::optim::OptimizerOptions& options, Layou
   for (std::size_t i = 0; i < updates.size(); ++i) parameters[i].copy_(updates[i].parameter);
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> FusedOptimizer::make_state() const {
-  return algorithm_.make_state(fused_options_.master_weights);
+bool FusedOptimizer::Impl::has_master(at::ScalarType dtype) const noexcept {
+  return options_.master_weights && (dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 
-bool FusedOptimizer::has_master(at::ScalarType dtype) const noexcept {
-  return fused_options_.master_weights && (dtype == at::kBFloat16 || dtype == at::kHalf);
-}
-
-FusedOptimizer::StateTensors FusedOptimizer::tensors_of(const torch::optim::OptimizerParamState& state) const {
+Algorithm::StateTensors FusedOptimizer::Impl::tensors_of(const torch::optim::OptimizerParamState& state) const {
   StateTensors tensors = algorithm_.tensors_of(state);
-  if (!fused_options_.master_weights) return tensors;
+  if (!options_.master_weights) return tensors;
   if (const auto* master = dynamic_cast<const MasterWeight*>(&state)) tensors[kMaster] = master->master_param;
   return tensors;
 }
 
-void FusedOptimizer::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
+void FusedOptimizer::Impl::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
   algorithm_.set_tensors(state, tensors);
-  if (!fused_options_.master_weights) return;
+  if (!options_.master_weights) return;
   if (auto* master = dynamic_cast<MasterWeight*>(&state)) master->master_param = tensors[kMaster];
 }
 
-double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : param_groups_)
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite);
-}
+const std::vector<FlatState>& FusedOptimizer::Impl::flat_state() { return layout().flats; }
 
-const std::vector<FlatState>& FusedOptimizer::flat_state() { return layout().flats; }
-
-void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+void FusedOptimizer::Impl::save(torch::serialize::OutputArchive& archive) {
   // torch::save() would write the whole storage of a view.
   const at::NoGradGuard no_grad;
   std::vector<std::pair<torch::optim::OptimizerParamState*, StateTensors>> views;
@@ -329,7 +280,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
     for (const auto& [state, tensors] : views) set_tensors(*state, tensors);
   };
   try {
-    for (const auto& [key, state] : state_) {
+    for (const auto& [key, state] : states()) {
       StateTensors tensors = tensors_of(*state);
       views.emplace_back(state.get(), tensors);
       for (at::Tensor& tensor : tensors) {
@@ -337,7 +288,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
       }
       set_tensors(*state, tensors);
     }
-    algorithm_.write(archive, *this);
+    algorithm_.write(archive, *optimizer_);
   } catch (...) {
     restore();
     throw;
@@ -345,24 +296,24 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
   restore();
 }
 
-void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  replace_state([&] { algorithm_.read(archive, *this, fused_options_.master_weights); });
+void FusedOptimizer::Impl::load(torch::serialize::InputArchive& archive) {
+  replace_state([&] { algorithm_.read(archive, *optimizer_, options_.master_weights); });
 }
 
-void FusedOptimizer::replace_state(const std::function<void()>& fill) {
+void FusedOptimizer::Impl::replace_state(const std::function<void()>& fill) {
   const at::NoGradGuard no_grad;
   // Restores the state if an exception is thrown.
-  auto state = std::exchange(state_, {});
+  auto before = std::exchange(states(), {});
   auto layout_before = std::move(layout_);
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
-  for (const auto& group : param_groups_) options.push_back(group.options().clone());
+  for (const auto& group : param_groups()) options.push_back(group.options().clone());
   try {
     fill();
     layout();
   } catch (...) {
-    state_ = std::move(state);
+    states() = std::move(before);
     layout_ = std::move(layout_before);
-    for (std::size_t g = 0; g < options.size(); ++g) param_groups_[g].set_options(std::move(options[g]));
+    for (std::size_t g = 0; g < options.size(); ++g) param_groups()[g].set_options(std::move(options[g]));
     throw;
   }
   // A CUDA graph may hold the addresses of the state.
@@ -377,6 +328,42 @@ void FusedOptimizer::replace_state(const std::function<void()>& fill) {
     std::swap(layout_, layout_before);
   }
   set_device_steps();
+}
+
+// ---- the public class
+
+FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                               std::unique_ptr<torch::optim::OptimizerOptions> defaults, std::unique_ptr<Impl> impl)
+    : torch::optim::Optimizer(groups, std::move(defaults)), impl_(std::move(impl)) {
+  impl_->attach(*this);
+}
+
+FusedOptimizer::~FusedOptimizer() = default;
+
+at::Tensor FusedOptimizer::step(LossClosure closure) {
+  if (closure)
+    throw InvalidArgument(
+        "the fused optimizers take no closure: call loss.backward() first and step() after it, or use "
+        "torch::optim::LBFGS, which needs one");
+  step_scaled(1);
+  return {};
+}
+
+void FusedOptimizer::step_scaled(double factor) { impl_->step(factor); }
+
+double FusedOptimizer::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : param_groups_)
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite);
+}
+
+void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const { impl_->save(archive); }
+void FusedOptimizer::load(torch::serialize::InputArchive& archive) { impl_->load(archive); }
+const FusedOptions& FusedOptimizer::fused_options() const noexcept { return impl_->options(); }
+
+void load_archive(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
+  if (!read_known_archive(archive, optimizer)) optimizer.load(archive);
 }
 
 }  // namespace ddpkit::optim

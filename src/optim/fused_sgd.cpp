@@ -10,6 +10,7 @@
 
 #include "kernels/optimizer.h"
 #include "optim/algorithm.h"
+#include "optim/fused_optimizer.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -99,5 +100,7 @@ const Algorithm& algorithm_of<Options>() {
   static const Sgd algorithm;
   return algorithm;
 }
+
+template class FusedOptimizerWith<Options>;
 
 }  // namespace ddpkit::optim

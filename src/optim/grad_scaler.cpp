@@ -20,7 +20,7 @@
 #include <ddpkit/optim/fused_optimizer.h>
 
 #include "optim/optimizer_archive.h"
-#include "parallel/join_session.h"
+#include "parallel/join.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -89,7 +89,7 @@ void GradScaler::check_group(const torch::optim::Optimizer& optimizer) const {
     throw InvalidArgument(
         "each rank of a ShardedOptimizer sees only its part of the gradients: give GradScaler the process group, so "
         "that all skip the same steps");
-  if (scaling && scaling->has_sharded_gradients() && JoinSession::running(*group_))
+  if (scaling && scaling->has_sharded_gradients() && JoinContext::running(*group_))
     throw InvalidArgument(
         "within join(), GradScaler cannot see the gradients that a ShardedOptimizer has on ranks without inputs: use "
         "bfloat16 or float32, which need no GradScaler, or an optimizer that is not sharded");

@@ -8,11 +8,11 @@
 #include <utility>
 
 #include <ddpkit/error.h>
-#include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/graphed_step.h>
 
 #include "comm/cuda.h"
 #include "comm/device_index.h"
+#include "optim/fused_optimizer.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit::optim {
@@ -72,7 +72,7 @@ class GraphedStep::Impl {
     // A capture must not wait for work that is still running.
     cuda_guard().synchronizeDevice(device_.index());
     auto graph = cuda::create_graph();
-    for (FusedOptimizer* optimizer : optimizers_) optimizer->begin_capture();
+    for (FusedOptimizer* optimizer : optimizers_) FusedOptimizer::Impl::of(*optimizer).begin_capture();
     graph->begin_capture();
     try {
       outputs_ = step_(inputs_);
@@ -82,13 +82,13 @@ class GraphedStep::Impl {
       } catch (const std::exception&) {
         // The first error has the cause.
       }
-      for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
+      for (FusedOptimizer* optimizer : optimizers_) FusedOptimizer::Impl::of(*optimizer).end_capture();
       inputs_.clear();
       throw Error(fmt::format("GraphedStep could not capture the step: {}", error.what()), {.call = "GraphedStep"});
     }
     graph->end_capture();
     graph_ = std::move(graph);
-    for (FusedOptimizer* optimizer : optimizers_) optimizer->end_capture();
+    for (FusedOptimizer* optimizer : optimizers_) FusedOptimizer::Impl::of(*optimizer).end_capture();
   }
 
   void replay(const Tensors& inputs) {
@@ -103,7 +103,7 @@ class GraphedStep::Impl {
                                           c10::toString(inputs_[i].scalar_type())));
     }
     for (std::size_t i = 0; i < inputs.size(); ++i) inputs_[i].copy_(inputs[i], /*non_blocking=*/true);
-    for (FusedOptimizer* optimizer : optimizers_) optimizer->before_replay();
+    for (FusedOptimizer* optimizer : optimizers_) FusedOptimizer::Impl::of(*optimizer).before_replay();
     graph_->replay();
   }
 
@@ -126,7 +126,7 @@ GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimi
     throw InvalidArgument(
         fmt::format("GraphedStep: warmup_iterations is {}, but must be at least 3", options.warmup_iterations));
   for (const FusedOptimizer* optimizer : optimizers) {
-    if (!optimizer->capturable())
+    if (!optimizer->fused_options().capturable)
       throw InvalidArgument("GraphedStep: an optimizer must be made with FusedOptions{.capturable = true}");
   }
   impl_ = std::make_unique<Impl>(with_index(device, cuda_guard().getDevice().index()), std::move(optimizers),

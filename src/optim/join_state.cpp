@@ -17,6 +17,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
+#include "parallel/ddp/shard_output.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit::optim {
@@ -55,7 +56,7 @@ void JoinState::add(torch::optim::Optimizer& optimizer) {
 void JoinState::check(const DistributedDataParallelBase& ddp) const {
   check_same_on_all_ranks(group_, kCall, [&] {
     Names averaged;
-    for (const NamedParameter& parameter : ddp.reducer().parameters())
+    for (const NamedParameter& parameter : parameters_of(ddp.reducer()))
       averaged.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
     std::string text;
     for (const Part& part : parts_) {

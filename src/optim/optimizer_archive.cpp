@@ -9,8 +9,6 @@
 
 #include <typeinfo>
 
-#include <ddpkit/optim/fused_optimizer.h>
-
 namespace ddpkit::optim {
 namespace {
 
@@ -41,13 +39,12 @@ void set_initial_rate(torch::optim::OptimizerParamGroup& group, double rate) {
   });
 }
 
-void load_archive(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
-  const bool known = for_each_kind([&]<class Optimizer, class State, class Options>() {
+bool read_known_archive(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer) {
+  return for_each_kind([&]<class Optimizer, class State, class Options>() {
     if (typeid(optimizer) != typeid(Optimizer)) return false;
     read_archive<State, Options>(archive, optimizer);
     return true;
   });
-  if (!known) optimizer.load(archive);
 }
 
 }  // namespace ddpkit::optim

@@ -101,4 +101,7 @@ void read_archive(torch::serialize::InputArchive& archive, torch::optim::Optimiz
   }
 }
 
+/// Calls read_archive() for an optimizer of torch::optim. Returns false for other types.
+bool read_known_archive(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer);
+
 }  // namespace ddpkit::optim

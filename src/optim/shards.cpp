@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 
@@ -13,6 +15,8 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 
+#include "optim/optimizer_archive.h"
+#include "parallel/join.h"
 #include "parallel/model_agreement.h"
 #include "tensor/tensor_memory.h"
 
@@ -42,28 +46,28 @@ std::string find_overlap(const std::vector<NamedParameter>& parameters, bool may
 
 }  // namespace
 
-ShardedOptimizerBase::Shards::Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
-                                     std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make,
-                                     const ShardedOptions& choices)
-    : group(ddp.group()),
-      options(choices),
+Shards::Shards(const Reducer& reducer, ProcessGroup process_group, const Groups& whole_groups,
+               std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, bool shared_weights,
+               bool updates_in_backward)
+    : group(std::move(process_group)),
+      update_in_backward(updates_in_backward),
       factory(std::move(make)),
-      parameters(ddp.reducer().parameters()),
+      parameters(parameters_of(reducer)),
       defaults(std::move(default_options)) {
   const at::NoGradGuard no_grad;
-  make_plan(ddp.reducer());
+  make_plan(reducer);
   check_same_on_all_ranks(group, "ShardedOptimizer", [&] {
-    if (const std::string error = find_error(whole_groups); !error.empty())
+    if (const std::string error = find_error(whole_groups, shared_weights); !error.empty())
       throw InvalidArgument("ShardedOptimizer: " + error);
-    return signature();
+    return signature(shared_weights);
   });
-  if (options.shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
+  if (shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
   cut(whole_groups);
   inner = factory(groups);
 }
 
 /// Also sets `group_of`.
-std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups) {
+std::string Shards::find_error(const Groups& whole_groups, bool shared_weights) {
   std::unordered_map<const void*, std::size_t> index_of;
   for (std::size_t i = 0; i < parameters.size(); ++i) index_of[parameters[i].tensor.unsafeGetTensorImpl()] = i;
   for (std::size_t g = 0; g < whole_groups.size(); ++g) {
@@ -84,7 +88,7 @@ std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups)
         "parameter {} is in no parameter group: it would never change. The groups need all parameters "
         "that wanted a gradient when the model was wrapped, also those that were frozen later",
         parameters[index_of.begin()->second].name);
-  if (options.shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
+  if (shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
     return fmt::format("shared_weights needs the shm backend on one host; this group has {} on {}",
                        group.backend_name(), group.device().str());
   for (const NamedParameter& parameter : parameters) {
@@ -92,13 +96,12 @@ std::string ShardedOptimizerBase::Shards::find_error(const Groups& whole_groups)
       return fmt::format("parameter {} is not dense in memory: it cannot be sharded (make it contiguous)",
                          parameter.name);
   }
-  return find_overlap(parameters, !options.update_in_backward);
+  return find_overlap(parameters, !update_in_backward);
 }
 
 /// Returns, in lines, the properties that must be equal on all ranks.
-std::string ShardedOptimizerBase::Shards::signature() const {
-  std::string text =
-      fmt::format("shared_weights {}, update_in_backward {}\n", options.shared_weights, options.update_in_backward);
+std::string Shards::signature(bool shared_weights) const {
+  std::string text = fmt::format("shared_weights {}, update_in_backward {}\n", shared_weights, update_in_backward);
   for (std::size_t g = 0; g < group_of.size(); ++g) {
     for (const std::size_t index : group_of[g])
       text += fmt::format("parameter {} in group {} with strides [{}]\n", parameters[index].name, g,
@@ -107,7 +110,7 @@ std::string ShardedOptimizerBase::Shards::signature() const {
   return text;
 }
 
-void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
+void Shards::cut(const Groups& whole_groups) {
   places.resize(parameters.size());
   for (std::size_t b = 0; b < plan.size(); ++b) {
     for (std::size_t i = 0; i < plan[b].size(); ++i) places[plan[b][i]].own = layouts[b].range(i, group.rank());
@@ -128,11 +131,11 @@ void ShardedOptimizerBase::Shards::cut(const Groups& whole_groups) {
 }
 
 /// Without shared weights.
-at::Tensor ShardedOptimizerBase::Shards::piece_of(std::size_t index) const {
+at::Tensor Shards::piece_of(std::size_t index) const {
   return in_order(parameters[index].tensor).narrow(0, places[index].own.in_tensor, places[index].own.count);
 }
 
-void ShardedOptimizerBase::Shards::gather_weights() const {
+void Shards::gather_weights() const {
   if (group.world_size() == 1) return;
   for (std::size_t b = 0; b < plan.size(); ++b) {
     const FlatLayout& layout = layouts[b];
@@ -158,7 +161,7 @@ void ShardedOptimizerBase::Shards::gather_weights() const {
   }
 }
 
-void ShardedOptimizerBase::Shards::follow_parameters() {
+void Shards::follow_parameters() {
   const at::NoGradGuard no_grad;
   try {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -173,7 +176,7 @@ void ShardedOptimizerBase::Shards::follow_parameters() {
 }
 
 /// torch::load() and set_data() give parameters new memory. Copies its values.
-void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
+void Shards::follow_parameter(std::size_t index) {
   at::Tensor& parameter = parameters[index].tensor;
   at::Tensor& piece = pieces[index];
   Place& place = places[index];
@@ -195,26 +198,52 @@ void ShardedOptimizerBase::Shards::follow_parameter(std::size_t index) {
     parameter.set_data(place.empty(parameter.options().requires_grad(false)).copy_(parameter));
   }
   if (weights) {
-    weights->take_back(index);
+    weights->adopt(index);
   } else {
     piece.set_data(piece_of(index));
   }
   place.data = parameter.const_data_ptr();
 }
 
-void ShardedOptimizerBase::Shards::drop_gradients() {
+void Shards::check_groups() const {
+  const auto& expected = std::as_const(*inner).param_groups();
+  bool same = owner->param_groups().size() == expected.size();
+  for (std::size_t g = 0; same && g < expected.size(); ++g) {
+    const auto &now = owner->param_groups()[g].params(), &before = expected[g].params();
+    same = std::equal(now.begin(), now.end(), before.begin(), before.end(),
+                      [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
+  }
+  if (!same)
+    throw InvalidArgument(
+        fmt::format("ShardedOptimizer: its parameter groups have changed ({} groups now, {} when it was made), but are "
+                    "fixed: do not call add_param_group(); wrap the model again and make a new optimizer",
+                    owner->param_groups().size(), expected.size()));
+}
+
+void Shards::update(double factor) {
+  check_groups();
+  {
+    const auto lent = lend_groups();
+    inner->step_scaled(factor);
+  }
+  // Pieces have separate version counters, but autograd saved the parameter.
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].grad().defined()) parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void Shards::drop_gradients() {
   for (at::Tensor& piece : pieces) piece.mutable_grad().reset();
 }
 
-void ShardedOptimizerBase::Shards::before_first() {
-  owner->follow_active_ranks();
-  if (!options.update_in_backward) return;
+void Shards::before_first() {
+  follow_active_ranks();
+  if (!update_in_backward) return;
   follow_parameters();
-  if (weights) weights->settle();
+  if (weights) weights->synchronize();
 }
 
-void ShardedOptimizerBase::Shards::receive(std::size_t bucket, at::Tensor shard,
-                                           const std::vector<std::uint8_t>& used) {
+void Shards::receive(std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < used.size(); ++i) {
     if (!used[i]) continue;
@@ -228,26 +257,35 @@ void ShardedOptimizerBase::Shards::receive(std::size_t bucket, at::Tensor shard,
       gradient = added.detach();
     }
   }
-  if (!options.update_in_backward) return;
-  owner->update(1);
+  if (!update_in_backward) return;
+  update(1);
   for (const std::size_t index : plan[bucket]) pieces[index].mutable_grad().reset();
 }
 
-at::Tensor ShardedOptimizerBase::Shards::Place::empty(const at::TensorOptions& kind) const {
-  return at::empty_strided(sizes, strides, kind);
+at::Tensor Shards::Place::empty(const at::TensorOptions& kind) const { return at::empty_strided(sizes, strides, kind); }
+
+std::unique_ptr<FusedOptimizer> Shards::make_whole() const {
+  check_groups();
+  Groups whole_groups;
+  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
+    std::vector<at::Tensor> members;
+    for (const std::size_t index : group_of[g]) members.push_back(parameters[index].tensor);
+    whole_groups.emplace_back(members, owner->param_groups()[g].options().clone());
+  }
+  return factory(whole_groups);
 }
 
-void ShardedOptimizerBase::Shards::gather_state(FusedOptimizer* whole, int to) const {
+void Shards::gather_state(FusedOptimizer* whole, int to) const {
   for (std::size_t b = 0; b < plan.size(); ++b) {
     const auto& members = plan[b];
     // All ranks have state of the same parameters, and tensors of the same kinds.
     std::vector<const torch::optim::OptimizerParamState*> states;  // Null: no state. [position]
-    FusedOptimizer::StateTensors flat;                             // This rank's shard, then the whole. [kind]
+    Algorithm::StateTensors flat;                                  // This rank's shard, then the whole. [kind]
     for (const std::size_t index : members) {
       const auto found = inner->state().find(pieces[index].unsafeGetTensorImpl());
       states.push_back(found == inner->state().end() ? nullptr : found->second.get());
       if (!states.back()) continue;
-      const FusedOptimizer::StateTensors tensors = inner->tensors_of(*states.back());
+      const Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(*inner).tensors_of(*states.back());
       const FlatLayout::Range& own = places[index].own;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined()) continue;
@@ -260,29 +298,32 @@ void ShardedOptimizerBase::Shards::gather_state(FusedOptimizer* whole, int to) c
     }
     for (std::size_t i = 0; whole && i < members.size(); ++i) {
       if (!states[i]) continue;
-      FusedOptimizer::StateTensors tensors = inner->tensors_of(*states[i]);
+      Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(*inner).tensors_of(*states[i]);
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined()) continue;
         tensors[k] = places[members[i]].empty(tensors[k].options());
         in_order(tensors[k]).copy_(flat[k].flatten().narrow(0, layouts[b].offsets[i], layouts[b].numels[i]));
       }
       auto copy = states[i]->clone();
-      inner->set_tensors(*copy, tensors);
+      FusedOptimizer::Impl::of(*inner).set_tensors(*copy, tensors);
       whole->state()[parameters[members[i]].tensor.unsafeGetTensorImpl()] = std::move(copy);
     }
   }
 }
 
-void ShardedOptimizerBase::Shards::take_state(const FusedOptimizer& whole) {
+void Shards::take_state(const FusedOptimizer& whole) {
+  const at::NoGradGuard no_grad;
+  check_groups();
+  consolidated.reset();
   auto& own_groups = inner->param_groups();
   const auto lent = lend_groups();
-  inner->replace_state([&] {
+  FusedOptimizer::Impl::of(*inner).replace_state([&] {
     for (std::size_t g = 0; g < own_groups.size(); ++g)
       own_groups[g].set_options(whole.param_groups()[g].options().clone());
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const auto found = whole.state().find(parameters[i].tensor.unsafeGetTensorImpl());
       if (found == whole.state().end()) continue;
-      FusedOptimizer::StateTensors tensors = whole.tensors_of(*found->second);
+      Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(whole).tensors_of(*found->second);
       for (at::Tensor& tensor : tensors) {
         if (!tensor.defined()) continue;
         const at::Tensor laid_out = places[i].empty(tensor.options());
@@ -290,10 +331,54 @@ void ShardedOptimizerBase::Shards::take_state(const FusedOptimizer& whole) {
         tensor = in_order(laid_out).narrow(0, places[i].own.in_tensor, places[i].own.count).clone();
       }
       auto copy = found->second->clone();
-      inner->set_tensors(*copy, tensors);
+      FusedOptimizer::Impl::of(*inner).set_tensors(*copy, tensors);
       inner->state()[pieces[i].unsafeGetTensorImpl()] = std::move(copy);
     }
   });
+}
+
+// ---- join: ranks without inputs still update their shards, with the settings of the active ranks
+
+std::vector<double> Shards::follow_active_ranks(std::vector<double> arguments) {
+  JoinContext* join = joinable ? JoinContext::of(*joinable) : nullptr;
+  if (!join || join->active() == group.world_size()) {
+    dropped = false;
+    return arguments;
+  }
+  const bool active = JoinContext::running(group) != nullptr;
+  const auto source = static_cast<std::size_t>(join->first_active(active));
+  const std::string bytes = group.all_gather_bytes(active ? settings(arguments) : std::string())[source];
+  dropped = false;
+  return active ? arguments : take_settings(bytes);
+}
+
+std::string Shards::settings(const std::vector<double>& arguments) const {
+  torch::serialize::OutputArchive archive;
+  archive.write("arguments", c10::IValue(arguments));
+  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but removes all gradients.
+  const bool none =
+      std::none_of(pieces.begin(), pieces.end(), [](const at::Tensor& piece) { return piece.grad().defined(); });
+  archive.write("dropped", c10::IValue(dropped || none));
+  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
+    torch::serialize::OutputArchive options(archive.compilation_unit());
+    owner->param_groups()[g].options().serialize(options);
+    archive.write(fmt::format("group{}", g), options);
+  }
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+std::vector<double> Shards::take_settings(const std::string& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size());
+  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
+    torch::serialize::InputArchive options;
+    archive.read(fmt::format("group{}", g), options);
+    owner->param_groups()[g].options().serialize(options);
+  }
+  if (read_value(archive, "dropped").toBool()) drop_gradients();
+  return read_value(archive, "arguments").toDoubleVector();
 }
 
 }  // namespace ddpkit::optim

@@ -1,26 +1,41 @@
-// Tier 2. Members of ShardedOptimizerBase: the parameters, their pieces in this rank's shards, the optimizer of the
-// pieces.
+// Tier 2: torch/optim/optimizer.h.
 #pragma once
 
-#include <ddpkit/optim/sharded_optimizer.h>
-
 #include <c10/util/ScopeExit.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/join.h>
+#include <ddpkit/parallel/reducer.h>
+
+#include "optim/fused_optimizer.h"
 
 #include "parallel/ddp/shard_output.h"
 #include "parallel/sharding/shared_weights.h"
 
 namespace ddpkit::optim {
 
-/// Not moved with the optimizer, because the reducer holds its address.
-struct ShardedOptimizerBase::Shards final : ShardOutput {
-  Shards(const DistributedDataParallelBase& ddp, const Groups& whole_groups,
-         std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, const ShardedOptions& choices);
+class ShardedOptimizerBase;
+
+/// The state of a ShardedOptimizer: the parameters, their pieces in this rank's shards, the optimizer of the pieces.
+/// Not moved with the ShardedOptimizer, because the reducer holds its address.
+class Shards final : public ShardOutput {
+ public:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Factory = std::function<std::unique_ptr<FusedOptimizer>(const Groups& groups)>;
+
+  /// Collective. See ShardedOptimizer and ShardedOptions.
+  Shards(const Reducer& reducer, ProcessGroup process_group, const Groups& whole_groups,
+         std::unique_ptr<torch::optim::OptimizerOptions> default_options, Factory make, bool shared_weights,
+         bool updates_in_backward);
+  static Shards& of(const ShardedOptimizerBase& optimizer) noexcept;
 
   void before_first() override;
   void receive(std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) override;
@@ -32,13 +47,27 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
     lender.swap(borrower);
     return c10::make_scope_exit([&lender, &borrower] { lender.swap(borrower); });
   }
+  /// Throws InvalidArgument if the owner's parameter groups have changed.
+  void check_groups() const;
+  /// Updates the weights of this rank's shards from the gradients of the pieces times `factor`.
+  void update(double factor);
   void drop_gradients();
   void gather_weights() const;
   /// Collective. Copies the whole state to `whole`, an optimizer of all parameters. `whole` is null on all ranks except
   /// rank `to`.
   void gather_state(FusedOptimizer* whole, int to) const;
-  /// Copies this rank's part of the state of `whole`.
+  /// Creates an optimizer of the whole parameters, without state. Not collective.
+  std::unique_ptr<FusedOptimizer> make_whole() const;
+  /// Copies this rank's part of the state, and the options, from an optimizer of the whole parameters. Not collective.
   void take_state(const FusedOptimizer& whole);
+
+  /// Collective. Called within join() by ranks without inputs. These ranks copy the settings that the active ranks have
+  /// changed. `arguments`: of the active ranks' call. Returns the active ranks' arguments on all ranks.
+  std::vector<double> follow_active_ranks(std::vector<double> arguments = {});
+  /// Returns the options of all groups and `arguments` as an archive.
+  std::string settings(const std::vector<double>& arguments) const;
+  /// Copies the options. Returns the arguments.
+  std::vector<double> take_settings(const std::string& bytes);
 
   /// A parameter's memory when it was sharded, and the elements in this rank's shard.
   struct Place {
@@ -49,9 +78,10 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
     at::Tensor empty(const at::TensorOptions& kind) const;
   };
 
-  ShardedOptimizerBase* owner = nullptr;  ///< Its parameter groups have the options.
+  torch::optim::Optimizer* owner = nullptr;  ///< Its parameter groups have the options.
+  const Joinable* joinable = nullptr;        ///< The owner.
   ProcessGroup group;
-  ShardedOptions options;
+  bool update_in_backward;
   Factory factory;
   std::vector<NamedParameter> parameters;          ///< [param], in the order of the reducer.
   std::vector<Place> places;                       ///< [param]
@@ -67,8 +97,8 @@ struct ShardedOptimizerBase::Shards final : ShardOutput {
  private:
   at::Tensor piece_of(std::size_t index) const;
   void follow_parameter(std::size_t index);
-  std::string find_error(const Groups& whole_groups);
-  std::string signature() const;
+  std::string find_error(const Groups& whole_groups, bool shared_weights);
+  std::string signature(bool shared_weights) const;
   void cut(const Groups& whole_groups);
 };
 

@@ -6,8 +6,8 @@
 
 namespace ddpkit {
 
-std::vector<std::vector<std::size_t>> plan_buckets(const std::vector<ParameterInfo>& parameters,
-                                                   std::size_t first_bucket_bytes, std::size_t bucket_bytes) {
+BucketPlan plan_buckets(const std::vector<ParameterInfo>& parameters, std::size_t first_bucket_bytes,
+                        std::size_t bucket_bytes) {
   struct Open {
     std::vector<std::size_t> members;
     std::size_t bytes = 0;
@@ -17,7 +17,7 @@ std::vector<std::vector<std::size_t>> plan_buckets(const std::vector<ParameterIn
     return std::tuple(info.device.type(), info.device.index(), info.dtype);
   };
   std::map<decltype(key_of(parameters[0])), Open> open;
-  std::vector<std::vector<std::size_t>> buckets;
+  BucketPlan buckets;
   for (std::size_t i = parameters.size(); i-- > 0;) {
     const auto [entry, is_new] = open.try_emplace(key_of(parameters[i]));
     Open& bucket = entry->second;

@@ -5,88 +5,94 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 
 #include <ddpkit/error.h>
 
-#include "parallel/join_session.h"
+#include "parallel/join.h"
 
 namespace ddpkit {
 namespace {
 
 constexpr int kPlain = -1;
 
-/// Sessions by the backend of their group.
-class Sessions {
+/// Contexts by the backend of their group.
+class Contexts {
  public:
-  static Sessions& all() {
-    static Sessions sessions;
-    return sessions;
+  static Contexts& all() {
+    static Contexts contexts;
+    return contexts;
   }
-  void set(const void* backend, JoinSession* session) {
+  void set(const void* backend, JoinContext* context) {
     const std::lock_guard lock(mutex_);
-    if (session) {
-      sessions_[backend] = session;
+    if (context) {
+      contexts_[backend] = context;
     } else {
-      sessions_.erase(backend);
+      contexts_.erase(backend);
     }
-    any_ = !sessions_.empty();
+    any_ = !contexts_.empty();
   }
-  JoinSession* find(const void* backend) {
+  JoinContext* find(const void* backend) {
     if (!any_) return nullptr;
     const std::lock_guard lock(mutex_);
-    const auto found = sessions_.find(backend);
-    return found == sessions_.end() ? nullptr : found->second;
+    const auto found = contexts_.find(backend);
+    return found == contexts_.end() ? nullptr : found->second;
   }
 
  private:
   std::mutex mutex_;
-  std::map<const void*, JoinSession*> sessions_;
+  std::map<const void*, JoinContext*> contexts_;
   std::atomic<bool> any_{false};
 };
 
 }  // namespace
 
-/// All ranks with inputs announce the same message, so the sum divided by their number is this message.
-struct JoinSession::Message {
+/// All ranks with inputs send the same message, so the sum divided by their number is this message.
+struct JoinContext::Message {
   std::int64_t index = 0;
   std::int64_t event = 0;
   std::int64_t numel = 0;
   std::int64_t dtype = 0;
 };
 
-JoinSession::JoinSession(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options)
+JoinContext::JoinContext(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options)
     : group_(std::move(group)), joinables_(std::move(joinables)), options_(options) {
-  Sessions::all().set(group_.backend().get(), this);
-  for (std::size_t i = 0; i < joinables_.size(); ++i) {
-    joinables_[i]->join_ = this;
-    joinables_[i]->join_index_ = static_cast<int>(i);
-    joinables_[i]->join_begin();
-  }
+  Contexts::all().set(group_.backend().get(), this);
+  for (Joinable* joinable : joinables_) joinable->join_begin();
 }
 
-JoinSession::~JoinSession() { Sessions::all().set(group_.backend().get(), nullptr); }
+JoinContext::~JoinContext() { Contexts::all().set(group_.backend().get(), nullptr); }
 
-JoinSession* JoinSession::running(const ProcessGroup& group) {
-  JoinSession* session = Sessions::all().find(group.backend().get());
-  return session && session->in_loop_ ? session : nullptr;
+JoinContext* JoinContext::running(const ProcessGroup& group) {
+  JoinContext* context = Contexts::all().find(group.backend().get());
+  return context && context->in_loop_ ? context : nullptr;
 }
 
-void JoinSession::announce_if_running(const ProcessGroup& group, Plain collective, const at::Tensor& tensor) {
-  if (JoinSession* session = running(group)) session->announce(collective, tensor);
+JoinContext* JoinContext::of(const Joinable& joinable) {
+  JoinContext* context = Contexts::all().find(joinable.join_group().backend().get());
+  return context && context->index_of(joinable) < context->joinables_.size() ? context : nullptr;
 }
 
-void JoinSession::announce(int index, int event) { start({.index = index, .event = event}); }
-
-void JoinSession::announce(Plain collective, const at::Tensor& tensor) {
-  start({.index = kPlain,
-         .event = static_cast<std::int64_t>(collective),
-         .numel = tensor.numel(),
-         .dtype = static_cast<std::int64_t>(tensor.scalar_type())});
+std::size_t JoinContext::index_of(const Joinable& joinable) const {
+  return static_cast<std::size_t>(std::ranges::find(joinables_, &joinable) - joinables_.begin());
 }
 
-void JoinSession::start(const Message& message) {
+void JoinContext::notify(const Joinable& joinable, int event) {
+  start({.index = static_cast<std::int64_t>(index_of(joinable)), .event = event});
+}
+
+void JoinContext::notify(const ProcessGroup& group, Plain collective, const at::Tensor& tensor) {
+  if (JoinContext* context = running(group))
+    context->start({.index = kPlain,
+                    .event = static_cast<std::int64_t>(collective),
+                    .numel = tensor.numel(),
+                    .dtype = static_cast<std::int64_t>(tensor.scalar_type())});
+}
+
+void JoinContext::start(const Message& message) {
   if (work_.valid()) work_.wait();
   const at::NoGradGuard no_grad;
   last_ = at::tensor({std::int64_t{1}, message.index, message.event, message.numel, message.dtype}, at::kLong)
@@ -98,7 +104,7 @@ void JoinSession::start(const Message& message) {
                 {.rank = group_.rank(), .call = "join"});
 }
 
-int JoinSession::active() {
+int JoinContext::active() {
   if (work_.valid()) work_.wait();
   work_ = {};
   const auto active = last_.defined() ? static_cast<int>(last_[0].item<std::int64_t>()) : group_.world_size();
@@ -106,7 +112,7 @@ int JoinSession::active() {
   return active;
 }
 
-int JoinSession::first_active(bool this_rank_is) const {
+int JoinContext::first_active(bool this_rank_is) const {
   const at::NoGradGuard no_grad;
   const at::Tensor rank =
       at::full({1}, this_rank_is ? group_.rank() : group_.world_size(), at::TensorOptions(at::kLong))
@@ -115,7 +121,7 @@ int JoinSession::first_active(bool this_rank_is) const {
   return static_cast<int>(rank.item<std::int64_t>());
 }
 
-int JoinSession::shadow_the_others() {
+int JoinContext::shadow_the_others() {
   if (work_.valid()) work_.wait();
   work_ = {};
   in_loop_ = false;
@@ -157,11 +163,9 @@ int JoinSession::shadow_the_others() {
   return static_cast<int>(ranks - 1 - most.item<std::int64_t>() % ranks);
 }
 
-void JoinSession::end(int source) {
-  for (Joinable* joinable : joinables_) {
-    joinable->join_ = nullptr;
-    joinable->join_end(source);
-  }
+void JoinContext::end(int source) {
+  Contexts::all().set(group_.backend().get(), nullptr);
+  for (Joinable* joinable : joinables_) joinable->join_end(source);
 }
 
 void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const std::function<void()>& loop,
@@ -175,17 +179,17 @@ void join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, con
       throw InvalidArgument("join: all its objects must be on one process group");
   }
   if (group.world_size() == 1) return loop();
-  if (JoinSession::running(group)) throw InvalidArgument("join: this group is in a join already");
-  JoinSession session(group, all, options);
+  if (JoinContext::running(group)) throw InvalidArgument("join: this group is in a join already");
+  JoinContext context(group, all, options);
   try {
     loop();
-    session.end(session.shadow_the_others());
+    context.end(context.shadow_the_others());
   } catch (const std::exception& error) {
-    session.end(-1);
+    context.end(-1);
     group.abort(fmt::format("its loop within join ended with an error: {}", error.what()));
     throw;
   } catch (...) {
-    session.end(-1);
+    context.end(-1);
     group.abort("its loop within join ended with an exception");
     throw;
   }

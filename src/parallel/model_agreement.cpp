@@ -16,7 +16,6 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/parallel/distributed_data_parallel.h>
 
 namespace ddpkit {
 namespace {
@@ -173,15 +172,6 @@ void check_same_model(const ProcessGroup& group, const char* call, const char* w
   throw ModelMismatch(
       fmt::format("{}: rank 0 has {}, rank {} has {}", what, found->reference, found->rank, found->other),
       {.rank = found->rank, .call = call});
-}
-
-void check_same_parameters(const DistributedDataParallelBase& ddp) {
-  if (ddp.group().world_size() == 1) return;
-  check_same_model(ddp.group(), "check_same_parameters", "the parameters differ between ranks", [&] {
-    NamedTensors parameters;
-    for (const auto& [name, tensor, sparse] : ddp.reducer().parameters()) parameters.emplace_back(name, tensor);
-    return describe_values("parameter", parameters);
-  });
 }
 
 void check_all_wrapped(const NamedTensors& parameters, const std::vector<at::Tensor>& wrapped,

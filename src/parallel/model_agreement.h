@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
 namespace ddpkit {
 

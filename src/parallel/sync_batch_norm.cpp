@@ -22,7 +22,7 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/join_session.h"
+#include "parallel/join.h"
 
 namespace ddpkit {
 namespace {
@@ -77,7 +77,7 @@ JoinedStatistics join_statistics(const at::Tensor& input, std::int64_t channels,
     refusal = std::current_exception();
     own = at::full({2 * channels + 1}, std::nan(""), at::TensorOptions(at::kDouble).device(group.device()));
   }
-  JoinSession::announce_if_running(group, JoinSession::Plain::kAllGather, own);
+  JoinContext::notify(group, JoinContext::Plain::kAllGather, own);
   const at::Tensor all = group.all_gather(own);                        // [rank][2 * channel + 1]
   const at::Tensor counts = all.select(1, 2 * channels).unsqueeze(1);  // [rank][1]
   const at::Tensor means = all.narrow(1, 0, channels);
@@ -152,7 +152,7 @@ struct Normalize : torch::autograd::Function<Normalize> {
     if (wants_input) {
       const std::int64_t channels = mean.numel();
       const at::Tensor joined = at::cat({scaled_sum, sum});
-      JoinSession::announce_if_running(group, JoinSession::Plain::kAllReduce, joined);
+      JoinContext::notify(group, JoinContext::Plain::kAllReduce, joined);
       group.all_reduce(joined);
       if (input.numel() > 0) {
         at::Tensor factor = (variance + eps).rsqrt().div_(-count);

@@ -22,6 +22,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
+#include "optim/shards.h"
 #include "train/archive_writer.h"
 #include "train/generator_seed.h"
 #include "train/rank_state.h"
@@ -46,7 +47,7 @@ std::string kind_named(const std::string& type) {
 /// A sharded optimizer has the archive format of its inner optimizer.
 std::string kind_of(const torch::optim::Optimizer& optimizer) {
   if (const auto* sharded = dynamic_cast<const optim::ShardedOptimizerBase*>(&optimizer))
-    return kind_of(sharded->inner());
+    return kind_of(*optim::Shards::of(*sharded).inner);
   return kind_named(c10::demangle(typeid(optimizer).name()));
 }
 

@@ -26,7 +26,9 @@
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
+#include "optim/fused_optimizer.h"
 #include "optim/optimizer_archive.h"
+#include "optim/shards.h"
 
 namespace ddpkit::train {
 namespace {
@@ -177,8 +179,9 @@ StateDict state_in(const Optimizer& optimizer, bool maximize) {
 
 /// Throws before it changes anything.
 template <class Layout>
-void load_in(Optimizer& optimizer, optim::FusedOptimizer* fused, const MakeState& make_state, const StateDict& state) {
-  const bool maximize = fused && fused->fused_options().maximize;
+void load_in(Optimizer& optimizer, optim::FusedOptimizer::Impl* fused, const MakeState& make_state,
+             const StateDict& state) {
+  const bool maximize = fused && fused->options().maximize;
   const auto& groups = state.at("param_groups").to_items();
   const StateDict& states = state.at("state").to_dict();
   if (groups.size() != optimizer.param_groups().size())
@@ -262,12 +265,14 @@ StateDict optimizer_state(const Optimizer& optimizer) {
 void load_optimizer_state(Optimizer& optimizer, const StateDict& state) {
   const at::NoGradGuard no_grad;
   if (auto* sharded = dynamic_cast<optim::ShardedOptimizerBase*>(&optimizer)) {
-    const auto whole = sharded->make_whole();
+    optim::Shards& shards = optim::Shards::of(*sharded);
+    const auto whole = shards.make_whole();
     load_optimizer_state(*whole, state);
-    sharded->take_state(*whole);
+    shards.take_state(*whole);
     return;
   }
-  auto* fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+  const auto* derived = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+  auto* fused = derived ? &optim::FusedOptimizer::Impl::of(*derived) : nullptr;
   with_layout(optimizer, [&](auto layout, const auto& prototype) {
     using State = std::decay_t<decltype(prototype)>;
     const auto make_state = [&]() -> std::unique_ptr<OptimizerParamState> {

@@ -129,7 +129,7 @@ TEST_CASE("a backward on another stream fills a bucket after the last gradients 
   net->to(group.device());
   ddpkit::DistributedDataParallel ddp(net, group);
   ddp.register_comm_hook([](ddpkit::GradBucket&) {
-    return ddpkit::PendingReduction{.finish = [] {
+    return ddpkit::BucketReduction{.finish = [] {
       at::cuda::sleep(kSleepCycles);  // The copies out of the bucket follow.
       return torch::Tensor();
     }};

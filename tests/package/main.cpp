@@ -30,7 +30,7 @@ void train(const std::shared_ptr<M>& model, const ddpkit::ProcessGroup& group, b
   ddpkit::DistributedDataParallel ddp(model, group);
   std::atomic<int> buckets = 0;
   if (by_hook) {
-    ddp.register_comm_hook([&](ddpkit::GradBucket& bucket) -> ddpkit::PendingReduction {
+    ddp.register_comm_hook([&](ddpkit::GradBucket& bucket) -> ddpkit::BucketReduction {
       ++buckets;
       return {.work = group.all_reduce_async(bucket.buffer.clamp_(-1, 1), ddpkit::ReduceOp::kAvg)};
     });

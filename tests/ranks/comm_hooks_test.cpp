@@ -9,11 +9,11 @@
 #include "support/catch.h"
 #include "support/ranks.h"
 
+using ddpkit::BucketReduction;
 using ddpkit::CommHook;
 using ddpkit::DistributedDataParallel;
 using ddpkit::DistributedDataParallelOptions;
 using ddpkit::GradBucket;
-using ddpkit::PendingReduction;
 using ddpkit::ProcessGroup;
 using ddpkit::testing::check_same_bits_on_all_ranks;
 namespace comm_hooks = ddpkit::comm_hooks;
@@ -159,7 +159,7 @@ RANK_TEST("a wrapped hook sees halves, and its result is cast back", "[comm_hook
   for (const bool fp16 : {true, false}) {
     const auto half = fp16 ? torch::kHalf : torch::kBFloat16;
     int calls = 0;
-    const CommHook inner = [&](GradBucket& bucket) -> PendingReduction {
+    const CommHook inner = [&](GradBucket& bucket) -> BucketReduction {
       ++calls;
       CHECK(bucket.buffer.scalar_type() == half);
       CHECK(bucket.gradients[1].sizes() == bucket.parameters[1].sizes());
@@ -210,7 +210,7 @@ RANK_TEST("a hook of the user's own: shown every bucket in order, and may finish
     const torch::Tensor without = gradients_of(group, setting);
     std::vector<std::size_t> order;
     std::size_t last = 0;
-    setting.hook = [&](GradBucket& bucket) -> PendingReduction {
+    setting.hook = [&](GradBucket& bucket) -> BucketReduction {
       order.push_back(bucket.index);
       if (bucket.is_last) last = bucket.index;
       CHECK(bucket.gradients.size() == bucket.names.size());
@@ -238,7 +238,7 @@ RANK_TEST("the hook can be taken away again", "[comm_hooks]", 2) {
   torch::nn::Linear model(3, 2);
   DistributedDataParallel ddp(model, group);
   int calls = 0;
-  ddp.register_comm_hook([&](GradBucket& bucket) -> PendingReduction {
+  ddp.register_comm_hook([&](GradBucket& bucket) -> BucketReduction {
     ++calls;
     return comm_hooks::all_reduce(group)(bucket);
   });
@@ -259,10 +259,10 @@ RANK_TEST("a hook that throws is an error that names the bucket, here and on the
     const auto model = std::make_shared<HeadsImpl>();
     DistributedDataParallel ddp(model, own,
                                 {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .find_unused_parameters = true});
-    ddp.register_comm_hook([&, where](GradBucket& bucket) -> PendingReduction {
+    ddp.register_comm_hook([&, where](GradBucket& bucket) -> BucketReduction {
       const bool fails = bucket.index == 1 && own.rank() == 1;
       if (fails && where == 0) throw std::runtime_error("out of luck");
-      PendingReduction pending = comm_hooks::all_reduce(own)(bucket);
+      BucketReduction pending = comm_hooks::all_reduce(own)(bucket);
       pending.finish = [fails, &own]() -> torch::Tensor {
         if (fails) throw std::runtime_error("out of luck");
         own.barrier();
@@ -289,7 +289,7 @@ RANK_TEST("a hook that returns a tensor of another shape is refused", "[comm_hoo
   const ProcessGroup own = ddpkit::testing::another_group(group, "shape");
   torch::nn::Linear model(3, 2);
   DistributedDataParallel ddp(model, own);
-  ddp.register_comm_hook([](GradBucket&) -> PendingReduction { return {.finish = [] { return torch::zeros({1}); }}; });
+  ddp.register_comm_hook([](GradBucket&) -> BucketReduction { return {.finish = [] { return torch::zeros({1}); }}; });
   try {
     ddp(torch::ones({1, 3})).sum().backward();
     FAIL("threw nothing");
@@ -306,17 +306,15 @@ RANK_TEST("a hook may call what only reads, and is refused what would disturb ba
                               {.bucket_cap_mb = 0.001, .first_bucket_cap_mb = 0.001, .find_unused_parameters = true});
   const auto read = [&](std::uint64_t steps) {
     CHECK(ddp.stats().steps == steps);
-    CHECK(ddp.reducer().parameters().size() == 8);
-    CHECK(ddp.reducer().backwards() == steps);
     CHECK(ddp.reducer().buckets().size() > 1);
     (void)ddp.reducer().arena();
   };
   std::uint64_t step = 0;
-  ddp.register_comm_hook([&](GradBucket& bucket) -> PendingReduction {
+  ddp.register_comm_hook([&](GradBucket& bucket) -> BucketReduction {
     read(step);
     CHECK_THROWS_WITH(ddp.register_comm_hook({}), ContainsSubstring("while backward runs"));
     CHECK_THROWS_WITH(ddp(torch::ones({2, 7}), 0), ContainsSubstring("cannot call forward"));
-    PendingReduction pending = comm_hooks::all_reduce(group)(bucket);
+    BucketReduction pending = comm_hooks::all_reduce(group)(bucket);
     pending.finish = [&, inner = std::move(pending.finish)]() -> torch::Tensor {
       read(step);
       return inner ? inner() : torch::Tensor();
@@ -331,7 +329,7 @@ RANK_TEST("a hook that runs a backward of the model is an error on all ranks", "
   const ProcessGroup own = ddpkit::testing::another_group(group, "backward in a hook");
   torch::nn::Linear model(3, 2);
   DistributedDataParallel ddp(model, own);
-  ddp.register_comm_hook([&](GradBucket& bucket) -> PendingReduction {
+  ddp.register_comm_hook([&](GradBucket& bucket) -> BucketReduction {
     const torch::AutoGradMode on(true);
     model->forward(torch::ones({1, 3})).sum().backward();
     return comm_hooks::all_reduce(own)(bucket);

@@ -3,6 +3,8 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
@@ -132,4 +134,55 @@ RANK_TEST("backward(create_graph=true) is refused with the way to do it", "[ddp]
   const torch::Tensor loss = ddp(input(0, group.rank()), "lr").sum();
   CHECK_THROWS_WITH(loss.backward({}, c10::nullopt, /*create_graph=*/true), ContainsSubstring("torch::autograd::grad"));
   model->zero_grad();  // Otherwise the gradients made before the exception and their graph hold each other.
+}
+
+RANK_TEST("a Reducer averages the gradients of a list of tensors", "[ddp]", 1, 2, 3) {
+  const auto make = [](bool requires_grad) { return torch::ones({64, 4}).requires_grad_(requires_grad); };
+  const torch::Tensor weight = make(true), frozen = make(false), bias = torch::zeros({4}).requires_grad_(true);
+  const auto inputs = [](int step, int rank) { return torch::full({2, 64}, 1.0 + step + 10.0 * rank); };
+  const auto loss = [&](int step, int rank) {
+    return torch::addmm(bias, inputs(step, rank), weight * frozen).square().mean();
+  };
+  // The mean over ranks of the sums over steps.
+  const auto expected = [&](int first, int last) {
+    torch::Tensor sum = torch::zeros({});
+    for (int step = first; step <= last; ++step)
+      for (int rank = 0; rank < group.world_size(); ++rank) sum = sum + loss(step, rank) / group.world_size();
+    return torch::autograd::grad({sum}, {weight, bias});
+  };
+  const auto sum_of_two = expected(0, 1), third = expected(2, 2);
+
+  ddpkit::Reducer reducer({{"weight", weight}, {"frozen", frozen}, {"bias", bias}}, group);
+  CHECK(reducer.buckets() == ddpkit::BucketPlan{{1, 0}});
+  std::uint64_t hooked = 0;
+  const auto step = [&](int number) {
+    reducer.prepare_for_forward();
+    const torch::Tensor outputs = loss(number, group.rank());
+    reducer.prepare_for_backward({outputs});
+    outputs.backward();
+  };
+  const auto check = [&](const std::vector<torch::Tensor>& gradients) {
+    CHECK(torch::allclose(weight.grad(), gradients[0]));
+    CHECK(torch::allclose(bias.grad(), gradients[1]));
+    CHECK_FALSE(frozen.grad().defined());
+    weight.mutable_grad().reset();
+    bias.mutable_grad().reset();
+  };
+  {
+    std::optional<ddpkit::Reducer::NoSync> guard;
+    guard.emplace(reducer.no_sync());
+    step(0);
+  }
+  CHECK(reducer.stats().steps == 0);
+  step(1);
+  CHECK(reducer.stats().steps == 1);
+  check(sum_of_two);
+
+  reducer.register_comm_hook([&, all_reduce = ddpkit::comm_hooks::all_reduce(group)](ddpkit::GradBucket& bucket) {
+    hooked += bucket.parameters.size();
+    return all_reduce(bucket);
+  });
+  step(2);
+  CHECK(hooked == 2);
+  check(third);
 }

@@ -74,7 +74,7 @@ void check_steps(const ddpkit::ProcessGroup& group, const std::vector<bool>& che
     const auto expected = expected_gradients(*reference, group.world_size(),
                                              [&](int r) { return reference(input(step, r)).pow(2).mean(); });
     ddp(wanted_input(step, group.rank())).pow(2).mean().backward();
-    CHECK(ddp.reducer().backwards() == static_cast<std::uint64_t>(step + 1));
+    CHECK(ddp.stats().steps == static_cast<std::uint64_t>(step + 1));
     check_gradients(*model, expected, group);
   }
 }
@@ -114,7 +114,7 @@ RANK_TEST("DistributedDataParallel as a whole within a checkpoint", "[ddp][reent
                                                [&](int r) { return reference(input(step, r)).pow(2).mean(); });
       const Part part = [&](const torch::Tensor& x) { return ddp(x); };
       Checkpoint::apply(wanted_input(step, group.rank()), part).pow(2).mean().backward();
-      CHECK(ddp.reducer().backwards() == static_cast<std::uint64_t>(step + 1));
+      CHECK(ddp.stats().steps == static_cast<std::uint64_t>(step + 1));
       check_gradients(*model, expected, group);
     }
   }
@@ -133,7 +133,7 @@ RANK_TEST("a parameter without a gradient is named where all layers are checkpoi
     if (known) step();
     model->uses_all = false;
     CHECK_THROWS_WITH(step(), ContainsSubstring("gave no gradient to 1 of 5 parameters: unused"));
-    CHECK(ddp.reducer().backwards() == (known ? 1U : 0U));
+    CHECK(ddp.stats().steps == (known ? 1U : 0U));
     group.barrier();
   }
 }
@@ -215,7 +215,7 @@ RANK_TEST("static_graph counts the gradients of parameters that several checkpoi
           const auto expected = expected_gradients(*reference, group.world_size(),
                                                    [&](int r) { return loss_of(reference, nullptr, uses, step, r); });
           loss_of(model, &ddp, uses, step, group.rank()).backward();
-          CHECK(ddp.reducer().backwards() == static_cast<std::uint64_t>(step + 1));
+          CHECK(ddp.stats().steps == static_cast<std::uint64_t>(step + 1));
           check_gradients(*model, expected, group);
         }
       }
@@ -281,7 +281,7 @@ RANK_TEST("checkpointed layers whose output has a custom type", "[ddp][reentrant
         const auto expected = expected_gradients(*reference, group.world_size(),
                                                  [&](int r) { return reference(input(step, r)).pow(2).mean(); });
         ddp(wanted_input(step, group.rank())).value.pow(2).mean().backward();
-        CHECK(ddp.reducer().backwards() == static_cast<std::uint64_t>(step + 1));
+        CHECK(ddp.stats().steps == static_cast<std::uint64_t>(step + 1));
         check_gradients(*model, expected, group);
       }
     }

@@ -106,6 +106,6 @@ RANK_TEST("stats: bytes that hooks send", "[ddp][stats][comm_hooks]", 2, 3) {
   CHECK(sent_by(comm_hooks::bf16_compress_wrapper(comm_hooks::all_reduce(group))) == flat / 2);
   const comm_hooks::PowerSGD power_sgd(group, {.matrix_approximation_rank = 2, .start_powerSGD_iter = 0});
   CHECK(sent_by(power_sgd) == 6 * (2 * 2 * 300 + 300) * sizeof(float));
-  CHECK(sent_by([](ddpkit::GradBucket&) -> ddpkit::PendingReduction { return {.sent_bytes = 5}; }) ==
+  CHECK(sent_by([](ddpkit::GradBucket&) -> ddpkit::BucketReduction { return {.sent_bytes = 5}; }) ==
         5 * ddp.stats().buckets.size());
 }

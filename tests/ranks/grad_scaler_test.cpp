@@ -10,6 +10,7 @@
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
+#include "optim/fused_optimizer.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 

@@ -444,7 +444,7 @@ RANK_TEST("a sharded optimizer refuses what it cannot do, in words", "[optim][sh
   {
     ShardedOptimizer<FusedSGD> optimizer(ddp, sgd);
     CHECK_THROWS_WITH(optimizer.step([] { return torch::Tensor(); }), ContainsSubstring("no closure"));
-    CHECK_THROWS_WITH(ddp.register_comm_hook([](ddpkit::GradBucket&) { return ddpkit::PendingReduction{}; }),
+    CHECK_THROWS_WITH(ddp.register_comm_hook([](ddpkit::GradBucket&) { return ddpkit::BucketReduction{}; }),
                       ContainsSubstring("sharded"));
   }
   // Another optimizer can train the model.

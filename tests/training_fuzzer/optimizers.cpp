@@ -5,6 +5,8 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 
+#include "parallel/ddp/shard_output.h"
+
 namespace ddpkit::fuzz {
 namespace {
 
@@ -88,7 +90,7 @@ Optimizer make_optimizer(const OptimizerChoice& choice, const std::vector<at::Te
       sharded = std::make_unique<optim::ShardedOptimizer<Fused>>(*ddp, options, sharded_options, fused_options);
     } else {
       std::vector<at::Tensor> own;
-      for (const NamedParameter& parameter : ddp->reducer().parameters()) own.push_back(parameter.tensor);
+      for (const NamedParameter& parameter : parameters_of(ddp->reducer())) own.push_back(parameter.tensor);
       std::vector<at::Tensor> in_order;  // In the model's order, so that the reference has the same groups.
       for (const at::Tensor& parameter : parameters)
         for (const at::Tensor& known : own)

@@ -76,14 +76,14 @@ void RankTraining::set_hook(const std::string& name) {
       if (asks) (void)ddp_->stats();
       const torch::NoGradGuard no_grad;
       bucket.buffer.div_(group_.world_size());
-      return PendingReduction{.work = group_.all_reduce_async(bucket.buffer)};
+      return BucketReduction{.work = group_.all_reduce_async(bucket.buffer)};
     };
   if (!hook) return;
   ddp_->register_comm_hook([this, hook](GradBucket& bucket) {
     const bool is_asked = bucket.is_last || hook_throws_ == "hook";
     const std::string throws = is_asked ? std::exchange(hook_throws_, "") : "";
     if (throws == "hook" || throws == "hook_last") throw Model::Thrown();
-    PendingReduction pending = hook(bucket);
+    BucketReduction pending = hook(bucket);
     if (throws == "hook_finish") pending.finish = []() -> at::Tensor { throw Model::Thrown(); };
     return pending;
   });
@@ -119,8 +119,8 @@ at::Tensor RankTraining::forward(const Event& event) {
     batch.x = batch.x * INFINITY;
   }
   model_->train(event.how != "eval");
-  std::optional<DistributedDataParallelBase::NoSync> guard;
-  if (is_local(event) && ddp_) guard.emplace(ddp_->reducer());
+  std::optional<Reducer::NoSync> guard;
+  if (is_local(event) && ddp_) guard.emplace(ddp_->no_sync());
   if (event.how == "nested_no_sync" && ddp_) {
     const auto inner = ddp_->no_sync();
   }
@@ -139,8 +139,8 @@ void RankTraining::backward(const Event& event) {
       loss = loss.defined() ? loss + found->second : found->second;
   }
   if (!loss.defined() || !loss.requires_grad()) return;
-  std::optional<DistributedDataParallelBase::NoSync> guard;
-  if (is_local(event) && ddp_) guard.emplace(ddp_->reducer());
+  std::optional<Reducer::NoSync> guard;
+  if (is_local(event) && ddp_) guard.emplace(ddp_->no_sync());
   if (event.how == "nested_no_sync" && ddp_) {
     const auto inner = ddp_->no_sync();
   }

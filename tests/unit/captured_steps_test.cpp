@@ -8,20 +8,23 @@
 #include <ddpkit/optim/fused_sgd.h>
 
 #include "support/catch.h"
+#include "unit/optimizer_parameters.h"
 
 using ddpkit::optim::FusedAdamW;
+using ddpkit::optim::FusedOptimizer;
 using ddpkit::optim::FusedSGD;
+using ddpkit::testing::flat_state;
 using torch::optim::AdamWOptions;
 using torch::optim::SGDOptions;
 
 namespace {
 
-/// Exposes the scalar that a kernel on a device would read.
-class Scheduled final : public FusedSGD {
- public:
-  using FusedSGD::FusedSGD;
-  torch::Tensor rate() { return device_learning_rate(param_groups()[0].options(), torch::kCPU); }
-};
+FusedOptimizer::Impl& internals(const FusedOptimizer& optimizer) { return FusedOptimizer::Impl::of(optimizer); }
+
+/// Returns the scalar that a kernel on a device would read.
+torch::Tensor rate_of(FusedSGD& optimizer) {
+  return internals(optimizer).device_learning_rate(optimizer.param_groups()[0].options(), torch::kCPU);
+}
 
 /// Returns the step count of the AdamW state, which archives store.
 std::int64_t steps(const FusedAdamW& optimizer, const torch::Tensor& parameter) {
@@ -44,22 +47,22 @@ void load(FusedAdamW& optimizer, const std::string& archive) {
 
 TEST_CASE("a captured step reads the learning rate and never writes it", "[optim][graph]") {
   auto weight = torch::ones({2}).requires_grad_(true);
-  Scheduled optimizer({weight}, SGDOptions(0.5), {.capturable = true});
-  const torch::Tensor rate = optimizer.rate();
+  FusedSGD optimizer({weight}, SGDOptions(0.5), {.capturable = true});
+  const torch::Tensor rate = rate_of(optimizer);
   optimizer.param_groups()[0].options().set_lr(0.25);
-  optimizer.begin_capture();
-  CHECK(optimizer.rate().is_same(rate));
+  internals(optimizer).begin_capture();
+  CHECK(rate_of(optimizer).is_same(rate));
   CHECK(rate.item<float>() == 0.5);  // A fill_() here would be part of every replay.
-  optimizer.end_capture();
+  internals(optimizer).end_capture();
   for (const double now : {0.25, 0.125}) {
     optimizer.param_groups()[0].options().set_lr(now);
-    optimizer.before_replay();
+    internals(optimizer).before_replay();
     CHECK(rate.item<float>() == now);
   }
   // A later schedule gives the group another options object.
   optimizer.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.75));
-  optimizer.before_replay();
-  CHECK(optimizer.rate().is_same(rate));
+  internals(optimizer).before_replay();
+  CHECK(rate_of(optimizer).is_same(rate));
   CHECK(rate.item<float>() == 0.75);
 }
 
@@ -73,20 +76,20 @@ TEST_CASE("replays count the captured parameters, and notify autograd of the wri
   };
   step();
   CHECK(steps(optimizer, weight) == 1);
-  optimizer.begin_capture();
+  internals(optimizer).begin_capture();
   step();
-  optimizer.end_capture();
+  internals(optimizer).end_capture();
   CHECK(steps(optimizer, weight) == 1);
   const std::string archive = archive_of(optimizer);
   const auto loss = (weight * weight).sum();
-  for (int replay = 0; replay < 3; ++replay) optimizer.before_replay();
+  for (int replay = 0; replay < 3; ++replay) internals(optimizer).before_replay();
   CHECK(steps(optimizer, weight) == 4);
   CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("modified by an inplace operation"));
 
-  const void* place = optimizer.flat_state()[0].tensors[0].const_data_ptr();
+  const void* place = flat_state(optimizer)[0].tensors[0].const_data_ptr();
   load(optimizer, archive);
-  CHECK(optimizer.flat_state()[0].tensors[0].const_data_ptr() == place);
-  optimizer.before_replay();
+  CHECK(flat_state(optimizer)[0].tensors[0].const_data_ptr() == place);
+  internals(optimizer).before_replay();
   CHECK(steps(optimizer, weight) == 2);
 }
 
@@ -97,19 +100,20 @@ TEST_CASE("changes that a replay cannot follow are refused", "[optim][graph]") {
   give(weight);
   optimizer.step();
   give(late);
-  optimizer.begin_capture();
+  internals(optimizer).begin_capture();
   CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("parameter 1 of group 0") && ContainsSubstring("warmup"));
-  optimizer.end_capture();
+  internals(optimizer).end_capture();
   CHECK(steps(optimizer, weight) == 1);
   optimizer.step();
   const auto capture = [&] {
-    optimizer.begin_capture();
+    internals(optimizer).begin_capture();
     optimizer.step();
-    optimizer.end_capture();
-    optimizer.before_replay();
+    internals(optimizer).end_capture();
+    internals(optimizer).before_replay();
   };
   const auto check_refused = [&](const char* what) {
-    CHECK_THROWS_WITH(optimizer.before_replay(), ContainsSubstring(what) && ContainsSubstring("new GraphedStep"));
+    CHECK_THROWS_WITH(internals(optimizer).before_replay(),
+                      ContainsSubstring(what) && ContainsSubstring("new GraphedStep"));
     capture();
   };
   capture();

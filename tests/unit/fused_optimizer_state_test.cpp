@@ -65,10 +65,10 @@ TEST_CASE("the state is flat: one tensor for each kind, group, type and device",
   auto a = torch::ones({3, 5}).requires_grad_(true), b = torch::ones({7}).requires_grad_(true);
   auto c = torch::ones({4}, torch::kDouble).requires_grad_(true);
   FusedAdamW optimizer({a, b, c}, AdamWOptions(0.1));
-  CHECK(optimizer.flat_state().at(0).tensors.empty());
+  CHECK(flat_state(optimizer).at(0).tensors.empty());
   for (const auto& parameter : {a, b, c}) parameter.mutable_grad() = torch::ones_like(parameter);
   optimizer.step();
-  const auto& states = optimizer.flat_state();
+  const auto& states = flat_state(optimizer);
   REQUIRE(states.size() == 2);
   CHECK(states[0].offsets == std::vector<std::int64_t>{0, 16});
   REQUIRE(states[0].tensors.size() == 2);
@@ -110,7 +110,7 @@ TEST_CASE("an archive holds each tensor of the state once", "[optim]") {
   // Saving leaves the state where it was.
   const auto& state =
       static_cast<torch::optim::AdamWParamState&>(*optimizer.state()[parameters[0].unsafeGetTensorImpl()]);
-  CHECK(state.exp_avg().const_data_ptr() == optimizer.flat_state()[0].tensors[0].const_data_ptr());
+  CHECK(state.exp_avg().const_data_ptr() == flat_state(optimizer)[0].tensors[0].const_data_ptr());
 }
 
 TEST_CASE("an archive of another model is refused and changes nothing", "[optim]") {
@@ -155,14 +155,14 @@ TEST_CASE("a load keeps the state's memory, which a CUDA graph may use", "[optim
   a.mutable_grad() = torch::ones({3});
   optimizer.step();
   const std::string archive = archive_of(optimizer);
-  const auto moments = optimizer.flat_state()[0].tensors[0].narrow(0, 0, 3).clone();
+  const auto moments = flat_state(optimizer)[0].tensors[0].narrow(0, 0, 3).clone();
   b.mutable_grad() = torch::ones({3});
   optimizer.step();
-  const void* place = optimizer.flat_state()[0].tensors[0].const_data_ptr();
+  const void* place = flat_state(optimizer)[0].tensors[0].const_data_ptr();
   load_archive(optimizer, archive);
-  CHECK(optimizer.flat_state()[0].tensors[0].const_data_ptr() == place);
-  CHECK(torch::equal(optimizer.flat_state()[0].tensors[0].narrow(0, 0, 3), moments));
-  CHECK(optimizer.flat_state()[0].tensors[0].narrow(0, 16, 3).abs().sum().item<float>() == 0);
+  CHECK(flat_state(optimizer)[0].tensors[0].const_data_ptr() == place);
+  CHECK(torch::equal(flat_state(optimizer)[0].tensors[0].narrow(0, 0, 3), moments));
+  CHECK(flat_state(optimizer)[0].tensors[0].narrow(0, 16, 3).abs().sum().item<float>() == 0);
 }
 
 TEST_CASE("state follows a model that moves to another type", "[optim]") {
@@ -175,7 +175,7 @@ TEST_CASE("state follows a model that moves to another type", "[optim]") {
   model->forward(torch::ones({1, 3}, torch::kDouble)).sum().backward();
   const auto before = model->bias.detach().clone();
   optimizer.step();
-  CHECK(optimizer.flat_state()[0].dtype == torch::kDouble);
+  CHECK(flat_state(optimizer)[0].dtype == torch::kDouble);
   // Gradients of 1: the second step has momentum.
   CHECK(torch::allclose(before - model->bias.detach(), torch::full({2}, 0.19, torch::kDouble)));
 }

@@ -76,7 +76,7 @@ TEST_CASE("half types are updated in float", "[optim]") {
     adam_reference.step();
     const double half_unit = dtype == torch::kHalf ? 1.0 / 1024 : 1.0 / 128;
     check_same(parameters, references, half_unit);
-    REQUIRE(adam.flat_state()[0].tensors[0].scalar_type() == dtype);
+    REQUIRE(flat_state(adam)[0].tensors[0].scalar_type() == dtype);
     // The loss decreases.
     auto weight = torch::full({100}, 3.0, torch::dtype(dtype)).requires_grad_(true);
     FusedSGD sgd({weight}, SGDOptions(0.1).momentum(0.5));
@@ -115,7 +115,7 @@ TEST_CASE("parameter groups, their options and learning rates", "[optim]") {
     theirs.step();
   }
   check_same(parameters, references, 1e-12);
-  REQUIRE(ours.flat_state().size() == 3);
+  REQUIRE(flat_state(ours).size() == 3);
 }
 
 TEST_CASE("a scheduler of LibTorch's own drives a fused optimizer", "[optim]") {

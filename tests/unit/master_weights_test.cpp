@@ -6,10 +6,12 @@
 #include <ddpkit/optim/fused_sgd.h>
 
 #include "support/catch.h"
+#include "unit/optimizer_parameters.h"
 
 using ddpkit::optim::FusedAdam;
 using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::FusedSGD;
+using ddpkit::testing::flat_state;
 using torch::optim::AdamOptions;
 using torch::optim::AdamWOptions;
 using torch::optim::SGDOptions;
@@ -63,7 +65,7 @@ void check_against_float(const Options& options) {
       theirs.step();
       check_rounded(parameters, references);
     }
-    for (const auto& flat : ours.flat_state()) {
+    for (const auto& flat : flat_state(ours)) {
       CHECK(flat.master.defined() == (flat.dtype != torch::kFloat));
       for (const auto& tensor : flat.tensors) CHECK(tensor.scalar_type() == torch::kFloat);
     }
@@ -141,10 +143,10 @@ TEST_CASE("master weights are in archives, which others read and need not have",
   FusedAdamW without(copies, options);
   copy_archive(second, without);
   without.step();
-  CHECK_FALSE(without.flat_state().at(0).master.defined());
-  CHECK(without.flat_state().at(0).tensors.at(0).scalar_type() == torch::kBFloat16);
+  CHECK_FALSE(flat_state(without).at(0).master.defined());
+  CHECK(flat_state(without).at(0).tensors.at(0).scalar_type() == torch::kBFloat16);
   FusedAdamW with(copies, options, {.master_weights = true});
   copy_archive(without, with);
   with.step();
-  CHECK(with.flat_state().at(0).tensors.at(0).scalar_type() == torch::kFloat);
+  CHECK(flat_state(with).at(0).tensors.at(0).scalar_type() == torch::kFloat);
 }

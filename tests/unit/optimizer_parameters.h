@@ -6,9 +6,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "optim/fused_optimizer.h"
 #include "support/catch.h"
 
 namespace ddpkit::testing {
+
+/// Returns the optimizer's state as it is in memory.
+inline const std::vector<optim::FlatState>& flat_state(const optim::FusedOptimizer& optimizer) {
+  return optim::FusedOptimizer::Impl::of(optimizer).flat_state();
+}
 
 /// Returns contiguous, transposed, channels-last, one-element, empty, and several blocks long parameters, and a part of
 /// a larger tensor.

@@ -8,10 +8,12 @@
 #include <ddpkit/train/optimizer_state.h>
 
 #include "support/catch.h"
+#include "unit/optimizer_parameters.h"
 
 using namespace ddpkit::train;
 using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::FusedSGD;
+using ddpkit::testing::flat_state;
 using torch::optim::AdamWOptions;
 using torch::optim::SGDOptions;
 
@@ -52,7 +54,7 @@ TEST_CASE("an optimizer's state is copied, at its own size", "[state_dict]") {
   step(other);
   load_optimizer_state(other, state);
   CHECK(other.param_groups()[0].options().get_lr() == 0.1);
-  const auto& flat = other.flat_state().at(0);
+  const auto& flat = flat_state(other).at(0);
   CHECK(torch::equal(flat.tensors.at(0).narrow(0, flat.offsets.at(1), 21).view({7, 3}), before));
   CHECK_FALSE(flat.tensors.at(0).storage().is_alias_of(moment.storage()));
 }

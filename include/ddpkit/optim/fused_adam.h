@@ -8,13 +8,6 @@
 
 namespace ddpkit::optim {
 
-/// Returns the algorithm of AdamW.
-template <>
-const Algorithm& algorithm_of<torch::optim::AdamWOptions>();
-/// Returns the algorithm of Adam.
-template <>
-const Algorithm& algorithm_of<torch::optim::AdamOptions>();
-
 /// torch::optim::AdamW in one pass over memory (see FusedOptimizer), with decoupled weight decay after Loshchilov and
 /// Hutter, arXiv 1711.05101; amsgrad after Reddi, Kale and Kumar, arXiv 1904.09237.
 ///

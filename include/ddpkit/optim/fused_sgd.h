@@ -7,13 +7,9 @@
 
 namespace ddpkit::optim {
 
-/// Returns the algorithm of SGD.
-template <>
-const Algorithm& algorithm_of<torch::optim::SGDOptions>();
-
 /// torch::optim::SGD in one pass over memory (see FusedOptimizer): momentum, dampening, Nesterov's momentum (Sutskever
 /// and others, ICML 2013), weight decay.
-class FusedSGD : public FusedOptimizerWith<torch::optim::SGDOptions> {
+class FusedSGD final : public FusedOptimizerWith<torch::optim::SGDOptions> {
  public:
   using FusedOptimizerWith::FusedOptimizerWith;
 };

@@ -3,16 +3,16 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 namespace ddpkit::optim {
+
+class Shards;
 
 /// Options of ShardedOptimizer.
 struct ShardedOptions {
@@ -73,8 +73,6 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   /// Not available. A group added through torch::optim::Optimizer makes the next step() throw InvalidArgument.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) = delete;
 
-  /// Returns the optimizer of this rank's shards.
-  const FusedOptimizer& inner() const noexcept;
   /// Returns whether the host keeps one copy of the weights.
   bool has_shared_weights() const noexcept;
 
@@ -84,10 +82,6 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   /// Returns the optimizer of the whole parameters that consolidate_state() has made. Throws InvalidArgument on ranks
   /// that did not gather the state.
   const FusedOptimizer& consolidated() const;
-  /// Creates an optimizer of the whole parameters, without state. Not collective.
-  std::unique_ptr<FusedOptimizer> make_whole() const;
-  /// Copies this rank's part of the state, and the options, from an optimizer of the whole parameters. Not collective.
-  void take_state(const FusedOptimizer& whole);
   /// Writes the archive that the optimizer of one process without sharding would write; torch::optim can load it. Not
   /// collective. Throws InvalidArgument on a rank without consolidated state.
   void save(torch::serialize::OutputArchive& archive) const final;
@@ -99,7 +93,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
 
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;  ///< Parameter groups. [group]
-  /// Makes an optimizer of `groups`, which are slices or whole parameters.
+  /// Makes an optimizer of `groups`, which are shards or whole parameters.
   using Factory = std::function<std::unique_ptr<FusedOptimizer>(const Groups& groups)>;
 
   /// Collective. `groups` hold exactly the parameters that `ddp` averages.
@@ -112,21 +106,11 @@ class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScal
   ShardedOptimizerBase& operator=(ShardedOptimizerBase&& other) noexcept;
 
  private:
-  struct Shards;
+  friend class Shards;
 
   explicit ShardedOptimizerBase(std::shared_ptr<Shards> shards);
-
   void join_shadow(int event) override;
   void join_end(int source) override;
-  void step_together(double factor);
-  double clip_together(std::vector<double> arguments);
-  void update(double factor);
-  void check_groups() const;
-  void check_owner() const;
-  void announce(int event);
-  std::vector<double> follow_active_ranks(std::vector<double> arguments = {});
-  std::string settings(const std::vector<double>& arguments) const;
-  std::vector<double> take_settings(const std::string& bytes);
 
   std::shared_ptr<Shards> shards_;  ///< The reducer holds a weak pointer.
 };

@@ -24,7 +24,7 @@ struct GradBucket {
 };
 
 /// A reduction that a communication hook has started.
-struct PendingReduction {
+struct BucketReduction {
   Work work = {};  ///< The end of backward waits for it. May be empty.
   /// Called after `work` has completed, bucket by bucket, at the end of backward, on the stream of the hook. May call
   /// collectives. Returns the bucket's reduced gradients with the shape of the buffer and any floating type, or an
@@ -38,7 +38,7 @@ struct PendingReduction {
 /// Called once per bucket and backward, as soon as the bucket is full, on one of autograd's threads. On a GPU, the
 /// current stream waits for the bucket's gradients. The hook must not wait for other ranks. The result must be the same
 /// on all ranks, and should be the mean of the ranks' gradients.
-using CommHook = std::function<PendingReduction(GradBucket& bucket)>;
+using CommHook = std::function<BucketReduction(GradBucket& bucket)>;
 
 }  // namespace ddpkit
 

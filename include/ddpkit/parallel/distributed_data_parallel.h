@@ -4,9 +4,6 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,45 +51,36 @@ struct DistributedDataParallelOptions {
 /// The part of DistributedDataParallel that does not depend on the module's type.
 class DistributedDataParallelBase : public Joinable {
  public:
-  /// While the guard exists, backward accumulates gradients locally. The first backward after it averages the sums.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(Reducer& reducer);  ///< Called by no_sync().
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    Reducer* reducer_;
-    bool before_;
-  };
+  ~DistributedDataParallelBase() override;
 
   /// Returns a guard: backwards while it exists are local. Not collective, but all ranks must use it alike.
-  NoSync no_sync() { return NoSync(*reducer_); }
+  Reducer::NoSync no_sync() { return reducer().no_sync(); }
 
   /// Reduces the buckets of gradients with `hook` from now on, like Python's register_comm_hook. See comm_hooks.h.
   /// Collective; must not be called within backward. Gradients are then copied into flat buckets.
-  void register_comm_hook(CommHook hook) { reducer_->set_comm_hook(std::move(hook)); }
+  void register_comm_hook(CommHook hook) { reducer().register_comm_hook(std::move(hook)); }
 
   /// Returns this rank's statistics: buckets, bytes, the part of the communication that overlapped with backward.
-  DistributedDataParallelStats stats() const { return reducer_->stats(); }
+  DistributedDataParallelStats stats() const { return reducer().stats(); }
 
   /// Records forward passes and synchronized backwards from now on. Call it on all ranks; otherwise Timeline::write()
   /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
-  const ProcessGroup& join_group() const override { return group_; }
+  const ProcessGroup& join_group() const override { return group(); }
 
   /// Returns the group of ranks that average gradients.
-  const ProcessGroup& group() const noexcept { return group_; }
+  const ProcessGroup& group() const noexcept;
   /// Returns the reducer: buckets, arena, times of the last backward.
-  Reducer& reducer() noexcept { return *reducer_; }
-  const Reducer& reducer() const noexcept { return *reducer_; }  ///< The same reducer.
+  Reducer& reducer() noexcept;
+  const Reducer& reducer() const noexcept;  ///< The same reducer.
 
  protected:
   /// Collective. See DistributedDataParallel. `module` must outlive this object.
   DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
                               const DistributedDataParallelOptions& options);
+  DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept;
+  DistributedDataParallelBase& operator=(DistributedDataParallelBase&&) noexcept;
   /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast.
   void before_forward();
   /// Must be called after each forward pass, with its result.
@@ -101,7 +89,7 @@ class DistributedDataParallelBase : public Joinable {
     record_forward();
     if (!c10::GradMode::is_enabled()) return;
     std::vector<at::Tensor> tensors;
-    if (collect_tensors(outputs, tensors)) reducer_->prepare_for_backward(tensors);
+    if (collect_tensors(outputs, tensors)) reducer().prepare_for_backward(tensors);
   }
   /// Records the forward pass in the timeline, if there is one.
   void record_forward();
@@ -110,19 +98,9 @@ class DistributedDataParallelBase : public Joinable {
   void join_begin() override;
   void join_shadow(int event) override;
   void join_end(int source) override;
-  bool broadcast_buffers();
-  void write_buffer(std::size_t index, const at::Tensor& values);
 
-  ProcessGroup group_;
-  torch::nn::Module* module_;
-  DistributedDataParallelOptions options_;
-  std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> buffers_;
-  std::vector<std::int64_t> buffer_versions_;  ///< Versions after the last broadcast. [buffer]
-  std::vector<at::Tensor> buffer_messages_;    ///< Flat tensors for the broadcast of the buffers.
-  std::optional<Timeline> timeline_;
-  std::chrono::steady_clock::time_point forward_began_;  ///< Only with a timeline.
-  std::unique_ptr<Reducer> reducer_;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 /// Trains one copy of `module` per rank. The result is that of one process with the batches of all ranks. The gradient

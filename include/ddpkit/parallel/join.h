@@ -8,8 +8,6 @@
 
 namespace ddpkit {
 
-class JoinSession;
-
 /// Interface of objects whose collectives join() can shadow, such as DistributedDataParallel.
 class Joinable {
  public:
@@ -18,16 +16,12 @@ class Joinable {
   /// Returns the group of the ranks that join.
   virtual const ProcessGroup& join_group() const = 0;
 
- protected:
-  JoinSession* join_ = nullptr;  ///< Each collective must be announced to it before the call. Null outside join().
-  int join_index_ = 0;           ///< Index of this object in the session.
-
  private:
-  friend class JoinSession;
+  friend class JoinContext;
 
   /// Called when join() begins.
   virtual void join_begin() {}
-  /// Shadows the collectives that the other ranks have announced as `event`, on a rank without inputs.
+  /// Makes the collectives of which the other ranks have notified, as `event`, on a rank without inputs.
   virtual void join_shadow(int /*event*/) {}
   /// Called when join() ends. `source` is a rank that took all steps; the others copy its state. Collective. If the
   /// loop ended with an error, `source` is negative and nothing is exchanged.

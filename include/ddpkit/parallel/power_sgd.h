@@ -61,7 +61,7 @@ class PowerSGD {
   explicit PowerSGD(ProcessGroup group, const PowerSGDOptions& options = {});
 
   /// The communication hook. Collective.
-  PendingReduction operator()(GradBucket& bucket);
+  BucketReduction operator()(GradBucket& bucket);
 
   const PowerSGDOptions& options() const noexcept;  ///< The options passed to the constructor.
   /// Returns the number of backwards so far.

@@ -11,7 +11,7 @@
 
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
 #include "parallel/model_agreement.h"
 #include "tensor/flat_layout.h"
@@ -19,8 +19,6 @@
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit {
-
-using BucketPlan = std::vector<std::vector<std::size_t>>;  ///< [bucket][position]: a parameter
 
 /// The gradients of dense parameters, in buckets. Backward adds each gradient. A complete bucket is reduced. Then its
 /// shard is taken, or each of its gradients is written back to the parameter or restored.
@@ -85,13 +83,14 @@ class BucketStorage {
 /// Each bucket has one buffer, and gradients are copied to it. `strides`: element order of each gradient in messages,
 /// equal on all ranks.
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
-                                                 const ProcessGroup& group, const ReducerOptions& options);
+                                                 const ProcessGroup& group, bool gradient_as_bucket_view);
 
 /// Collective. The backend reduces gradients in place if they are in its arena. Copies a gradient to the arena if
 /// autograd allocated it elsewhere, with another order of elements, or shared with another tensor. Returns null if the
-/// backend does not support this.
+/// backend does not support this. For the options see ReducerOptions.
 std::unique_ptr<BucketStorage> make_in_place_storage(const std::vector<NamedParameter>& parameters,
                                                      const Strides& strides, const ProcessGroup& group,
-                                                     const ReducerOptions& options);
+                                                     bool gradient_as_bucket_view, bool arena,
+                                                     std::optional<std::size_t> arena_bytes);
 
 }  // namespace ddpkit

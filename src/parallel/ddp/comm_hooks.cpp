@@ -10,7 +10,7 @@
 
 #include <ddpkit/error.h>
 
-#include "parallel/ddp/reducer_impl.h"
+#include "parallel/ddp/comm_hooks.h"
 
 namespace ddpkit {
 namespace {
@@ -49,11 +49,11 @@ auto guarded(const HookCall& place, const Call& call) {
 
 }  // namespace
 
-PendingReduction call_hook(const CommHook& hook, GradBucket bucket, const ProcessGroup& group) {
+BucketReduction call_hook(const CommHook& hook, GradBucket bucket, const ProcessGroup& group) {
   const at::NoGradGuard no_grad;
   const HookCall place{bucket.index, bucket.names.size(), bucket.names.front(), bucket.names.back(), group};
   const at::Tensor buffer = bucket.buffer;
-  PendingReduction pending = guarded(place, [&] { return hook(bucket); });
+  BucketReduction pending = guarded(place, [&] { return hook(bucket); });
   if (!pending.finish) return pending;
   pending.finish = [place, buffer, finish = std::move(pending.finish)] {
     guarded(place, [&] {
@@ -76,7 +76,7 @@ namespace {
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
 CommHook compress(ProcessGroup group, at::ScalarType dtype) {
-  return [group = std::move(group), dtype](GradBucket& bucket) -> PendingReduction {
+  return [group = std::move(group), dtype](GradBucket& bucket) -> BucketReduction {
     const at::Tensor buffer = as_real(bucket.buffer);
     // As in Python, divides first: the sum must not overflow.
     const at::Tensor compressed = buffer.to(dtype).div_(group.world_size());
@@ -92,7 +92,7 @@ CommHook compress(ProcessGroup group, at::ScalarType dtype) {
 
 CommHook compress_wrapper(CommHook hook, at::ScalarType dtype) {
   if (!hook) throw InvalidArgument("there is no communication hook to compress for: the one given is empty");
-  return [hook = std::move(hook), dtype](GradBucket& bucket) -> PendingReduction {
+  return [hook = std::move(hook), dtype](GradBucket& bucket) -> BucketReduction {
     const at::Tensor buffer = as_real(bucket.buffer);
     GradBucket shown = bucket;
     shown.buffer = buffer.to(dtype).view({-1});
@@ -101,7 +101,7 @@ CommHook compress_wrapper(CommHook hook, at::ScalarType dtype) {
       const at::Tensor real = as_real(gradient);
       gradient = shown.buffer.as_strided(real.sizes(), real.strides(), real.storage_offset() + moved);
     }
-    PendingReduction pending = hook(shown);
+    BucketReduction pending = hook(shown);
     return {.work = std::move(pending.work),
             .finish =
                 [buffer, half = shown.buffer, finish = std::move(pending.finish)] {
@@ -117,7 +117,7 @@ CommHook compress_wrapper(CommHook hook, at::ScalarType dtype) {
 }  // namespace
 
 CommHook all_reduce(ProcessGroup group) {
-  return [group = std::move(group)](GradBucket& bucket) -> PendingReduction {
+  return [group = std::move(group)](GradBucket& bucket) -> BucketReduction {
     return {.work = group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
   };
 }

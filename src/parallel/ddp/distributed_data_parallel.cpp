@@ -15,8 +15,8 @@
 #include "comm/timeline_environment.h"
 #include "comm/timeline_recorder.h"
 #include "parallel/ddp/debug.h"
-#include "parallel/ddp/reducer_impl.h"
-#include "parallel/join_session.h"
+#include "parallel/ddp/reducer.h"
+#include "parallel/join.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
 
@@ -59,7 +59,7 @@ using Write = std::function<void(std::size_t index, const at::Tensor& values)>;
 
 /// Broadcasts rank `source`'s values, many tensors per message. `messages` keeps the message buffers for reuse. `write`
 /// replaces copy_() to tensor `index`.
-void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source = 0,
+void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source,
                    std::vector<at::Tensor>* messages = nullptr, const Write& write = {}) {
   if (group.world_size() == 1) return;
   const at::NoGradGuard no_grad;
@@ -145,26 +145,46 @@ std::string text_of(const DistributedDataParallelOptions& options, const Process
 
 }  // namespace
 
-DistributedDataParallelBase::NoSync::NoSync(Reducer& reducer) : reducer_(&reducer), before_(reducer.synchronize()) {
-  reducer.set_synchronize(false);
-}
+class DistributedDataParallelBase::Impl {
+ public:
+  Impl(torch::nn::Module& module, ProcessGroup group, const DistributedDataParallelOptions& options);
 
-DistributedDataParallelBase::NoSync::~NoSync() { reducer_->set_synchronize(before_); }
+  void before_forward(const Joinable& self);
+  void record_forward();
+  void broadcast_model(int source);
+  void shadow(int event, JoinContext& join);
 
-DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
-                                                         const DistributedDataParallelOptions& options)
-    : group_(std::move(group)), module_(&module), options_(options) {
+  ProcessGroup group;
+  std::optional<Timeline> timeline;
+  std::unique_ptr<Reducer> reducer;
+
+ private:
+  bool broadcast_buffers(const Joinable& self);
+  void write_buffer(std::size_t index, const at::Tensor& values);
+
+  torch::nn::Module* module_;
+  DistributedDataParallelOptions options_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> buffers_;
+  std::vector<std::int64_t> buffer_versions_;          ///< Versions after the last broadcast. [buffer]
+  std::vector<at::Tensor> buffer_messages_;            ///< Flat tensors for the broadcast of the buffers.
+  TimelineRecorder::Clock::time_point forward_began_;  ///< Only with a timeline.
+};
+
+DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup process_group,
+                                        const DistributedDataParallelOptions& options)
+    : group(std::move(process_group)), module_(&module), options_(options) {
   NamedTensors parameters, buffers;
   std::vector<NamedParameter> distinct;
   ReducerOptions reducer_options;
-  check_same_model(group_, "DistributedDataParallel", "the model differs between ranks", [&] {
+  check_same_model(group, "DistributedDataParallel", "the model differs between ranks", [&] {
     std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
     parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
     buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
     if (!unknown.empty())
       throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
                                         fmt::join(unknown, ", ")));
-    distinct = distinct_parameters(module, parameters, group_);
+    distinct = distinct_parameters(module, parameters, group);
     reducer_options = options_of_reducer(options);
     auto lines = describe_model(module, parameters, buffers);
     lines.insert(lines.begin(), text_of(options));
@@ -174,49 +194,45 @@ DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& modu
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   sort_by_type(parameters_);
   sort_by_type(buffers_);
-  broadcast_all(parameters_, group_);
-  broadcast_all(buffers_, group_);
+  broadcast_model(0);
   for (const at::Tensor& buffer : buffers_) buffer_versions_.push_back(buffer._version());
-  if (debug_level() >= DebugLevel::kInfo && group_.rank() == 0) debug_line(group_, text_of(options_, group_));
-  reducer_ = std::make_unique<Reducer>(std::move(distinct), group_, reducer_options);
+  if (debug_level() >= DebugLevel::kInfo && group.rank() == 0) debug_line(group, text_of(options_, group));
+  reducer = std::make_unique<Reducer>(std::move(distinct), group, reducer_options);
   if (const auto request = take_timeline_request()) {
-    timeline_.emplace(group_, request->path);
-    reducer_->set_timeline(timeline_, request->steps);
+    timeline.emplace(group, request->path);
+    Reducer::Impl::of(*reducer).set_timeline(timeline, request->steps);
   }
 }
 
-void DistributedDataParallelBase::before_forward() {
+void DistributedDataParallelBase::Impl::before_forward(const Joinable& self) {
   // A walk through the module is too expensive for every step.
-  if (std::has_single_bit(reducer_->backwards() + 1)) {
+  if (std::has_single_bit(Reducer::Impl::of(*reducer).backwards() + 1)) {
     std::unordered_set<std::string> ignored;
-    check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_,
-                      group_);
+    check_all_wrapped(without(module_->named_parameters(), options_.parameters_to_ignore, ignored), parameters_, group);
   }
   // Single ranks may run an evaluation, which has no backward.
-  reducer_->prepare_for_forward(at::GradMode::is_enabled() && module_->is_training());
-  if (join_) join_->count_forward();
-  const auto now = [this] {
-    return timeline_ ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point();
-  };
+  reducer->prepare_for_forward(at::GradMode::is_enabled() && module_->is_training());
+  if (JoinContext* join = JoinContext::of(self)) join->count_forward();
+  const auto now = [this] { return timeline ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point(); };
   const auto before = now();
-  const bool broadcasts = broadcast_buffers();
-  if (!timeline_) return;
+  const bool broadcasts = broadcast_buffers(self);
+  if (!timeline) return;
   forward_began_ = now();
-  if (broadcasts) timeline_->recorder()->add("broadcast buffers", TimelineRecorder::kCompute, before, forward_began_);
+  if (broadcasts) timeline->recorder()->add("broadcast buffers", TimelineRecorder::kCompute, before, forward_began_);
 }
 
 /// Returns whether there was something to broadcast.
-bool DistributedDataParallelBase::broadcast_buffers() {
+bool DistributedDataParallelBase::Impl::broadcast_buffers(const Joinable& self) {
   if (!options_.broadcast_buffers || buffers_.empty() || !module_->is_training()) return false;
   // During gradient accumulation, ranks may run different numbers of forward passes.
-  if (!reducer_->synchronize()) return false;
+  if (!Reducer::Impl::of(*reducer).synchronize) return false;
   int source = 0;
-  if (join_) {
-    join_->announce(join_index_, kJoinBuffers);
-    source = join_->first_active(true);
+  if (JoinContext* join = JoinContext::of(self)) {
+    join->notify(self, kJoinBuffers);
+    source = join->first_active(true);
   }
   try {
-    broadcast_all(buffers_, group_, source, &buffer_messages_,
+    broadcast_all(buffers_, group, source, &buffer_messages_,
                   [this](std::size_t index, const at::Tensor& values) { write_buffer(index, values); });
   } catch (const Error&) {
     rethrow_with_advice();
@@ -227,7 +243,7 @@ bool DistributedDataParallelBase::broadcast_buffers() {
 /// A graph that saved the buffer may still be used. Batch norm saves its statistics, does not read them in backward,
 /// and updates them without a new version. A write with a new version would make autograd reject this graph. If all
 /// updates since the last broadcast had no new version, this write has none either.
-void DistributedDataParallelBase::write_buffer(std::size_t index, const at::Tensor& values) {
+void DistributedDataParallelBase::Impl::write_buffer(std::size_t index, const at::Tensor& values) {
   const at::Tensor& buffer = buffers_[index];
   if (buffer._version() == buffer_versions_[index]) {
     const at::AutoDispatchBelowADInplaceOrView no_new_version;
@@ -238,34 +254,61 @@ void DistributedDataParallelBase::write_buffer(std::size_t index, const at::Tens
   buffer_versions_[index] = buffer._version();
 }
 
-void DistributedDataParallelBase::record_forward() {
-  if (timeline_)
-    timeline_->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
+void DistributedDataParallelBase::Impl::record_forward() {
+  if (timeline)
+    timeline->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
 }
 
-void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
-  timeline_ = timeline;
-  reducer_->set_timeline(std::move(timeline));
+void DistributedDataParallelBase::Impl::broadcast_model(int source) {
+  broadcast_all(parameters_, group, source);
+  broadcast_all(buffers_, group, source);
 }
 
-void DistributedDataParallelBase::join_begin() { reducer_->impl_->set_join(join_, join_index_); }
-
-void DistributedDataParallelBase::join_shadow(int event) {
+void DistributedDataParallelBase::Impl::shadow(int event, JoinContext& join) {
   switch (event) {
     case kJoinBuffers:
-      return broadcast_all(buffers_, group_, join_->first_active(false));
+      return broadcast_all(buffers_, group, join.first_active(false));
     case kJoinBucket:
-      return reducer_->impl_->shadow_bucket();
+      return Reducer::Impl::of(*reducer).shadow_bucket();
     default:
-      return reducer_->impl_->shadow_end_of_backward();
+      return Reducer::Impl::of(*reducer).shadow_end_of_backward();
   }
 }
 
+// ---- the public class
+
+DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
+                                                         const DistributedDataParallelOptions& options)
+    : impl_(std::make_unique<Impl>(module, std::move(group), options)) {}
+DistributedDataParallelBase::~DistributedDataParallelBase() = default;
+DistributedDataParallelBase::DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept = default;
+DistributedDataParallelBase& DistributedDataParallelBase::operator=(DistributedDataParallelBase&&) noexcept = default;
+
+void DistributedDataParallelBase::before_forward() { impl_->before_forward(*this); }
+void DistributedDataParallelBase::record_forward() { impl_->record_forward(); }
+const ProcessGroup& DistributedDataParallelBase::group() const noexcept { return impl_->group; }
+Reducer& DistributedDataParallelBase::reducer() noexcept { return *impl_->reducer; }
+const Reducer& DistributedDataParallelBase::reducer() const noexcept { return *impl_->reducer; }
+
+void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
+  impl_->timeline = timeline;
+  impl_->reducer->set_timeline(std::move(timeline));
+}
+
+void DistributedDataParallelBase::join_begin() { Reducer::Impl::of(reducer()).set_join(JoinContext::of(*this), *this); }
+void DistributedDataParallelBase::join_shadow(int event) { impl_->shadow(event, *JoinContext::of(*this)); }
 void DistributedDataParallelBase::join_end(int source) {
-  reducer_->impl_->set_join(nullptr, 0);
-  if (source < 0) return;
-  broadcast_all(parameters_, group_, source);
-  broadcast_all(buffers_, group_, source);
+  Reducer::Impl::of(reducer()).set_join(nullptr, *this);
+  if (source >= 0) impl_->broadcast_model(source);
+}
+
+void check_same_parameters(const DistributedDataParallelBase& ddp) {
+  if (ddp.group().world_size() == 1) return;
+  check_same_model(ddp.group(), "check_same_parameters", "the parameters differ between ranks", [&] {
+    NamedTensors parameters;
+    for (const auto& [name, tensor, sparse] : parameters_of(ddp.reducer())) parameters.emplace_back(name, tensor);
+    return describe_values("parameter", parameters);
+  });
 }
 
 }  // namespace ddpkit

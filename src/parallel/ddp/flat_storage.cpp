@@ -99,8 +99,8 @@ class FlatStorage final : public BucketStorage {
 }  // namespace
 
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
-                                                 const ProcessGroup& group, const ReducerOptions& options) {
-  return std::make_unique<FlatStorage>(parameters, strides, group, options.gradient_as_bucket_view);
+                                                 const ProcessGroup& group, bool gradient_as_bucket_view) {
+  return std::make_unique<FlatStorage>(parameters, strides, group, gradient_as_bucket_view);
 }
 
 }  // namespace ddpkit

@@ -21,14 +21,15 @@ namespace {
 class InPlaceStorage final : public BucketStorage {
  public:
   InPlaceStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
-                 SymmetricMemory& memory, const ReducerOptions& options)
-      : group_(std::move(group)), memory_(memory), as_bucket_view_(options.gradient_as_bucket_view) {
+                 SymmetricMemory& memory, bool gradient_as_bucket_view, bool arena,
+                 std::optional<std::size_t> arena_bytes)
+      : group_(std::move(group)), memory_(memory), as_bucket_view_(gradient_as_bucket_view) {
     std::size_t bytes = 0;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       entries_.push_back({.parameter = parameters[i].tensor, .strides = strides[i]});
       bytes += parameters[i].tensor.nbytes() + 2 * kAlignment;
     }
-    if (options.arena) open_arena(bytes, options.arena_bytes);
+    if (arena) open_arena(bytes, arena_bytes);
   }
 
   bool in_place() const noexcept override { return true; }
@@ -164,10 +165,12 @@ class InPlaceStorage final : public BucketStorage {
 
 std::unique_ptr<BucketStorage> make_in_place_storage(const std::vector<NamedParameter>& parameters,
                                                      const Strides& strides, const ProcessGroup& group,
-                                                     const ReducerOptions& options) {
+                                                     bool gradient_as_bucket_view, bool arena,
+                                                     std::optional<std::size_t> arena_bytes) {
   SymmetricMemory* memory = Backend::of(group)->symmetric_memory();
   if (!memory) return nullptr;
-  return std::make_unique<InPlaceStorage>(parameters, strides, group, *memory, options);
+  return std::make_unique<InPlaceStorage>(parameters, strides, group, *memory, gradient_as_bucket_view, arena,
+                                          arena_bytes);
 }
 
 }  // namespace ddpkit

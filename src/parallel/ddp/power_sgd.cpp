@@ -139,7 +139,7 @@ struct PowerSGD::State : std::enable_shared_from_this<State> {
   bool pays(const at::Tensor& gradient) const;
   Kept& kept_of(const std::string& name, const at::Tensor& parameter, const at::Tensor& matrix);
   std::shared_ptr<Compressed> divide(const GradBucket& bucket);
-  PendingReduction reduce(const GradBucket& bucket);
+  BucketReduction reduce(const GradBucket& bucket);
   void choose_qs(Compressed& bucket);
   const at::Tensor& spare(const at::Tensor& factors);
   void decompress(Compressed& bucket);
@@ -293,7 +293,7 @@ void PowerSGD::State::decompress(Compressed& bucket) {
   }
 }
 
-PendingReduction PowerSGD::State::reduce(const GradBucket& bucket) {
+BucketReduction PowerSGD::State::reduce(const GradBucket& bucket) {
   const auto parts = iterations < options.start_powerSGD_iter ? nullptr : divide(bucket);
   if (!parts || parts->groups.empty()) return {.work = group.all_reduce_async(bucket.buffer, ReduceOp::kAvg)};
   std::size_t sent_bytes = 0;
@@ -329,9 +329,9 @@ PowerSGD::PowerSGD(ProcessGroup group, const PowerSGDOptions& options)
         options.matrix_approximation_rank, options.min_compression_rate, options.orthogonalization_epsilon));
 }
 
-PendingReduction PowerSGD::operator()(GradBucket& bucket) {
+BucketReduction PowerSGD::operator()(GradBucket& bucket) {
   if (bucket.index == 0) state_->next_random = state_->random;
-  PendingReduction pending = state_->reduce(bucket);
+  BucketReduction pending = state_->reduce(bucket);
   if (bucket.is_last)
     pending.finish = [state = state_, finish = std::move(pending.finish)] {
       if (finish) finish();

@@ -1,4 +1,4 @@
-#include <ddpkit/parallel/reducer.h>
+#include "parallel/ddp/reducer.h"
 
 #include <algorithm>
 #include <functional>
@@ -10,10 +10,8 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
-#include <ddpkit/parallel/bucket_plan.h>
 
 #include "parallel/ddp/debug.h"
-#include "parallel/ddp/reducer_impl.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit {
@@ -131,10 +129,10 @@ void Reducer::Impl::require_no_backward(const char* what) {
   if (backward_.phase != Phase::kIdle) throw InvalidArgument(fmt::format("{} cannot be set while backward runs", what));
 }
 
-void Reducer::Impl::set_comm_hook(CommHook hook) {
+void Reducer::Impl::register_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   require_no_backward("a communication hook");
-  run_on_all_ranks(group_, "set_comm_hook", [&] {
+  run_on_all_ranks(group_, "register_comm_hook", [&] {
     if (hook && !shard_output_.expired())
       throw InvalidArgument("gradients are sharded, but a communication hook needs whole gradients");
   });
@@ -185,12 +183,12 @@ void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t
   stats_.set_timeline(std::move(timeline), write_after);
 }
 
-void Reducer::Impl::set_join(JoinSession* session, int index) {
+void Reducer::Impl::set_join(JoinContext* context, const Joinable& joinable) {
   const std::lock_guard lock(mutex_);
-  join_ = session;
-  join_index_ = index;
+  join_ = context;
+  joinable_ = &joinable;
   if (backward_.phase == Phase::kShadow) backward_.phase = Phase::kReducing;  // The backward has failed.
-  if (session) follow_shard_output();
+  if (context) follow_shard_output();
 }
 
 DistributedDataParallelStats Reducer::Impl::stats() const {
@@ -203,8 +201,11 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
 /// Allocates memory and buckets for the current hook. Collective.
 void Reducer::Impl::lay_out() {
   strides_ = agree_on_strides(dense_, group_);
-  auto storage = comm_hook_ ? nullptr : make_in_place_storage(dense_, strides_, group_, options_);
-  storage_ = storage ? std::move(storage) : make_flat_storage(dense_, strides_, group_, options_);
+  auto storage = comm_hook_ ? nullptr
+                            : make_in_place_storage(dense_, strides_, group_, options_.gradient_as_bucket_view,
+                                                    options_.arena, options_.arena_bytes);
+  storage_ =
+      storage ? std::move(storage) : make_flat_storage(dense_, strides_, group_, options_.gradient_as_bucket_view);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
   use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
@@ -307,23 +308,29 @@ Reducer::Reducer(std::vector<NamedParameter> parameters, ProcessGroup group, con
 
 Reducer::~Reducer() { impl_->remove_hooks(); }
 
-void Reducer::prepare_for_forward(bool expects_backward) { impl_->prepare_for_forward(expects_backward); }
-void Reducer::set_synchronize(bool synchronize) noexcept { impl_->synchronize = synchronize; }
-bool Reducer::synchronize() const noexcept { return impl_->synchronize; }
-void Reducer::set_comm_hook(CommHook hook) { impl_->set_comm_hook(std::move(hook)); }
-std::vector<NamedParameter> Reducer::parameters() const { return impl_->parameters(); }
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) { impl_->prepare_for_backward(outputs); }
-void Reducer::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
-  impl_->set_timeline(std::move(timeline), write_after);
+Reducer::NoSync::NoSync(std::shared_ptr<Impl> impl)
+    : impl_(std::move(impl)), before_(impl_->synchronize.exchange(false)) {}
+
+Reducer::NoSync::~NoSync() {
+  if (impl_) impl_->synchronize = before_;
 }
-const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
-std::uint64_t Reducer::backwards() const noexcept { return impl_->backwards(); }
+
+void Reducer::prepare_for_forward(bool expects_backward) { impl_->prepare_for_forward(expects_backward); }
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) { impl_->prepare_for_backward(outputs); }
+Reducer::NoSync Reducer::no_sync() { return NoSync(impl_); }
+void Reducer::register_comm_hook(CommHook hook) { impl_->register_comm_hook(std::move(hook)); }
+void Reducer::set_timeline(std::optional<Timeline> timeline) { impl_->set_timeline(std::move(timeline)); }
 DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
+const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
 std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
 
-void ShardOutput::make_plan(const Reducer& reducer) { reducer.impl_->plan_shards(*this); }
+const std::vector<NamedParameter>& parameters_of(const Reducer& reducer) {
+  return Reducer::Impl::of(reducer).parameters();
+}
+
+void ShardOutput::make_plan(const Reducer& reducer) { Reducer::Impl::of(reducer).plan_shards(*this); }
 void ShardOutput::attach(const std::shared_ptr<ShardOutput>& output, const Reducer& reducer) {
-  reducer.impl_->set_shard_output(output);
+  Reducer::Impl::of(reducer).set_shard_output(output);
 }
 
 }  // namespace ddpkit

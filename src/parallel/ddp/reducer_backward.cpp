@@ -10,10 +10,11 @@
 #include <ddpkit/error.h>
 
 #include "comm/trace/recorder.h"
+#include "parallel/ddp/comm_hooks.h"
 #include "parallel/ddp/debug.h"
-#include "parallel/ddp/reducer_impl.h"
+#include "parallel/ddp/reducer.h"
 #include "parallel/ddp/sparse_gradient.h"
-#include "parallel/join_session.h"
+#include "parallel/join.h"
 #include "parallel/model_agreement.h"
 
 namespace ddpkit {
@@ -192,7 +193,7 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   BucketTiming& timing = backward_.trace.buckets[b];
   timing.started = Clock::now();
   if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // No gradient was used.
-  announce(kJoinBucket);
+  notify(kJoinBucket);
   timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
   storage_->flush_copies_in(b);
   if (b == 0) {
@@ -216,7 +217,7 @@ void Reducer::Impl::call_comm_hook(std::size_t b) {
     shown.parameters.push_back(parameters_[index].tensor);
     shown.names.push_back(parameters_[index].name);
   }
-  PendingReduction pending;
+  BucketReduction pending;
   {
     const auto in_hook = enter_comm_hook();
     pending = call_hook(comm_hook_, std::move(shown), group_);
@@ -258,7 +259,7 @@ void Reducer::Impl::deliver_early() {
 void Reducer::Impl::finish_backward() {
   used_.check_complete(backward_.started);
   while (backward_.started < plan.size()) start_bucket(backward_.started++);
-  announce(kJoinEndOfBackward);
+  notify(kJoinEndOfBackward);
   agree_on_used();
   last_readers_.clear();
   last_readers_.add_current();
@@ -349,8 +350,8 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
 
 // ---- join
 
-void Reducer::Impl::announce(int event) {
-  if (join_ && backward_.phase != Phase::kShadow) join_->announce(join_index_, event);
+void Reducer::Impl::notify(int event) {
+  if (join_ && backward_.phase != Phase::kShadow) join_->notify(*joinable_, event);
 }
 
 /// Returns the factor that turns an average over all ranks into an average over ranks with inputs.

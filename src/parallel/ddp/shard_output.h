@@ -9,12 +9,17 @@
 #include <memory>
 #include <vector>
 
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
-#include "parallel/ddp/bucket_storage.h"
 #include "tensor/flat_layout.h"
 
 namespace ddpkit {
+
+class Reducer;
+
+/// Returns the parameters with requires_grad, with the indices of Reducer::buckets(). Dense parameters come first.
+/// [param]
+const std::vector<NamedParameter>& parameters_of(const Reducer& reducer);
 
 /// Receives shards of the averaged gradients from a Reducer. The parameters then have no gradient.
 struct ShardOutput {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <ddpkit/comm/timeline.h>
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/stats.h>
 
 namespace ddpkit {
 
@@ -39,7 +39,8 @@ class StepStats {
   std::uint64_t backwards() const noexcept { return backwards_; }
   DistributedDataParallelStats stats(int rebuilds) const;
 
-  /// See Reducer::set_timeline().
+  /// `write_after`: number of backwards after which the timeline is written and removed; the same on all ranks. 0: the
+  /// caller writes it.
   void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
   bool has_timeline() const noexcept { return timeline_.has_value(); }
   void note_output_reached();

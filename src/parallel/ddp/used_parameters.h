@@ -8,7 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
 #include "parallel/autograd/gradient_hooks.h"
 

@@ -103,7 +103,7 @@ void SharedWeights::move(const at::Storage& storage, std::size_t offset) const {
   storage.set_data_ptr(at::DataPtr(data, pages.release(), release, at::kCPU));
 }
 
-void SharedWeights::take_back(std::size_t index) {
+void SharedWeights::adopt(std::size_t index) {
   const at::Tensor& parameter = parameters_[index].tensor;
   if (parameter.storage().nbytes() != parameter.nbytes())
     throw InvalidArgument(
@@ -124,7 +124,7 @@ at::Tensor SharedWeights::piece(std::size_t index, std::int64_t begin, std::int6
 
 bool SharedWeights::is_written() const noexcept { return pages_->view->is_written(); }
 
-void SharedWeights::settle() {
+void SharedWeights::synchronize() {
   flag_.data_ptr<std::uint8_t>()[0] = is_written();
   group_.all_reduce(flag_, ReduceOp::kMax);
   if (flag_.const_data_ptr<std::uint8_t>()[0] == 0) return;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/parallel/reducer.h>
+#include <ddpkit/parallel/bucket_plan.h>
 
 namespace ddpkit::optim {
 
@@ -34,13 +34,13 @@ class SharedWeights {
   /// Call after parameter `index` has received other memory. Copies its values to the shared memory as writes of this
   /// rank, and moves the parameter back. Throws InvalidArgument if part of the memory belongs to no parameter or to
   /// another parameter.
-  void take_back(std::size_t index);
+  void adopt(std::size_t index);
 
-  /// Returns whether this rank has written to a parameter since the last settle().
+  /// Returns whether this rank has written to a parameter since the last synchronize().
   bool is_written() const noexcept;
   /// Collective; returns after all ranks have called it. Applies the writes of all ranks to the shared memory. Throws
   /// InvalidArgument on all ranks if their writes differ.
-  void settle();
+  void synchronize();
 
  private:
   struct Pages;

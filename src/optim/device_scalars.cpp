@@ -7,7 +7,7 @@
 
 #include <ddpkit/error.h>
 
-#include "optim/algorithm.h"
+#include "optim/fused_optimizer.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -19,10 +19,10 @@ namespace {
 
 }  // namespace
 
-at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOptions& options, at::Device device) {
+at::Tensor FusedOptimizer::Impl::device_learning_rate(const AnyOptions& options, at::Device device) {
   if (!capture_) capture_ = std::make_unique<Capture>();
   std::size_t group = 0;
-  while (&std::as_const(param_groups_).at(group).options() != &options) ++group;
+  while (&std::as_const(param_groups()).at(group).options() != &options) ++group;
   auto& [tensor, value] = capture_->learning_rates[{group, device.index()}];
   const double now = options.get_lr();
   if (capture_->capturing) {
@@ -43,7 +43,7 @@ at::Tensor FusedOptimizer::device_learning_rate(const torch::optim::OptimizerOpt
 
 /// Returns the state's step count as a device scalar, which the graph increments. Undefined if the state has no step
 /// count.
-at::Tensor FusedOptimizer::device_steps(const at::Tensor& parameter, torch::optim::OptimizerParamState& state) {
+at::Tensor FusedOptimizer::Impl::device_steps(const at::Tensor& parameter, AnyState& state) {
   const std::int64_t* count = algorithm_.steps_of(state);
   if (!count) return {};
   at::Tensor& tensor = capture_->steps[parameter.unsafeGetTensorImpl()];
@@ -52,33 +52,33 @@ at::Tensor FusedOptimizer::device_steps(const at::Tensor& parameter, torch::opti
   return tensor;
 }
 
-void FusedOptimizer::begin_capture() {
+void FusedOptimizer::Impl::begin_capture() {
   if (!capture_) capture_ = std::make_unique<Capture>();
   capture_->capturing = true;
   capture_->parameters.clear();
 }
 
-void FusedOptimizer::end_capture() {
+void FusedOptimizer::Impl::end_capture() {
   capture_->capturing = false;
   capture_->layout = layout_.get();
   capture_->places.clear();
   capture_->options.clear();
   for (const at::Tensor& parameter : capture_->parameters) {
     capture_->places.push_back(parameter.const_data_ptr());
-    const auto found = state_.find(parameter.unsafeGetTensorImpl());
-    if (found == state_.end()) continue;
+    const auto found = states().find(parameter.unsafeGetTensorImpl());
+    if (found == states().end()) continue;
     if (auto* steps = algorithm_.steps_of(*found->second)) --*steps;  // Counted in the capture, not executed.
   }
-  for (const auto& group : std::as_const(param_groups_)) capture_->options.push_back(group.options().clone());
+  for (const auto& group : std::as_const(param_groups())) capture_->options.push_back(group.options().clone());
 }
 
-void FusedOptimizer::before_replay() {
+void FusedOptimizer::Impl::before_replay() {
   const at::NoGradGuard no_grad;
   if (capture_->layout != layout_.get() || (layout_ && !fits_layout()) ||
-      capture_->options.size() != param_groups_.size())
+      capture_->options.size() != param_groups().size())
     throw_changed("the optimizer's parameters");
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    const auto& now = std::as_const(param_groups_)[g].options();
+  for (std::size_t g = 0; g < param_groups().size(); ++g) {
+    const auto& now = std::as_const(param_groups())[g].options();
     capture_->options[g]->set_lr(now.get_lr());
     if (!algorithm_.same_options(*capture_->options[g], now)) throw_changed("an option other than the learning rate");
   }
@@ -86,21 +86,21 @@ void FusedOptimizer::before_replay() {
     if (capture_->parameters[i].const_data_ptr() != capture_->places[i]) throw_changed("the memory of a parameter");
   }
   for (auto& [key, rate] : capture_->learning_rates)
-    device_learning_rate(std::as_const(param_groups_)[key.first].options(), rate.tensor.device());
+    device_learning_rate(std::as_const(param_groups())[key.first].options(), rate.tensor.device());
   // Increments the host counts, which archives contain. The graph increments the device counts.
   for (const at::Tensor& parameter : capture_->parameters) {
     parameter.unsafeGetTensorImpl()->bump_version();
-    const auto found = state_.find(parameter.unsafeGetTensorImpl());
-    if (found == state_.end()) continue;
+    const auto found = states().find(parameter.unsafeGetTensorImpl());
+    if (found == states().end()) continue;
     if (auto* steps = algorithm_.steps_of(*found->second)) ++*steps;
   }
 }
 
-void FusedOptimizer::set_device_steps() {
+void FusedOptimizer::Impl::set_device_steps() {
   if (!capture_) return;
   for (auto& [parameter, tensor] : capture_->steps) {
-    const auto found = state_.find(const_cast<void*>(parameter));
-    tensor.fill_(found == state_.end() ? 0.0 : static_cast<double>(*algorithm_.steps_of(*found->second)));
+    const auto found = states().find(const_cast<void*>(parameter));
+    tensor.fill_(found == states().end() ? 0.0 : static_cast<double>(*algorithm_.steps_of(*found->second)));
   }
 }
 

@@ -20,29 +20,28 @@
 
 namespace ddpkit {
 
-class JoinSession;
-
-/// Calls a communication hook of the program. The returned `finish` leaves the reduced gradients in the bucket's buffer
-/// and returns nothing. An exception of hook or finish becomes an Error that names the bucket, and aborts the group,
-/// unless other ranks caused the exception.
-PendingReduction call_hook(const CommHook& hook, GradBucket bucket, const ProcessGroup& group);
+class Joinable;
+class JoinContext;
 
 /// Shared with the hooks, which may outlive the reducer inside a graph.
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  public:
   Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options);
   ~Impl();
+  static Impl& of(const Reducer& reducer) noexcept { return *reducer.impl_; }
 
   void install_hooks();
   void remove_hooks() noexcept;
   void prepare_for_forward(bool expects_backward);
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  void set_comm_hook(CommHook hook);
+  void register_comm_hook(CommHook hook);
   void plan_shards(ShardOutput& output);
   void set_shard_output(const std::shared_ptr<ShardOutput>& output);
-  void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after);
+  /// `write_after`: see StepStats::set_timeline().
+  void set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after = 0);
   DistributedDataParallelStats stats() const;
-  void set_join(JoinSession* session, int index);
+  /// Null outside join().
+  void set_join(JoinContext* context, const Joinable& joinable);
   void shadow_bucket();
   void shadow_end_of_backward();
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
@@ -116,7 +115,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void finish_bucket(std::size_t bucket);
   void wait_for_result(BucketState& bucket);
   void deliver_shards(std::size_t bucket);
-  void announce(int event);
+  void notify(int event);
   double join_factor() const;
   void divide_by_active_ranks();
 
@@ -140,8 +139,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<std::size_t> arrival_order_;  ///< Dense parameters, until the first backward has ended.
   StreamSet last_readers_;                  ///< Streams on which the last backward read gradients from the buckets.
   StreamSet seen_;                          ///< All streams that have used the current memory.
-  JoinSession* join_ = nullptr;
-  int join_index_ = 0;
+  JoinContext* join_ = nullptr;
+  const Joinable* joinable_ = nullptr;
   StepStats stats_;
 };
 
