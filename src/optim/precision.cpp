@@ -37,7 +37,7 @@ c10::Device checked(c10::Device device, c10::ScalarType dtype) {
 
 }  // namespace
 
-void keep_no_casts() { keeps_casts = false; }
+void disable_autocast_cache() { keeps_casts = false; }
 
 Autocast::Autocast(c10::Device device, c10::ScalarType dtype, const AutocastOptions& options)
     : device_(checked(device, dtype).type()),

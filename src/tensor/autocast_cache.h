@@ -7,6 +7,6 @@ namespace ddpkit::optim {
 /// threads, and the end of any thread's outermost scope clears it. With several threads in one step, a thread could
 /// lose its casts when another thread finishes. A weight with two uses would then be cast once or twice, depending on
 /// timing, and its gradient would be rounded differently.
-void keep_no_casts();
+void disable_autocast_cache();
 
 }  // namespace ddpkit::optim

@@ -85,20 +85,20 @@ TEST_CASE("DataParallel scatters and gathers nested tensors", "[dp]") {
   check_same_gradients(classifier, alone);
 }
 
-TEST_CASE("with_tensors rebuilds supported containers", "[dp]") {
+TEST_CASE("tree_map rebuilds supported containers", "[dp]") {
   const Tensor one = torch::ones({1});
   const auto doubled = [](const Tensor& tensor) { return tensor * 2; };
   const std::pair<std::array<Tensor, 2>, std::string> value{{one, one}, "name"};
-  const auto twice = ddpkit::with_tensors(value, doubled);
+  const auto twice = ddpkit::tree_map(value, doubled);
   CHECK(twice.first[1].item<float>() == 2);
   CHECK(twice.second == "name");
   torch::OrderedDict<std::string, Tensor> dict;
   dict.insert("a", one);
-  CHECK(ddpkit::with_tensors(dict, doubled)["a"].item<float>() == 2);
-  CHECK(ddpkit::with_tensors(torch::data::TensorExample(one), doubled).data.item<float>() == 2);
-  CHECK(ddpkit::tensors_in(std::make_tuple(one, 3, std::vector{one, one}, std::optional<Tensor>())).size() == 3);
+  CHECK(ddpkit::tree_map(dict, doubled)["a"].item<float>() == 2);
+  CHECK(ddpkit::tree_map(torch::data::TensorExample(one), doubled).data.item<float>() == 2);
+  CHECK(ddpkit::tree_leaves(std::make_tuple(one, 3, std::vector{one, one}, std::optional<Tensor>())).size() == 3);
   struct Unknown {
     int number;
   };
-  CHECK(ddpkit::with_tensors(Unknown{4}, doubled).number == 4);
+  CHECK(ddpkit::tree_map(Unknown{4}, doubled).number == 4);
 }

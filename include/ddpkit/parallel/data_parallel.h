@@ -64,7 +64,7 @@ class DataParallelBase {
 
  protected:
   class Impl;
-  using Tensors = std::vector<at::Tensor>;  ///< In the order of tensors_in().
+  using Tensors = std::vector<at::Tensor>;  ///< In the order of tree_leaves().
 
   /// See DataParallel.
   DataParallelBase(std::shared_ptr<torch::nn::Module> module, const DataParallelOptions& options);
@@ -97,7 +97,7 @@ class DataParallelBase {
 /// The caller keeps using the module, as with DistributedDataParallel. The module and its children need clone():
 /// torch::nn::Cloneable or torch::nn::Sequential. Only one call at a time. Do not copy while a call runs.
 ///
-/// Batches and arguments are split along dim 0 into parts whose sizes differ by at most one. with_tensors() finds the
+/// Batches and arguments are split along dim 0 into parts whose sizes differ by at most one. tree_map() finds the
 /// tensors. Zero-dimensional tensors and other values go to every replica. Throws InvalidArgument if tensors differ in
 /// size(0). An exception in a replica is thrown as an Error that names the replica and its device, with the original
 /// exception nested. The results of all replicas of that call are then dropped.
@@ -124,13 +124,13 @@ class DataParallel : public DataParallelBase {
     static_assert(!std::is_void_v<Outputs>, "DataParallel gathers what forward returns: it must return something");
     const std::tuple<std::decay_t<const Args&>...> all(args...);
     std::vector<std::optional<Outputs>> outputs(static_cast<std::size_t>(replicas()));  // [replica]
-    const Tensors gathered = run_forward(tensors_in(all), [&](int index, const Tensors& part) {
-      auto mine = with_tensors(all, part);
+    const Tensors gathered = run_forward(tree_leaves(all), [&](int index, const Tensors& part) {
+      auto mine = tree_unflatten(all, part);
       auto& output = outputs[static_cast<std::size_t>(index)];
       output.emplace(std::apply([&](auto&... parts) { return module_of(index).forward(parts...); }, mine));
-      return tensors_in(*output);
+      return tree_leaves(*output);
     });
-    return with_tensors(*outputs[0], gathered);
+    return tree_unflatten(*outputs[0], gathered);
   }
   /// Same as forward().
   template <class... Args>
@@ -147,8 +147,8 @@ class DataParallel : public DataParallelBase {
   at::Tensor train_step(const Batch& batch, Loss&& loss_fn) {
     static_assert(std::convertible_to<std::invoke_result_t<Loss&, M&, Batch&>, at::Tensor>,
                   "loss_fn(M& replica, Batch& part) returns the mean loss over its part, a tensor");
-    return run_step(tensors_in(batch), [&](int index, const Tensors& part) -> at::Tensor {
-      Batch mine = with_tensors(batch, part);
+    return run_step(tree_leaves(batch), [&](int index, const Tensors& part) -> at::Tensor {
+      Batch mine = tree_unflatten(batch, part);
       return loss_fn(module_of(index), mine);
     });
   }

@@ -64,36 +64,6 @@ concept Growable = RangeLike<T> && requires(T& value) {
   value.insert(value.end(), *value.begin());
 };
 
-/// Has another name than map_tensors, so that only argument-dependent lookup finds a type's map_tensors().
-template <class T>
-T rebuilt(const T& value, const TensorMap& map) {
-  if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
-    return static_cast<T>(map(value));
-  } else if constexpr (HasMapTensors<T>) {
-    return map_tensors(value, map);
-  } else if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_convertible_v<const T&, std::string>) {
-    return value;
-  } else if constexpr (ExampleLike<T>) {
-    auto data = rebuilt(value.data, map);
-    return T(std::move(data), rebuilt(value.target, map));
-  } else if constexpr (TupleLike<T>) {
-    // Braces evaluate from left to right.
-    return std::apply([&](const auto&... parts) { return T{rebuilt(parts, map)...}; }, value);
-  } else if constexpr (OptionalLike<T>) {
-    return value.has_value() ? T(rebuilt(*value, map)) : value;
-  } else if constexpr (OrderedDictLike<T>) {
-    T result;
-    for (const auto& item : value) result.insert(item.key(), rebuilt(item.value(), map));
-    return result;
-  } else if constexpr (Growable<T>) {
-    T result;
-    for (const auto& part : value) result.insert(result.end(), rebuilt(std::decay_t<decltype(part)>(part), map));
-    return result;
-  } else {
-    return value;
-  }
-}
-
 }  // namespace detail
 
 /// Appends the tensors in `outputs` to `tensors`. `outputs` is a tensor, or any nesting of tuples, pairs, arrays,
@@ -137,26 +107,50 @@ bool collect_tensors(const T& outputs, std::vector<at::Tensor>& tensors) {
 ///     Detection map_tensors(const Detection& d, const ddpkit::TensorMap& map) { return {map(d.boxes), map(d.scores)};
 ///     }
 template <class T>
-T with_tensors(const T& value, const TensorMap& map) {
-  return detail::rebuilt(value, map);
+T tree_map(const T& value, const TensorMap& map) {
+  if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
+    return static_cast<T>(map(value));
+  } else if constexpr (detail::HasMapTensors<T>) {
+    return map_tensors(value, map);
+  } else if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_convertible_v<const T&, std::string>) {
+    return value;
+  } else if constexpr (detail::ExampleLike<T>) {
+    auto data = tree_map(value.data, map);
+    return T(std::move(data), tree_map(value.target, map));
+  } else if constexpr (detail::TupleLike<T>) {
+    // Braces evaluate from left to right.
+    return std::apply([&](const auto&... parts) { return T{tree_map(parts, map)...}; }, value);
+  } else if constexpr (detail::OptionalLike<T>) {
+    return value.has_value() ? T(tree_map(*value, map)) : value;
+  } else if constexpr (detail::OrderedDictLike<T>) {
+    T result;
+    for (const auto& item : value) result.insert(item.key(), tree_map(item.value(), map));
+    return result;
+  } else if constexpr (detail::Growable<T>) {
+    T result;
+    for (const auto& part : value) result.insert(result.end(), tree_map(std::decay_t<decltype(part)>(part), map));
+    return result;
+  } else {
+    return value;
+  }
 }
 
-/// Returns the tensors in `value`, in the order of with_tensors(), including undefined ones.
+/// Returns the tensors in `value`, in the order of tree_map(), including undefined ones.
 template <class T>
-std::vector<at::Tensor> tensors_in(const T& value) {
+std::vector<at::Tensor> tree_leaves(const T& value) {
   std::vector<at::Tensor> tensors;
-  with_tensors(value, [&](const at::Tensor& tensor) {
+  tree_map(value, [&](const at::Tensor& tensor) {
     tensors.push_back(tensor);
     return tensor;
   });
   return tensors;
 }
 
-/// Returns a copy of `value` with its tensors replaced by `tensors`, which has as many as tensors_in(value).
+/// Returns a copy of `value` with its tensors replaced by `tensors`, which has as many as tree_leaves(value).
 template <class T>
-T with_tensors(const T& value, const std::vector<at::Tensor>& tensors) {
+T tree_unflatten(const T& value, const std::vector<at::Tensor>& tensors) {
   std::size_t next = 0;
-  return with_tensors(value, [&](const at::Tensor&) { return tensors.at(next++); });
+  return tree_map(value, [&](const at::Tensor&) { return tensors.at(next++); });
 }
 
 }  // namespace ddpkit

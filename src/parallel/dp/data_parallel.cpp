@@ -100,7 +100,7 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   int threads_each;
   ReplicaStreams streams;
   std::shared_ptr<ArenaLease> arena;
-  std::shared_ptr<ReplicaSet> set;
+  std::shared_ptr<Replicas> set;
 
  private:
   void follow() {
@@ -134,7 +134,7 @@ DataParallelBase::Impl::Impl(std::shared_ptr<torch::nn::Module> module, const Da
 
 void DataParallelBase::Impl::replicate() {
   streams.fork();
-  set = std::make_shared<ReplicaSet>(module_, devices, streams, first_bucket_bytes_, bucket_bytes_);
+  set = std::make_shared<Replicas>(module_, devices, streams, first_bucket_bytes_, bucket_bytes_);
 }
 
 /// Runs `job` on the replicas' threads and streams. The caller's streams then wait for the replicas' streams.
@@ -166,15 +166,15 @@ Tensors DataParallelBase::Impl::run_forward(const Tensors& inputs,
   lock.lock();
   follow();
   const bool gradients = c10::GradMode::is_enabled();
-  const Cuts cuts = cut(std::max<std::int64_t>(batch_size(inputs), 0), static_cast<int>(devices.size()));
-  const std::size_t active = cuts.size() - 1;
+  const ChunkOffsets offsets = chunk(std::max<std::int64_t>(batch_size(inputs), 0), static_cast<int>(devices.size()));
+  const std::size_t active = offsets.size() - 1;
   ReplicasCall call{.set = set, .inputs = {}, .outputs = std::vector<Tensors>(active)};
-  for (std::size_t r = 0; r < active; ++r) call.inputs.push_back(part_of(inputs, cuts, r, gradients, devices[r]));
+  for (std::size_t r = 0; r < active; ++r) call.inputs.push_back(scatter(inputs, offsets, r, gradients, devices[r]));
   run_replicas(active, [&](int r) {
     const auto index = static_cast<std::size_t>(r);
     call.outputs[index] = forward(r, call.inputs[index]);
   });
-  Tensors outputs = joined(call.outputs, devices.size() > 1);
+  Tensors outputs = gather(call.outputs, devices.size() > 1);
   if (gradients)
     connect_graph(outputs, inputs, std::move(call),
                   [self = shared_from_this()](const ReplicasCall& made, const Tensors& from, bool keep_graph) {
@@ -203,13 +203,13 @@ at::Tensor DataParallelBase::Impl::run_step(const Tensors& batch,
                      : "DataParallel::train_step(): the batch holds no tensor with a dim 0 to cut. If it is a type of "
                        "your own, put a map_tensors() beside it (pytree.h)");
   follow();
-  const Cuts cuts = cut(samples, static_cast<int>(devices.size()));
-  const std::size_t active = cuts.size() - 1;
+  const ChunkOffsets offsets = chunk(samples, static_cast<int>(devices.size()));
+  const std::size_t active = offsets.size() - 1;
   const auto weight = [&](std::size_t r) {
-    return static_cast<double>(cuts[r + 1] - cuts[r]) / static_cast<double>(samples);
+    return static_cast<double>(offsets[r + 1] - offsets[r]) / static_cast<double>(samples);
   };
   std::vector<Tensors> parts;
-  for (std::size_t r = 0; r < active; ++r) parts.push_back(part_of(batch, cuts, r, false, devices[r]));
+  for (std::size_t r = 0; r < active; ++r) parts.push_back(scatter(batch, offsets, r, false, devices[r]));
   Tensors losses(active);
   GradientSum& sums = set->gradients();
   sums.begin(static_cast<int>(active));

@@ -8,15 +8,15 @@
 #include <memory>
 #include <vector>
 
-#include "parallel/dp/replica_set.h"
 #include "parallel/dp/replica_streams.h"
 #include "parallel/dp/replica_threads.h"
+#include "parallel/dp/replicas.h"
 
 namespace ddpkit {
 
 /// One forward of all replicas, kept for its backward.
 struct ReplicasCall {
-  std::shared_ptr<ReplicaSet> set;
+  std::shared_ptr<Replicas> set;
   std::vector<std::vector<at::Tensor>> inputs;   ///< Leaves. [replica][tensor]
   std::vector<std::vector<at::Tensor>> outputs;  ///< With their graphs. [replica][tensor]
   std::vector<std::size_t> wanted_inputs = {};   ///< The inputs that require a gradient.

@@ -43,7 +43,7 @@ ReplicaThreads::~ReplicaThreads() {
 
 void ReplicaThreads::loop(int replica, int threads_each) {
   in_replica_thread = true;
-  optim::keep_no_casts();
+  optim::disable_autocast_cache();
   const auto index = static_cast<std::size_t>(replica);
   std::unique_lock lock(mutex_);
   at::get_num_threads();  // The first call in a thread sets its number of threads: call it before setting ours.

@@ -30,15 +30,15 @@ std::int64_t batch_size(const std::vector<at::Tensor>& tensors) {
   return samples;
 }
 
-Cuts cut(std::int64_t samples, int parts) {
+ChunkOffsets chunk(std::int64_t samples, int parts) {
   const std::int64_t count = std::clamp<std::int64_t>(samples, 1, parts);
-  Cuts cuts = {0};
+  ChunkOffsets offsets = {0};
   for (std::int64_t i = 0; i < count; ++i)
-    cuts.push_back(cuts.back() + samples / count + (i < samples % count ? 1 : 0));
-  return cuts;
+    offsets.push_back(offsets.back() + samples / count + (i < samples % count ? 1 : 0));
+  return offsets;
 }
 
-std::vector<at::Tensor> part_of(const std::vector<at::Tensor>& tensors, const Cuts& cuts, std::size_t index,
+std::vector<at::Tensor> scatter(const std::vector<at::Tensor>& tensors, const ChunkOffsets& offsets, std::size_t index,
                                 bool gradients, c10::Device device) {
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tensor : tensors) {
@@ -47,7 +47,8 @@ std::vector<at::Tensor> part_of(const std::vector<at::Tensor>& tensors, const Cu
       continue;
     }
     at::Tensor part = tensor.detach();
-    if (has_samples(tensor) && cuts.size() > 2) part = part.narrow(0, cuts[index], cuts[index + 1] - cuts[index]);
+    if (has_samples(tensor) && offsets.size() > 2)
+      part = part.narrow(0, offsets[index], offsets[index + 1] - offsets[index]);
     if (!device.is_cpu()) part = part.to(device, /*non_blocking=*/true);
     if (gradients && tensor.requires_grad()) part.requires_grad_(true);
     parts.push_back(part);
@@ -55,7 +56,7 @@ std::vector<at::Tensor> part_of(const std::vector<at::Tensor>& tensors, const Cu
   return parts;
 }
 
-std::vector<at::Tensor> joined(const std::vector<std::vector<at::Tensor>>& outputs, bool stack) {
+std::vector<at::Tensor> gather(const std::vector<std::vector<at::Tensor>>& outputs, bool stack) {
   const at::NoGradGuard no_grad;
   for (std::size_t r = 1; r < outputs.size(); ++r) {
     if (outputs[r].size() != outputs[0].size())

@@ -4,7 +4,7 @@
 
 void run(ddpkit::ProcessGroup) {
   const Utterances batch{torch::ones({4, 3}), torch::ones({4})};
-  ddpkit::docs::require(ddpkit::tensors_in(batch).size() == 2, "both tensors are found");
-  const auto half = ddpkit::with_tensors(batch, [](const at::Tensor& tensor) { return tensor.narrow(0, 0, 2); });
+  ddpkit::docs::require(ddpkit::tree_leaves(batch).size() == 2, "both tensors are found");
+  const auto half = ddpkit::tree_map(batch, [](const at::Tensor& tensor) { return tensor.narrow(0, 0, 2); });
   ddpkit::docs::require(half.frames.size(0) == 2 && half.lengths.size(0) == 2, "both are cut");
 }

@@ -16,12 +16,12 @@ namespace ddpkit {
 /// Clones of a module with separate leaf tensors as parameters, each with a separate gradient. On the module's device,
 /// the parameters share the module's memory, so an update of the module updates all replicas. Replicas on another
 /// device share a copy, which follow() updates. Replica 0 has the module's buffers, other replicas have copies.
-class ReplicaSet {
+class Replicas {
  public:
   /// `devices` [replica] and `streams` must outlive it. Throws InvalidArgument if the module is not on the first
   /// device, cannot be cloned, or differs from its clone.
-  ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
-             const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes);
+  Replicas(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
+           const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes);
 
   torch::nn::Module& module(std::size_t replica) const { return *replicas_[replica]; }
   /// The module's parameters that require a gradient. [param]

@@ -1,4 +1,4 @@
-#include "parallel/dp/replica_set.h"
+#include "parallel/dp/replicas.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
@@ -101,8 +101,8 @@ std::uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference(
 
 }  // namespace
 
-ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
-                       const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes)
+Replicas::Replicas(std::shared_ptr<torch::nn::Module> module, const std::vector<c10::Device>& devices,
+                   const ReplicaStreams& streams, std::size_t first_bucket_bytes, std::size_t bucket_bytes)
     : module_(std::move(module)), parts_(module_->modules()) {
   for (const c10::Device& device : devices)
     leader_.push_back(static_cast<std::size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin()));
@@ -129,15 +129,15 @@ ReplicaSet::ReplicaSet(std::shared_ptr<torch::nn::Module> module, const std::vec
   follow(true);
 }
 
-void ReplicaSet::add_rows(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& sources,
-                          c10::Device device) {
+void Replicas::add_rows(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& sources,
+                        c10::Device device) {
   for (const auto& item : sources) {
     check_source(fmt::format("{} {}", kind, item.key()), item.value(), device);
     rows_.push_back({.kind = kind, .name = item.key(), .source = item.value()});
   }
 }
 
-void ReplicaSet::add_replica(c10::Device device) {
+void Replicas::add_replica(c10::Device device) {
   const auto& replica = replicas_.emplace_back(clone_of(*module_, device));
   if (copies_.emplace_back(replica->modules()).size() != parts_.size())
     throw InvalidArgument(
@@ -160,7 +160,7 @@ void ReplicaSet::add_replica(c10::Device device) {
   }
 }
 
-void ReplicaSet::match_sources(c10::Device device) {
+void Replicas::match_sources(c10::Device device) {
   auto scratch = clone_of(*module_, device)->modules();
   match_handles(
       {.names = names_of_parts(*module_), .original = parts_, .clone = copies_[0], .scratch = std::move(scratch)},
@@ -170,14 +170,14 @@ void ReplicaSet::match_sources(c10::Device device) {
   }
 }
 
-void ReplicaSet::share_memory(const at::Tensor& copy, const at::Tensor& source) const {
+void Replicas::share_memory(const at::Tensor& copy, const at::Tensor& source) const {
   if (same_memory(copy, source)) return;
   at::Tensor(copy).set_data(source.variable_data());
   // Shared version counter: the replicas' graphs also detect a weight update between forward and backward.
   torch::autograd::impl::set_version_counter(copy, torch::autograd::impl::version_counter(source));
 }
 
-bool ReplicaSet::follow(bool buffers) {
+bool Replicas::follow(bool buffers) {
   const at::NoGradGuard no_grad;
   for (const ReplicaRow& row : rows_)
     if (!same_kind(row.source, row.copies[0])) return false;
@@ -205,7 +205,7 @@ bool ReplicaSet::follow(bool buffers) {
   return true;
 }
 
-void ReplicaSet::follow_training_mode() {
+void Replicas::follow_training_mode() {
   for (const auto& copies : copies_) {
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       if (copies[i]->is_training() == parts_[i]->is_training()) continue;
