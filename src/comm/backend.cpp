@@ -141,6 +141,23 @@ void ForwardingBackend::check() {
   if (guard_) guard_->throw_failure();
 }
 
+std::string ForwardingBackend::end(std::chrono::milliseconds limit) {
+  if (guard_) {
+    std::string obstacle = guard_->end(limit);
+    if (obstacle.empty()) guard_->stop();
+    return obstacle;
+  }
+  try {
+    c10d::BarrierOptions options;
+    options.timeout = limit;
+    inner_->barrier(options)->wait(limit);
+    inner_->shutdown();
+    return {};
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 Backend::Ptr<Backend> ForwardingBackend::subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                                   const LaunchEnvironment& /*part*/) {
   if (!inner_->supportsSplitting())
@@ -158,21 +175,27 @@ void ForwardingBackend::check_device(flight::Call call, const at::Tensor& tensor
                                     flight::name_of(call), its.str(), getBackendName(), device_.str()));
 }
 
+std::uint64_t ForwardingBackend::record(flight::Call call, std::uint64_t bytes) {
+  if (!records_) return kNoRecord;
+  return flight::Recorder::of_process().start(call, sequence_++, bytes, group_number_);
+}
+
 template <class Start>
 Backend::WorkPtr ForwardingBackend::trace(flight::Call call, const at::Tensor& tensor, const Tensors& others,
                                           const Start& start) {
   check_device(call, tensor);
   for (const at::Tensor& other : others) check_device(call, other);
-  const std::uint64_t record = records_ ? flight::Recorder::of_process().start(
-                                              call, sequence_++, tensor.defined() ? tensor.nbytes() : 0, group_number_)
-                                        : kNoRecord;
+  const std::uint64_t started = record(call, tensor.defined() ? tensor.nbytes() : 0);
   check();
   WorkPtr work = start();
   if (guard_) {
-    if (auto has_ended = end_of(work))
-      guard_->watch(record, call == flight::Call::kSend || call == flight::Call::kReceive, std::move(has_ended));
+    if (auto has_ended = end_of(work)) {
+      guard_->watch(started, call == flight::Call::kSend || call == flight::Call::kReceive, std::move(has_ended));
+    } else {
+      flight::Recorder::of_process().finish(started);
+    }
   }
-  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), record);
+  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), started);
 }
 
 namespace {

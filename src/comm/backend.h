@@ -22,6 +22,9 @@ namespace ddpkit {
 class ProcessGroup;
 class SymmetricMemory;
 
+/// Every call of a group after shutdown() throws this error.
+inline constexpr const char* kShutDown = "the process group was shut down: create another group";
+
 /// What ddpkit needs beyond c10d::Backend. A backend of c10d is inside a ForwardingBackend.
 class Backend : public c10d::Backend {
  public:
@@ -42,10 +45,13 @@ class Backend : public c10d::Backend {
   /// Ends the collectives of all ranks. The other ranks throw `reason`.
   virtual void abort_group(const std::string& reason) noexcept = 0;
   void abort() override { abort_group("the program called abort()"); }
+  /// Waits up to `limit` until this rank's collectives have ended and all ranks have called end(). Then releases what
+  /// other ranks use, and returns an empty string. Otherwise returns what was missing, and changes nothing.
+  virtual std::string end(std::chrono::milliseconds limit) = 0;
   /// Records that this rank leaves the group. Called before the other ranks can detect it.
   virtual void leave() noexcept {}
   /// Throws the group's failure, if there is one.
-  virtual void check() {}
+  virtual void check() = 0;
   /// Creates the backend of a group of `ranks` (rank numbers of this group). Collective among them. `part`: rank, world
   /// size and place on the host in the new group.
   virtual Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
@@ -82,6 +88,7 @@ class ForwardingBackend : public Backend {
   Ptr<c10d::Backend> native() override { return inner_; }
   void abort_group(const std::string& reason) noexcept override;
   void check() override;
+  std::string end(std::chrono::milliseconds limit) override;
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                         const LaunchEnvironment& part) override;
   at::Device control_device() const override { return device_; }
@@ -121,8 +128,11 @@ class ForwardingBackend : public Backend {
 
  protected:
   /// Returns a function that reports whether `work` has ended; called on the guard's thread. It must not own `work`,
-  /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph.
-  virtual std::function<bool()> end_of(const WorkPtr& /*work*/) const { return {}; }
+  /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph: the call then runs in
+  /// each replay.
+  virtual std::function<bool()> end_of(const WorkPtr& /*work*/) { return {}; }
+  /// Records a call of `bytes` bytes, if the group has several ranks. Returns the record.
+  std::uint64_t record(flight::Call call, std::uint64_t bytes);
 
   const at::Device device_;
   const std::unique_ptr<GroupGuard> guard_;

@@ -3,22 +3,96 @@
 #include <ddpkit/error.h>
 
 #ifdef DDPKIT_CUDA
+#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <torch/csrc/cuda/nccl.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <utility>
 
 namespace ddpkit::cuda {
 namespace {
 
-class CapturedGraph final : public Graph {
+/// The graphs that are being captured.
+class Captures {
  public:
-  // Other threads (autograd, NCCL's watchdog) may make unsafe calls during the capture; only this thread must not.
-  void begin_capture() override { graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal); }
-  void end_capture() override { graph_.capture_end(); }
-  void replay() override { graph_.replay(); }
+  static Captures& all() {
+    static auto* captures = new Captures;  // Never destroyed: static objects may capture.
+    return *captures;
+  }
+  void add(std::weak_ptr<Graph> graph) {
+    const std::lock_guard lock(mutex_);
+    graphs_.push_back(std::move(graph));
+  }
+  void remove(const Graph* graph) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(graphs_, [&](const std::weak_ptr<Graph>& each) {
+      const auto owned = each.lock();
+      return !owned || owned.get() == graph;
+    });
+  }
+  std::vector<std::shared_ptr<Graph>> graphs() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Graph>> graphs;
+    for (const auto& each : graphs_) {
+      if (auto owned = each.lock()) graphs.push_back(std::move(owned));
+    }
+    return graphs;
+  }
 
  private:
-  at::cuda::CUDAGraph graph_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Graph>> graphs_;
+};
+
+class CapturedGraph final : public Graph, public std::enable_shared_from_this<CapturedGraph> {
+ public:
+  void begin_capture() override {
+    Captures::all().add(weak_from_this());
+    // Other threads (autograd, NCCL's watchdog) may make unsafe calls during the capture; only this thread must not.
+    graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+  }
+  void end_capture() override {
+    Captures::all().remove(this);
+    graph_->capture_end();
+  }
+
+  bool add(std::shared_ptr<CapturedGroup> group) override {
+    const std::lock_guard lock(mutex_);  // The collectives of a backward come from autograd's threads.
+    if (std::ranges::find(groups_, group) != groups_.end()) return false;
+    groups_.push_back(std::move(group));
+    return true;
+  }
+
+  void replay() override {
+    try {
+      for (const auto& group : groups_) group->check_replay();
+    } catch (const std::exception&) {
+      release();
+      throw;
+    }
+    const std::lock_guard lock(mutex_);
+    if (!graph_) throw Error("GraphedStep: the graph was released, because a process group in it has ended");
+    graph_->replay();
+    if (groups_.empty()) return;
+    auto end = std::make_shared<at::cuda::CUDAEvent>();
+    end->record();
+    for (const auto& group : groups_) group->watch_replay(reached([end] { return end->query(); }));
+  }
+
+  void release() noexcept override {
+    const std::lock_guard lock(mutex_);
+    graph_.reset();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<CapturedGroup>> groups_;
+  std::unique_ptr<at::cuda::CUDAGraph> graph_ = std::make_unique<at::cuda::CUDAGraph>();  ///< Destroyed before groups_.
 };
 
 }  // namespace
@@ -37,7 +111,19 @@ bool reduce(const std::vector<at::Tensor>& parts, const std::vector<c10::Stream>
   return true;
 }
 
-std::unique_ptr<Graph> create_graph() { return std::make_unique<CapturedGraph>(); }
+std::function<bool()> reached(std::function<bool()> query) {
+  return [query = std::move(query)] {
+    const c10::cuda::CUDAStreamCaptureModeGuard mode{cudaStreamCaptureModeThreadLocal};
+    try {
+      return query();
+    } catch (const std::exception&) {
+      return true;
+    }
+  };
+}
+
+std::shared_ptr<Graph> create_graph() { return std::make_shared<CapturedGraph>(); }
+std::vector<std::shared_ptr<Graph>> graphs_in_capture() { return Captures::all().graphs(); }
 
 }  // namespace ddpkit::cuda
 
@@ -48,7 +134,8 @@ namespace ddpkit::cuda {
 int device_count() { return 0; }
 void set_device(c10::Device) {}
 bool reduce(const std::vector<at::Tensor>&, const std::vector<c10::Stream>&) { return false; }
-std::unique_ptr<Graph> create_graph() {
+std::vector<std::shared_ptr<Graph>> graphs_in_capture() { return {}; }
+std::shared_ptr<Graph> create_graph() {
   throw InvalidArgument(
       "this build of ddpkit has no CUDA graphs: build the CUDA configuration (cmake --preset cuda, or "
       "-DDDPKIT_CUDA=ON)");

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <ddpkit/error.h>
@@ -116,11 +117,45 @@ void GroupGuard::start(Actions actions) {
   thread_ = std::thread([this] { run(); });
 }
 
+void GroupGuard::fail_if_unwinding() noexcept {
+  if (std::uncaught_exceptions() > exceptions_) abort("an exception ended its use of the group");
+}
+
+std::string GroupGuard::end(std::chrono::milliseconds limit) {
+  fail_if_unwinding();
+  // Rank 0 knows which ranks are missing, so its verdict comes first.
+  const auto deadline = Clock::now() + limit + (leads_ ? std::chrono::milliseconds(0) : kAnswerLimit);
+  const bool is_idle_now = is_idle(limit);
+  if (is_idle_now && ranks_ > 1) {
+    ends_ = true;
+    if (!leads_) send_to_all("end\n");
+    wake();
+    while (!all_end_ && !failed_ && !has_lost_peer() && Clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const std::lock_guard lock(mutex_);
+  if (failed_) return failure_.text;
+  if (is_idle_now && (ranks_ == 1 || all_end_)) return {};
+  if (!is_idle_now) return fmt::format("rank {} {}", name_, calls_.state());
+  std::vector<int> missing;
+  for (const Peer& peer : peers_) {
+    if (leads_ && !peer.ends) missing.push_back(peer.name);
+  }
+  return fmt::format("{} did not come within {:.1f} s",
+                     missing.empty() ? "another rank" : fmt::format("rank {}", fmt::join(missing, ", ")),
+                     std::chrono::duration<double>(limit).count());
+}
+
+bool GroupGuard::has_lost_peer() const {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(peers_, [](const Peer& peer) { return peer.name >= 0 && peer.fd < 0 && !peer.ends; });
+}
+
 void GroupGuard::stop() noexcept {
   stops_ = true;
   wake();
   if (thread_.joinable()) thread_.join();
-  if (std::uncaught_exceptions() > exceptions_ && !failed_) abort("an exception ended its use of the group");
+  fail_if_unwinding();
   send_to_all("bye\n");
   for (const Peer& peer : peers_) {
     if (peer.fd >= 0) ::close(peer.fd);
@@ -190,6 +225,11 @@ bool GroupGuard::take(Peer& peer, const std::string& line) {
   words >> word;
   if (peer.name < 0) return word == "hello" && take_hello(peer, words);
   if (word == "bye") return false;
+  if (word == "end") {
+    const std::lock_guard lock(mutex_);
+    peer.ends = true;
+    if (!leads_) all_end_ = true;
+  }
   if (word == "fail") take_failure(peer, words, line);
   if (word == "late" || word == "where") {
     LateCall late;
@@ -237,8 +277,9 @@ void GroupGuard::watch(std::uint64_t record, bool is_message, std::function<bool
 
 bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
   const auto deadline = Clock::now() + limit;
+  const bool has_failed = failed_;  // After a failure, the guard itself waits here.
   while (calls_.look()) {
-    if (Clock::now() > deadline) return false;
+    if (Clock::now() > deadline || failed_ != has_failed) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
@@ -247,6 +288,7 @@ bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
 bool GroupGuard::look() {
   const bool is_busy = calls_.look();
   if (failed_) return false;
+  if (leads_ && ends_ && !all_end_) look_for_end();
   if (is_busy) look_for_error();
   if (late_) judge();
   if (!late_ && ranks_ > 1) {
@@ -261,6 +303,12 @@ bool GroupGuard::look() {
     }
   }
   return is_busy || late_;
+}
+
+void GroupGuard::look_for_end() {
+  if (std::ranges::count_if(peers_, &Peer::ends) != ranks_ - 1) return;
+  send_to_all("end\n");
+  all_end_ = true;
 }
 
 void GroupGuard::look_for_error() {

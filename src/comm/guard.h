@@ -55,12 +55,15 @@ class GroupGuard {
   /// Sets the number of the group in the flight recorder.
   void set_group(std::uint32_t group) noexcept { group_ = group; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  /// Waits up to `limit` until this rank's calls have ended and all ranks have called end(). Then returns an empty
+  /// string, otherwise what was missing. Reports a failure to the other ranks if an exception is being thrown.
+  std::string end(std::chrono::milliseconds limit);
   /// Ends the thread and closes the connections. Reports a failure to the other ranks if an exception is being thrown.
   void stop() noexcept;
 
   /// Adds a started call of this rank; see CallLog::add().
   void watch(std::uint64_t record, bool is_message, std::function<bool()> has_ended);
-  /// Returns whether this rank's calls end within `limit`.
+  /// Returns whether this rank's calls end within `limit`, without a failure.
   bool is_idle(std::chrono::milliseconds limit);
 
   /// Sets the failure and reports it to the other ranks. Only the first failure counts.
@@ -78,6 +81,7 @@ class GroupGuard {
     int pid = 0;
     std::string unread = {};
     std::optional<std::string> answer = {};  ///< Answer about `late_`; empty text: this peer is not the cause.
+    bool ends = false;                       ///< It has called end().
   };
   /// A call that exceeded its timeout. On rank 0: of any rank.
   struct LateCall {
@@ -104,6 +108,11 @@ class GroupGuard {
   /// Returns this rank's answer about a late call.
   std::string answer_to(const LateCall& late) const;
   void judge();
+  /// On rank 0: notifies the other ranks when all ranks have called end().
+  void look_for_end();
+  /// Returns whether a connection has ended before its rank called end().
+  bool has_lost_peer() const;
+  void fail_if_unwinding() noexcept;
   bool note(const Failure& failure) noexcept;
   void wake() noexcept;
   void send_to_all(const std::string& line, const Peer* but = nullptr) noexcept;
@@ -124,6 +133,7 @@ class GroupGuard {
   std::vector<Peer> peers_;  ///< Only the guard's thread changes it.
   Failure failure_;
   std::atomic<bool> failed_ = false, stops_ = false;
+  std::atomic<bool> ends_ = false, all_end_ = false;  ///< This rank has called end(); all ranks have.
   std::thread thread_;
 };
 

@@ -18,6 +18,7 @@
 #include "comm/backend.h"
 #include "comm/device_index.h"
 #include "comm/roll_call.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 
@@ -46,6 +47,12 @@ struct ProcessGroup::State {
     }
   };
 
+  /// Throws if shutdown() has ended the group.
+  Backend& open() const {
+    if (shut_down) throw Error(kShutDown);
+    return *backend;
+  }
+
   c10::intrusive_ptr<Backend> backend;
   c10::intrusive_ptr<c10d::Backend> native;
   c10::intrusive_ptr<c10d::Store> store;
@@ -53,6 +60,7 @@ struct ProcessGroup::State {
   LaunchEnvironment environment;
   std::string backend_name;
   std::atomic<int> splits = 0;
+  std::atomic<bool> shut_down = false;
   pid_t process = ::getpid();
 };
 
@@ -97,18 +105,18 @@ const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const noexcept 
 const c10::intrusive_ptr<c10d::Store>& ProcessGroup::store() const noexcept { return state_->store; }
 
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const {
-  return Work(state_->backend->start_all_reduce(tensor, c10d_op(op)));
+  return Work(state_->open().start_all_reduce(tensor, c10d_op(op)));
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return Work(state_->backend->broadcast(tensors, options));
+  return Work(state_->open().broadcast(tensors, options));
 }
 
 void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
-  state_->backend->all_reduce_blocking(tensor, c10d_op(op));
+  state_->open().all_reduce_blocking(tensor, c10d_op(op));
 }
 
 void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const { broadcast_async(tensor, root).wait(); }
@@ -125,12 +133,12 @@ std::vector<std::int64_t> stacked_sizes(int ranks, const at::Tensor& tensor) {
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& tensor) const {
   require_one_type("all_gather", output, tensor);
-  return Work(state_->backend->start_all_gather(output, tensor));
+  return Work(state_->open().start_all_gather(output, tensor));
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& tensor) const {
   require_one_type("all_gather", output, tensor);
-  state_->backend->all_gather_blocking(output, tensor);
+  state_->open().all_gather_blocking(output, tensor);
 }
 
 at::Tensor ProcessGroup::all_gather(const at::Tensor& tensor) const {
@@ -144,17 +152,17 @@ void ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op) const
   c10d::ReduceOptions options;
   options.reduceOp = c10d_op(op);
   options.rootRank = root;
-  state_->backend->reduce(tensors, options)->wait();
+  state_->open().reduce(tensors, options)->wait();
 }
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   require_one_type("reduce_scatter", output, input);
-  return Work(state_->backend->start_reduce_scatter(output, input, c10d_op(op)));
+  return Work(state_->open().start_reduce_scatter(output, input, c10d_op(op)));
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   require_one_type("reduce_scatter", output, input);
-  state_->backend->reduce_scatter_blocking(output, input, c10d_op(op));
+  state_->open().reduce_scatter_blocking(output, input, c10d_op(op));
 }
 
 at::Tensor ProcessGroup::gather(const at::Tensor& tensor, int root) const {
@@ -167,7 +175,7 @@ at::Tensor ProcessGroup::gather(const at::Tensor& tensor, int root) const {
   }
   c10d::GatherOptions options;
   options.rootRank = root;
-  state_->backend->gather(outputs, inputs, options)->wait();
+  state_->open().gather(outputs, inputs, options)->wait();
   return stacked;
 }
 
@@ -178,7 +186,7 @@ void ProcessGroup::scatter(const at::Tensor& output, const at::Tensor& input, in
   if (rank() == root) inputs.push_back(input.detach().contiguous().unbind(0));
   c10d::ScatterOptions options;
   options.rootRank = root;
-  state_->backend->scatter(outputs, inputs, options)->wait();
+  state_->open().scatter(outputs, inputs, options)->wait();
 }
 
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
@@ -186,17 +194,17 @@ void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
   require_one_type("all_to_all", output, input);
   at::Tensor target = output.detach();
   at::Tensor source = input.detach().contiguous();
-  state_->backend->alltoall_base(target, source, output_splits, input_splits, c10d::AllToAllOptions())->wait();
+  state_->open().alltoall_base(target, source, output_splits, input_splits, c10d::AllToAllOptions())->wait();
 }
 
 Work ProcessGroup::send_async(const at::Tensor& tensor, int destination, int tag) const {
   std::vector<at::Tensor> tensors{tensor};
-  return Work(state_->backend->send(tensors, destination, tag));
+  return Work(state_->open().send(tensors, destination, tag));
 }
 
 Work ProcessGroup::recv_async(const at::Tensor& tensor, int source, int tag) const {
   std::vector<at::Tensor> tensors{tensor};
-  return Work(state_->backend->recv(tensors, source, tag));
+  return Work(state_->open().recv(tensors, source, tag));
 }
 
 void ProcessGroup::send(const at::Tensor& tensor, int destination, int tag) const {
@@ -207,12 +215,13 @@ void ProcessGroup::recv(const at::Tensor& tensor, int source, int tag) const { r
 
 int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
   std::vector<at::Tensor> tensors{tensor};
-  const auto work = state_->backend->recvAnysource(tensors, tag);
+  const auto work = state_->open().recvAnysource(tensors, tag);
   work->wait();
   return work->sourceRank();
 }
 
 std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
+  Backend& backend = state_->open();
   for (const int r : ranks) {
     if (r < 0 || r >= world_size() || std::count(ranks.begin(), ranks.end(), r) != 1)
       throw InvalidArgument(fmt::format(
@@ -233,12 +242,12 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
   } else {
     find_place_on_host(*store, environment);
   }
-  return ProcessGroup(state_->backend->subgroup(store, ranks, environment), store, device(), environment);
+  return ProcessGroup(backend.subgroup(store, ranks, environment), store, device(), environment);
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
   const auto options = at::TensorOptions(at::kByte);
-  const at::Device where = state_->backend->control_device();
+  const at::Device where = state_->open().control_device();
   at::Tensor length = at::empty({1}, options.dtype(at::kLong));
   length.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
   const at::Tensor lengths = all_gather(length.to(where)).cpu();
@@ -258,18 +267,34 @@ std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) 
   return texts;
 }
 
-void ProcessGroup::barrier() const { state_->backend->barrier_blocking(); }
+void ProcessGroup::barrier() const { state_->open().barrier_blocking(); }
 
 at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   const auto options = at::TensorOptions(dtype).device(device());
   const std::int64_t numel = c10::multiply_integers(sizes);
-  if (numel != 0 && state_->backend->supportsTensorAlloc(device().index()))
-    return state_->backend->allocateTensor(numel, options).view(sizes);
+  if (numel != 0 && state_->open().supportsTensorAlloc(device().index()))
+    return state_->open().allocateTensor(numel, options).view(sizes);
   return at::empty(sizes, options);
 }
 
-void ProcessGroup::check() const { state_->backend->check(); }
+void ProcessGroup::check() const { state_->open().check(); }
 
-void ProcessGroup::abort(const std::string& reason) const noexcept { state_->backend->abort_group(reason); }
+void ProcessGroup::abort(const std::string& reason) const noexcept {
+  if (!state_->shut_down) state_->backend->abort_group(reason);
+}
+
+bool ProcessGroup::shutdown(std::chrono::milliseconds limit) const {
+  if (limit.count() <= 0)
+    throw InvalidArgument(fmt::format("shutdown: the limit is {} ms, but must be positive", limit.count()));
+  if (state_->shut_down) return true;
+  const std::string obstacle = state_->backend->end(bounded(limit));
+  if (!obstacle.empty()) {
+    state_->backend->abort_group(fmt::format("shutdown: {}", obstacle));
+    return false;
+  }
+  state_->backend->leave();
+  state_->shut_down = true;
+  return true;
+}
 
 }  // namespace ddpkit

@@ -11,4 +11,10 @@ inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365 * 100));
 }
 
+/// Returns the time until `deadline`, at least 1 ms.
+inline std::chrono::milliseconds time_until(std::chrono::steady_clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+  return std::max(left, std::chrono::milliseconds(1));
+}
+
 }  // namespace ddpkit

@@ -113,7 +113,7 @@ class GraphedStep::Impl {
   Step step_;
   int eager_calls_;
   Tensors inputs_, outputs_;
-  std::unique_ptr<cuda::Graph> graph_;
+  std::shared_ptr<cuda::Graph> graph_;
 };
 
 GraphedStep::GraphedStep(c10::Device device, std::vector<FusedOptimizer*> optimizers, Step step,

@@ -8,35 +8,17 @@
 #include <string>
 #include <thread>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include <ddpkit/error.h>
 
-#include "comm/backend.h"
-#include "comm/backends/hierarchical_backend.h"
+#include "ranks/group_of.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 namespace {
 
 using ddpkit::PeerLost, ddpkit::ProcessGroup, ddpkit::Timeout;
+using ddpkit::testing::group_of;
 using std::chrono::milliseconds, std::chrono::steady_clock;
-
-/// "hierarchical" has two ranks per host.
-ProcessGroup group_of(const std::string& backend, const ProcessGroup& group, milliseconds timeout) {
-  static int number = 0;
-  const auto store = c10::make_intrusive<c10d::PrefixStore>("guard-" + std::to_string(number++), group.store());
-  ddpkit::LaunchEnvironment environment;
-  environment.rank = group.rank();
-  environment.world_size = group.world_size();
-  environment.local_world_size = backend == "gloo" ? group.world_size() : 2;
-  environment.local_rank = group.rank() % environment.local_world_size;
-  c10::intrusive_ptr<ddpkit::Backend> made;
-  if (backend == "gloo") made = ddpkit::create_gloo_backend(store, environment, timeout);
-  if (backend == "hierarchical") made = ddpkit::create_hierarchical_backend(store, environment, timeout);
-  return {made, store, at::kCPU, environment};
-}
 
 template <class E>
 std::string guard_failure(const std::function<void()>& call, milliseconds limit, int rank) {

@@ -110,8 +110,10 @@ struct Staged {
 
   explicit Staged(const ddpkit::ProcessGroup& ranks) : group(make(ranks)) {}
   ddpkit::ProcessGroup make(const ddpkit::ProcessGroup& ranks) const {
-    const auto host = ddpkit::testing::another_group(ranks, "host"),
-               staged = ddpkit::testing::another_group(ranks, "s");
+    static int number = 0;
+    const std::string name = std::to_string(number++);
+    const auto host = ddpkit::testing::another_group(ranks, "host-" + name),
+               staged = ddpkit::testing::another_group(ranks, "staged-" + name);
     return ddpkit::ProcessGroup(
         c10::make_intrusive<ddpkit::StagedBackend>(ddpkit::Backend::of(host), ddpkit::Backend::of(staged),
                                                    std::make_unique<ThreadQueue>(gate), at::kCPU),
@@ -235,4 +237,30 @@ RANK_TEST("staged messages, and tensors of both kinds in one call, are refused",
                   ddpkit::InvalidArgument);
   // No collective has been started.
   staged.group.all_reduce(torch::zeros({1}));
+}
+
+RANK_TEST("shutdown waits for the queued staged collectives", "[staged][shutdown]", 1, 2) {
+  Staged staged(group);
+  auto tensor = torch::full({100}, group.rank() + 1.F);
+  staged.gate->set(false);
+  ddpkit::Work work = staged.group.all_reduce_async(tensor);
+  std::atomic<bool> opened = false;
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    opened = true;
+    staged.gate->set(true);
+  });
+  CHECK(staged.group.shutdown());
+  CHECK(opened);
+  opens.join();
+  CHECK((tensor == (group.world_size() == 1 ? 1 : 3)).all().item<bool>());
+  CHECK_THROWS_WITH(staged.group.all_reduce(tensor), ContainsSubstring("the process group was shut down"));
+
+  Staged blocked(group);
+  blocked.gate->set(false);
+  work = blocked.group.all_reduce_async(tensor);
+  CHECK_FALSE(blocked.group.shutdown(std::chrono::milliseconds(100)));
+  CHECK_THROWS_WITH(blocked.group.barrier(), ContainsSubstring("has not ended within 100 ms"));
+  blocked.gate->set(true);
+  group.barrier();
 }

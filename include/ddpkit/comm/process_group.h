@@ -76,6 +76,9 @@ class Work {
 /// - Timeout if another rank does not call the collective within InitOptions::timeout.
 /// With `shm` the first failure ends the group: every later call throws the same error.
 ///
+/// The last handle ends the group. With `nccl` it waits up to 2 s for this rank's collectives and for the other ranks,
+/// and std::exit() does the same. shutdown() ends the group earlier, and returns whether all ranks came.
+///
 /// The `_async` functions start the collective and return. Work::wait() waits for the result and throws the errors.
 class ProcessGroup {
  public:
@@ -173,6 +176,15 @@ class ProcessGroup {
   /// a collective that fails later leaves garbage. Call check() after the host has read a result, before using the
   /// result.
   void check() const;
+
+  /// Ends the group in order. Collective: every rank calls it, after its last collective. Waits up to `limit` until the
+  /// collectives of this rank have ended and all ranks have called shutdown(). Then returns true, and every later call
+  /// of the group throws Error. A GraphedStep with collectives of the group releases its graph.
+  ///
+  /// Returns false if the limit passes, or if the group has failed. Then the group is aborted, as by abort(): every
+  /// later call of every rank throws the reason. A second call returns the same value. Throws InvalidArgument if
+  /// `limit` is not positive. Groups of split() are shut down separately, before the group that they are part of.
+  bool shutdown(std::chrono::milliseconds limit = std::chrono::seconds(10)) const;
 
   /// Returns the c10d backend, for functions that have no wrapper here. Use it only while a ProcessGroup of this group
   /// exists.

@@ -180,7 +180,7 @@ class GlooBackend final : public ForwardingBackend {
   }
 
  private:
-  std::function<bool()> end_of(const WorkPtr& work) const override {
+  std::function<bool()> end_of(const WorkPtr& work) override {
     return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
       const WorkPtr owned = weak.lock();
       return !owned || owned->isCompleted();  // gloo's queue owns the work until its end.

@@ -8,13 +8,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <ddpkit/error.h>
 
 #include "comm/backends/shm_arguments.h"
 #include "comm/backends/shm_backend.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 
@@ -111,6 +114,21 @@ void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
   for (Backend* group : groups_.each()) group->abort_group(reason);
+}
+
+std::string HierarchicalBackend::end(std::chrono::milliseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (*unfinished_jobs_ != 0) {
+    if (std::chrono::steady_clock::now() > deadline)
+      return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  // The group of all ranks comes first: its guard names the missing ranks.
+  const auto groups = groups_.each();
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    if (std::string obstacle = (*group)->end(time_until(deadline)); !obstacle.empty()) return obstacle;
+  }
+  return {};
 }
 
 template <class Call>

@@ -104,7 +104,10 @@ class HierarchicalBackend : public Backend {
   }
 
   void abort_group(const std::string& reason) noexcept override;
-  void check() override { groups_.all->check(); }
+  std::string end(std::chrono::milliseconds limit) override;
+  void check() override {
+    for (Backend* group : groups_.each()) group->check();
+  }
   /// A subset may have different numbers of ranks per host, so its group uses gloo.
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
                         const LaunchEnvironment& part) override {

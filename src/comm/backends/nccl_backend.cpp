@@ -5,27 +5,33 @@
 #include "comm/cuda.h"
 
 #ifdef DDPKIT_CUDA
-#include "comm/roll_call.h"
 #include "comm/timeout.h"
 
 #define USE_C10D_NCCL  // The header is empty without it.
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <future>
+#include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace ddpkit {
 namespace {
 
 using EndEvent = std::shared_ptr<at::cuda::CUDAEvent>;
 
-/// How long the destructor waits for the collectives of this rank, and then for the other ranks.
+/// How long the destructor waits for the collectives of this rank and for the other ranks, and then for NCCL.
 constexpr std::chrono::seconds kEndLimit(2);
 /// After a failure, running collectives have this time to complete.
 constexpr std::chrono::milliseconds kAbortDelay(100);
@@ -63,32 +69,47 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   }
 };
 
-/// Connects in the constructor, and shuts down in the destructor. The destructor of ProcessGroupNCCL only aborts: it
-/// prints a warning, and another rank that is still in the last collective hangs.
-class NcclBackend final : public ForwardingBackend {
+/// Connects in the constructor, and ends in the destructor. The destructor of ProcessGroupNCCL only aborts: it prints a
+/// warning, and another rank that is still in the last collective hangs.
+class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup {
  public:
-  NcclBackend(Ptr<NcclGroup> group, const Ptr<c10d::Store>& store, at::Device device, std::unique_ptr<GroupGuard> guard)
-      : ForwardingBackend(group, device, std::move(guard), /*hides_aborts=*/true),
-        group_(std::move(group)),
-        store_(store) {
+  NcclBackend(Ptr<NcclGroup> group, at::Device device, std::unique_ptr<GroupGuard> guard)
+      : ForwardingBackend(group, device, std::move(guard), /*hides_aborts=*/true), group_(std::move(group)) {
     group_->setBoundDeviceId(device);
     // The communicator must exist before memory is registered with it.
     group_->eagerConnectSingleDevice(device);
     guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
   ~NcclBackend() override {
-    guard_->stop();  // Fails if an exception is being thrown.
     try {
-      // ProcessGroupNCCL::shutdown() waits for the collectives without a timeout and cannot be aborted.
-      if (!guard_->failed() && guard_->is_idle(kEndLimit) && others_are_idle()) {
-        group_->shutdown();
-      } else {
-        group_->silence_watchdog();
-        group_->abort();
-      }
+      if (end(kEndLimit).empty()) return;
+      guard_->stop();
+      group_->silence_watchdog();
+      group_->abort();  // Does not wait for graphs: a graph with this group's collectives owns the group.
     } catch (const std::exception&) {
       // The device is lost. ProcessGroupNCCL's destructor aborts.
     }
+  }
+
+  std::string end(std::chrono::milliseconds limit) override {
+    if (has_ended_) return {};
+    if (std::string obstacle = ForwardingBackend::end(limit); !obstacle.empty()) return obstacle;
+    has_ended_ = true;
+    release_graphs();
+    // ProcessGroupNCCL::shutdown() has no timeout. It waits for graphs that the program captured without GraphedStep.
+    std::promise<void> done;
+    const auto is_done = done.get_future();
+    std::thread([group = group_, device = device_, done = std::move(done)]() mutable {
+      try {
+        const c10::cuda::CUDAGuard on_device(device);
+        group->shutdown();
+      } catch (const std::exception&) {
+        // The device is lost.
+      }
+      done.set_value();
+    }).detach();
+    static_cast<void>(is_done.wait_for(kEndLimit));
+    return {};
   }
 
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
@@ -97,17 +118,30 @@ class NcclBackend final : public ForwardingBackend {
   }
 
  private:
-  std::function<bool()> end_of(const WorkPtr& work) const override {
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return {};
-    return [end = EndOf::event(*work)] {
-      // Another thread may capture a graph.
-      const c10::cuda::CUDAStreamCaptureModeGuard mode{cudaStreamCaptureModeThreadLocal};
-      try {
-        return end->query();
-      } catch (const std::exception&) {
-        return true;  // The device is lost. The program's next call for the device fails.
-      }
-    };
+  std::function<bool()> end_of(const WorkPtr& work) override {
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None)
+      return cuda::reached([end = EndOf::event(*work)] { return end->query(); });
+    const std::shared_ptr<cuda::CapturedGroup> self(static_cast<cuda::CapturedGroup*>(this),
+                                                    [owner = Ptr<NcclBackend>::reclaim_copy(this)](auto*) {});
+    const std::lock_guard lock(graphs_mutex_);
+    for (const auto& graph : cuda::graphs_in_capture()) {
+      if (graph->add(self)) graphs_.push_back(graph);
+    }
+    return {};
+  }
+  void check_replay() override {
+    if (has_ended_) throw Error(kShutDown);
+    check();
+  }
+  void watch_replay(std::function<bool()> has_ended) override {
+    guard_->watch(record(flight::Call::kGraphReplay, 0), /*is_message=*/false, std::move(has_ended));
+  }
+  void release_graphs() {
+    const std::lock_guard lock(graphs_mutex_);
+    for (const auto& each : graphs_) {
+      if (const auto graph = each.lock()) graph->release();
+    }
+    graphs_.clear();
   }
 
   /// Called on the guard's thread.
@@ -122,33 +156,49 @@ class NcclBackend final : public ForwardingBackend {
     try {
       guard_->is_idle(kAbortDelay);  // The lost rank may have completed its part.
       group_->silence_watchdog();
-      group_->abort();
+      group_->abort();  // Also waits until the graphs of this group have been released.
     } catch (const std::exception&) {
       // The device is lost.
     }
   }
 
-  /// Returns whether all ranks call this function within the limit. Then no rank needs this rank any more.
-  bool others_are_idle() {
-    if (getSize() == 1) return true;
-    try {
-      roll_call("nccl idle").wait_for_all("");
-      // Rank 0 may serve the store, so it leaves last.
-      if (getRank() == 0) {
-        roll_call("nccl left").wait_for_all("");
-      } else {
-        roll_call("nccl left").come("");
-      }
-      return true;
-    } catch (const RendezvousError&) {
-      return false;  // A rank is late or has died, or the store has died.
+  const Ptr<NcclGroup> group_;
+  std::atomic<bool> has_ended_ = false;
+  std::mutex graphs_mutex_;
+  std::vector<std::weak_ptr<cuda::Graph>> graphs_;
+};
+
+/// Ends the groups that still exist when the program calls std::exit() or returns from main(): before CUDA ends, and
+/// before the destructors of static objects.
+class OpenGroups {
+ public:
+  static OpenGroups& all() {
+    static auto* groups = new OpenGroups;
+    return *groups;
+  }
+  void add(const c10::intrusive_ptr<NcclBackend>& group) {
+    const std::lock_guard lock(mutex_);
+    // CUDA has started, so its own handler runs later.
+    if (groups_.empty()) std::atexit([] { all().end(); });
+    std::erase_if(groups_, [](const auto& each) { return each.expired(); });
+    groups_.emplace_back(group);
+  }
+
+ private:
+  void end() {
+    if (::getpid() != process_) return;  // A child made by fork() has no group.
+    const std::lock_guard lock(mutex_);
+    for (auto each = groups_.rbegin(); each != groups_.rend(); ++each) {
+      auto group = each->lock();
+      // If a rank is missing, it waits for this rank: the guard then reports the end of this process.
+      if (group) static_cast<void>(group->end(kEndLimit));
+      static_cast<void>(group.release());  // Its destructor must not run after the end of CUDA.
     }
   }
 
-  RollCall roll_call(const std::string& name) { return {store_, name, getRank(), getSize(), kEndLimit}; }
-
-  const Ptr<NcclGroup> group_;
-  const Ptr<c10d::Store> store_;
+  std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<NcclBackend>> groups_;
+  const pid_t process_ = ::getpid();
 };
 
 /// ProcessGroupNCCL reads these variables, so this is called before the first one is created.
@@ -177,9 +227,11 @@ c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_p
   options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
   set_defaults();
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);
-  return c10::make_intrusive<NcclBackend>(
-      c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), store,
-      device, std::move(guard));
+  auto backend = c10::make_intrusive<NcclBackend>(
+      c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), device,
+      std::move(guard));
+  OpenGroups::all().add(backend);
+  return backend;
 }
 
 bool is_nccl_available() noexcept { return true; }

@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <ddpkit/error.h>
 
 #include "comm/backends/shm_backend.h"
+#include "comm/timeout.h"
 
 namespace ddpkit {
 
@@ -65,6 +68,24 @@ void StagedBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 void StagedBackend::abort_group(const std::string& reason) noexcept {
   for (const auto& group : {host_, staged_}) group->abort_group(reason);
+}
+
+void StagedBackend::check() {
+  failure_->rethrow();
+  for (const auto& group : {host_, staged_}) group->check();
+}
+
+std::string StagedBackend::end(std::chrono::milliseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (release_finished(); !jobs_.empty() && !failure_->get(); release_finished()) {
+    if (std::chrono::steady_clock::now() > deadline)
+      return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  for (const auto& group : {staged_, host_}) {
+    if (std::string obstacle = group->end(time_until(deadline)); !obstacle.empty()) return obstacle;
+  }
+  return {};
 }
 
 void StagedBackend::release_finished() {

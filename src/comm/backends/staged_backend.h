@@ -55,6 +55,8 @@ class StagedBackend : public Backend {
   }
 
   void abort_group(const std::string& reason) noexcept override;
+  void check() override;
+  std::string end(std::chrono::milliseconds limit) override;
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                         const LaunchEnvironment& part) override;
 

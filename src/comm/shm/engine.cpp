@@ -204,6 +204,24 @@ void Engine::abort(const std::string& reason) noexcept {
   }
 }
 
+void Engine::check() const {
+  const std::lock_guard lock(mutex_);
+  throw_if_failed();
+}
+
+std::string Engine::end(std::chrono::milliseconds limit, const char* text) {
+  try {
+    set_timeout(limit);
+    run({.kind = CollectiveKind::kBarrier});
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  const std::lock_guard lock(mutex_);
+  failure_ = std::make_exception_ptr(Error(text));
+  if (recorder_.is_world(group_number_)) recorder_.leave();
+  return {};
+}
+
 void Engine::throw_if_failed() const {
   if (failure_) std::rethrow_exception(failure_);
 }

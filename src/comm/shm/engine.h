@@ -75,6 +75,11 @@ class Engine {
   /// With Fill::kOnTouch each page uses memory only after its first use.
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Fill fill = Mapping::Fill::kNow);
 
+  /// Throws the error of the group, if there is one.
+  void check() const;
+  /// Waits up to `limit` until all ranks have called end() and all collectives have ended. Then every later call throws
+  /// Error with `text`, and the function returns an empty string. Otherwise the group has failed: returns its error.
+  std::string end(std::chrono::milliseconds limit, const char* text);
   /// Ends the group from this rank. The others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
 

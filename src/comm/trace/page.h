@@ -29,6 +29,7 @@ enum class Call : std::uint8_t {
   kReduceScatterCoalesced,
   kSend,
   kReceive,
+  kGraphReplay,
 };
 const char* name_of(Call call);
 

@@ -45,7 +45,8 @@ const char* name_of(Call call) {
                                     "all_reduce_coalesced",
                                     "reduce_scatter_coalesced",
                                     "send",
-                                    "recv"};
+                                    "recv",
+                                    "graph_replay"};
   const auto index = static_cast<std::size_t>(call);
   return index < std::size(kNames) ? kNames[index] : "?";
 }
