@@ -1,13 +1,15 @@
 // A kernel that sleeps on the device precedes each collective, so that a missing wait between streams always fails the
 // test.
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
-#include <utility>
+#include <chrono>
+#include <thread>
 
 #include <ddpkit/ddpkit.h>
 
@@ -103,6 +105,24 @@ TEST_CASE("gradients of one bucket on two streams are reduced when both are read
   }
 }
 
+TEST_CASE("a collective in progress does not disturb a capture", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
+  const auto tensor = torch::ones({1 << 20}, group.device()), x = torch::ones({10}, group.device());
+  group.all_reduce(tensor);
+  c10::cuda::device_synchronize();
+  at::cuda::sleep(kSleepCycles);
+  group.all_reduce(tensor);  // The group's threads ask the device whether it has ended.
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  const auto doubled = x * 2;
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  graph.capture_end();
+  graph.replay();
+  CHECK((doubled == 2).all().item<bool>());
+}
+
 TEST_CASE("training on another stream than the model was wrapped on", "[gpu]") {
   NEEDS_GPU();
   const auto group = ddpkit::init_process_group({.backend = "nccl", .environment = ddpkit::LaunchEnvironment{}});
@@ -137,7 +157,9 @@ TEST_CASE("a backward on another stream fills a bucket after the last gradients 
   const auto gradient_of = [&](double factor, c10::cuda::CUDAStream stream) {
     const c10::cuda::CUDAStreamGuard guard(stream);
     ddp(torch::full({8, 64}, factor, group.device())).sum().backward();
-    return std::exchange(net->parameters()[0].mutable_grad(), {});
+    const auto gradient = net->parameters()[0].grad();
+    net->zero_grad();  // The next backward is on another stream.
+    return gradient;
   };
   const auto one = c10::cuda::getStreamFromPool(), other = c10::cuda::getStreamFromPool();
   for (int round = 0; round < 3; ++round) {

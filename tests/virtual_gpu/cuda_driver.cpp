@@ -2,6 +2,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <cstdlib>
 
 #undef cuLinkAddData
 #undef cuLinkCreate
@@ -19,8 +20,9 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  const char* const multicast = std::getenv("VGPU_MULTICAST");
+  *value = attribute == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED && (!multicast || std::atoi(multicast) != 0);
   return CUDA_SUCCESS;
 }
 

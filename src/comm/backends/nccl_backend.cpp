@@ -8,8 +8,10 @@
 #include "comm/timeout.h"
 
 #define USE_C10D_NCCL  // The header is empty without it.
+#include <ATen/Context.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -76,19 +78,23 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
   NcclBackend(Ptr<NcclGroup> group, at::Device device, std::unique_ptr<GroupGuard> guard)
       : ForwardingBackend(group, device, std::move(guard), /*hides_aborts=*/true), group_(std::move(group)) {
     group_->setBoundDeviceId(device);
-    // The communicator must exist before memory is registered with it.
+    // allocateTensor() needs LibTorch's allocator, and a communicator to register the memory with.
+    at::globalContext().lazyInitDevice(at::kCUDA);
     group_->eagerConnectSingleDevice(device);
     guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
   ~NcclBackend() override {
     try {
-      if (end(kEndLimit).empty()) return;
-      guard_->stop();
-      group_->silence_watchdog();
-      group_->abort();  // Does not wait for graphs: a graph with this group's collectives owns the group.
+      if (!end(kEndLimit).empty()) {
+        guard_->stop();
+        group_->silence_watchdog();
+        group_->abort();  // Does not wait for graphs: a graph with this group's collectives owns the group.
+      }
     } catch (const std::exception&) {
-      // The device is lost. ProcessGroupNCCL's destructor aborts.
+      // The device is lost.
     }
+    // A lost device cannot free memory. Then the destructor of ProcessGroupNCCL's memory pool would end the process.
+    if (cudaFree(nullptr) != cudaSuccess) static_cast<void>(Ptr<NcclGroup>(group_).release());
   }
 
   std::string end(std::chrono::milliseconds limit) override {
@@ -206,6 +212,7 @@ void set_defaults() {
   constexpr std::pair<const char*, const char*> kDefaults[] = {
       {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // 1: the ranks poll rank 0's store each second, also after its end.
       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Otherwise c10d's watchdog kills the process.
+      {"TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"},   // The same, if the device is lost.
       {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}};  // Otherwise the watchdog sleeps one minute after a failure.
   static const bool once = [&] {
     for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,14 +16,21 @@ namespace vgpu::aten {
 /// Returns the tensor's memory as a CPU tensor. Like a kernel, it does not keep the memory alive.
 at::Tensor on_cpu(const at::Tensor& tensor);
 
+/// From now on, the stream that allocates memory writes to it. The memory may be in use on another stream. LibTorch's
+/// allocator must exist.
+void poison_allocations();
+
 /// Returns the current stream of the current device.
 void* current_stream();
 
-/// Copies `from`, a CPU tensor, to `to` on the current stream.
-void publish(const at::Tensor& to, at::Tensor from);
+/// Returns the memory from the first to the last element of a CUDA tensor; nothing for other tensors.
+Access access_to(const at::Tensor& tensor, bool writes);
 
-/// Returns a new CUDA tensor that receives the values of `cpu` on the current stream.
-at::Tensor to_device(const at::Tensor& cpu, c10::Device device);
+/// The operator `what` copies `from`, a CPU tensor, to `to` on the current stream.
+void publish(const std::string& what, const at::Tensor& to, at::Tensor from);
+
+/// Returns a new CUDA tensor that receives the values of `cpu` on the current stream, from the operator `what`.
+at::Tensor to_device(const std::string& what, const at::Tensor& cpu, c10::Device device);
 
 /// Calls `visit` with each tensor of an argument or result.
 void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit);

@@ -2,6 +2,7 @@
 // and writes the results on the current stream. An operator that does not wait for another stream reads old values.
 #include <iostream>
 
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include "virtual_gpu/aten/aten.h"
@@ -104,11 +105,11 @@ IValue written_result(const c10::FunctionSchema& schema, const c10::AliasInfo& a
   TORCH_CHECK(false, "virtual GPU: no argument for a result of ", schema.name());
 }
 
-IValue result_on_device(const IValue& value, c10::Device device) {
-  if (value.isTensor()) return to_device(value.toTensor(), device);
+IValue result_on_device(const std::string& what, const IValue& value, c10::Device device) {
+  if (value.isTensor()) return to_device(what, value.toTensor(), device);
   if (!value.isTensorList()) return value;
   c10::List<at::Tensor> list;
-  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, device));
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(what, tensor, device));
   return list;
 }
 
@@ -118,16 +119,16 @@ Stack results_on_device(const c10::FunctionSchema& schema, const Stack& cpu, con
   for (std::size_t i = 0; i < schema.returns().size(); ++i) {
     const c10::Argument& result = schema.returns()[i];
     results.push_back(is_written(result) ? written_result(schema, *result.alias_info(), arguments, stack)
-                                         : result_on_device(cpu[i], device));
+                                         : result_on_device(schema.name(), cpu[i], device));
   }
   return results;
 }
 
-void publish_written(const Arguments& arguments) {
+void publish_written(const std::string& what, const Arguments& arguments) {
   for (const Written& written : arguments.written) {
     for (std::size_t i = 0; i < written.device.size(); ++i) {
       if (written.device[i].sizes() != written.cpu[i].sizes()) written.device[i].resize_(written.cpu[i].sizes());
-      publish(written.device[i], written.cpu[i]);
+      publish(what, written.device[i], written.cpu[i]);
     }
   }
 }
@@ -137,6 +138,13 @@ std::vector<at::Tensor> all_on_cpu(const Stack& values) {
   for (const IValue& value : values)
     for_each_tensor(value, [&](const at::Tensor& tensor) { tensors.push_back(on_cpu(tensor)); });
   return tensors;
+}
+
+std::vector<Access> accesses_to(const Stack& values, bool writes) {
+  std::vector<Access> accesses;
+  for (const IValue& value : values)
+    for_each_tensor(value, [&](const at::Tensor& tensor) { accesses.push_back(access_to(tensor, writes)); });
+  return accesses;
 }
 
 /// Adds a node to the graph under capture: the same operator on the same memory.
@@ -170,15 +178,21 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   const Stack own(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()), stack->end());
   const c10::Device device = device_of(own);
   const c10::DeviceGuard guard(device);
+  C10_CUDA_CHECK(cudaGetLastError());
+  poison_allocations();
   wait_for(current_stream());
   trace(schema);
   const Arguments arguments = arguments_on_cpu(schema, own);
   Stack outputs = arguments.cpu;
+  check_order(current_stream(), schema.name(), accesses_to(own, false));
   call(op, outputs);
   const bool captured = is_capturing(current_stream());
-  if (!captured) publish_written(arguments);
+  if (!captured) publish_written(schema.name(), arguments);
   const Stack results = results_on_device(schema, outputs, arguments, own, device);
-  if (captured) capture(op, arguments, arguments.cpu, results);
+  if (captured) {
+    check_order(current_stream(), schema.name(), accesses_to(results, true));
+    capture(op, arguments, arguments.cpu, results);
+  }
   stack->resize(stack->size() - own.size());
   stack->insert(stack->end(), results.begin(), results.end());
 }

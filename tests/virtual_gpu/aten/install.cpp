@@ -2,6 +2,7 @@
 #include <string>
 #include <unordered_set>
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
 #include "virtual_gpu/aten/aten.h"
@@ -66,6 +67,14 @@ struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+void attach_to_allocator() {
+  using Trace = c10::cuda::CUDACachingAllocator::TraceEntry;
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const Trace& trace) {
+    if (trace.action_ != Trace::ALLOC) return;
+    poison(trace.device_, trace.stream_, reinterpret_cast<void*>(trace.addr_), trace.size_);
+  });
+}
+
 struct Install {
   Install() {
     NoWarnings none;
@@ -85,4 +94,10 @@ struct Install {
 const Install installed;
 
 }  // namespace
+
+void poison_allocations() {
+  static const bool attached = (attach_to_allocator(), true);
+  static_cast<void>(attached);
+}
+
 }  // namespace vgpu::aten

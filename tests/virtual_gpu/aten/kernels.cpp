@@ -1,3 +1,6 @@
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+
 #include "virtual_gpu/aten/aten.h"
 
 namespace vgpu::aten {
@@ -26,6 +29,7 @@ void copy_between_devices(const Tensor& to, const Tensor& from) {
   }
   {
     const c10::DeviceGuard guard(from.device());  // All default streams have the handle 0.
+    check_order(source.stream(), "aten::copy_", {access_to(from, false), access_to(to, true)});
     enqueue(source.stream(), copy_task(on_cpu(to), on_cpu(from)));
   }
   if (other_device) {
@@ -48,10 +52,13 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const bool is_async = non_blocking && host.is_pinned();
   const c10::DeviceGuard guard((self.is_cuda() ? self : source).device());
   void* stream = current_stream();
+  if (!is_async) c10::cuda::warn_or_error_on_sync();
+  C10_CUDA_CHECK(cudaGetLastError());
+  check_order(stream, "aten::copy_", {access_to(source, false), access_to(self, true)});
   // Pageable memory is staged. LibTorch's allocator keeps pinned memory until an event; here the task holds it.
   const Tensor from = self.is_cuda() && !is_async ? source.clone() : on_cpu(source);
   enqueue(stream, [host, task = copy_task(on_cpu(self), from)] { task(); });
-  if (!is_async) wait_for(stream);
+  if (!is_async) synchronize(stream);
   return self;
 }
 

@@ -95,6 +95,7 @@ VGPU_API cudaError_t cudaSetDevice(int device) {
 }
 
 VGPU_API cudaError_t cudaDeviceSynchronize() {
+  VGPU_RETURN_IF_LOST();
   vgpu::wait_for_device();
   return cudaSuccess;
 }
@@ -109,9 +110,15 @@ VGPU_API cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 
-VGPU_API cudaError_t cudaGetLastError() { return std::exchange(vgpu::last_error, cudaSuccess); }
+VGPU_API cudaError_t cudaGetLastError() {
+  VGPU_RETURN_IF_LOST();
+  return std::exchange(vgpu::last_error, cudaSuccess);
+}
 
-VGPU_API cudaError_t cudaPeekAtLastError() { return vgpu::last_error; }
+VGPU_API cudaError_t cudaPeekAtLastError() {
+  VGPU_RETURN_IF_LOST();
+  return vgpu::last_error;
+}
 
 VGPU_API const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
@@ -125,6 +132,8 @@ VGPU_API const char* cudaGetErrorString(cudaError_t error) {
       return "out of memory";
     case cudaErrorNotReady:
       return "device not ready";
+    case cudaErrorECCUncorrectable:
+      return "uncorrectable ECC error encountered";
     case cudaErrorNotSupported:
       return "operation not supported";
     case cudaErrorStreamCaptureUnsupported:

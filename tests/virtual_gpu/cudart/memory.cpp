@@ -1,4 +1,8 @@
-// Device memory is host memory. Copies run on a stream.
+// Device memory is host memory at another address: the host cannot access a device's address. Copies run on a stream.
+#include "virtual_gpu/cudart/memory.h"
+
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -8,12 +12,14 @@
 #include <vector>
 
 #include "virtual_gpu/cudart/api.h"
+#include "virtual_gpu/cudart/order.h"
 #include "virtual_gpu/cudart/stream.h"
 
 namespace vgpu {
 namespace {
 
-constexpr std::size_t kDeviceAlignment = 512, kHostAlignment = 4096;
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kSpace = std::size_t{1} << 40;  ///< Of all allocations of the process together.
 constexpr int kMaxDevices = 64;
 
 struct Block {
@@ -68,30 +74,80 @@ bool reserve(std::size_t size) {
   return true;
 }
 
-void* aligned(std::size_t alignment, std::size_t size) {
-  return std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+std::size_t in_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
+
+/// The addresses of the devices, followed by as many addresses of the host. Without access until memory is allocated.
+char* space() {
+  static auto* const begin =
+      static_cast<char*>(::mmap(nullptr, 2 * kSpace, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (begin == MAP_FAILED) std::abort();
+  return begin;
+}
+
+/// Returns an address of the device. No later allocation has the same address, and a page without access follows.
+void* allocate(std::size_t size) {
+  static std::atomic<std::size_t> used = 0;
+  const std::size_t at = used.fetch_add(in_pages(size) + kPage);
+  if (at + in_pages(size) > kSpace) return nullptr;
+  char* const device = space() + at;
+  if (::mprotect(host_address(device), in_pages(size), PROT_READ | PROT_WRITE) != 0) return nullptr;
+  return device;
 }
 
 void release(void* pointer) {
   const auto block = remove_block(pointer);
   if (!block) return;
-  std::memset(pointer, 0xff, block->size);
-  std::free(pointer);
+  forget_accesses(pointer, block->size);
+  ::mmap(host_address(pointer), in_pages(block->size), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+Task set_bytes(void* memory, int value, std::size_t bytes) {
+  return [=] { std::memset(host_address(memory), value, bytes); };
+}
+
+Task copy_bytes(void* to, const void* from, std::size_t bytes) {
+  return [=] { std::memmove(host_address(to), host_address(from), bytes); };
 }
 
 }  // namespace
+
+bool is_device_address(const void* address) {
+  return static_cast<std::size_t>(static_cast<const char*>(address) - space()) < kSpace;
+}
+
+void* host_address(const void* address) {
+  auto* const bytes = static_cast<char*>(const_cast<void*>(address));
+  return is_device_address(address) ? bytes + kSpace : bytes;
+}
+
+void poison(int device, void* stream, void* memory, std::size_t bytes) {
+  const int before = current_device();
+  set_current_device(device);
+  if (!is_capturing(stream)) {
+    check_order(stream, "an allocation", {{memory, bytes, true}});
+    enqueue(stream, set_bytes(memory, 0xff, bytes));
+  }
+  set_current_device(before);
+}
+
 }  // namespace vgpu
 
 VGPU_API cudaError_t cudaMalloc(void** pointer, size_t size) {
+  VGPU_RETURN_IF_LOST();
+  VGPU_RETURN_IF_CAPTURED();
   if (!vgpu::reserve(size)) return vgpu::fail(cudaErrorMemoryAllocation);
-  *pointer = vgpu::aligned(vgpu::kDeviceAlignment, size);
-  std::memset(*pointer, 0xff, size);  // NaN: reads of uninitialized memory become visible.
+  *pointer = vgpu::allocate(size);
+  if (!*pointer) return vgpu::fail(cudaErrorMemoryAllocation);
+  std::memset(vgpu::host_address(*pointer), 0xff, size);  // NaN: reads of uninitialized memory become visible.
   vgpu::add_block(*pointer, size, cudaMemoryTypeDevice);
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaFree(void* pointer) {
+  VGPU_RETURN_IF_LOST();
   if (!pointer) return cudaSuccess;
+  VGPU_RETURN_IF_CAPTURED();
   const auto block = vgpu::find_block(pointer);
   if (!block) return vgpu::fail(cudaErrorInvalidValue);
   const int device = vgpu::current_device();
@@ -110,7 +166,10 @@ VGPU_API cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
 }
 
 VGPU_API cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
-  *pointer = vgpu::aligned(vgpu::kHostAlignment, size);
+  VGPU_RETURN_IF_LOST();
+  VGPU_RETURN_IF_CAPTURED();
+  *pointer = std::aligned_alloc(vgpu::kPage, vgpu::in_pages(size));
+  std::memset(*pointer, 0xff, size);
   vgpu::add_block(*pointer, size, cudaMemoryTypeHost);
   return cudaSuccess;
 }
@@ -151,39 +210,46 @@ VGPU_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
 }
 
 VGPU_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+  VGPU_RETURN_IF_LOST();
   if (size == 0) return cudaSuccess;
+  vgpu::check_order(stream, "cudaMemcpyAsync", {{from, size, false}, {to, size, true}});
   if (vgpu::find_block(from)) {
-    vgpu::enqueue(stream, [=] { std::memmove(to, from, size); });
+    vgpu::enqueue(stream, vgpu::copy_bytes(to, from, size));
   } else {
     // CUDA stages pageable memory before the call returns.
     const auto* bytes = static_cast<const char*>(from);
-    vgpu::enqueue(stream,
-                  [=, staged = std::vector<char>(bytes, bytes + size)] { std::memcpy(to, staged.data(), size); });
+    vgpu::enqueue(stream, [=, staged = std::vector<char>(bytes, bytes + size)] {
+      std::memcpy(vgpu::host_address(to), staged.data(), size);
+    });
   }
-  if (!vgpu::find_block(to)) vgpu::wait_for(stream);
+  if (!vgpu::find_block(to)) vgpu::synchronize(stream);
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
   const cudaError_t error = cudaMemcpyAsync(to, from, size, kind, nullptr);
-  vgpu::wait_for(nullptr);
+  vgpu::synchronize(nullptr);
   return error;
 }
 
 VGPU_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) {
-  vgpu::enqueue(stream, [=] { std::memmove(to, from, size); });
+  VGPU_RETURN_IF_LOST();
+  vgpu::check_order(stream, "cudaMemcpyPeerAsync", {{from, size, false}, {to, size, true}});
+  vgpu::enqueue(stream, vgpu::copy_bytes(to, from, size));
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
-  vgpu::enqueue(stream, [=] { std::memset(pointer, value, size); });
+  VGPU_RETURN_IF_LOST();
+  vgpu::check_order(stream, "cudaMemsetAsync", {{pointer, size, true}});
+  vgpu::enqueue(stream, vgpu::set_bytes(pointer, value, size));
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaMemset(void* pointer, int value, size_t size) {
-  cudaMemsetAsync(pointer, value, size, nullptr);
-  vgpu::wait_for(nullptr);
-  return cudaSuccess;
+  const cudaError_t error = cudaMemsetAsync(pointer, value, size, nullptr);
+  vgpu::synchronize(nullptr);
+  return error;
 }
 
 // A device has one pool, which keeps no memory.

@@ -1,6 +1,7 @@
 #include "virtual_gpu/cudart/stream.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -8,10 +9,13 @@
 #include <map>
 #include <thread>
 
+#include "virtual_gpu/cudart/order.h"
+
 namespace vgpu {
 namespace {
 
 thread_local int device_of_thread = 0;
+std::atomic<bool> lost = false;
 
 /// Objects of this process are never destroyed: threads of streams may still run during exit.
 struct Streams {
@@ -45,7 +49,7 @@ std::shared_ptr<Stream> known_stream(void* handle) {
 }  // namespace
 
 Stream::Stream(int device, std::uint32_t number)
-    : device_(device), random_(static_cast<std::uint32_t>(setting("VGPU_SEED", 0)) * 1000 + number) {}
+    : device_(device), number_(number), random_(static_cast<std::uint32_t>(setting("VGPU_SEED", 0)) * 1000 + number) {}
 
 void Stream::push(Task task) {
   const std::lock_guard lock(mutex_);
@@ -92,7 +96,7 @@ void Stream::run() {
     tasks_.pop_front();
     lock.unlock();
     delay();
-    task();
+    if (!devices_are_lost()) task();
     task = nullptr;  // Releases the task's objects before the host is notified of the task's end.
     lock.lock();
     ++done_;
@@ -144,7 +148,11 @@ void wait_for_device() {
     for (const auto& [handle, stream] : all.created)
       if (stream->device() == device_of_thread) waited.push_back(stream);
   }
-  for (const auto& stream : waited) stream->wait();
+  for (const auto& stream : waited) {
+    const Clock tasks = clock_of(*stream);
+    stream->wait();
+    host_follows(tasks);
+  }
 }
 
 void set_current_device(int device) { device_of_thread = device; }
@@ -158,12 +166,33 @@ void enqueue(void* handle, Task task) {
   }
 }
 
+void check_order(void* handle, const std::string& what, const std::vector<Access>& accesses) {
+  const auto stream = known_stream(handle);
+  if (const auto graph = stream->graph()) {
+    graph->accesses.emplace_back(what, accesses);
+  } else {
+    check_task(*stream, what, accesses);
+  }
+}
+
 void wait_for(void* handle) {
   const auto stream = known_stream(handle);
   if (!stream->graph()) stream->wait();
 }
 
+void synchronize(void* handle) {
+  const auto stream = known_stream(handle);
+  if (stream->graph()) return;
+  const Clock tasks = clock_of(*stream);
+  stream->wait();
+  host_follows(tasks);
+}
+
 bool is_capturing(void* handle) { return known_stream(handle)->graph() != nullptr; }
+
+void lose_devices() { lost = true; }
+
+bool devices_are_lost() { return lost; }
 
 int current_device() { return device_of_thread; }
 

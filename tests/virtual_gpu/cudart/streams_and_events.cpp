@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "virtual_gpu/cudart/api.h"
+#include "virtual_gpu/cudart/order.h"
 #include "virtual_gpu/cudart/stream.h"
 
 namespace vgpu {
@@ -18,6 +19,8 @@ struct Event {
   std::uint64_t recorded = 0, reached = 0;
   std::chrono::steady_clock::time_point time;
   std::shared_ptr<Graph> graph;  ///< The event was recorded while its stream was captured.
+  Clock tasks;                   ///< The tasks before the last record.
+  const int device = current_device();
 
   void reach(std::uint64_t number) {
     const std::lock_guard lock(mutex);
@@ -25,9 +28,10 @@ struct Event {
     time = std::chrono::steady_clock::now();
     changed.notify_all();
   }
+  /// Also returns if the devices are lost.
   void wait(std::uint64_t number) {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return reached >= number; });
+    while (reached < number && !devices_are_lost()) changed.wait_for(lock, std::chrono::milliseconds(20));
   }
 };
 
@@ -45,20 +49,58 @@ std::uint64_t next_graph_id() {
 
 cudaError_t unknown_stream() { return fail(cudaErrorInvalidResourceHandle); }
 
+struct Captures {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Graph>> running;
+};
+
+Captures& captures() {
+  static auto* all = new Captures;
+  return *all;
+}
+
+thread_local cudaStreamCaptureMode mode_of_thread = cudaStreamCaptureModeGlobal;
+
 /// A stream that waits for an event of a capture joins the capture.
 cudaError_t join(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Graph>& graph) {
   const auto own = stream->graph();
   if (own == graph) return cudaSuccess;
+  if (graph->streams.empty()) return fail(cudaErrorCapturedEvent);  // The capture has ended.
   if (own) return fail(cudaErrorStreamCaptureIsolation);
   stream->set_graph(graph);
   graph->streams.push_back(stream);
   return cudaSuccess;
 }
 
+/// Runs a function of the program on a stream. If VGPU_SERIAL_HOST_FUNC is 1, no two run at the same time.
+void call_host(const Task& function) {
+  static const bool serial = setting("VGPU_SERIAL_HOST_FUNC", 0) != 0;
+  static std::mutex mutex;
+  std::unique_lock lock(mutex, std::defer_lock);
+  if (serial) lock.lock();
+  function();
+}
+
 }  // namespace
+
+bool is_prohibited_by_capture() {
+  if (mode_of_thread == cudaStreamCaptureModeRelaxed) return false;
+  const std::lock_guard lock(captures().mutex);
+  bool prohibited = false;
+  for (const auto& graph : captures().running) {
+    const bool own = graph->thread == std::this_thread::get_id();
+    if (own ? graph->mode == cudaStreamCaptureModeRelaxed
+            : graph->mode != cudaStreamCaptureModeGlobal || mode_of_thread != cudaStreamCaptureModeGlobal)
+      continue;
+    graph->invalid = prohibited = true;
+  }
+  return prohibited;
+}
+
 }  // namespace vgpu
 
 VGPU_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  VGPU_RETURN_IF_LOST();
   *stream = reinterpret_cast<cudaStream_t>(vgpu::create_stream().get());
   return cudaSuccess;
 }
@@ -76,16 +118,22 @@ VGPU_API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 VGPU_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
+  VGPU_RETURN_IF_LOST();
   if (stream->graph()) return vgpu::fail(cudaErrorStreamCaptureUnsupported);
-  stream->wait();
+  vgpu::synchronize(handle);
+  VGPU_RETURN_IF_LOST();
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
+  VGPU_RETURN_IF_LOST();
   if (stream->graph()) return vgpu::fail(cudaErrorStreamCaptureUnsupported);
-  return stream->is_idle() ? cudaSuccess : cudaErrorNotReady;
+  const vgpu::Clock tasks = vgpu::clock_of(*stream);
+  if (!stream->is_idle()) return cudaErrorNotReady;
+  vgpu::host_follows(tasks);
+  return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
@@ -94,22 +142,29 @@ VGPU_API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
 }
 
 VGPU_API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-  vgpu::enqueue(stream, [=] { function(stream, cudaSuccess, data); });
+  VGPU_RETURN_IF_LOST();
+  vgpu::enqueue(stream, [=] { vgpu::call_host([=] { function(stream, cudaSuccess, data); }); });
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  vgpu::enqueue(stream, [=] { function(data); });
+  VGPU_RETURN_IF_LOST();
+  const auto known = vgpu::find_stream(stream);
+  if (!known || known->device() != vgpu::current_device()) return vgpu::unknown_stream();
+  vgpu::enqueue(stream, [=] { vgpu::call_host([=] { function(data); }); });
   return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
+  VGPU_RETURN_IF_LOST();
   const auto event = vgpu::event_of(event_handle);
   std::unique_lock lock(event->mutex);
   if (const auto graph = event->graph) return vgpu::join(stream, graph);
   const std::uint64_t target = event->recorded;
+  if (stream->graph()) return target ? vgpu::fail(cudaErrorStreamCaptureIsolation) : cudaSuccess;
+  vgpu::stream_follows(*stream, event->tasks);
   if (event->reached >= target) return cudaSuccess;
   lock.unlock();
   vgpu::enqueue(handle, [event, target] { event->wait(target); });
@@ -117,6 +172,7 @@ VGPU_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_
 }
 
 VGPU_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  VGPU_RETURN_IF_LOST();
   *event = reinterpret_cast<cudaEvent_t>(new std::shared_ptr<vgpu::Event>(std::make_shared<vgpu::Event>()));
   return cudaSuccess;
 }
@@ -131,10 +187,13 @@ VGPU_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 VGPU_API cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t handle) {
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
+  VGPU_RETURN_IF_LOST();
   const auto event = vgpu::event_of(event_handle);
+  if (event->device != stream->device()) return vgpu::unknown_stream();
   std::unique_lock lock(event->mutex);
   event->graph = stream->graph();
   if (event->graph) return cudaSuccess;
+  event->tasks = vgpu::clock_of(*stream);
   const std::uint64_t number = ++event->recorded;
   lock.unlock();
   vgpu::enqueue(handle, [event, number] { event->reach(number); });
@@ -146,15 +205,28 @@ VGPU_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t st
 }
 
 VGPU_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  VGPU_RETURN_IF_LOST();
+  VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   const std::lock_guard lock(event->mutex);
-  return event->reached >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+  if (event->graph) return vgpu::fail(cudaErrorCapturedEvent);
+  if (event->reached < event->recorded) return cudaErrorNotReady;
+  vgpu::host_follows(event->tasks);
+  return cudaSuccess;
 }
 
 VGPU_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  VGPU_RETURN_IF_LOST();
+  VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   std::unique_lock lock(event->mutex);
-  event->changed.wait(lock, [&, target = event->recorded] { return event->reached >= target; });
+  if (event->graph) return vgpu::fail(cudaErrorCapturedEvent);
+  const std::uint64_t target = event->recorded;
+  const vgpu::Clock tasks = event->tasks;
+  lock.unlock();
+  event->wait(target);
+  VGPU_RETURN_IF_LOST();
+  vgpu::host_follows(tasks);
   return cudaSuccess;
 }
 
@@ -181,7 +253,8 @@ VGPU_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCap
   return cudaSuccess;
 }
 
-VGPU_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+VGPU_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  VGPU_RETURN_IF_LOST();
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
   if (stream->graph()) return vgpu::fail(cudaErrorIllegalState);
@@ -189,7 +262,10 @@ VGPU_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptu
   auto graph = std::make_shared<vgpu::Graph>();
   graph->id = vgpu::next_graph_id();
   graph->streams = {stream};
+  graph->mode = mode;
   stream->set_graph(graph);
+  const std::lock_guard lock(vgpu::captures().mutex);
+  vgpu::captures().running.push_back(graph);
   return cudaSuccess;
 }
 
@@ -199,11 +275,19 @@ VGPU_API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out)
   if (!graph || graph->streams.front() != stream) return vgpu::fail(cudaErrorIllegalState);
   for (const auto& each : graph->streams) each->set_graph(nullptr);
   graph->streams.clear();
+  {
+    const std::lock_guard lock(vgpu::captures().mutex);
+    std::erase(vgpu::captures().running, graph);
+  }
+  if (graph->invalid) return vgpu::fail(cudaErrorStreamCaptureInvalidated);
   *out = reinterpret_cast<cudaGraph_t>(new std::shared_ptr<vgpu::Graph>(graph));
   return cudaSuccess;
 }
 
-VGPU_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+VGPU_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, vgpu::mode_of_thread);
+  return cudaSuccess;
+}
 
 VGPU_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   *executable = reinterpret_cast<cudaGraphExec_t>(new std::shared_ptr<vgpu::Graph>(vgpu::graph_of(graph)));
@@ -211,6 +295,8 @@ VGPU_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, 
 }
 
 VGPU_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  VGPU_RETURN_IF_LOST();
+  for (const auto& [what, accesses] : vgpu::graph_of(executable)->accesses) vgpu::check_order(stream, what, accesses);
   vgpu::enqueue(stream, [graph = vgpu::graph_of(executable)] {
     for (const vgpu::Task& task : graph->tasks) task();
   });

@@ -1,26 +1,20 @@
 // The calls of NCCL that LibTorch makes.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <map>
 #include <random>
 #include <utility>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
-#include "virtual_gpu/nccl/communicator.h"
+#include "virtual_gpu/nccl/handle.h"
 
-#define VGPU_API extern "C" __attribute__((visibility("default")))
-
-using vgpu::nccl::Backoff, vgpu::nccl::Communicator, vgpu::nccl::Kind, vgpu::nccl::Message;
-
-/// The handle lives until the process ends, so that a use after its destruction is reported.
-struct ncclComm {
-  std::shared_ptr<Communicator> communicator;
-};
+using vgpu::nccl::Backoff, vgpu::nccl::Communicator, vgpu::nccl::communicator_of, vgpu::nccl::Kind, vgpu::nccl::Message;
 
 namespace {
 
@@ -32,12 +26,6 @@ struct Group {
 };
 thread_local Group group;
 
-const std::shared_ptr<Communicator>& communicator_of(ncclComm_t handle) {
-  if (handle && handle->communicator) return handle->communicator;
-  std::fprintf(stderr, "virtual NCCL: a communicator is used after its end\n");
-  std::abort();
-}
-
 void enqueue(const std::shared_ptr<Communicator>& communicator, void* stream, vgpu::Task task) {
   const bool captured = vgpu::is_capturing(stream);
   // With one rank, NCCL only copies: a graph with such a copy does not depend on the communicator.
@@ -45,10 +33,47 @@ void enqueue(const std::shared_ptr<Communicator>& communicator, void* stream, vg
   vgpu::enqueue(stream, [work, task = std::move(task)] { task(); });
 }
 
+/// Operations of ncclRedOpCreatePreMulSum() are numbers of a communicator. All ranks see this one.
+constexpr int kPreMulSum = ncclNumOps;
+
+/// Bytes that this rank sends and receives.
+std::pair<std::size_t, std::size_t> bytes_of(const Communicator& communicator, const vgpu::nccl::Call& call) {
+  const std::size_t one = call.count * vgpu::nccl::size_of(call.type);
+  const std::size_t all = one * static_cast<std::size_t>(communicator.ranks());
+  const bool is_root = communicator.rank() == call.root;
+  switch (call.kind) {
+    case Kind::kAllReduce:
+      return {one, one};
+    case Kind::kBroadcast:
+      return {is_root ? one : 0, one};
+    case Kind::kReduce:
+      return {one, is_root ? one : 0};
+    case Kind::kAllGather:
+      return {one, all};
+    case Kind::kReduceScatter:
+      return {all, one};
+    default:
+      return {all, all};
+  }
+}
+
 ncclResult_t collective(ncclComm_t handle, vgpu::nccl::Call call, const void* send, void* receive, void* stream) {
+  if (vgpu::devices_are_lost()) return ncclUnhandledCudaError;
   const auto communicator = communicator_of(handle);
-  enqueue(communicator, stream,
-          [=] { communicator->run(call, static_cast<const char*>(send), static_cast<char*>(receive)); });
+  const auto [sent, received] = bytes_of(*communicator, call);
+  std::vector<vgpu::Access> accesses = {{send, sent, false}, {receive, received, true}};
+  vgpu::nccl::Factor factor;
+  if (call.op >= kPreMulSum) {
+    const auto& scale = communicator->scales.at(call.op);
+    factor = scale.factor;
+    accesses.push_back(scale.access);
+    call.op = kPreMulSum;
+  }
+  vgpu::check_order(stream, call.name(), accesses);
+  enqueue(communicator, stream, [=] {
+    communicator->run(call, static_cast<const char*>(vgpu::host_address(send)),
+                      static_cast<char*>(vgpu::host_address(receive)), factor);
+  });
   return ncclSuccess;
 }
 
@@ -59,11 +84,18 @@ void flush_messages() {
   group.messages.clear();
   for (auto& [stream, messages] : of_stream) {
     const auto communicator = messages.front().communicator;
+    std::vector<vgpu::Access> accesses;
+    for (Message& message : messages) {
+      accesses.push_back({message.data, message.bytes, !message.is_send});
+      message.data = static_cast<char*>(vgpu::host_address(message.data));
+    }
+    vgpu::check_order(stream, "ncclSend and ncclRecv", accesses);
     enqueue(communicator, stream, [messages = std::move(messages)] { vgpu::nccl::run_messages(messages); });
   }
 }
 
 ncclResult_t message(ncclComm_t handle, bool is_send, const void* data, std::size_t bytes, int peer, void* stream) {
+  if (vgpu::devices_are_lost()) return ncclUnhandledCudaError;
   group.messages.push_back(
       {communicator_of(handle), stream, is_send, static_cast<char*>(const_cast<void*>(data)), bytes, peer});
   if (group.depth == 0) flush_messages();
@@ -155,8 +187,20 @@ VGPU_API ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclC
   return split(*communicator_of(parent), color, key, out, config);
 }
 
-VGPU_API ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) {
-  return ncclInvalidUsage;
+VGPU_API ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int excluded_count, ncclComm_t* out,
+                                     ncclConfig_t* config, int flags) {
+  const auto parent = communicator_of(handle);
+  const auto is_excluded = [&](int rank) { return std::count(excluded, excluded + excluded_count, rank) > 0; };
+  if (is_excluded(parent->rank())) return ncclInvalidArgument;
+  int ranks = 0, rank = 0;
+  for (int old = 0; old < parent->ranks(); ++old) {
+    if (is_excluded(old)) continue;
+    if (old < parent->rank()) ++rank;
+    ++ranks;
+  }
+  // Without the flag, the parent may not have collectives in progress.
+  flags == NCCL_SHRINK_ABORT ? parent->abort() : parent->finalize();
+  return join(out, parent->name() + "-shrunk-" + std::to_string(parent->next_split()), ranks, rank, config);
 }
 
 VGPU_API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
@@ -167,6 +211,7 @@ VGPU_API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
 VGPU_API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   if (!handle) return ncclSuccess;
   communicator_of(handle)->finalize();
+  vgpu::nccl::end_registrations(handle);
   handle->communicator.reset();
   return ncclSuccess;
 }
@@ -174,6 +219,7 @@ VGPU_API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
 VGPU_API ncclResult_t ncclCommAbort(ncclComm_t handle) {
   if (!handle) return ncclSuccess;
   communicator_of(handle)->abort();
+  vgpu::nccl::end_registrations(handle);
   handle->communicator.reset();
   return ncclSuccess;
 }
@@ -192,32 +238,6 @@ VGPU_API ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
 VGPU_API ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
   *rank = communicator_of(handle)->rank();
   return ncclSuccess;
-}
-
-VGPU_API ncclResult_t ncclCommRegister(const ncclComm_t, void* memory, size_t, void** registration) {
-  *registration = memory;
-  return ncclSuccess;
-}
-
-VGPU_API ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
-
-VGPU_API ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t* window, int) {
-  *window = nullptr;
-  return ncclSuccess;
-}
-
-VGPU_API ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclSuccess; }
-
-VGPU_API ncclResult_t ncclDevCommCreate(ncclComm_t, const void*, void*) { return ncclInvalidUsage; }
-
-VGPU_API ncclResult_t ncclDevCommDestroy(ncclComm_t, const void*) { return ncclInvalidUsage; }
-
-VGPU_API ncclResult_t ncclMemAlloc(void** memory, size_t size) {
-  return cudaMalloc(memory, size) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-VGPU_API ncclResult_t ncclMemFree(void* memory) {
-  return cudaFree(memory) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 VGPU_API const char* ncclGetErrorString(ncclResult_t result) {
@@ -240,11 +260,25 @@ VGPU_API ncclResult_t ncclGroupEnd() {
 
 VGPU_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return ncclInvalidUsage; }
 
-VGPU_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t*, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) {
-  return ncclInvalidUsage;
+VGPU_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type,
+                                               ncclScalarResidence_t residence, ncclComm_t handle) {
+  auto& scales = communicator_of(handle)->scales;
+  const std::size_t bytes = vgpu::nccl::size_of(type);
+  const int number = scales.empty() ? kPreMulSum : scales.rbegin()->first + 1;
+  auto& scale = scales[number];
+  *op = static_cast<ncclRedOp_t>(number);
+  if (residence == ncclScalarDevice) {  // Read when the collective runs.
+    scale = {[scalar] { return vgpu::host_address(scalar); }, {scalar, bytes, false}};
+  } else {
+    const auto* const begin = static_cast<const char*>(scalar);
+    scale = {[copy = std::vector<char>(begin, begin + bytes)] { return copy.data(); }, {nullptr, 0, false}};
+  }
+  return ncclSuccess;
 }
 
-VGPU_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
+VGPU_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t handle) {
+  return communicator_of(handle)->scales.erase(op) == 1 ? ncclSuccess : ncclInvalidArgument;
+}
 
 VGPU_API ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                     ncclComm_t comm, cudaStream_t stream) {

@@ -15,6 +15,8 @@ namespace {
 
 constexpr const char* kNames[] = {"AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AlltoAll"};
 
+bool in_parts(Kind kind) { return kind == Kind::kAllToAll || kind == Kind::kReduceScatter; }
+
 template <class T>
 T combined(T a, T b, int op) {
   switch (op) {
@@ -44,6 +46,45 @@ void reduce_as(char* out, const std::vector<const char*>& inputs, std::size_t co
   }
 }
 
+/// Multiplies all values by one value of their type.
+template <class T>
+void scale_as(char* values, std::size_t count, const char* factor) {
+  using Product = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
+  auto* const elements = reinterpret_cast<T*>(values);
+  const auto by = static_cast<Product>(*reinterpret_cast<const T*>(factor));
+  for (std::size_t i = 0; i < count; ++i) elements[i] = static_cast<T>(static_cast<Product>(elements[i]) * by);
+}
+
+/// Calls `function` with a value of the type.
+template <class Function>
+void for_type(int type, const Function& function) {
+  switch (type) {
+    case ncclInt8:
+      return function(std::int8_t());
+    case ncclUint8:
+      return function(std::uint8_t());
+    case ncclInt32:
+      return function(std::int32_t());
+    case ncclUint32:
+      return function(std::uint32_t());
+    case ncclInt64:
+      return function(std::int64_t());
+    case ncclUint64:
+      return function(std::uint64_t());
+    case ncclFloat16:
+      return function(c10::Half());
+    case ncclBfloat16:
+      return function(c10::BFloat16());
+    case ncclFloat32:
+      return function(float());
+    case ncclFloat64:
+      return function(double());
+    default:
+      std::fprintf(stderr, "virtual NCCL: data type %d cannot be reduced\n", type);
+      std::abort();
+  }
+}
+
 void copy(char* to, const char* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memmove(to, from, bytes);
 }
@@ -63,15 +104,17 @@ struct Piece {
   std::size_t begin, bytes, total, stride;
 };
 
-void put(Communicator& c, const Call& call, const Piece& piece, const char* send) {
+void put(Communicator& c, const Call& call, const Piece& piece, const char* send, const Factor& factor) {
   char* slot = c.slot(c.rank());
-  if (call.kind == Kind::kAllToAll || call.kind == Kind::kReduceScatter) {
-    for (int rank = 0; rank < c.ranks(); ++rank) {
-      const auto part = static_cast<std::size_t>(rank);
-      copy(slot + part * piece.stride, send + part * piece.total + piece.begin, piece.bytes);
-    }
-  } else if (call.kind != Kind::kBroadcast || c.rank() == call.root) {
-    copy(slot, send + piece.begin, piece.bytes);
+  const std::size_t parts = in_parts(call.kind) ? static_cast<std::size_t>(c.ranks()) : 1;
+  if (call.kind == Kind::kBroadcast && c.rank() != call.root) return;
+  for (std::size_t part = 0; part < parts; ++part) {
+    char* const to = slot + part * piece.stride;
+    copy(to, send + part * piece.total + piece.begin, piece.bytes);
+    if (!factor) continue;
+    for_type(call.type, [&](auto value) {
+      scale_as<decltype(value)>(to, piece.bytes / sizeof value, static_cast<const char*>(factor()));
+    });
   }
 }
 
@@ -79,8 +122,7 @@ void get(Communicator& c, const Call& call, const Piece& piece, char* receive) {
   const auto own_part = static_cast<std::size_t>(c.rank()) * piece.stride;
   const std::size_t count = piece.bytes / size_of(call.type);
   std::vector<const char*> inputs;
-  for (int rank = 0; rank < c.ranks(); ++rank)
-    inputs.push_back(c.slot(rank) + (call.kind == Kind::kAllToAll || call.kind == Kind::kReduceScatter ? own_part : 0));
+  for (int rank = 0; rank < c.ranks(); ++rank) inputs.push_back(c.slot(rank) + (in_parts(call.kind) ? own_part : 0));
   switch (call.kind) {
     case Kind::kReduce:
       if (c.rank() != call.root) return;
@@ -99,10 +141,11 @@ void get(Communicator& c, const Call& call, const Piece& piece, char* receive) {
 
 }  // namespace
 
+std::string Call::name() const { return "nccl" + std::string(kNames[static_cast<int>(kind)]); }
+
 std::string Call::text() const {
-  return "nccl" + std::string(kNames[static_cast<int>(kind)]) + " number " + std::to_string(sequence) + " of " +
-         std::to_string(count) + " elements, type " + std::to_string(type) + ", operation " + std::to_string(op) +
-         ", root " + std::to_string(root);
+  return name() + " number " + std::to_string(sequence) + " of " + std::to_string(count) + " elements, type " +
+         std::to_string(type) + ", operation " + std::to_string(op) + ", root " + std::to_string(root);
 }
 
 std::size_t size_of(int type) {
@@ -125,31 +168,7 @@ std::size_t size_of(int type) {
 }
 
 void reduce(char* out, const std::vector<const char*>& inputs, std::size_t count, int type, int op) {
-  switch (type) {
-    case ncclInt8:
-      return reduce_as<std::int8_t>(out, inputs, count, op);
-    case ncclUint8:
-      return reduce_as<std::uint8_t>(out, inputs, count, op);
-    case ncclInt32:
-      return reduce_as<std::int32_t>(out, inputs, count, op);
-    case ncclUint32:
-      return reduce_as<std::uint32_t>(out, inputs, count, op);
-    case ncclInt64:
-      return reduce_as<std::int64_t>(out, inputs, count, op);
-    case ncclUint64:
-      return reduce_as<std::uint64_t>(out, inputs, count, op);
-    case ncclFloat16:
-      return reduce_as<c10::Half>(out, inputs, count, op);
-    case ncclBfloat16:
-      return reduce_as<c10::BFloat16>(out, inputs, count, op);
-    case ncclFloat32:
-      return reduce_as<float>(out, inputs, count, op);
-    case ncclFloat64:
-      return reduce_as<double>(out, inputs, count, op);
-    default:
-      std::fprintf(stderr, "virtual NCCL: data type %d cannot be reduced\n", type);
-      std::abort();
-  }
+  for_type(type, [&](auto value) { reduce_as<decltype(value)>(out, inputs, count, op); });
 }
 
 bool Communicator::check_calls(const Call& call) {
@@ -160,16 +179,15 @@ bool Communicator::check_calls(const Call& call) {
   return !aborted_;
 }
 
-void Communicator::run(Call call, const char* send, char* receive) {
+void Communicator::run(Call call, const char* send, char* receive, const Factor& factor) {
   call.sequence = sequence_++;
   run_fault(kNames[static_cast<int>(call.kind)]);
   if (aborted_ || !check_calls(call)) return;  // The other ranks must not see calls after the abort.
-  const bool in_parts = call.kind == Kind::kAllToAll || call.kind == Kind::kReduceScatter;
-  const std::size_t stride = kSlotBytes / static_cast<std::size_t>(in_parts ? ranks_ : 1) / 64 * 64;
+  const std::size_t stride = kSlotBytes / static_cast<std::size_t>(in_parts(call.kind) ? ranks_ : 1) / 64 * 64;
   const std::size_t total = call.count * size_of(call.type);
   for (std::size_t begin = 0; begin < total; begin += stride) {
     const Piece piece{begin, std::min(stride, total - begin), total, stride};
-    put(*this, call, piece, send);
+    put(*this, call, piece, send, factor);
     if (!stream_barrier()) return;
     get(*this, call, piece, receive);
     if (!stream_barrier()) return;

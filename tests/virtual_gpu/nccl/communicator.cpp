@@ -54,7 +54,7 @@ bool Communicator::barrier(std::atomic<std::uint64_t> RankPage::*arrived, std::u
   for (int rank = 0; rank < ranks_; ++rank) {
     Backoff backoff;
     while ((page(rank).*arrived).load(std::memory_order_acquire) < mine) {
-      if (aborted_) return false;
+      if (aborted_ || devices_are_lost()) return false;
       backoff.pause();
     }
   }
@@ -69,13 +69,13 @@ std::shared_ptr<void> Communicator::work_of(const std::shared_ptr<Communicator>&
 
 void Communicator::finalize() {
   Backoff backoff;
-  while ((queued_ > 0 || captured_ > 0) && !aborted_) backoff.pause();
+  while ((queued_ > 0 || captured_ > 0) && !aborted_ && !devices_are_lost()) backoff.pause();
 }
 
 void Communicator::abort() {
   aborted_ = true;
   Backoff backoff;
-  while (captured_ > 0) backoff.pause();
+  while (captured_ > 0 && !devices_are_lost()) backoff.pause();
 }
 
 }  // namespace vgpu::nccl

@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,10 +25,14 @@ struct Call {
   std::uint64_t count;
 
   bool operator==(const Call&) const = default;
+  std::string name() const;
   std::string text() const;
 };
 
 std::size_t size_of(int type);
+
+/// Returns the address of the factor of ncclRedOpCreatePreMulSum() when the collective runs. Empty: no factor.
+using Factor = std::function<const void*()>;
 
 constexpr int kMaxRanks = 32;
 constexpr std::size_t kSlotBytes = 1 << 20, kMailBytes = 1 << 16;
@@ -70,8 +76,8 @@ class Communicator {
   bool stream_barrier() { return barrier(&RankPage::arrived_stream, stream_generation_); }
   bool host_barrier() { return barrier(&RankPage::arrived_host, host_generation_); }
 
-  /// Runs a collective. Calls must be in the order of a stream.
-  void run(Call call, const char* send, char* receive);
+  /// Runs a collective. Calls must be in the order of a stream. The addresses are those of the host.
+  void run(Call call, const char* send, char* receive, const Factor& factor);
 
   /// The holder of the result has work of this communicator: a queued task, or a graph.
   static std::shared_ptr<void> work_of(const std::shared_ptr<Communicator>& communicator, bool captured);
@@ -83,6 +89,13 @@ class Communicator {
   /// The result of ncclCommGetAsyncError().
   ncclResult_t error() const { return error_; }
   int next_split() { return ++splits_; }
+
+  struct Scale {
+    Factor factor;
+    Access access;
+  };
+  /// Operations of ncclRedOpCreatePreMulSum(). Only the thread that calls collectives uses them.
+  std::map<int, Scale> scales;
 
  private:
   bool barrier(std::atomic<std::uint64_t> RankPage::*arrived, std::uint64_t& generation);

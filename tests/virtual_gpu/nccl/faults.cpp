@@ -35,6 +35,7 @@ void Communicator::run_fault(const char* call) {
   if (fault.rank != rank_ || std::string(fault.call) != call || ++calls_of_fault_ != fault.number) return;
   const std::string action = fault.action;
   if (action == "die") ::raise(SIGKILL);
+  if (action == "lost") lose_devices();
   if (action.starts_with("delay:"))
     std::this_thread::sleep_for(std::chrono::milliseconds(std::atol(action.c_str() + 6)));
   if (action == "error") error_ = ncclRemoteError;

@@ -45,7 +45,7 @@ void run_messages(std::vector<Message> messages) {
   while (!std::all_of(messages.begin(), messages.end(), is_done)) {
     bool moved = false;
     for (std::size_t i = 0; i < messages.size(); ++i) {
-      if (messages[i].communicator->aborted()) return;
+      if (messages[i].communicator->aborted() || devices_are_lost()) return;
       if (!is_done(messages[i]) && !must_wait(messages, i)) moved = progress(messages[i]) || moved;
     }
     if (moved) {

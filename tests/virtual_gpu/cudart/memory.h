@@ -1,0 +1,7 @@
+#pragma once
+
+namespace vgpu {
+
+bool is_device_address(const void* address);
+
+}  // namespace vgpu
