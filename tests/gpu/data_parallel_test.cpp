@@ -1,4 +1,6 @@
 // Several replicas on one GPU, which is given several times.
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
 #include <ddpkit/ddpkit.h>
@@ -105,6 +107,46 @@ TEST_CASE("an error in a replica on a GPU is named, and the next step works", "[
                     ContainsSubstring("replica 1 of 2 on cuda:0"));
   dp.train_step(joined, loss);
   for (const auto& parameter : net->parameters()) CHECK(parameter.grad().defined());
+}
+
+TEST_CASE("replicas follow the caller to another stream", "[gpu]") {
+  NEEDS_GPU();
+  auto ours = gpu::net(), reference = gpu::net();
+  ddpkit::DataParallel dp(ours, two_replicas());
+  const auto guard = c10::impl::VirtualGuardImpl(c10::kCUDA);
+  guard.synchronizeDevice(0);
+  const c10::StreamGuard on_another(guard.getStreamFromGlobalPool(c10::Device(c10::kCUDA, 0)));
+  torch::optim::SGD optimizer(ours->parameters(), 0.1), reference_optimizer(reference->parameters(), 0.1);
+  for (int step = 0; step < 6; ++step) {
+    auto x = batch(step, 8);
+    optimizer.zero_grad();
+    if (step % 2 == 0) {
+      dp.train_step(Batch{x, target_for(x)}, loss);
+    } else {
+      torch::mse_loss(dp(x), target_for(x)).backward();
+    }
+    optimizer.step();
+    reference_optimizer.zero_grad();
+    loss(*reference, {x, target_for(x)}).backward();
+    reference_optimizer.step();
+    x.zero_();  // The replicas have read the batch.
+  }
+  gpu::check_same(ours->parameters(), reference->parameters());
+}
+
+TEST_CASE("after an error in a replica on a GPU, the caller may write to the batch", "[gpu]") {
+  NEEDS_GPU();
+  auto net = gpu::net();
+  ddpkit::DataParallel dp(net, two_replicas());
+  for (int step = 0; step < 3; ++step) {
+    auto x = batch(step, 8);
+    const auto fails = [&](torch::nn::SequentialImpl& replica, const Batch& part) -> torch::Tensor {
+      static_cast<void>(replica.forward(part.data));
+      throw std::runtime_error("no such luck");
+    };
+    CHECK_THROWS(dp.train_step(Batch{x, target_for(x)}, fails));
+    x.zero_();
+  }
 }
 
 TEST_CASE("DataParallel on a missing GPU is refused", "[gpu]") {

@@ -1,6 +1,12 @@
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <sstream>
+#include <thread>
 
 #include <ddpkit/ddpkit.h>
 
@@ -65,6 +71,62 @@ TEST_CASE("a captured step trains as the same step does eagerly", "[gpu]") {
   check_against_eager<ddpkit::optim::FusedAdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1), 1e-6);
   check_against_eager<ddpkit::optim::FusedAdam>(torch::optim::AdamOptions(1e-2), 1e-6);
   check_against_eager<ddpkit::optim::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9), 1e-6);
+}
+
+TEST_CASE("a GraphedStep without an index is on the current device", "[gpu]") {
+  NEEDS_GPUS(2);
+  const c10::DeviceGuard on_second(torch::Device(torch::kCUDA, 1));
+  ddpkit::optim::GraphedStep step(torch::kCUDA, {}, [](const Tensors& inputs) { return Tensors{inputs[0] * 2}; },
+                                  {.warmup_iterations = 3});
+  for (int call = 0; call < 6; ++call) {
+    const auto output = step({torch::full({10}, call, torch::kCUDA)})[0];
+    CHECK(output.device() == torch::Device(torch::kCUDA, 1));
+    CHECK((output == 2 * call).all().item<bool>());
+  }
+  ddpkit::optim::GraphedStep first(torch::kCUDA, {}, [](const Tensors& inputs) { return inputs; },
+                                   {.warmup_iterations = 3});
+  for (int call = 0; call < 3; ++call) first({torch::ones({10}, torch::kCUDA)});
+  CHECK_THROWS_WITH(first({torch::ones({10}, torch::Device(torch::kCUDA, 0))}),
+                    ContainsSubstring("the inputs must be on cuda:1, not on cuda:0"));
+}
+
+TEST_CASE("a step that throws in its capture leaves the device usable", "[gpu]") {
+  NEEDS_GPU();
+  int calls = 0;
+  const auto doubled = [&](const Tensors& inputs) {
+    const auto output = inputs[0] * 2;
+    if (++calls == 4) throw std::runtime_error("no such luck");
+    return Tensors{output};
+  };
+  ddpkit::optim::GraphedStep step(torch::kCUDA, {}, doubled, {.warmup_iterations = 3});
+  const auto x = torch::ones({10}, torch::kCUDA);
+  for (int call = 0; call < 3; ++call) step({x});
+  CHECK_THROWS_WITH(step({x}), ContainsSubstring("could not capture the step: no such luck"));
+  CHECK_FALSE(step.captured());
+  CHECK((step({x})[0] == 2).all().item<bool>());
+  CHECK(step.captured());
+}
+
+TEST_CASE("another thread may wait for the device during a capture", "[gpu]") {
+  NEEDS_GPU();
+  std::atomic<float> sum = 0;
+  const auto doubled = [&](const Tensors& inputs) {
+    std::thread([&] {
+      const c10::StreamGuard guard(c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(inputs[0].device()));
+      c10::Event done(c10::kCUDA);
+      const auto ones = torch::ones({1 << 22}, torch::kCUDA);  // New memory: cudaMalloc.
+      done.record(guard.current_stream());
+      done.synchronize();
+      sum = ones.sum().item<float>();
+    }).join();
+    return Tensors{inputs[0] * 2};
+  };
+  ddpkit::optim::GraphedStep step(torch::kCUDA, {}, doubled, {.warmup_iterations = 3});
+  for (int call = 0; call < 5; ++call) {
+    sum = 0;
+    CHECK((step({torch::full({10}, call, torch::kCUDA)})[0] == 2 * call).all().item<bool>());
+    if (call < 4) CHECK(sum == 1 << 22);
+  }
 }
 
 TEST_CASE("an optimizer that cannot be captured is refused", "[gpu]") {

@@ -6,6 +6,7 @@
 
 #include "gpu/gpu.h"
 #include "gpu/models.h"
+#include "support/ranks.h"
 
 namespace {
 
@@ -16,7 +17,7 @@ struct NoHostWait {
 };
 
 void train(ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>& ddp, torch::optim::Optimizer& optimizer) {
-  const auto x = gpu::batch(0, 16);
+  const auto x = gpu::batch(0, 16).to(ddp.module().parameters()[0].device());
   const auto step = [&] {
     optimizer.zero_grad();
     gpu::loss_of(ddp(x)).backward();
@@ -75,4 +76,34 @@ TEST_CASE("compressing hooks do not make the host wait", "[gpu]") {
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     CHECK_NOTHROW(train(ddp, optimizer));
   }
+}
+
+TEST_CASE("a step that broadcasts buffers does not make the host wait", "[gpu]") {
+  NEEDS_GPUS(2);
+  const auto body = [](ddpkit::ProcessGroup& group) {
+    auto net = gpu::net();
+    net->push_back(torch::nn::BatchNorm1d(3));
+    net->to(group.device(), torch::kDouble);
+    ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    CHECK_NOTHROW(train(ddp, optimizer));
+  };
+  ddpkit::testing::on_ranks("a step that broadcasts buffers does not make the host wait", 2, body,
+                            {.backend = "nccl", .device = torch::kCUDA});
+}
+
+TEST_CASE("a staged collective does not make the host wait", "[gpu][ranks]") {
+  NEEDS_GPU();
+  const auto body = [](ddpkit::ProcessGroup& group) {
+    const auto tensor = torch::full({1000}, 1, group.device());
+    group.all_reduce(tensor);
+    c10::cuda::device_synchronize();
+    {
+      const NoHostWait no_wait;
+      group.all_reduce(tensor);
+    }
+    CHECK((tensor == 4).all().item<bool>());
+  };
+  ddpkit::testing::on_ranks("a staged collective does not make the host wait", 2, body,
+                            {.device = at::Device(at::kCUDA, 0)});
 }

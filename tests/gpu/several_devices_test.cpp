@@ -59,6 +59,19 @@ TEST_CASE("backward through the joined outputs of replicas on 3 GPUs", "[gpu]") 
   }
 }
 
+TEST_CASE("a replica's GPU is its current device", "[gpu]") {
+  NEEDS_GPUS(3);
+  auto net = gpu::net();
+  ddpkit::DataParallel dp(net, on_three());
+  const auto x = gpu::batch(0, 9);
+  const auto loss = [](torch::nn::SequentialImpl& replica, const Batch& part) {
+    const auto zero = torch::zeros({}, torch::TensorOptions(torch::kDouble).device(torch::kCUDA));
+    if (zero.device() != part.data.device()) throw std::runtime_error("on " + zero.device().str());
+    return three_loss(replica, part) + zero;
+  };
+  CHECK_NOTHROW(dp.train_step(Batch{x, x.narrow(1, 0, 3) * 2}, loss));
+}
+
 TEST_CASE("an error in the replica of the third GPU is named, and the next step works", "[gpu]") {
   NEEDS_GPUS(3);
   auto net = gpu::net();

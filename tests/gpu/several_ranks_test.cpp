@@ -114,6 +114,17 @@ TEST_CASE("all_reduce and broadcast between 3 GPUs", "[gpu]") {
   });
 }
 
+TEST_CASE("a rank's GPU is its current device, and its group refuses tensors of another GPU", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("a rank's GPU is its current device, and its group refuses tensors of another GPU", 2,
+          [](ProcessGroup& group) {
+            CHECK(torch::ones({1}, torch::kCUDA).device() == group.device());
+            const auto elsewhere = torch::ones({3}, torch::Device(torch::kCUDA, 1 - group.device().index()));
+            CHECK_THROWS_WITH(group.all_reduce(elsewhere), ContainsSubstring("move the tensor there"));
+            group.barrier();
+          });
+}
+
 TEST_CASE("gathers, scatters and reductions to one of 3 GPUs", "[gpu]") {
   NEEDS_GPUS(3);
   on_gpus("gathers, scatters and reductions to one of 3 GPUs", 3, [](ProcessGroup& group) {

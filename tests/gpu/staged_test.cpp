@@ -1,5 +1,10 @@
 // Two ranks share one GPU and exchange through the host. The results are correct only if the order of streams is.
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <vector>
 
 #include <ddpkit/ddpkit.h>
 
@@ -93,6 +98,60 @@ void check_unused(ddpkit::ProcessGroup& group) {
   }
 }
 
+void check_released(ddpkit::ProcessGroup& group) {
+  const int ranks = group.world_size(), rank = group.rank();
+  for (int round = 0; round < 5; ++round) {
+    auto part = torch::zeros({1 << 16}, torch::kCUDA);
+    burn();
+    auto work = group.reduce_scatter_async(part, of_rank(rank, (1 << 16) * ranks));  // Only the queue has the input.
+    const auto reused = torch::zeros({(1 << 16) * ranks}, torch::kCUDA);
+    work.wait();
+    const auto sum = of_rank(0, (1 << 16) * ranks) * ranks + 50 * ranks * (ranks - 1);
+    CHECK(torch::equal(part, sum.narrow(0, (1 << 16) * rank, 1 << 16)));
+    CHECK((reused == 0).all().item<bool>());
+  }
+}
+
+void check_overlap(ddpkit::ProcessGroup& group) {
+  const auto tensor = torch::full({1000}, group.rank(), torch::kCUDA);
+  const auto store = group.store();
+  if (group.rank() == 1) store->wait({"computed"});
+  auto work = group.all_reduce_async(tensor);
+  if (group.rank() == 0) {
+    CHECK_FALSE(work.is_completed());
+    CHECK(torch::ones({10}, torch::kCUDA).sum().item<float>() == 10);  // Rank 1 has not called all_reduce yet.
+    store->set("computed", std::vector<std::uint8_t>());
+  }
+  work.wait();
+  CHECK((tensor == 1).all().item<bool>());
+}
+
+void check_second_gpu(ddpkit::ProcessGroup& group) {
+  const c10::DeviceGuard on_first(at::Device(at::kCUDA, 0));
+  const auto tensor = torch::full({1000}, group.rank() + 1, at::Device(at::kCUDA, 1));
+  group.all_reduce(tensor);
+  CHECK((tensor == 3).all().item<bool>());
+  CHECK_THROWS_WITH(group.all_reduce(torch::ones({3}, at::Device(at::kCUDA, 0))),
+                    ContainsSubstring("this group's device is cuda:1, the tensor's cuda:0"));
+  group.all_reduce(tensor);
+  CHECK((tensor == 6).all().item<bool>());
+}
+
+/// Ends a group whose collectives are still queued.
+void check_abandoned(ddpkit::ProcessGroup& group) {
+  const auto tensor = torch::full({1 << 16}, 1, torch::kCUDA);
+  {
+    const auto inner = *group.split({0, 1});
+    burn();
+    for (int i = 0; i < 3; ++i) static_cast<void>(inner.all_reduce_async(tensor));
+    if (group.rank() == 1) c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(0);
+  }
+  std::vector<std::vector<double>> heap;  // Reuses memory that was freed too early.
+  for (int i = 0; i < 1000; ++i) heap.emplace_back(10 + i % 50, 1.0);
+  c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(0);
+  group.barrier();
+}
+
 }  // namespace
 
 TEST_CASE("two ranks on one GPU exchange its tensors through the host", "[gpu][ranks]") {
@@ -108,6 +167,27 @@ TEST_CASE("two ranks on one GPU train as one process on the joined batch", "[gpu
 TEST_CASE("ranks on one GPU may use different parameters", "[gpu][ranks]") {
   NEEDS_GPU();
   on_ranks("ranks on one GPU may use different parameters", 2, check_unused, kOnTheGpu);
+}
+
+TEST_CASE("the memory of a tensor that a staged collective reads is not reused", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("the memory of a tensor that a staged collective reads is not reused", 2, check_released, kOnTheGpu);
+}
+
+TEST_CASE("a staged collective that waits for a rank does not delay the caller's stream", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("a staged collective that waits for a rank does not delay the caller's stream", 2, check_overlap, kOnTheGpu);
+}
+
+TEST_CASE("staged collectives of the second GPU while the first one is current", "[gpu][ranks]") {
+  NEEDS_GPUS(2);
+  on_ranks("staged collectives of the second GPU while the first one is current", 2, check_second_gpu,
+           {.device = at::Device(at::kCUDA, 1)});
+}
+
+TEST_CASE("a group may end before its staged collectives", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("a group may end before its staged collectives", 2, check_abandoned, kOnTheGpu);
 }
 
 TEST_CASE("shm for a device's tensors is refused without such a device", "[gpu][no_gpu]") {
