@@ -220,7 +220,7 @@ class Trainer {
     const Clock::time_point start = Clock::now();
     Clock::time_point step_began = start;
     while (sampler_.position() < sampler_.num_batches() && !is_out_of_steps() && !(is_stopped_ = stop_.requested())) {
-      ddpkit::note_step(info_.step);
+      ddpkit::set_step(info_.step);
       const std::optional<Batch> batch = loader.next();
       epoch.lr = scheduler_.learning_rates().front();
       const double loss = train_step(batch->to(group_.device()));

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/comm/timeline.h>
+#include <ddpkit/comm/trace.h>
 #include <ddpkit/parallel/pytree.h>
 
 #include "har/model.h"

@@ -248,7 +248,7 @@ class Trainer {
       save();
     };
     for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
-      ddpkit::note_step(info_.step);
+      ddpkit::set_step(info_.step);
       std::vector<Batch> parts;
       for (int i = 0; i < options_.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));

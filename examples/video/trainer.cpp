@@ -206,7 +206,7 @@ class Trainer {
       save(false);
     };
     for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
-      ddpkit::note_step(info_.step);
+      ddpkit::set_step(info_.step);
       lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(*loader.next());
       ++info_.step;

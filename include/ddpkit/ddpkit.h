@@ -3,10 +3,9 @@
 
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/environment.h>
-#include <ddpkit/comm/flight_recorder.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/comm/shm_backend.h>
-#include <ddpkit/comm/timeline.h>
+#include <ddpkit/comm/trace.h>
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/data/distributed_weighted_sampler.h>
 #include <ddpkit/data/length_bucketed_sampler.h>

@@ -8,7 +8,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 
@@ -58,18 +58,18 @@ void Backend::barrier_blocking() {
 
 namespace {
 
-constexpr std::uint64_t kNoRecord = ~std::uint64_t{0};
+constexpr std::uint64_t kNoEvent = ~std::uint64_t{0};
 
 }  // namespace
 
 /// A call of the inner backend. Owns the group: the work may end after the program has released the group.
 class ForwardingBackend::TracedWork final : public c10d::Work {
  public:
-  TracedWork(WorkPtr work, Ptr<ForwardingBackend> group, std::uint64_t record)
+  TracedWork(WorkPtr work, Ptr<ForwardingBackend> group, std::uint64_t event)
       : c10d::Work(group->getRank(), work->retrieveOpType()),
         work_(std::move(work)),
         group_(std::move(group)),
-        record_(record) {}
+        event_(event) {}
 
   bool isCompleted() override { return work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess() && !(group_->hides_aborts_ && group_->guard_->failed()); }
@@ -92,8 +92,8 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
     }
     if (group_->hides_aborts_) {
       group_->check();
-    } else if (record_ != kNoRecord) {  // On a device, only the guard knows when the call ends.
-      flight::Recorder::of_process().finish(record_);
+    } else if (event_ != kNoEvent) {  // On a device, only the guard knows when the call ends.
+      EventRing::of_process().finish(event_);
     }
     return result;
   }
@@ -103,13 +103,13 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
   void record_failure(std::string_view text) const {
     const bool late =
         text.find("imed out") != text.npos || text.find("timeout") != text.npos || text.find("Timeout") != text.npos;
-    if (record_ != kNoRecord)
-      flight::Recorder::of_process().fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, std::nullopt);
+    if (event_ != kNoEvent)
+      EventRing::of_process().fail(late ? FailureKind::kTimeout : FailureKind::kPeerLost, std::nullopt);
   }
 
   const WorkPtr work_;
   const Ptr<ForwardingBackend> group_;
-  const std::uint64_t record_;
+  const std::uint64_t event_;  ///< Index in the ring of events.
 };
 
 ForwardingBackend::ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device, std::unique_ptr<GroupGuard> guard,
@@ -120,12 +120,12 @@ ForwardingBackend::ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device
       inner_(std::move(inner)),
       hides_aborts_(hides_aborts),
       records_(size_ > 1),
-      group_number_(records_ ? flight::Recorder::of_process().new_group() : 0) {
+      group_number_(records_ ? EventRing::of_process().new_group() : 0) {
   if (records_ && guard_) guard_->set_group(group_number_);
 }
 
 void ForwardingBackend::leave() noexcept {
-  if (records_ && flight::Recorder::of_process().is_world(group_number_)) flight::Recorder::of_process().leave();
+  if (records_ && EventRing::of_process().is_world(group_number_)) EventRing::of_process().leave();
 }
 
 void ForwardingBackend::abort_group(const std::string& reason) noexcept {
@@ -167,35 +167,37 @@ Backend::Ptr<Backend> ForwardingBackend::subgroup(const Ptr<c10d::Store>& store,
 }
 
 /// The errors of c10d's backends do not name the device.
-void ForwardingBackend::check_device(flight::Call call, const at::Tensor& tensor) const {
+void ForwardingBackend::check_device(EventKind kind, const at::Tensor& tensor) const {
   if (!guard_ || !tensor.defined()) return;
   const at::Device its = tensor.device();
   if (its.type() == device_.type() && (its.is_cpu() || its.index() == device_.index() || !device_.has_index())) return;
   throw InvalidArgument(fmt::format("{}: the tensor is on {}, but this group's {} works on {}: move the tensor there",
-                                    flight::name_of(call), its.str(), getBackendName(), device_.str()));
+                                    name_of(kind), its.str(), getBackendName(), device_.str()));
 }
 
-std::uint64_t ForwardingBackend::record(flight::Call call, std::uint64_t bytes) {
-  if (!records_) return kNoRecord;
-  return flight::Recorder::of_process().start(call, sequence_++, bytes, group_number_);
+std::pair<Event, std::uint64_t> ForwardingBackend::begin(EventKind kind, std::uint64_t bytes) {
+  Event event{.kind = kind, .group = group_number_, .bytes = bytes};
+  if (!records_) return {event, kNoEvent};
+  event.sequence = sequence_++;
+  return {event, EventRing::of_process().begin(event)};
 }
 
 template <class Start>
-Backend::WorkPtr ForwardingBackend::trace(flight::Call call, const at::Tensor& tensor, const Tensors& others,
+Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tensor, const Tensors& others,
                                           const Start& start) {
-  check_device(call, tensor);
-  for (const at::Tensor& other : others) check_device(call, other);
-  const std::uint64_t started = record(call, tensor.defined() ? tensor.nbytes() : 0);
+  check_device(kind, tensor);
+  for (const at::Tensor& other : others) check_device(kind, other);
+  const auto [event, index] = begin(kind, tensor.defined() ? tensor.nbytes() : 0);
   check();
   WorkPtr work = start();
   if (guard_) {
     if (auto has_ended = end_of(work)) {
-      guard_->watch(started, call == flight::Call::kSend || call == flight::Call::kReceive, std::move(has_ended));
-    } else {
-      flight::Recorder::of_process().finish(started);
+      guard_->watch(index, event, std::move(has_ended));
+    } else if (index != kNoEvent) {
+      EventRing::of_process().finish(index);
     }
   }
-  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), started);
+  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), index);
 }
 
 namespace {
@@ -205,48 +207,46 @@ at::Tensor first(const std::vector<at::Tensor>& tensors) { return tensors.empty(
 }  // namespace
 
 Backend::WorkPtr ForwardingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return trace(flight::Call::kAllReduce, first(tensors), {}, [&] { return inner_->allreduce(tensors, options); });
+  return trace(EventKind::kAllReduce, first(tensors), {}, [&] { return inner_->allreduce(tensors, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return trace(flight::Call::kReduce, first(tensors), {}, [&] { return inner_->reduce(tensors, options); });
+  return trace(EventKind::kReduce, first(tensors), {}, [&] { return inner_->reduce(tensors, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return trace(flight::Call::kBroadcast, first(tensors), {}, [&] { return inner_->broadcast(tensors, options); });
+  return trace(EventKind::kBroadcast, first(tensors), {}, [&] { return inner_->broadcast(tensors, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) {
-  return trace(flight::Call::kAllGather, first(inputs), {},
-               [&] { return inner_->allgather(outputs, inputs, options); });
+  return trace(EventKind::kAllGather, first(inputs), {}, [&] { return inner_->allgather(outputs, inputs, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                     const c10d::AllgatherOptions& options) {
-  return trace(flight::Call::kAllGather, input, {output},
-               [&] { return inner_->_allgather_base(output, input, options); });
+  return trace(EventKind::kAllGather, input, {output}, [&] { return inner_->_allgather_base(output, input, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                            const c10d::GatherOptions& options) {
-  return trace(flight::Call::kGather, first(inputs), {}, [&] { return inner_->gather(outputs, inputs, options); });
+  return trace(EventKind::kGather, first(inputs), {}, [&] { return inner_->gather(outputs, inputs, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                             const c10d::ScatterOptions& options) {
-  return trace(flight::Call::kScatter, first(outputs), {}, [&] { return inner_->scatter(outputs, inputs, options); });
+  return trace(EventKind::kScatter, first(outputs), {}, [&] { return inner_->scatter(outputs, inputs, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                    const c10d::ReduceScatterOptions& options) {
-  return trace(flight::Call::kReduceScatter, first(outputs), {},
+  return trace(EventKind::kReduceScatter, first(outputs), {},
                [&] { return inner_->reduce_scatter(outputs, inputs, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                          const c10d::ReduceScatterOptions& options) {
-  return trace(flight::Call::kReduceScatter, input, {output},
+  return trace(EventKind::kReduceScatter, input, {output},
                [&] { return inner_->_reduce_scatter_base(output, input, options); });
 }
 
@@ -254,24 +254,24 @@ Backend::WorkPtr ForwardingBackend::alltoall_base(at::Tensor& output, at::Tensor
                                                   std::vector<int64_t>& output_splits,
                                                   std::vector<int64_t>& input_splits,
                                                   const c10d::AllToAllOptions& options) {
-  return trace(flight::Call::kAllToAll, input, {output},
+  return trace(EventKind::kAllToAll, input, {output},
                [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, options); });
 }
 
 Backend::WorkPtr ForwardingBackend::send(Tensors& tensors, int destination, int tag) {
-  return trace(flight::Call::kSend, first(tensors), {}, [&] { return inner_->send(tensors, destination, tag); });
+  return trace(EventKind::kSend, first(tensors), {}, [&] { return inner_->send(tensors, destination, tag); });
 }
 
 Backend::WorkPtr ForwardingBackend::recv(Tensors& tensors, int source, int tag) {
-  return trace(flight::Call::kReceive, first(tensors), {}, [&] { return inner_->recv(tensors, source, tag); });
+  return trace(EventKind::kReceive, first(tensors), {}, [&] { return inner_->recv(tensors, source, tag); });
 }
 
 Backend::WorkPtr ForwardingBackend::recvAnysource(Tensors& tensors, int tag) {
-  return trace(flight::Call::kReceive, first(tensors), {}, [&] { return inner_->recvAnysource(tensors, tag); });
+  return trace(EventKind::kReceive, first(tensors), {}, [&] { return inner_->recvAnysource(tensors, tag); });
 }
 
 Backend::WorkPtr ForwardingBackend::barrier(const c10d::BarrierOptions& options) {
-  return trace(flight::Call::kBarrier, at::Tensor(), {}, [&] { return inner_->barrier(options); });
+  return trace(EventKind::kBarrier, at::Tensor(), {}, [&] { return inner_->barrier(options); });
 }
 
 }  // namespace ddpkit

@@ -10,12 +10,13 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/comm/environment.h>
 
 #include "comm/guard.h"
-#include "comm/trace/page.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 
@@ -76,7 +77,7 @@ class Backend : public c10d::Backend {
 /// Time to wait for the guard, which knows the failed rank. The backend may fail before the guard.
 inline constexpr std::chrono::milliseconds kPatience(500);
 
-/// Forwards the calls to a backend of c10d, writes them to the flight recorder, and throws the failures that a guard
+/// Forwards the calls to a backend of c10d, writes them to the ring of events, and throws the failures that a guard
 /// reports.
 class ForwardingBackend : public Backend {
  public:
@@ -131,8 +132,8 @@ class ForwardingBackend : public Backend {
   /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph: the call then runs in
   /// each replay.
   virtual std::function<bool()> end_of(const WorkPtr& /*work*/) { return {}; }
-  /// Records a call of `bytes` bytes, if the group has several ranks. Returns the record.
-  std::uint64_t record(flight::Call call, std::uint64_t bytes);
+  /// Records a call of `bytes` bytes, if the group has several ranks. Returns it and its index in the ring of events.
+  std::pair<Event, std::uint64_t> begin(EventKind kind, std::uint64_t bytes);
 
   const at::Device device_;
   const std::unique_ptr<GroupGuard> guard_;
@@ -142,12 +143,12 @@ class ForwardingBackend : public Backend {
 
   /// Calls `start` and records the call with the size of `tensor`. Checks the devices of `tensor` and `others`.
   template <class Start>
-  WorkPtr trace(flight::Call call, const at::Tensor& tensor, const Tensors& others, const Start& start);
-  void check_device(flight::Call call, const at::Tensor& tensor) const;
+  WorkPtr trace(EventKind kind, const at::Tensor& tensor, const Tensors& others, const Start& start);
+  void check_device(EventKind kind, const at::Tensor& tensor) const;
 
   const Ptr<c10d::Backend> inner_;
   const bool hides_aborts_, records_;
-  const std::uint32_t group_number_;  ///< For the flight recorder, if `records_`; the same for `sequence_`.
+  const std::uint32_t group_number_;  ///< For the ring of events, if `records_`; the same for `sequence_`.
   std::atomic<std::uint64_t> sequence_ = 0;
 };
 

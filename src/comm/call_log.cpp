@@ -5,32 +5,27 @@
 
 #include <fmt/format.h>
 
-#include "comm/trace/recorder.h"
-
 namespace ddpkit {
 namespace {
 
-std::string kind_of_record(std::uint64_t index) {
-  const flight::Record& record = flight::Recorder::of_process().record(index);
-  const auto call = static_cast<flight::Call>(record.what.load() & 0xff);
+std::string kind_text(const Event& call) {
   // Ranks may exchange different sizes.
-  if (call == flight::Call::kAllToAll) return flight::name_of(call);
-  return fmt::format("{}/{}", flight::name_of(call), record.bytes.load());
+  if (call.kind == EventKind::kAllToAll) return name_of(call.kind);
+  return fmt::format("{}/{}", name_of(call.kind), call.bytes);
 }
 
-std::string describe_record(std::uint64_t index) {
-  const flight::Record& record = flight::Recorder::of_process().record(index);
-  const std::int64_t step = record.step.load();
-  return flight::describe(record) + (step < 0 ? "" : fmt::format(" at step {}", step));
+std::string describe_with_step(const Event& call) {
+  return describe(call) + (call.step < 0 ? "" : fmt::format(" at step {}", call.step));
 }
 
 }  // namespace
 
-bool CallLog::add(std::uint64_t record, bool is_message, std::function<bool()> has_ended) {
+bool CallLog::add(std::uint64_t index, const Event& event, std::function<bool()> has_ended) {
   const std::lock_guard lock(mutex_);
+  const bool is_message = event.kind == EventKind::kSend || event.kind == EventKind::kReceive;
   const std::optional<std::uint64_t> number = is_message ? std::nullopt : std::optional(count_++);
-  last_record_ = record;
-  calls_.push_back({record, number, Clock::now(), std::move(has_ended)});
+  last_ = event;
+  calls_.push_back({index, event, number, Clock::now(), std::move(has_ended)});
   return calls_.size() == 1;
 }
 
@@ -38,7 +33,7 @@ bool CallLog::look() {
   const std::lock_guard lock(mutex_);
   const auto ended = std::erase_if(calls_, [](const Call& call) {
     if (!call.has_ended()) return false;
-    flight::Recorder::of_process().finish(call.record);
+    EventRing::of_process().finish(call.index);
     return true;
   });
   if (ended != 0) progress_ = Clock::now();
@@ -50,7 +45,7 @@ std::optional<CallLog::Late> CallLog::late(std::chrono::milliseconds timeout) co
   // A call may wait for earlier calls.
   if (calls_.empty() || Clock::now() - std::max(calls_.front().since, progress_) < timeout) return std::nullopt;
   const Call& call = calls_.front();
-  return Late{call.number, kind_of_record(call.record), describe_record(call.record)};
+  return Late{call.number, kind_text(call.event), describe_with_step(call.event)};
 }
 
 std::uint64_t CallLog::count() const {
@@ -61,14 +56,14 @@ std::uint64_t CallLog::count() const {
 std::string CallLog::kind_of(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   const auto call = std::ranges::find(calls_, std::optional(number), &Call::number);
-  return call == calls_.end() ? "-" : kind_of_record(call->record);
+  return call == calls_.end() ? "-" : kind_text(call->event);
 }
 
 std::string CallLog::state() const {
   const std::lock_guard lock(mutex_);
-  if (!last_record_) return "has called no collective";
-  if (!calls_.empty()) return "is in " + describe_record(calls_.front().record);
-  return "is in no collective; its last one was " + describe_record(*last_record_);
+  if (!last_) return "has called no collective";
+  if (!calls_.empty()) return "is in " + describe_with_step(calls_.front().event);
+  return "is in no collective; its last one was " + describe_with_step(*last_);
 }
 
 }  // namespace ddpkit

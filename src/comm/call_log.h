@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/trace/event_ring.h"
+
 namespace ddpkit {
 
 /// Thread-safe.
@@ -21,9 +23,9 @@ class CallLog {
     std::string text;                     ///< "all_reduce number 41 (4096 bytes, group 0, bucket 3) at step 12"
   };
 
-  /// `record`: index in the flight recorder, which is notified of the end. `has_ended` is called on another thread.
-  /// Returns whether no other call was in progress.
-  bool add(std::uint64_t record, bool is_message, std::function<bool()> has_ended);
+  /// `index`: of the call in the ring, which is notified of the end. `has_ended` is called on another thread. Returns
+  /// whether no other call was in progress.
+  bool add(std::uint64_t index, const Event& event, std::function<bool()> has_ended);
   /// Returns whether calls are in progress.
   bool look();
   std::optional<Late> late(std::chrono::milliseconds timeout) const;
@@ -38,7 +40,8 @@ class CallLog {
  private:
   using Clock = std::chrono::steady_clock;
   struct Call {
-    std::uint64_t record;
+    std::uint64_t index;
+    Event event;  ///< The ring may overwrite it before the call ends.
     std::optional<std::uint64_t> number;
     Clock::time_point since;
     std::function<bool()> has_ended;
@@ -47,7 +50,7 @@ class CallLog {
   mutable std::mutex mutex_;
   std::vector<Call> calls_;  ///< In progress, oldest first.
   std::uint64_t count_ = 0;
-  std::optional<std::uint64_t> last_record_;
+  std::optional<Event> last_;
   Clock::time_point progress_;  ///< Time of the last end of a call.
 };
 

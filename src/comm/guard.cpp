@@ -24,7 +24,7 @@
 #include "comm/roll_call.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 namespace {
@@ -52,7 +52,7 @@ void keep_alive(int fd) noexcept {
 }
 
 std::string line_of(const GroupGuard::Failure& failure) {
-  return fmt::format("fail {} {} {}\n", static_cast<int>(failure.kind), failure.culprit, failure.text);
+  return fmt::format("fail {} {} {}\n", static_cast<int>(failure.kind), failure.failed_rank, failure.text);
 }
 
 std::string new_token() {
@@ -207,7 +207,7 @@ bool GroupGuard::read(Peer& peer) {
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
   if (count <= 0) {
     if (peer.name >= 0)
-      fail({flight::Failure::kPeerLost, peer.name, fmt::format("rank {} (pid {}) has ended", peer.name, peer.pid)});
+      fail({FailureKind::kPeerLost, peer.name, fmt::format("rank {} (pid {}) has ended", peer.name, peer.pid)});
     return false;
   }
   peer.unread.append(bytes, static_cast<std::size_t>(count));
@@ -264,15 +264,15 @@ bool GroupGuard::take_hello(Peer& peer, std::istream& words) {
 void GroupGuard::take_failure(Peer& peer, std::istream& words, const std::string& line) {
   int kind = 0;
   Failure failure;
-  words >> kind >> failure.culprit;
+  words >> kind >> failure.failed_rank;
   std::getline(words >> std::ws, failure.text);
-  failure.kind = static_cast<flight::Failure>(kind);
+  failure.kind = static_cast<FailureKind>(kind);
   note(failure);
   send_to_all(line, &peer);
 }
 
-void GroupGuard::watch(std::uint64_t record, bool is_message, std::function<bool()> has_ended) {
-  if (calls_.add(record, is_message, std::move(has_ended))) wake();
+void GroupGuard::watch(std::uint64_t index, const Event& event, std::function<bool()> has_ended) {
+  if (calls_.add(index, event, std::move(has_ended))) wake();
 }
 
 bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
@@ -298,7 +298,7 @@ bool GroupGuard::look() {
       if (late->number && !peers_.empty()) {
         ask({.name = name_, .number = *late->number, .kind = late->kind, .text = text});
       } else {
-        fail({.kind = flight::Failure::kTimeout, .text = text});
+        fail({.kind = FailureKind::kTimeout, .text = text});
       }
     }
   }
@@ -349,7 +349,7 @@ void GroupGuard::judge() {
   std::string text = late_->text + (awaited.empty() ? "; all ranks have called it" : ", waiting for ");
   for (std::size_t i = 0; i < awaited.size(); ++i)
     text += fmt::format("{}rank {}, which {}", i == 0 ? "" : "; ", awaited[i].first, awaited[i].second);
-  fail({flight::Failure::kTimeout, awaited.size() == 1 ? awaited[0].first : -1, text});
+  fail({FailureKind::kTimeout, awaited.size() == 1 ? awaited[0].first : -1, text});
   late_.reset();
 }
 
@@ -371,7 +371,7 @@ void GroupGuard::fail(const Failure& failure) noexcept {
 }
 
 void GroupGuard::abort(const std::string& reason) noexcept {
-  fail({flight::Failure::kAborted, name_, fmt::format("rank {} aborted: {}", name_, reason)});
+  fail({FailureKind::kAborted, name_, fmt::format("rank {} aborted: {}", name_, reason)});
 }
 
 void GroupGuard::send_to_all(const std::string& line, const Peer* but) noexcept {
@@ -388,11 +388,11 @@ void GroupGuard::throw_failure(std::chrono::milliseconds patience) const {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const std::lock_guard lock(mutex_);
-  const std::optional<int> culprit = failure_.culprit < 0 ? std::nullopt : std::optional(failure_.culprit);
-  flight::Recorder& recorder = flight::Recorder::of_process();
-  recorder.fail(failure_.kind, recorder.is_world(group_) ? culprit : std::nullopt);
-  const Error::Context context{.rank = culprit, .call = "collective"};
-  if (failure_.kind == flight::Failure::kTimeout) throw Timeout(failure_.text, context);
+  const std::optional<int> failed_rank = failure_.failed_rank < 0 ? std::nullopt : std::optional(failure_.failed_rank);
+  EventRing& ring = EventRing::of_process();
+  ring.fail(failure_.kind, ring.is_world(group_) ? failed_rank : std::nullopt);
+  const Error::Context context{.rank = failed_rank, .call = "collective"};
+  if (failure_.kind == FailureKind::kTimeout) throw Timeout(failure_.text, context);
   throw PeerLost(failure_.text, context);
 }
 

@@ -17,7 +17,7 @@
 #include <ddpkit/comm/environment.h>
 
 #include "comm/call_log.h"
-#include "comm/trace/page.h"
+#include "comm/trace/event_ring.h"
 
 namespace c10d {
 class Store;
@@ -32,8 +32,8 @@ namespace ddpkit {
 class GroupGuard {
  public:
   struct Failure {
-    flight::Failure kind = flight::Failure::kNone;
-    int culprit = -1;  ///< Rank as in messages (`name` below); -1: none.
+    FailureKind kind = FailureKind::kNone;
+    int failed_rank = -1;  ///< Rank as in messages (`name` below); -1: none.
     std::string text = {};
   };
   struct Actions {
@@ -52,7 +52,7 @@ class GroupGuard {
   GroupGuard& operator=(const GroupGuard&) = delete;
 
   void start(Actions actions);
-  /// Sets the number of the group in the flight recorder.
+  /// Sets the number of the group in the ring of events.
   void set_group(std::uint32_t group) noexcept { group_ = group; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
   /// Waits up to `limit` until this rank's calls have ended and all ranks have called end(). Then returns an empty
@@ -62,7 +62,7 @@ class GroupGuard {
   void stop() noexcept;
 
   /// Adds a started call of this rank; see CallLog::add().
-  void watch(std::uint64_t record, bool is_message, std::function<bool()> has_ended);
+  void watch(std::uint64_t index, const Event& event, std::function<bool()> has_ended);
   /// Returns whether this rank's calls end within `limit`, without a failure.
   bool is_idle(std::chrono::milliseconds limit);
 

@@ -22,7 +22,7 @@
 #include "comm/roll_call.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 namespace {
@@ -113,19 +113,19 @@ ProcessGroup init_process_group(const InitOptions& options) {
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
   const std::chrono::milliseconds timeout = bounded(options.timeout);
   if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
-  flight::Recorder& recorder = flight::Recorder::of_process();
-  recorder.start_rendezvous(environment.world_size);
+  EventRing& ring = EventRing::of_process();
+  ring.start_rendezvous(environment.world_size);
   const auto start = std::chrono::steady_clock::now();
   try {
     auto store = connect_store(environment, timeout);
     if (environment.world_size > 1) wait_for_ranks(store, environment, timeout);
     auto backend = backend_kind.create(store, environment, device, timeout);
     note_rendezvous(environment);
-    recorder.set_phase(flight::Phase::kTraining);
+    ring.set_phase(RankPhase::kTraining);
     return ProcessGroup(std::move(backend), std::move(store), device, environment);
   } catch (const Error& error) {
     const bool late = std::chrono::steady_clock::now() - start >= timeout;
-    recorder.fail(late ? flight::Failure::kTimeout : flight::Failure::kPeerLost, error.context().rank);
+    ring.fail(late ? FailureKind::kTimeout : FailureKind::kPeerLost, error.context().rank);
     throw;
   }
 }

@@ -1,35 +1,37 @@
-#include <ddpkit/comm/timeline.h>
+#include "comm/timeline.h"
+
+#include <ddpkit/comm/trace.h>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <mutex>
 #include <set>
 #include <utility>
 
 #include <ddpkit/error.h>
+#include <ddpkit/parse_number.h>
 
 #include "comm/backend.h"
 #include "comm/host.h"
-#include "comm/timeline_recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 namespace {
 
-using Clock = TimelineRecorder::Clock;
+using Clock = std::chrono::steady_clock;
 
 /// Number of exchanges of clock readings. The tightest bounds count.
 constexpr int kExchanges = 32;
-
-std::int64_t nanoseconds(Clock::time_point time) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
 
 /// Identifies the kernel and the time namespace: ranks with the same value share CLOCK_MONOTONIC.
 std::string clock_identity() { return fmt::format("{}/{}", boot_id(), namespace_number("time")); }
@@ -84,6 +86,11 @@ std::string write_file(const std::string& path, const std::vector<std::string>& 
   return problem;
 }
 
+/// Track 0 is "compute". Each bucket has a track.
+int track_of(const Event& event) {
+  return event.kind == EventKind::kBucket || event.kind == EventKind::kReduction ? event.bucket + 1 : 0;
+}
+
 }  // namespace
 
 std::string json_string(const std::string& text) {
@@ -111,38 +118,56 @@ ClockOffset clock_offset(const std::vector<ClockReading>& reference, const std::
   return {.ns = low + (high - low) / 2, .error_ns = (high - low + 1) / 2};
 }
 
-TimelineRecorder::TimelineRecorder(ProcessGroup group, std::string path, const TimelineOptions& options)
-    : group_(std::move(group)), path_(std::move(path)), options_(options) {
-  check_writable();
-  align_clocks();
-}
-
-void TimelineRecorder::check_writable() const {
-  std::string problem;
-  if (group_.rank() == 0) {
-    const std::string partial = partial_path(path_);
-    if (!std::ofstream(partial)) problem = cannot_write(path_);
-    std::remove(partial.c_str());
+std::optional<TimelineRequest> take_timeline_request() {
+  static std::atomic<bool> taken{false};
+  const char* path = std::getenv("DDPKIT_TIMELINE");
+  if (!path || *path == '\0' || taken.exchange(true)) return std::nullopt;
+  TimelineRequest request{.path = path};
+  if (const char* steps = std::getenv("DDPKIT_TIMELINE_STEPS")) {
+    const std::string_view text = steps;
+    if (!parse_number(text, request.steps) || request.steps == 0)
+      throw InvalidArgument(fmt::format("DDPKIT_TIMELINE_STEPS is \"{}\", but must be a positive number", text));
   }
-  agree(problem, group_);
+  return request;
 }
 
-void TimelineRecorder::align_clocks() {
-  const auto identities = group_.all_gather_bytes(clock_identity());
+void set_step(std::int64_t step) noexcept { EventRing::of_process().set_step(step); }
+
+struct Timeline::Impl {
+  struct NamedEvent {
+    Event event;
+    std::string name;  ///< Of a span.
+  };
+
+  void align_clocks();
+  void add(const Event& event, std::string name = {});
+  std::string render() const;
+
+  const ProcessGroup group;
+  const std::string path;
+  const TimelineOptions options;
+  ClockOffset offset = {};        ///< Relative to rank 0's clock.
+  std::int64_t origin_ns = 0;     ///< Time 0 of the file, on rank 0's clock.
+  mutable std::mutex mutex = {};  ///< Guards the next members.
+  std::vector<NamedEvent> events = {};
+  std::size_t dropped = 0;
+};
+
+void Timeline::Impl::align_clocks() {
+  const auto identities = group.all_gather_bytes(clock_identity());
   const bool one_clock = std::all_of(identities.begin(), identities.end(),
                                      [&](const std::string& identity) { return identity == identities[0]; });
   const int exchanges = one_clock ? 1 : kExchanges;
-  const std::int64_t ranks = group_.world_size();
   const at::Tensor readings = at::zeros({exchanges, 2}, at::kLong);  // Before and after. [exchange]
   auto* own = readings.mutable_data_ptr<std::int64_t>();
   for (int i = 0; i < exchanges; ++i) {
-    const at::Tensor token = at::zeros({1}, at::TensorOptions(at::kLong).device(exchange_device(group_)));
-    own[2 * i] = nanoseconds(Clock::now());
-    group_.all_reduce(token);
+    const at::Tensor token = at::zeros({1}, at::TensorOptions(at::kLong).device(exchange_device(group)));
+    own[2 * i] = now_ns();
+    group.all_reduce(token);
     token.cpu();  // On a GPU, all_reduce() does not wait.
-    own[2 * i + 1] = nanoseconds(Clock::now());
+    own[2 * i + 1] = now_ns();
   }
-  const at::Tensor all = group_.all_gather(readings.to(exchange_device(group_))).cpu();
+  const at::Tensor all = group.all_gather(readings.to(exchange_device(group))).cpu();
   const auto readings_of = [&](std::int64_t rank) {
     std::vector<ClockReading> of_rank;
     for (int i = 0; i < exchanges; ++i)
@@ -150,29 +175,29 @@ void TimelineRecorder::align_clocks() {
     return of_rank;
   };
   const auto reference = readings_of(0);
-  origin_ns_ = reference[0].before_ns;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+  origin_ns = reference[0].before_ns;
+  for (std::int64_t rank = 0; rank < group.world_size(); ++rank) {
     const auto of_rank = readings_of(rank);
-    const ClockOffset offset = one_clock || rank == 0 ? ClockOffset{} : clock_offset(reference, of_rank);
-    if (rank == group_.rank()) offset_ = offset;
-    origin_ns_ = std::min(origin_ns_, of_rank[0].before_ns + offset.ns);
+    const ClockOffset its = one_clock || rank == 0 ? ClockOffset{} : clock_offset(reference, of_rank);
+    if (rank == group.rank()) offset = its;
+    origin_ns = std::min(origin_ns, of_rank[0].before_ns + its.ns);
   }
 }
 
-void TimelineRecorder::add(std::string name, int track, Clock::time_point begin, Clock::time_point end,
-                           const TimelineDetails& details) {
-  const std::lock_guard lock(mutex_);
-  if (events_.size() >= options_.max_events) {
-    ++dropped_;
+void Timeline::Impl::add(const Event& event, std::string name) {
+  EventRing::of_process().add(event);
+  const std::lock_guard lock(mutex);
+  if (events.size() >= options.max_events) {
+    ++dropped;
     return;
   }
-  events_.push_back({std::move(name), track, begin, end, details});
+  events.push_back({event, std::move(name)});
 }
 
 /// Returns this rank's events as JSON objects, ordered by time and separated by commas.
-std::string TimelineRecorder::render() const {
-  const std::lock_guard lock(mutex_);
-  const int rank = group_.rank();
+std::string Timeline::Impl::render() const {
+  const std::lock_guard lock(mutex);
+  const int rank = group.rank();
   std::string text;
   const auto out = std::back_inserter(text);
   fmt::format_to(
@@ -182,73 +207,79 @@ std::string TimelineRecorder::render() const {
       R"({{"name":"process_sort_index","ph":"M","pid":{0},"tid":0,"args":{{"sort_index":{0}}}}},)"
       "\n"
       R"({{"name":"ddpkit","ph":"M","pid":{0},"tid":0,"args":{{"dropped_events":{1},"clock_error_us":{2:.3f}}}}})",
-      rank, dropped_, static_cast<double>(offset_.error_ns) / 1e3);
+      rank, dropped, static_cast<double>(offset.error_ns) / 1e3);
   std::set<int> tracks;
-  std::vector<const Event*> by_time;
-  for (const Event& event : events_) {
-    tracks.insert(event.track);
-    by_time.push_back(&event);
+  std::vector<const NamedEvent*> by_time;
+  for (const NamedEvent& each : events) {
+    tracks.insert(track_of(each.event));
+    by_time.push_back(&each);
   }
   // Of two events with the same begin, the longer one comes first, because it encloses the other.
-  std::stable_sort(by_time.begin(), by_time.end(), [](const Event* a, const Event* b) {
-    return a->begin != b->begin ? a->begin < b->begin : a->end > b->end;
+  std::stable_sort(by_time.begin(), by_time.end(), [](const NamedEvent* a, const NamedEvent* b) {
+    return std::pair(a->event.begin_ns, -a->event.end_ns) < std::pair(b->event.begin_ns, -b->event.end_ns);
   });
   for (const int track : tracks) {
     fmt::format_to(out,
                    ",\n"
                    R"({{"name":"thread_name","ph":"M","pid":{},"tid":{},"args":{{"name":"{}"}}}})",
-                   rank, track, track == kCompute ? std::string("compute") : fmt::format("bucket {}", track - 1));
+                   rank, track, track == 0 ? std::string("compute") : fmt::format("bucket {}", track - 1));
   }
-  for (const Event* event : by_time) {
-    const std::int64_t begin = nanoseconds(event->begin), duration = nanoseconds(event->end) - begin;
+  for (const NamedEvent* each : by_time) {
+    const Event& event = each->event;
+    const std::string name = event.kind == EventKind::kSpan        ? each->name
+                             : event.kind == EventKind::kReduction ? name_of(event.kind)
+                                                                   : describe(event);
     fmt::format_to(out,
                    ",\n"
                    R"({{"name":{},"ph":"X","pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f},"args":{{)",
-                   json_string(event->name), rank, event->track,
-                   static_cast<double>(begin + offset_.ns - origin_ns_) / 1e3, static_cast<double>(duration) / 1e3);
-    const char* comma = "";
-    const auto detail = [&](const char* name, const auto& value) {
-      if (!value) return;
-      fmt::format_to(out, R"({}"{}":{})", comma, name, *value);
-      comma = ",";
-    };
-    detail("step", event->details.step);
-    detail("bytes", event->details.bytes);
-    detail("parameters", event->details.parameters);
+                   json_string(name), rank, track_of(event),
+                   static_cast<double>(event.begin_ns + offset.ns - origin_ns) / 1e3,
+                   static_cast<double>(event.end_ns - event.begin_ns) / 1e3);
+    if (event.kind == EventKind::kBackward) fmt::format_to(out, R"("step":{})", event.step);
+    if (event.kind == EventKind::kReduction) fmt::format_to(out, R"("bytes":{})", event.bytes);
+    if (event.kind == EventKind::kBucket)
+      fmt::format_to(out, R"("step":{},"bytes":{},"parameters":{})", event.step, event.bytes, event.sequence);
     text += "}}";
   }
   return text;
 }
 
-void TimelineRecorder::write() {
-  const auto parts = gather_text(render(), group_);
-  agree(group_.rank() == 0 ? write_file(path_, parts) : std::string(), group_);
-}
-
-std::size_t TimelineRecorder::events() const {
-  const std::lock_guard lock(mutex_);
-  return events_.size();
-}
-
-std::size_t TimelineRecorder::dropped() const {
-  const std::lock_guard lock(mutex_);
-  return dropped_;
-}
-
 Timeline::Timeline(ProcessGroup group, std::string path, const TimelineOptions& options)
-    : recorder_(std::make_shared<TimelineRecorder>(std::move(group), std::move(path), options)) {}
+    : impl_(new Impl{std::move(group), std::move(path), options}) {
+  std::string problem;
+  if (impl_->group.rank() == 0) {
+    const std::string partial = partial_path(impl_->path);
+    if (!std::ofstream(partial)) problem = cannot_write(impl_->path);
+    std::remove(partial.c_str());
+  }
+  agree(problem, impl_->group);
+  impl_->align_clocks();
+}
 
-void Timeline::write() const { recorder_->write(); }
-std::size_t Timeline::events() const { return recorder_->events(); }
-std::size_t Timeline::dropped() const { return recorder_->dropped(); }
+void Timeline::add(const Event& event) const { impl_->add(event); }
 
-Timeline::Span::Span(std::shared_ptr<TimelineRecorder> recorder, std::string_view name)
-    : recorder_(std::move(recorder)), name_(name), begin_(std::chrono::steady_clock::now()) {}
+void Timeline::write() const {
+  const auto parts = gather_text(impl_->render(), impl_->group);
+  agree(impl_->group.rank() == 0 ? write_file(impl_->path, parts) : std::string(), impl_->group);
+}
+
+std::size_t Timeline::events() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->events.size();
+}
+
+std::size_t Timeline::dropped() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->dropped;
+}
+
+Timeline::Span::Span(std::shared_ptr<Impl> impl, std::string_view name)
+    : impl_(std::move(impl)), name_(name), begin_(Clock::now()) {}
 
 Timeline::Span::~Span() {
-  if (!recorder_) return;  // Moved from.
+  if (!impl_) return;  // Moved from.
   try {
-    recorder_->add(std::move(name_), TimelineRecorder::kCompute, begin_, std::chrono::steady_clock::now());
+    impl_->add(activity(EventKind::kSpan, begin_, Clock::now()), std::move(name_));
   } catch (...) {
     // A destructor must not throw. Without memory, the span is dropped.
   }

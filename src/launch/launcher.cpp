@@ -17,7 +17,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/host.h"
-#include "comm/trace/view.h"
+#include "comm/trace/flight_view.h"
 #include "launch/numa_binding.h"
 #include "launch/process_reaper.h"
 #include "launch/rank_output.h"
@@ -71,7 +71,7 @@ class Launch {
   int port() const { return port_ ? port_->number() : options_.master_port; }
 
   void start(int rank) {
-    const flight::View& view = views_.emplace_back();
+    const FlightView& view = views_.emplace_back();
     const launcher::RankOutput::Ends ends = output_.open(rank);
     const std::vector<std::string> environment = launcher::rank_environment(options_, rank, port(), view.descriptor());
     try {
@@ -150,7 +150,7 @@ class Launch {
       output_.read(descriptors, 0);
     if (Clock::now() - sampled_ < kLook) return;
     sampled_ = Clock::now();
-    for (flight::View& view : views_) view.sample();
+    for (FlightView& view : views_) view.sample();
   }
 
   void reap() {
@@ -189,7 +189,7 @@ class Launch {
   /// Finds a rank that exited with code 0 without joining the group while another rank waits for all ranks to join.
   /// Without this check, the wait would end only at its timeout.
   void find_absent_rank() {
-    const auto is_in_rendezvous = [&](const flight::View& view) {
+    const auto is_in_rendezvous = [&](const FlightView& view) {
       return view.is_in_rendezvous(options_.nodes * options_.ranks);
     };
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
@@ -205,12 +205,12 @@ class Launch {
 
   /// After a timeout of a rank's collective, records the state of the ranks that it waited for.
   void inspect_hung_ranks(std::size_t failed) {
-    if (views_[failed].failure() != flight::Failure::kTimeout) return;
-    std::optional<int> culprit = views_[failed].culprit();
-    if (culprit) *culprit -= result_.first_rank;
+    if (views_[failed].failure() != FailureKind::kTimeout) return;
+    std::optional<int> failed_rank = views_[failed].failed_rank();
+    if (failed_rank) *failed_rank -= result_.first_rank;
     std::vector<int> asked;
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      if (processes_[rank].running() && (!culprit || *culprit == static_cast<int>(rank)))
+      if (processes_[rank].running() && (!failed_rank || *failed_rank == static_cast<int>(rank)))
         asked.push_back(static_cast<int>(rank));
     }
     result_.hung = look_at(asked);
@@ -235,7 +235,7 @@ class Launch {
       const auto index = static_cast<std::size_t>(rank);
       const int pid = processes_[index].pid();
       std::string stack = views_[index].stack();
-      if (stack.empty()) stack = flight::stopped_text(pid);
+      if (stack.empty()) stack = stopped_text(pid);
       if (stack.empty()) stack = "printed no stack";
       views_[index].sample();
       result.push_back({rank, pid, views_[index].state(false), stack});
@@ -319,9 +319,9 @@ class Launch {
     for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
       launcher::Evidence& evidence = ranks.emplace_back();
       evidence.failure = views_[rank].failure();
-      const std::optional<int> culprit = views_[rank].culprit();
-      if (culprit && *culprit >= result_.first_rank && *culprit < result_.first_rank + options_.ranks)
-        evidence.culprit = static_cast<std::size_t>(*culprit - result_.first_rank);
+      const std::optional<int> failed_rank = views_[rank].failed_rank();
+      if (failed_rank && *failed_rank >= result_.first_rank && *failed_rank < result_.first_rank + options_.ranks)
+        evidence.failed_rank = static_cast<std::size_t>(*failed_rank - result_.first_rank);
       evidence.running = processes_[rank].running();
       evidence.has_left = views_[rank].has_left();
       evidence.ended_independently = ended_independently(rank);
@@ -347,7 +347,7 @@ class Launch {
   std::optional<launcher::ReservedPort> port_;
   launcher::RankOutput output_;
   std::vector<std::vector<int>> cores_;           ///< [rank]
-  std::vector<flight::View> views_;               ///< [rank]
+  std::vector<FlightView> views_;                 ///< [rank]
   std::vector<launcher::RankProcess> processes_;  ///< [rank]
   launcher::EndOrder end_order_;
   std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.

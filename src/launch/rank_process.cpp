@@ -24,7 +24,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 
-#include "comm/trace/page.h"
+#include "comm/trace/event_ring.h"
 
 extern char** environ;
 
@@ -74,7 +74,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, int rank
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options.restart_count);
   variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options.max_restarts);
   variables.erase("TORCHELASTIC_USE_AGENT_STORE");
-  variables[flight::kPageVariable] = std::to_string(page);
+  variables[kEventPageVariable] = std::to_string(page);
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options.ranks)));
   for (const auto& [name, value] : options.environment) variables[name] = value;
   std::vector<std::string> entries;

@@ -10,19 +10,17 @@ namespace ddpkit {
 namespace launcher {
 namespace {
 
-using flight::Failure;
-
 bool lost_another(const Evidence& rank) {
-  return rank.failure == Failure::kPeerLost || rank.failure == Failure::kTimeout;
+  return rank.failure == FailureKind::kPeerLost || rank.failure == FailureKind::kTimeout;
 }
 
 std::vector<std::size_t> blamed_by(std::size_t rank, const std::vector<Evidence>& ranks,
                                    const std::vector<std::size_t>& ended) {
-  const std::optional<std::size_t> culprit = ranks[rank].culprit;
+  const std::optional<std::size_t> failed_rank = ranks[rank].failed_rank;
   // After a timeout, the blamed rank is silent but has not failed.
-  if (culprit && ranks[rank].failure == Failure::kTimeout) return {};
-  if (culprit && *culprit != rank) return {*culprit};
-  if (culprit || !lost_another(ranks[rank])) return {};
+  if (failed_rank && ranks[rank].failure == FailureKind::kTimeout) return {};
+  if (failed_rank && *failed_rank != rank) return {*failed_rank};
+  if (failed_rank || !lost_another(ranks[rank])) return {};
   std::vector<std::size_t> failed, left;
   for (const std::size_t other : ended) {
     if (!lost_another(ranks[other]) && ranks[other].ended_independently)

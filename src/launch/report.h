@@ -8,14 +8,14 @@
 
 #include <ddpkit/launch/launch_options.h>
 
-#include "comm/trace/page.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit::launcher {
 
 /// The launcher's knowledge of a rank after another rank has failed.
 struct Evidence {
-  flight::Failure failure = flight::Failure::kNone;  ///< Failure of its first failed collective.
-  std::optional<std::size_t> culprit = {};           ///< Rank of this launcher that the failed collective blames.
+  FailureKind failure = FailureKind::kNone;     ///< Failure of its first failed collective.
+  std::optional<std::size_t> failed_rank = {};  ///< Rank of this launcher that the failed collective blames.
   bool running = true;
   bool has_left = false;             ///< The rank left the group of all ranks.
   bool ended_independently = false;  ///< Not ended by the launcher's signal.

@@ -96,7 +96,7 @@ class Run {
     ddpkit::DistributedDataParallel ddp(model.ptr(), group_);
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     for (int step = 0; step < options_.steps; ++step) {
-      ddpkit::note_step(step);
+      ddpkit::set_step(step);
       if (step == options_.at_step) note_memory(options_, group_.rank());
       if (step == options_.at_step && !act()) return;
       if (is_victim_ && options_.act == "slow") std::this_thread::sleep_for(std::chrono::milliseconds(10));

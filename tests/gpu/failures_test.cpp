@@ -38,7 +38,7 @@ void train(const ProcessGroup& group, const std::function<void(torch::nn::Sequen
   net->to(group.device());
   ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
   for (int step = 0; step <= kLastStep; ++step) {
-    ddpkit::note_step(step);
+    ddpkit::set_step(step);
     const auto output = ddp(torch::ones({4, 12}, torch::kDouble).to(group.device()));
     if (step == kLastStep && group.rank() == 1) fail(net, output);
     gpu::loss_of(output).backward();

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include <ddpkit/comm/shm_backend.h>
-#include <ddpkit/comm/timeline.h>
+#include <ddpkit/comm/trace.h>
 #include <ddpkit/error.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 

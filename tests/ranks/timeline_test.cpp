@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include <ddpkit/comm/timeline.h>
+#include <ddpkit/comm/trace.h>
 #include <ddpkit/error.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 

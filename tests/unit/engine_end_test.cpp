@@ -85,8 +85,8 @@ TEST_CASE("a rank that ends before the others have mapped its memory is named") 
   check_ended(child);
   check_names_rank_1([&] { Engine(control.open(), 0, {::getpid(), child}, kPatience); });
   // A third rank would be notified too.
-  CHECK(static_cast<FailureKind>(control.block(0).failure.load()) == FailureKind::kPeerLost);
-  CHECK(control.block(0).culprit == 1);
+  CHECK(static_cast<ddpkit::FailureKind>(control.block(0).failure.load()) == ddpkit::FailureKind::kPeerLost);
+  CHECK(control.block(0).failed_rank == 1);
 }
 
 TEST_CASE("a rank that fails because of another one is not blamed for its closed memory") {
@@ -97,8 +97,8 @@ TEST_CASE("a rank that fails because of another one is not blamed for its closed
     self.joined.store(2);
     constexpr std::string_view kText = "rank 7 (pid 1) ended while the ranks were meeting";
     std::copy(kText.begin(), kText.end(), self.failure_text.begin());
-    self.culprit = 7;
-    self.failure.store(static_cast<std::uint32_t>(FailureKind::kPeerLost));
+    self.failed_rank = 7;
+    self.failure.store(static_cast<std::uint32_t>(ddpkit::FailureKind::kPeerLost));
   });
   check_ended(child);
   try {

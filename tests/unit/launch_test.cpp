@@ -127,18 +127,19 @@ TEST_CASE("a program that does not exist is an error", "[launch]") {
 }
 
 TEST_CASE("the rank that others lost is the first failure, whichever ends first", "[launch]") {
-  using ddpkit::flight::Failure;
+  using ddpkit::FailureKind;
   using ddpkit::launcher::Evidence;
   using Ranks = std::vector<std::size_t>;
   const auto suspects = ddpkit::launcher::suspects;
   const Evidence trains;
-  const auto lost = [](std::optional<std::size_t> culprit) {
-    return Evidence{.failure = Failure::kPeerLost, .culprit = culprit, .running = false, .ended_independently = true};
+  const auto lost = [](std::optional<std::size_t> failed_rank) {
+    return Evidence{
+        .failure = FailureKind::kPeerLost, .failed_rank = failed_rank, .running = false, .ended_independently = true};
   };
   const Evidence left = {.has_left = true};
   const Evidence failed = {.running = false, .has_left = true, .ended_independently = true};
   const Evidence ended_well = {.running = false, .ended_independently = true, .ended_well = true};
-  const Evidence aborted = {.failure = Failure::kAborted, .culprit = 1};
+  const Evidence aborted = {.failure = FailureKind::kAborted, .failed_rank = 1};
   // No rank is blamed.
   CHECK(suspects(0, {failed, trains}, {0}) == Ranks{});
   // The blamed rank is known, whether it has ended or not.
@@ -156,7 +157,7 @@ TEST_CASE("the rank that others lost is the first failure, whichever ends first"
   CHECK(suspects(0, {lost({}), lost({}), ended_well}, {2, 0, 1}) == Ranks{2});
   CHECK(suspects(0, {lost({}), trains}, {0}) == Ranks{});
   // A rank that still runs is no suspect if others waited too long for it.
-  CHECK(suspects(0, {Evidence{.failure = Failure::kTimeout, .culprit = 1}, trains}, {0}) == Ranks{});
+  CHECK(suspects(0, {Evidence{.failure = FailureKind::kTimeout, .failed_rank = 1}, trains}, {0}) == Ranks{});
 }
 
 TEST_CASE("ranks are reaped in the order of their ends", "[launch]") {

@@ -1,6 +1,6 @@
 #include "support/catch.h"
 
-#include "comm/timeline_recorder.h"
+#include "comm/timeline.h"
 
 using ddpkit::clock_offset;
 using ddpkit::ClockReading;

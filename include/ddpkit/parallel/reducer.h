@@ -10,7 +10,7 @@
 
 #include <ddpkit/comm/arena_stats.h>
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/comm/timeline.h>
+#include <ddpkit/comm/trace.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/stats.h>

@@ -149,7 +149,7 @@ void HierarchicalBackend::attempt(const Ptr<Job>& job, const Call& call) {
         lost && lost->context().rank.value_or(rank_) != rank_) {
       // The guards of the gloo groups may not know the failure yet.
       for (const auto& group : {groups_.rail, groups_.all})
-        group->guard().fail({flight::Failure::kPeerLost, *lost->context().rank, lost->what()});
+        group->guard().fail({FailureKind::kPeerLost, *lost->context().rank, lost->what()});
     }
     abort_group(error.what());
     job->end_part(std::current_exception());

@@ -140,7 +140,8 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
     check();
   }
   void watch_replay(std::function<bool()> has_ended) override {
-    guard_->watch(record(flight::Call::kGraphReplay, 0), /*is_message=*/false, std::move(has_ended));
+    const auto [event, index] = begin(EventKind::kGraphReplay, 0);
+    guard_->watch(index, event, std::move(has_ended));
   }
   void release_graphs() {
     const std::lock_guard lock(graphs_mutex_);

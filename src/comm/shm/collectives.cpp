@@ -85,8 +85,11 @@ void Collectives::post(const OperationHandle& operation) {
   }
   segments_.locate(*operation);
   peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
-  operation->record =
-      recorder_.start(static_cast<flight::Call>(request.kind), sequence, operation->bytes(), group_number_);
+  Event event{.kind = static_cast<EventKind>(request.kind),
+              .group = group_number_,
+              .sequence = sequence,
+              .bytes = operation->bytes()};
+  operation->event = ring_.begin(event);
   operations_.push_back(operation);
   ++next_sequence_;
   peers_.publish(own_.posted, next_sequence_);
@@ -219,7 +222,7 @@ bool Collectives::finish() {
     }
     complete(done, done->request.on_finish, done->request.keep_alive, due_);
     done->segments.clear();
-    recorder_.finish(done->record);
+    ring_.finish(done->event);
     if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(done));
   }
 }

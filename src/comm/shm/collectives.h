@@ -8,7 +8,7 @@
 #include "comm/shm/peers.h"
 #include "comm/shm/segments.h"
 #include "comm/shm/transfers.h"
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit::shm {
 
@@ -23,7 +23,7 @@ namespace ddpkit::shm {
 /// The engine holds its mutex during each call. No function blocks.
 class Collectives {
  public:
-  /// `due` receives the callbacks and deleters of complete collectives. `group_number`: for the recorder.
+  /// `due` receives the callbacks and deleters of complete collectives. `group_number`: for the ring of events.
   Collectives(Peers& peers, const Segments& segments, std::vector<Due>& due, std::uint32_t group_number);
   Collectives(const Collectives&) = delete;
   Collectives& operator=(const Collectives&) = delete;
@@ -56,7 +56,7 @@ class Collectives {
   Progress& own_;  ///< This rank's counts.
   const Segments& segments_;
   std::vector<Due>& due_;
-  flight::Recorder& recorder_ = flight::Recorder::of_process();
+  EventRing& ring_ = EventRing::of_process();
   const std::uint32_t group_number_;
   Staging staging_;
   std::uint64_t next_sequence_ = 0;

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <optional>
 
+#include "comm/trace/event_ring.h"
+
 namespace ddpkit::shm {
 
 inline constexpr std::size_t kCacheLine = 64;
@@ -20,6 +22,7 @@ inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
 /// Maximum number of tensors in one coalesced collective.
 inline constexpr std::size_t kMaxPieces = 64;
 
+/// The first values of EventKind.
 enum class CollectiveKind : std::uint8_t {
   kBarrier,
   kAllReduce,
@@ -34,6 +37,8 @@ enum class CollectiveKind : std::uint8_t {
   kAllReduceCoalesced,
   kReduceScatterCoalesced,  ///< Each rank gets a part of the elements of all tensors.
 };
+static_assert(static_cast<int>(CollectiveKind::kReduceScatterCoalesced) ==
+              static_cast<int>(EventKind::kReduceScatterCoalesced));
 
 inline constexpr bool is_coalesced(CollectiveKind kind) {
   return kind == CollectiveKind::kAllReduceCoalesced || kind == CollectiveKind::kReduceScatterCoalesced;
@@ -82,9 +87,6 @@ class SharedHeader {
   std::array<std::atomic<std::uint64_t>, kWords> words_{};
 };
 
-/// Why a rank's group failed.
-enum class FailureKind : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };
-
 /// Counts that only their owner raises and that the others read. They share a cache line, because they have one writer
 /// and a reader gets all of them in one transfer.
 ///
@@ -108,7 +110,7 @@ struct alignas(kCacheLine) RankBlock {
   alignas(kCacheLine) std::atomic<std::uint32_t> joined{0};  ///< The rank has mapped this memory.
   std::atomic<std::uint32_t> left{0};                        ///< The rank has left its group without a failure.
   std::atomic<std::uint32_t> failure{0};  ///< FailureKind. Set after the following fields are complete.
-  std::int32_t culprit{-1};               ///< The rank that caused the failure; -1: none.
+  std::int32_t failed_rank{-1};           ///< The rank that caused the failure; -1: none.
   std::int32_t stack_signal{0};           ///< Signal that makes the process print its stack; 0: none.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};

@@ -9,8 +9,6 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/trace/page.h"
-
 namespace ddpkit::shm {
 namespace {
 
@@ -69,10 +67,8 @@ std::string last_call(const Peers& peers, int rank) {
 }  // namespace
 
 const char* name_of(CollectiveKind kind) {
-  static_assert(static_cast<int>(CollectiveKind::kReduceScatterCoalesced) ==
-                static_cast<int>(flight::Call::kReduceScatterCoalesced));
   // Other processes write the kind, so it may be invalid.
-  return kind > CollectiveKind::kReduceScatterCoalesced ? "?" : flight::name_of(static_cast<flight::Call>(kind));
+  return kind > CollectiveKind::kReduceScatterCoalesced ? "?" : name_of(static_cast<EventKind>(kind));
 }
 
 void check_pieces(CollectiveKind kind, int world_size) {

@@ -33,7 +33,7 @@ Engine::~Engine() {
   } else if (background_thread_.joinable()) {
     background_thread_.join();
   }
-  if (recorder_.is_world(group_number_)) recorder_.leave();
+  if (ring_.is_world(group_number_)) ring_.leave();
   peers_.leave();
   // No thread progresses these any more.
   const auto abandoned = std::make_exception_ptr(
@@ -151,7 +151,7 @@ MessageHandle Engine::post(MessageHandle message) {
 
 void Engine::check_peers(const Message* message) {
   const auto fail_as_published = [&](int r) {
-    if (const auto failure = peers_.failure_of(r)) fail(failure->kind, failure->text, failure->culprit);
+    if (const auto failure = peers_.failure_of(r)) fail(failure->kind, failure->text, failure->failed_rank);
   };
   for (int r = 0; r < world_size(); ++r) {
     if (r != rank()) fail_as_published(r);
@@ -180,16 +180,16 @@ void Engine::throw_timeout(const Message* message, std::chrono::milliseconds wai
        missing.empty() ? std::nullopt : std::optional(peers_.named(missing.front())));
 }
 
-void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> culprit) {
-  Error::Context context{.rank = culprit, .call = "collective", .sequence = collectives_.next_sequence()};
+void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> failed_rank) {
+  Error::Context context{.rank = failed_rank, .call = "collective", .sequence = collectives_.next_sequence()};
   if (const Operation* oldest = collectives_.oldest()) {
     context.call = name_of(oldest->header.kind);
     context.sequence = oldest->header.sequence;
   }
   failure_ = make_error(kind, text, std::move(context));
-  peers_.publish_failure(kind, text, culprit);
+  peers_.publish_failure(kind, text, failed_rank);
   // The launcher only knows ranks of the world group.
-  recorder_.fail(static_cast<flight::Failure>(kind), recorder_.is_world(group_number_) ? culprit : std::nullopt);
+  ring_.fail(kind, ring_.is_world(group_number_) ? failed_rank : std::nullopt);
   std::rethrow_exception(failure_);
 }
 
@@ -218,7 +218,7 @@ std::string Engine::end(std::chrono::milliseconds limit, const char* text) {
   }
   const std::lock_guard lock(mutex_);
   failure_ = std::make_exception_ptr(Error(text));
-  if (recorder_.is_world(group_number_)) recorder_.leave();
+  if (ring_.is_world(group_number_)) ring_.leave();
   return {};
 }
 

@@ -23,7 +23,7 @@
 #include "comm/shm/operation.h"
 #include "comm/shm/peers.h"
 #include "comm/shm/segments.h"
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit::shm {
 
@@ -116,12 +116,12 @@ class Engine {
                                   std::chrono::milliseconds timeout);
 
   // Failures.
-  [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> culprit);
+  [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> failed_rank);
   void throw_if_failed() const;
 
   std::chrono::milliseconds timeout_;
-  flight::Recorder& recorder_ = flight::Recorder::of_process();
-  const std::uint32_t group_number_ = recorder_.new_group();  ///< For the recorder, unique in this process.
+  EventRing& ring_ = EventRing::of_process();
+  const std::uint32_t group_number_ = ring_.new_group();  ///< Unique in this process.
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
   std::vector<Due> due_;

@@ -132,7 +132,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
     }
     if (!start) {
       start = Clock::now();
-      if (const Operation* oldest = collectives_.oldest(); oldest && !message) recorder_.waits(oldest->record);
+      if (const Operation* oldest = collectives_.oldest(); oldest && !message) ring_.waits(oldest->event);
     }
     const int ended = peers_.ended();
     check_peers(message);

@@ -98,7 +98,7 @@ struct Operation : Pending {
   bool shared_reduce = false;
   std::uint64_t first_ticket = 0;
   std::uint64_t tickets = 0;
-  std::uint64_t record = 0;       ///< Index in the flight recorder.
+  std::uint64_t event = 0;        ///< Index in the ring of events.
   std::size_t largest_piece = 0;  ///< In elements; all-to-all: of any rank, known after the headers are matched.
 
   std::size_t element_size() const { return size_of(request.dtype); }

@@ -14,7 +14,7 @@
 
 #include <fmt/format.h>
 
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 
 namespace ddpkit::shm {
 namespace {
@@ -87,7 +87,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   RankBlock& self = own();
   self.staging_fd = staging.descriptor();
   self.channels_fd = channels.descriptor();
-  self.stack_signal = flight::Recorder::of_process().stack_signal();
+  self.stack_signal = EventRing::of_process().stack_signal();
   cpu_set_t cores;
   CPU_ZERO(&cores);
   ::sched_getaffinity(0, sizeof cores, &cores);
@@ -186,12 +186,12 @@ void Peers::wake_others() const noexcept {
   }
 }
 
-void Peers::publish_failure(FailureKind kind, const std::string& text, std::optional<int> culprit) const noexcept {
+void Peers::publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank) const noexcept {
   RankBlock& self = own();
   if (self.failure.load() != 0) return;
   const std::size_t length = std::min(text.size(), self.failure_text.size() - 1);
   std::memcpy(self.failure_text.data(), text.data(), length);
-  self.culprit = culprit.value_or(-1);
+  self.failed_rank = failed_rank.value_or(-1);
   self.failure.store(static_cast<std::uint32_t>(kind));
   wake_others();
 }
@@ -204,12 +204,13 @@ std::optional<Peers::Failure> Peers::failure_of(int rank) const {
   // Only the rank that aborts publishes kAborted.
   if (kind == FailureKind::kAborted)
     return Failure{FailureKind::kPeerLost, fmt::format("rank {} aborted: {}", named(rank), text), named(rank)};
-  return Failure{kind, text, theirs.culprit >= 0 ? std::optional<int>(theirs.culprit) : std::nullopt};
+  return Failure{kind, text, theirs.failed_rank >= 0 ? std::optional<int>(theirs.failed_rank) : std::nullopt};
 }
 
 void Peers::throw_failure_of(int rank) const {
   if (const auto failure = failure_of(rank))
-    std::rethrow_exception(make_error(failure->kind, failure->text, {.rank = failure->culprit, .call = "rendezvous"}));
+    std::rethrow_exception(
+        make_error(failure->kind, failure->text, {.rank = failure->failed_rank, .call = "rendezvous"}));
 }
 
 void Peers::leave() const noexcept {
@@ -234,7 +235,7 @@ std::vector<int> Peers::lost() const {
 
 void Peers::request_stack(int rank) const noexcept {
   const int signal = block(rank).stack_signal;
-  if (signal != 0 && !flight::Recorder::of_process().is_read()) ::kill(pid(rank), signal);
+  if (signal != 0 && !EventRing::of_process().is_read()) ::kill(pid(rank), signal);
 }
 
 }  // namespace ddpkit::shm

@@ -79,10 +79,10 @@ class Peers {
   struct Failure {
     FailureKind kind = FailureKind::kNone;
     std::string text;
-    std::optional<int> culprit;
+    std::optional<int> failed_rank;
   };
   /// Publishes this rank's failure; only the first counts.
-  void publish_failure(FailureKind kind, const std::string& text, std::optional<int> culprit) const noexcept;
+  void publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank) const noexcept;
   /// Returns the failure that the rank has published, if any.
   std::optional<Failure> failure_of(int rank) const;
   /// Marks this rank as having left.

@@ -12,8 +12,8 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/timeline_environment.h"
-#include "comm/timeline_recorder.h"
+#include "comm/timeline.h"
+#include "comm/trace/event_ring.h"
 #include "parallel/ddp/debug.h"
 #include "parallel/ddp/reducer.h"
 #include "parallel/join.h"
@@ -22,6 +22,8 @@
 
 namespace ddpkit {
 namespace {
+
+using Clock = Backward::Clock;
 
 /// Returns the options that must be equal on all ranks.
 std::string text_of(const DistributedDataParallelOptions& options) {
@@ -166,9 +168,9 @@ class DistributedDataParallelBase::Impl {
   DistributedDataParallelOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
-  std::vector<std::int64_t> buffer_versions_;          ///< Versions after the last broadcast. [buffer]
-  std::vector<at::Tensor> buffer_messages_;            ///< Flat tensors for the broadcast of the buffers.
-  TimelineRecorder::Clock::time_point forward_began_;  ///< Only with a timeline.
+  std::vector<std::int64_t> buffer_versions_;  ///< Versions after the last broadcast. [buffer]
+  std::vector<at::Tensor> buffer_messages_;    ///< Flat tensors for the broadcast of the buffers.
+  Clock::time_point forward_began_;
 };
 
 DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup process_group,
@@ -213,12 +215,10 @@ void DistributedDataParallelBase::Impl::before_forward(const Joinable& self) {
   // Single ranks may run an evaluation, which has no backward.
   reducer->prepare_for_forward(at::GradMode::is_enabled() && module_->is_training());
   if (JoinContext* join = JoinContext::of(self)) join->count_forward();
-  const auto now = [this] { return timeline ? TimelineRecorder::Clock::now() : TimelineRecorder::Clock::time_point(); };
-  const auto before = now();
+  const auto before = Clock::now();
   const bool broadcasts = broadcast_buffers(self);
-  if (!timeline) return;
-  forward_began_ = now();
-  if (broadcasts) timeline->recorder()->add("broadcast buffers", TimelineRecorder::kCompute, before, forward_began_);
+  forward_began_ = Clock::now();
+  if (timeline && broadcasts) timeline->add(activity(EventKind::kBroadcastBuffers, before, forward_began_));
 }
 
 /// Returns whether there was something to broadcast.
@@ -255,8 +255,7 @@ void DistributedDataParallelBase::Impl::write_buffer(std::size_t index, const at
 }
 
 void DistributedDataParallelBase::Impl::record_forward() {
-  if (timeline)
-    timeline->recorder()->add("forward", TimelineRecorder::kCompute, forward_began_, TimelineRecorder::Clock::now());
+  if (timeline) timeline->add(activity(EventKind::kForward, forward_began_, Clock::now()));
 }
 
 void DistributedDataParallelBase::Impl::broadcast_model(int source) {

@@ -111,7 +111,7 @@ void Reducer::Impl::prepare_for_backward(const std::vector<at::Tensor>& outputs)
   const std::lock_guard lock(mutex_);
   if (stats_.has_timeline()) {
     tracker_->at_outputs(outputs, /*leaves_too=*/false, [this] {
-      if (synchronize) stats_.note_output_reached();
+      if (synchronize && backward_.reached_output == Clock::time_point{}) backward_.reached_output = Clock::now();
     });
   }
   if (!synchronize) return;

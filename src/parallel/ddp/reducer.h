@@ -11,6 +11,7 @@
 
 #include "parallel/autograd/backward_tracker.h"
 #include "parallel/autograd/gradient_hooks.h"
+#include "parallel/ddp/backward.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "parallel/ddp/shard_output.h"
 #include "parallel/ddp/step_stats.h"
@@ -53,31 +54,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   int rebuilds = 0;
 
  private:
-  using Clock = StepStats::Clock;
-
-  enum class Phase {
-    kIdle,
-    kReducing,
-    kInCommHook,  ///< In kReducing or kShadow: the communication hook is running.
-    kShadow,      ///< A backward without gradients, on a rank that has run out of inputs.
-  };
-  struct BucketState {
-    std::size_t pending = 0;  ///< Expected gradients that have not arrived.
-    Work work;
-    std::function<at::Tensor()> finish;
-    StreamSet writers;                       ///< Streams of the gradients.
-    std::optional<c10::Stream> stream = {};  ///< Stream that started the reduction. Empty on the CPU.
-    explicit BucketState(c10::Device device) : writers(device) {}
-  };
-  /// All state of one backward.
-  struct Backward {
-    Phase phase = Phase::kIdle;
-    std::size_t started = 0;           ///< Buckets are reduced in one order on all ranks, in any order of completion.
-    std::size_t finished = 0;          ///< The first bucket whose reduction is not known to be complete.
-    std::size_t taken = 0;             ///< The first bucket whose result has not been processed.
-    std::vector<BucketState> buckets;  ///< [bucket]
-    BackwardTrace trace;
-  };
+  using Clock = Backward::Clock;
+  using Phase = Backward::Phase;
 
   void end_abandoned_backward();
   void require_no_backward(const char* what);

@@ -9,7 +9,7 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/trace/recorder.h"
+#include "comm/trace/event_ring.h"
 #include "parallel/ddp/comm_hooks.h"
 #include "parallel/ddp/debug.h"
 #include "parallel/ddp/reducer.h"
@@ -43,12 +43,10 @@ void Reducer::Impl::enter_backward() {
 void Reducer::Impl::begin(Phase phase) {
   backward_.phase = phase;
   backward_.buckets.reserve(plan.size());
-  backward_.trace.buckets.reserve(plan.size());
   for (std::size_t b = 0; b < plan.size(); ++b) {
-    backward_.buckets.emplace_back(group_.device());
-    BucketTiming& timing = backward_.trace.buckets.emplace_back();
-    timing.bytes = bucket_bytes_[b];
-    timing.parameters = plan[b].size();
+    BucketState& bucket = backward_.buckets.emplace_back(group_.device());
+    bucket.bytes = bucket_bytes_[b];
+    bucket.parameters = plan[b].size();
   }
 }
 
@@ -83,7 +81,7 @@ void Reducer::Impl::end_backward() {
   }
 }
 
-Reducer::Impl::Backward Reducer::Impl::leave_backward() noexcept {
+Backward Reducer::Impl::leave_backward() noexcept {
   used_.reset();
   tracker_->reset();
   return std::exchange(backward_, {});
@@ -92,7 +90,6 @@ Reducer::Impl::Backward Reducer::Impl::leave_backward() noexcept {
 /// Drops all work of the backward after an error.
 void Reducer::Impl::reset() noexcept {
   leave_backward();
-  stats_.discard();
   storage_->reset();
   arrival_order_.clear();  // The order is incomplete. The next backward records it again.
 }
@@ -137,8 +134,8 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
     const std::optional<std::size_t> b = bucket_of_[index];
     used_.add(index, b);
     if (b && *b < backward_.started) used_.throw_late(index, *b);
-    const Clock::time_point now = backward_.trace.last_gradient = Clock::now();
-    if (backward_.trace.first_gradient == Clock::time_point{}) backward_.trace.first_gradient = now;
+    const Clock::time_point now = backward_.last_gradient = Clock::now();
+    if (backward_.first_gradient == Clock::time_point{}) backward_.first_gradient = now;
     note_arrival(index);
     const at::Tensor& gradient = parameter.tensor.grad();
     if (debug_level() >= DebugLevel::kDetail) warn_unless_finite(parameter.name, gradient, group_, stats_.backwards());
@@ -150,7 +147,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
                       parameter.name));
     BucketState& bucket = backward_.buckets[*b];
     note_writer(bucket);
-    backward_.trace.buckets[*b].ready = now;
+    bucket.ready = now;
     if (!used_.is_ready(index)) return;  // Autograd may still add to the gradient.
     storage_->add(index, added);
     if (used_.expects(index)) --bucket.pending;
@@ -190,16 +187,15 @@ void Reducer::Impl::start_bucket(std::size_t b) {
       storage_->add(index, {});
     }
   }
-  BucketTiming& timing = backward_.trace.buckets[b];
-  timing.started = Clock::now();
-  if (timing.ready == Clock::time_point{}) timing.ready = timing.started;  // No gradient was used.
+  bucket.started = Clock::now();
+  if (bucket.ready == Clock::time_point{}) bucket.ready = bucket.started;  // No gradient was used.
   notify(kJoinBucket);
-  timing.sent_bytes = group_.world_size() > 1 ? timing.bytes : 0;
+  bucket.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
   storage_->flush_copies_in(b);
   if (b == 0) {
     if (const auto output = shard_output_.lock()) output->before_first();
   }
-  flight::Recorder::of_process().set_bucket(b);
+  EventRing::of_process().set_bucket(b);
   if (comm_hook_) {
     call_comm_hook(b);
   } else {
@@ -223,8 +219,7 @@ void Reducer::Impl::call_comm_hook(std::size_t b) {
     pending = call_hook(comm_hook_, std::move(shown), group_);
   }
   BucketState& bucket = backward_.buckets[b];
-  if (group_.world_size() > 1)
-    backward_.trace.buckets[b].sent_bytes = pending.sent_bytes.value_or(storage_->flat(b).nbytes());
+  if (group_.world_size() > 1) bucket.sent_bytes = pending.sent_bytes.value_or(storage_->flat(b).nbytes());
   bucket.work = std::move(pending.work);
   bucket.finish = std::move(pending.finish);
 }
@@ -236,7 +231,7 @@ void Reducer::Impl::note_finished() {
   for (; backward_.finished < backward_.started; ++backward_.finished) {
     BucketState& bucket = backward_.buckets[backward_.finished];
     if (bucket.finish || !bucket.work.is_completed()) return;
-    backward_.trace.buckets[backward_.finished].finished = Clock::now();
+    bucket.finished = Clock::now();
   }
 }
 
@@ -271,10 +266,10 @@ void Reducer::Impl::finish_backward() {
   }
   divide_by_active_ranks();
   used_.end_backward();
-  BackwardTrace trace = leave_backward().trace;
-  trace.end = Clock::now();
-  if (trace.first_gradient == Clock::time_point{}) trace.first_gradient = trace.last_gradient = trace.end;
-  stats_.add(std::move(trace));
+  Backward ended = leave_backward();
+  ended.end = Clock::now();
+  if (ended.first_gradient == Clock::time_point{}) ended.first_gradient = ended.last_gradient = ended.end;
+  stats_.add(ended);
   rebuild();
 }
 
@@ -292,7 +287,7 @@ void Reducer::Impl::finish_bucket(std::size_t b) {
   const Clock::time_point before = stats_.has_timeline() ? Clock::now() : Clock::time_point{};
   wait_for_result(backward_.buckets[b]);
   if (b >= backward_.finished) {
-    const Clock::time_point now = backward_.trace.buckets[b].finished = Clock::now();
+    const Clock::time_point now = backward_.buckets[b].finished = Clock::now();
     stats_.record_wait(b, before, now);
   }
   if (storage_->sharded()) return deliver_shards(b);
@@ -391,7 +386,7 @@ void Reducer::Impl::begin_shadow() {
   begin(Phase::kShadow);
   for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
   used_.begin_shadow();
-  backward_.trace.first_gradient = backward_.trace.last_gradient = Clock::now();
+  backward_.first_gradient = backward_.last_gradient = Clock::now();
 }
 
 }  // namespace ddpkit

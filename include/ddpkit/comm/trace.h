@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -11,7 +12,14 @@
 
 namespace ddpkit {
 
-class TimelineRecorder;
+struct Event;
+
+/// Records the number of the current training step. `ddpkit run` prints the step if a rank fails or hangs. Costs one
+/// store. Thread-safe.
+///
+/// The flight recorder needs no other calls. Every rank keeps its last 1,024 collectives and timeline events in memory
+/// that the launcher can read, also after the rank's death.
+void set_step(std::int64_t step) noexcept;
 
 /// Options of Timeline.
 struct TimelineOptions {
@@ -32,6 +40,8 @@ struct TimelineOptions {
 /// the difference once, to within half a round trip (clock_error_us in the file). Later clock drift is not corrected.
 /// Copies record into the same timeline.
 class Timeline {
+  struct Impl;
+
  public:
   /// Collective. Throws InvalidArgument on all ranks if rank 0 cannot write to `path`.
   Timeline(ProcessGroup group, std::string path, const TimelineOptions& options = {});
@@ -46,13 +56,13 @@ class Timeline {
 
    private:
     friend class Timeline;
-    Span(std::shared_ptr<TimelineRecorder> recorder, std::string_view name);
-    std::shared_ptr<TimelineRecorder> recorder_;
+    Span(std::shared_ptr<Impl> impl, std::string_view name);
+    std::shared_ptr<Impl> impl_;
     std::string name_;
     std::chrono::steady_clock::time_point begin_;
   };
   /// Starts a span. The span ends when the returned object is destroyed.
-  Span span(std::string_view name) const { return {recorder_, name}; }
+  Span span(std::string_view name) const { return {impl_, name}; }
 
   /// Gathers the events of all ranks so far and writes them to the file. Replaces an earlier file atomically.
   /// Collective; must not be called within backward. Throws on all ranks if rank 0 cannot write the file.
@@ -61,11 +71,12 @@ class Timeline {
   std::size_t events() const;   ///< Events recorded on this rank.
   std::size_t dropped() const;  ///< Events dropped on this rank because of max_events.
 
-  /// Returns the recorder that all copies share.
-  const std::shared_ptr<TimelineRecorder>& recorder() const noexcept { return recorder_; }
-
  private:
-  std::shared_ptr<TimelineRecorder> recorder_;
+  friend class DistributedDataParallelBase;
+  friend class StepStats;
+  void add(const Event& event) const;
+
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace ddpkit

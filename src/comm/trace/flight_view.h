@@ -1,29 +1,30 @@
-// Tier 0: the standard library only. Reads the records of a rank, for a launcher.
+// Tier 0: the standard library only. Reads the events of a rank, for a launcher.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "comm/trace/page.h"
+#include "comm/trace/event_ring.h"
 
-namespace ddpkit::flight {
+namespace ddpkit {
 
 /// A page for one rank: anonymous memory that only its owner can access, freed when the processes that have it end.
-class View {
+class FlightView {
  public:
-  View();
-  ~View();
-  View(View&& other) noexcept;
-  View& operator=(View&&) = delete;
+  FlightView();
+  ~FlightView();
+  FlightView(FlightView&& other) noexcept;
+  FlightView& operator=(FlightView&&) = delete;
 
-  /// Returns the descriptor that the rank inherits; kPageVariable holds its number.
+  /// Returns the descriptor that the rank inherits; kEventPageVariable holds its number.
   int descriptor() const noexcept { return fd_; }
 
   /// Returns the failure of its collectives, and the rank that caused it.
-  Failure failure() const noexcept;
-  std::optional<int> culprit() const noexcept;
+  FailureKind failure() const noexcept;
+  std::optional<int> failed_rank() const noexcept;
 
   /// Returns whether the rank waits in the rendezvous of `world` ranks.
   bool is_in_rendezvous(int world) const noexcept;
@@ -39,7 +40,7 @@ class View {
   /// activity: a sentence without its subject. `ended`: the rank has ended; then the text is empty if the rank never
   /// called init_process_group.
   std::string state(bool ended) const;
-  /// Returns all collectives in the page, oldest first, one per line.
+  /// Returns all events in the page, oldest first, one per line.
   std::string history() const;
 
   /// Requests the stack of process `pid`. Returns false if the process has no page or no handler.
@@ -50,16 +51,16 @@ class View {
   std::string stack() const;
 
  private:
-  using Clock = std::chrono::steady_clock;
+  std::vector<std::pair<std::uint64_t, Event>> events() const;
 
   int fd_ = -1;
-  Page* page_ = nullptr;
+  EventPage* page_ = nullptr;
   std::uint32_t stacks_before_ = 0;
-  std::uint64_t seen_ = 0;  ///< Number of collectives started and finished at the last sample.
-  Clock::time_point seen_at_ = Clock::now();
+  std::uint64_t seen_ = 0;  ///< Number of events started and finished at the last sample.
+  std::int64_t seen_at_ns_ = now_ns();
 };
 
 /// Returns "is stopped (SIGSTOP)" for a stopped process; otherwise empty.
 std::string stopped_text(int pid);
 
-}  // namespace ddpkit::flight
+}  // namespace ddpkit
