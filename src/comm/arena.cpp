@@ -95,7 +95,7 @@ std::shared_ptr<ArenaLease> ArenaLease::open_private(std::size_t capacity) {
   if (taken()) return nullptr;
   auto segment = std::make_shared<shm::SymmetricSegment>();
   segment->bytes = capacity;
-  segment->mappings.push_back(shm::Mapping::create("ddpkit-arena", capacity, shm::Mapping::Fill::kOnTouch));
+  segment->mappings.push_back(shm::Mapping::create("ddpkit-arena", capacity, shm::Mapping::Populate::kLazy));
   segment->mappings[0].close_descriptor();
   segment->base.push_back(segment->mappings[0].data());
   return std::make_shared<ArenaLease>(std::move(segment), 0, 0);

@@ -47,7 +47,7 @@ using schedules::Simulation;
 Mapping::~Mapping() = default;
 void Mapping::close_descriptor() noexcept { fd_ = -1; }
 
-Mapping Mapping::create(const std::string&, std::size_t bytes, Fill) {
+Mapping Mapping::create(const std::string&, std::size_t bytes, Populate) {
   Mapping mapping;
   mapping.pages_ = schedules::unowned(schedules::Arena::instance().take(bytes));
   mapping.size_ = bytes;
@@ -56,7 +56,7 @@ Mapping Mapping::create(const std::string&, std::size_t bytes, Fill) {
   return mapping;
 }
 
-Mapping Mapping::open(const Owner& owner, int fd, std::size_t bytes, Fill) {
+Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate) {
   if (schedules::is_dead(owner.pid))
     throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
                    {.rank = owner.rank, .call = "rendezvous"});

@@ -29,7 +29,7 @@ std::shared_ptr<SymmetricSegment> segment_of(std::size_t bytes) {
   auto segment = std::make_shared<SymmetricSegment>();
   segment->id = 1;
   segment->bytes = bytes;
-  segment->mappings.push_back(Mapping::create("arena-test", bytes, Mapping::Fill::kOnTouch));
+  segment->mappings.push_back(Mapping::create("arena-test", bytes, Mapping::Populate::kLazy));
   segment->base.push_back(segment->mappings[0].data());
   return segment;
 }

@@ -26,7 +26,7 @@ namespace {
 
 constexpr std::size_t kMappedBytes = 16384;
 /// Computed at run time: each test case has a separate process.
-ddpkit::shm::Owner this_process() { return {.rank = 0, .pid = ::getpid()}; }
+ddpkit::shm::RankProcessId this_process() { return {.rank = 0, .pid = ::getpid()}; }
 
 }  // namespace
 
@@ -79,7 +79,7 @@ TEST_CASE("threads open and release the same pages") {
         const Mapping shared = Mapping::open(this_process(), created.descriptor(), kMappedBytes);
         if (shared.data() != created.data()) ++wrong;
         // With another length, only the threads map these pages, again and again.
-        const Mapping part = Mapping::open(this_process(), descriptor, kMappedBytes / 2, Mapping::Fill::kOnTouch);
+        const Mapping part = Mapping::open(this_process(), descriptor, kMappedBytes / 2, Mapping::Populate::kLazy);
         if (part.data() == nullptr || part.size() != kMappedBytes / 2 || part.data()[0] != std::byte{0}) ++wrong;
       }
     });
@@ -103,7 +103,7 @@ TEST_CASE("memory of a rank whose process has ended: the rank is named, not the 
   REQUIRE(::read(ends[0], &fd, sizeof fd) == sizeof fd);
   ::close(ends[0]);
   ::close(ends[1]);
-  const ddpkit::shm::Owner owner{.rank = 3, .pid = child};
+  const ddpkit::shm::RankProcessId owner{.rank = 3, .pid = child};
   CHECK(Mapping::open(owner, fd, kMappedBytes).data()[0] == std::byte{0});
   REQUIRE(::kill(child, SIGKILL) == 0);
   siginfo_t ended{};
@@ -155,7 +155,7 @@ TEST_CASE("a limit of addresses is named, and arenas shrink below it") {
   REQUIRE(::setrlimit(RLIMIT_AS, &limit) == 0);
   CHECK(*ddpkit::available_addresses() < limit.rlim_cur);
   CHECK(ddpkit::arena_budget(4) <= limit.rlim_cur / 8);
-  CHECK_THROWS_WITH(Mapping::create("test", std::size_t{20} << 30, Mapping::Fill::kOnTouch),
+  CHECK_THROWS_WITH(Mapping::create("test", std::size_t{20} << 30, Mapping::Populate::kLazy),
                     ContainsSubstring("RLIMIT_AS (ulimit -v)") && ContainsSubstring("arena_mb"));
 }
 #endif

@@ -294,7 +294,7 @@ std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::si
                 .numel = std::size(agreed)});
   if (agreed[0] == 1) return in_force;
   if (agreed[1] == 0 || size_ == 1) return nullptr;
-  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Fill::kOnTouch);
+  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Populate::kLazy);
   auto lease = std::make_shared<ArenaLease>(std::move(segment), rank_, reserve);
   arena_ = lease;
   return lease;

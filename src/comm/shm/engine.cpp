@@ -71,7 +71,7 @@ void Engine::run(Request request) {
   operation->throw_if_failed();
 }
 
-std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Fill fill) {
+std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate) {
   const auto gather = [&](const SegmentOffer& offer) {
     std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
     Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
@@ -84,10 +84,10 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::F
     fail(kind, error.what(), error.context().rank);
   };
   SegmentOffer own;
-  auto segment = segments_.create(bytes, fill, own);
+  auto segment = segments_.create(bytes, populate, own);
   const auto offers = gather(own);
   try {
-    segments_.map(*segment, fill, offers, own);
+    segments_.map(*segment, populate, offers, own);
   } catch (const CollectiveMismatch& error) {
     fail_as(FailureKind::kMismatch, error);
   } catch (const PeerLost& error) {

@@ -104,7 +104,8 @@ class GuardedViews {
   static inline thread_local PassedOn passed_on_;
 };
 
-GuardedView::GuardedView(const Owner& owner, int fd, std::size_t bytes) : bytes_(bytes), granule_(granule_of(bytes)) {
+GuardedView::GuardedView(const RankProcessId& owner, int fd, std::size_t bytes)
+    : bytes_(bytes), granule_(granule_of(bytes)) {
   const int opened = open_descriptor(owner, fd, O_RDONLY);
   void* data = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, opened, 0);
   const int error = errno;

@@ -24,7 +24,7 @@ class GuardedView {
   static constexpr std::size_t kMostViews = 1024;
 
   /// Maps `bytes` of the owner's descriptor. Throws like open_descriptor(), and Error if there is no address space.
-  GuardedView(const Owner& owner, int fd, std::size_t bytes);
+  GuardedView(const RankProcessId& owner, int fd, std::size_t bytes);
   ~GuardedView();
   GuardedView(const GuardedView&) = delete;
   GuardedView& operator=(const GuardedView&) = delete;

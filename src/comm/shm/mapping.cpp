@@ -28,7 +28,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
-std::string descriptor_path(const Owner& owner, int fd) { return fmt::format("/proc/{}/fd/{}", owner.pid, fd); }
+std::string descriptor_path(const RankProcessId& owner, int fd) { return fmt::format("/proc/{}/fd/{}", owner.pid, fd); }
 
 [[noreturn]] void throw_out_of_memory(const std::string& name, std::size_t bytes, int error) {
   std::string limit;
@@ -76,7 +76,7 @@ class MappedPages {
   }
 
   /// Returns the pages of a descriptor. Maps them if they are not mapped. Returns null and sets errno on failure.
-  std::shared_ptr<std::byte> get(int fd, std::size_t bytes, Mapping::Fill fill) {
+  std::shared_ptr<std::byte> get(int fd, std::size_t bytes, Mapping::Populate populate) {
     struct stat file {};
     if (::fstat(fd, &file) != 0) return nullptr;
     const Key key{file.st_dev, file.st_ino, bytes};
@@ -85,8 +85,8 @@ class MappedPages {
     if (const auto found = pages_.find(key); found != pages_.end()) {
       if (auto pages = found->second.lock()) return pages;
     }
-    const int populate = fill == Mapping::Fill::kNow ? MAP_POPULATE : 0;
-    void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populate, fd, 0);
+    const int flag = populate == Mapping::Populate::kEager ? MAP_POPULATE : 0;
+    void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flag, fd, 0);
     if (data == MAP_FAILED) return nullptr;
     if (bytes >= kHugePage) ::madvise(data, bytes, MADV_HUGEPAGE);
     std::shared_ptr<std::byte> pages(static_cast<std::byte*>(data),
@@ -106,24 +106,24 @@ class MappedPages {
 
 Mapping::~Mapping() { close_descriptor(); }
 
-Mapping Mapping::create(const std::string& name, std::size_t bytes, Fill fill) {
+Mapping Mapping::create(const std::string& name, std::size_t bytes, Populate populate) {
   // A request for more than the available memory would not fail but cause the kernel's out-of-memory killer to run.
   const std::size_t available = available_memory();
-  if (fill == Fill::kNow && available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
+  if (populate == Populate::kEager && available != 0 && bytes > available) throw_out_of_memory(name, bytes, ENOMEM);
   Mapping mapping;
   mapping.fd_ = create_sealed(name, bytes);
   // Advice for huge pages affects only pages that do not exist yet, so it must precede the allocation.
-  mapping.pages_ = MappedPages::all().get(mapping.fd_, bytes, Fill::kOnTouch);
+  mapping.pages_ = MappedPages::all().get(mapping.fd_, bytes, Populate::kLazy);
   if (!mapping.pages_) throw_out_of_memory(name, bytes, errno);
   mapping.size_ = bytes;
-  if (fill == Fill::kOnTouch) return mapping;
+  if (populate == Populate::kLazy) return mapping;
   // If there is no memory, this fails with an error, while a first touch would raise SIGBUS.
   if (retried([&] { return ::fallocate(mapping.fd_, 0, 0, static_cast<off_t>(bytes)); }) != 0)
     throw_out_of_memory(name, bytes, errno);
   return mapping;
 }
 
-int open_descriptor(const Owner& owner, int fd, int flags) {
+int open_descriptor(const RankProcessId& owner, int fd, int flags) {
   const std::string path = descriptor_path(owner, fd);
   const int opened = ::open(path.c_str(), flags | O_CLOEXEC);
   if (opened >= 0) return opened;
@@ -151,10 +151,10 @@ int open_descriptor(const Owner& owner, int fd, int flags) {
                          .call = "rendezvous"});
 }
 
-Mapping Mapping::open(const Owner& owner, int fd, std::size_t bytes, Fill fill) {
+Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate) {
   const int opened = open_descriptor(owner, fd, O_RDWR);
   Mapping mapping;
-  mapping.pages_ = MappedPages::all().get(opened, bytes, fill);
+  mapping.pages_ = MappedPages::all().get(opened, bytes, populate);
   const int error = errno;
   ::close(opened);
   if (!mapping.pages_) throw_out_of_memory(descriptor_path(owner, fd), bytes, error);

@@ -9,7 +9,7 @@
 namespace ddpkit::shm {
 
 /// A rank and its process, which may be this one.
-struct Owner {
+struct RankProcessId {
   int rank = -1;
   int pid = 0;
 };
@@ -17,7 +17,7 @@ struct Owner {
 /// Opens the owner's descriptor `fd` in this process, with the `flags` of open(2). Throws PeerLost if the owner's
 /// process has ended. Throws RendezvousError with the cause if it cannot be opened (another host, container or user,
 /// too many open files).
-int open_descriptor(const Owner& owner, int fd, int flags);
+int open_descriptor(const RankProcessId& owner, int fd, int flags);
 
 /// Pages shared between processes, from an anonymous memory file (memfd). They are not visible in a file system. The
 /// kernel frees them when the last process that maps them has ended, for any reason.
@@ -37,15 +37,15 @@ class Mapping {
     return *this;
   }
 
-  enum class Fill { kNow, kOnTouch };
+  enum class Populate { kEager, kLazy };
 
-  /// Creates zeroed pages. kNow: allocates all pages (placed by the calling thread's NUMA policy). kOnTouch: allocates
+  /// Creates zeroed pages. kEager: allocates all pages (placed by the calling thread's NUMA policy). kLazy: allocates
   /// each page on first use. `name` is shown in /proc/PID/maps. Throws Error, which gives the requested and the
   /// available size.
-  static Mapping create(const std::string& name, std::size_t bytes, Fill fill = Fill::kNow);
+  static Mapping create(const std::string& name, std::size_t bytes, Populate populate = Populate::kEager);
 
   /// Maps the pages of the owner's descriptor. Throws like open_descriptor().
-  static Mapping open(const Owner& owner, int fd, std::size_t bytes, Fill fill = Fill::kNow);
+  static Mapping open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate = Populate::kEager);
 
   std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }

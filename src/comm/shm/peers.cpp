@@ -83,7 +83,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   channels_.resize(ranks);
   Mapping& channels = channels_[static_cast<std::size_t>(rank_)];
   const std::size_t channel_bytes = sizeof(ChannelBlock) * ranks;
-  channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Fill::kOnTouch);
+  channels = Mapping::create(fmt::format("channels-{}", rank_), channel_bytes, Mapping::Populate::kLazy);
   RankBlock& self = own();
   self.staging_fd = staging.descriptor();
   self.channels_fd = channels.descriptor();
@@ -101,8 +101,8 @@ void Peers::join(std::chrono::milliseconds timeout) {
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     if (r != rank_) {
-      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Fill::kNow);
-      channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Fill::kOnTouch);
+      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Populate::kEager);
+      channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Populate::kLazy);
     }
     cpu_set_t theirs;
     CPU_ZERO(&theirs);
@@ -148,9 +148,9 @@ std::vector<ChannelBlock*> Peers::channels() const {
   return channels;
 }
 
-Mapping Peers::open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const {
+Mapping Peers::open(int rank, int fd, std::size_t bytes, Mapping::Populate populate) const {
   try {
-    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, fill);
+    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, populate);
   } catch (const Error&) {
     throw_failure_of(rank);  // A rank that fails publishes the failure before it closes its memory.
     throw;

@@ -45,7 +45,7 @@ class Peers {
   /// The channels from each rank. [rank] Empty for a group of one rank.
   std::vector<ChannelBlock*> channels() const;
   /// Maps pages of a rank. Throws like Mapping::open(), or the failure that the rank has published.
-  Mapping open(int rank, int fd, std::size_t bytes, Mapping::Fill fill) const;
+  Mapping open(int rank, int fd, std::size_t bytes, Mapping::Populate populate) const;
 
   // Counts.
   bool all_reached(std::atomic<std::uint64_t> Progress::*count, std::uint64_t enough) const noexcept {

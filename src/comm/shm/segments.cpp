@@ -52,14 +52,15 @@ void write_error(SegmentOffer& offer, const Error& error) {
 
 }  // namespace
 
-std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::Fill fill, SegmentOffer& own) const {
+std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::Populate populate,
+                                                   SegmentOffer& own) const {
   auto segment = std::make_shared<SymmetricSegment>();
   segment->bytes = bytes;
   segment->mappings.resize(static_cast<std::size_t>(peers_.world_size()));
   own.bytes = bytes;
   try {
     Mapping& mapping = segment->mappings[static_cast<std::size_t>(peers_.rank())];
-    mapping = Mapping::create(fmt::format("segment-{}", peers_.rank()), bytes, fill);
+    mapping = Mapping::create(fmt::format("segment-{}", peers_.rank()), bytes, populate);
     own.fd = mapping.descriptor();
   } catch (const Error& error) {
     write_error(own, error);
@@ -67,7 +68,7 @@ std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::F
   return segment;
 }
 
-void Segments::map(SymmetricSegment& segment, Mapping::Fill fill, const std::vector<SegmentOffer>& offers,
+void Segments::map(SymmetricSegment& segment, Mapping::Populate populate, const std::vector<SegmentOffer>& offers,
                    SegmentOffer& own) const {
   for (int r = 0; r < peers_.world_size(); ++r) {
     const std::size_t theirs = offers[static_cast<std::size_t>(r)].bytes;
@@ -81,7 +82,7 @@ void Segments::map(SymmetricSegment& segment, Mapping::Fill fill, const std::vec
   try {
     for (int r = 0; r < peers_.world_size(); ++r) {
       const auto index = static_cast<std::size_t>(r);
-      if (r != peers_.rank()) segment.mappings[index] = peers_.open(r, offers[index].fd, segment.bytes, fill);
+      if (r != peers_.rank()) segment.mappings[index] = peers_.open(r, offers[index].fd, segment.bytes, populate);
       segment.base.push_back(segment.mappings[index].data());
     }
   } catch (const PeerLost&) {

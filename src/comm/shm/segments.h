@@ -36,10 +36,10 @@ class Segments {
   // The steps of an allocation. All but add() use no state of this object.
 
   /// Creates a segment with the pages of this rank. Writes them, or the error, to `own`.
-  std::shared_ptr<SymmetricSegment> create(std::size_t bytes, Mapping::Fill fill, SegmentOffer& own) const;
+  std::shared_ptr<SymmetricSegment> create(std::size_t bytes, Mapping::Populate populate, SegmentOffer& own) const;
   /// Maps the pages of the other ranks. Writes an error of this rank to `own`. Throws CollectiveMismatch if the sizes
   /// differ, PeerLost if a rank has ended, Error if a rank offers an error. `offers`: [rank]
-  void map(SymmetricSegment& segment, Mapping::Fill fill, const std::vector<SegmentOffer>& offers,
+  void map(SymmetricSegment& segment, Mapping::Populate populate, const std::vector<SegmentOffer>& offers,
            SegmentOffer& own) const;
   /// `offers`: [rank]
   void throw_first_error(const std::vector<SegmentOffer>& offers) const;

@@ -49,7 +49,7 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   });
   const std::string where = group_.all_gather_bytes(fmt::format("{} {}", ::getpid(), pages_->shared.descriptor()))[0];
   attempt([&] {
-    shm::Owner owner{.rank = 0};
+    shm::RankProcessId owner{.rank = 0};
     int fd = 0;
     std::istringstream(where) >> owner.pid >> fd;
     if (group_.rank() != 0) pages_->shared = shm::Mapping::open(owner, fd, bytes_);
