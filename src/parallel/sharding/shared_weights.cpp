@@ -18,7 +18,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/backend.h"
-#include "comm/shm/guarded_view.h"
+#include "comm/shm/copy_on_write_view.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/operation.h"
 #include "parallel/model_agreement.h"
@@ -28,7 +28,7 @@ namespace ddpkit::optim {
 /// Lives as long as any tensor on these pages.
 struct SharedWeights::Pages {
   shm::Mapping shared;
-  std::unique_ptr<shm::GuardedView> view;
+  std::unique_ptr<shm::CopyOnWriteView> view;
 };
 
 bool SharedWeights::possible(const ProcessGroup& group) {
@@ -53,7 +53,7 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
     int fd = 0;
     std::istringstream(where) >> owner.pid >> fd;
     if (group_.rank() != 0) pages_->shared = shm::Mapping::open(owner, fd, bytes_);
-    pages_->view = std::make_unique<shm::GuardedView>(owner, fd, bytes_);
+    pages_->view = std::make_unique<shm::CopyOnWriteView>(owner, fd, bytes_);
   });
   pages_->shared.close_descriptor();
 
@@ -129,19 +129,19 @@ void SharedWeights::synchronize() {
   group_.all_reduce(flag_, ReduceOp::kMax);
   if (flag_.const_data_ptr<std::uint8_t>()[0] == 0) return;
 
-  const shm::GuardedView& view = *pages_->view;
+  const shm::CopyOnWriteView& view = *pages_->view;
   at::Tensor written = at::empty({static_cast<std::int64_t>(view.granules())}, at::kByte);
   for (std::size_t g = 0; g < view.granules(); ++g) written.data_ptr<std::uint8_t>()[g] = view.is_written(g);
   group_.all_reduce(written, ReduceOp::kMax);
   check_alike(written);
   absorb(written);
   group_.barrier();
-  pages_->view->renew();
+  pages_->view->reset();
 }
 
 /// `written`: by any rank. [granule]
 void SharedWeights::check_alike(const at::Tensor& written) const {
-  const shm::GuardedView& view = *pages_->view;
+  const shm::CopyOnWriteView& view = *pages_->view;
   at::Tensor hashes = at::zeros({written.numel()}, at::kLong);
   const auto* is_written = written.const_data_ptr<std::uint8_t>();
   for (std::size_t g = 0; g < view.granules(); ++g) {
@@ -166,7 +166,7 @@ void SharedWeights::check_alike(const at::Tensor& written) const {
 
 /// Writes the changed granules to the shared memory. Each rank writes a part of them.
 void SharedWeights::absorb(const at::Tensor& written) {
-  const shm::GuardedView& view = *pages_->view;
+  const shm::CopyOnWriteView& view = *pages_->view;
   const auto ranks = static_cast<std::size_t>(group_.world_size());
   for (auto g = static_cast<std::size_t>(group_.rank()); g < view.granules(); g += ranks) {
     const std::size_t begin = g * view.granule_bytes();

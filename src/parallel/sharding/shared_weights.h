@@ -15,8 +15,8 @@
 
 namespace ddpkit::optim {
 
-/// The parameters of all ranks are in one shared memory segment. The program sees a GuardedView: its writes are private
-/// to its rank. The optimizer writes to the shared memory, each rank to its shards.
+/// The parameters of all ranks are in one shared memory segment. The program sees a CopyOnWriteView: its writes are
+/// private to its rank. The optimizer writes to the shared memory, each rank to its shards.
 class SharedWeights {
  public:
   /// Returns whether the group's ranks can share memory: all ranks are on one host, with backend `shm`.

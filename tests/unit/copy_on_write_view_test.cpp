@@ -1,5 +1,5 @@
 // Shared pages that a rank can write privately.
-#include "comm/shm/guarded_view.h"
+#include "comm/shm/copy_on_write_view.h"
 
 #include <setjmp.h>
 #include <signal.h>
@@ -19,7 +19,7 @@
 #include "comm/shm/mapping.h"
 #include "support/catch.h"
 
-using ddpkit::shm::GuardedView;
+using ddpkit::shm::CopyOnWriteView;
 using ddpkit::shm::Mapping;
 
 namespace {
@@ -28,7 +28,7 @@ constexpr std::size_t kBytes = (std::size_t{1} << 20) + 100;
 
 struct Shared {
   Mapping mapping = Mapping::create("test", kBytes);
-  GuardedView view{{.rank = 0, .pid = ::getpid()}, mapping.descriptor(), kBytes};
+  CopyOnWriteView view{{.rank = 0, .pid = ::getpid()}, mapping.descriptor(), kBytes};
 };
 
 }  // namespace
@@ -45,7 +45,7 @@ TEST_CASE("a view shows what is written to the shared pages") {
 
 TEST_CASE("writes to a view stay, are tracked, and can be discarded") {
   Shared shared;
-  GuardedView other({.rank = 0, .pid = ::getpid()}, shared.mapping.descriptor(), kBytes);
+  CopyOnWriteView other({.rank = 0, .pid = ::getpid()}, shared.mapping.descriptor(), kBytes);
   std::memset(shared.mapping.data(), 1, kBytes);
   const std::size_t second = shared.view.granule_bytes();
   std::memset(shared.view.data() + second, 2, second + 1);  // The second granule and the first byte of the third.
@@ -63,7 +63,7 @@ TEST_CASE("writes to a view stay, are tracked, and can be discarded") {
   CHECK_FALSE(other.is_written());
 
   shared.mapping.data()[second] = std::byte{3};
-  shared.view.renew();
+  shared.view.reset();
   CHECK_FALSE(shared.view.is_written());
   CHECK(shared.view.data()[second] == std::byte{3});
   CHECK(shared.view.data()[2 * second] == std::byte{1});
@@ -147,5 +147,5 @@ TEST_CASE("a program that recovers from its faults continues to do so") {
 }
 
 TEST_CASE("a view of nothing is an error") {
-  CHECK_THROWS_AS(GuardedView({.rank = 0, .pid = ::getpid()}, 9999, 4096), ddpkit::Error);
+  CHECK_THROWS_AS(CopyOnWriteView({.rank = 0, .pid = ::getpid()}, 9999, 4096), ddpkit::Error);
 }

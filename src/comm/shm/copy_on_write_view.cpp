@@ -1,4 +1,4 @@
-#include "comm/shm/guarded_view.h"
+#include "comm/shm/copy_on_write_view.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -37,21 +37,21 @@ struct PassedOn {
 }  // namespace
 
 /// All views of the process, for the signal handler.
-class GuardedViews {
+class CopyOnWriteViews {
  public:
-  static void add(GuardedView* view) {
+  static void add(CopyOnWriteView* view) {
     const std::lock_guard lock(mutex());
     install();
     for (auto& place : views_) {
-      GuardedView* empty = nullptr;
+      CopyOnWriteView* empty = nullptr;
       if (place.compare_exchange_strong(empty, view)) return;
     }
-    throw Error(fmt::format("a process can hold {} models with shared weights at most", GuardedView::kMostViews));
+    throw Error(fmt::format("a process can hold {} models with shared weights at most", CopyOnWriteView::kMostViews));
   }
 
-  static void remove(GuardedView* view) noexcept {
+  static void remove(CopyOnWriteView* view) noexcept {
     for (auto& place : views_) {
-      GuardedView* expected = view;
+      CopyOnWriteView* expected = view;
       if (place.compare_exchange_strong(expected, nullptr)) return;
     }
   }
@@ -65,10 +65,10 @@ class GuardedViews {
   /// Called for each view, because other code may have replaced the handler.
   static void install() {
     struct sigaction current {};
-    if (::sigaction(SIGSEGV, nullptr, &current) == 0 && current.sa_sigaction == &GuardedViews::handle) return;
+    if (::sigaction(SIGSEGV, nullptr, &current) == 0 && current.sa_sigaction == &CopyOnWriteViews::handle) return;
     before_ = current;
     struct sigaction action {};
-    action.sa_sigaction = &GuardedViews::handle;
+    action.sa_sigaction = &CopyOnWriteViews::handle;
     action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
     ::sigemptyset(&action.sa_mask);
     if (::sigaction(SIGSEGV, &action, nullptr) != 0)
@@ -80,7 +80,7 @@ class GuardedViews {
     const auto* address = static_cast<const std::byte*>(info->si_addr);
     if (info->si_code == SEGV_ACCERR) {
       for (auto& place : views_) {
-        GuardedView* view = place.load(std::memory_order_acquire);
+        CopyOnWriteView* view = place.load(std::memory_order_acquire);
         if (view && view->let_write(address)) {
           errno = error;
           return;
@@ -99,12 +99,12 @@ class GuardedViews {
     errno = error;
   }
 
-  static inline std::array<std::atomic<GuardedView*>, GuardedView::kMostViews> views_{};
+  static inline std::array<std::atomic<CopyOnWriteView*>, CopyOnWriteView::kMostViews> views_{};
   static inline struct sigaction before_ {};
   static inline thread_local PassedOn passed_on_;
 };
 
-GuardedView::GuardedView(const RankProcessId& owner, int fd, std::size_t bytes)
+CopyOnWriteView::CopyOnWriteView(const RankProcessId& owner, int fd, std::size_t bytes)
     : bytes_(bytes), granule_(granule_of(bytes)) {
   const int opened = open_descriptor(owner, fd, O_RDONLY);
   void* data = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, opened, 0);
@@ -115,19 +115,19 @@ GuardedView::GuardedView(const RankProcessId& owner, int fd, std::size_t bytes)
   data_ = static_cast<std::byte*>(data);
   written_ = std::make_unique<std::atomic<bool>[]>(granules());
   try {
-    GuardedViews::add(this);
+    CopyOnWriteViews::add(this);
   } catch (...) {
     ::munmap(data_, bytes_);
     throw;
   }
 }
 
-GuardedView::~GuardedView() {
-  GuardedViews::remove(this);
+CopyOnWriteView::~CopyOnWriteView() {
+  CopyOnWriteViews::remove(this);
   ::munmap(data_, bytes_);
 }
 
-bool GuardedView::let_write(const std::byte* address) noexcept {
+bool CopyOnWriteView::let_write(const std::byte* address) noexcept {
   if (address < data_ || address >= data_ + bytes_) return false;
   const std::size_t granule = static_cast<std::size_t>(address - data_) / granule_;
   const std::size_t begin = granule * granule_;
@@ -137,7 +137,7 @@ bool GuardedView::let_write(const std::byte* address) noexcept {
   return true;
 }
 
-void GuardedView::renew() noexcept {
+void CopyOnWriteView::reset() noexcept {
   if (!is_written()) return;
   for (std::size_t g = 0; g < granules(); ++g) {
     if (!is_written(g)) continue;
