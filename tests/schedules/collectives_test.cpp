@@ -36,7 +36,7 @@ std::unique_ptr<Call> start(ScenarioRank& rank, CollectiveKind kind, int number,
   const auto append = [&](const Values& values) {
     call->expected.insert(call->expected.end(), values.begin(), values.end());
   };
-  ddpkit::shm::Request request{.kind = kind, .dtype = DataType::kInt64, .root = root, .numel = numel};
+  ddpkit::shm::CollectiveArgs request{.kind = kind, .dtype = DataType::kInt64, .root = root, .numel = numel};
   const bool each_its_own = kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
   call->input = ScenarioRank::values(rank.rank, number, each_its_own ? ranks * numel : numel);
   switch (kind) {

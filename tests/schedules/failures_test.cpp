@@ -135,7 +135,7 @@ TEST_CASE("schedules: a rank's last call is read whole while it continues to cal
                               ddpkit::shm::CollectiveHeader header{};
                               header.sequence = sequence;
                               header.numel = 3 * sequence;
-                              header.piece_sizes = ~sequence;
+                              header.tensor_sizes = ~sequence;
                               block->headers[sequence % kMaxOutstanding].store(header);
                               block->progress.posted.store(sequence + 1, std::memory_order_release);
                             };
@@ -149,7 +149,7 @@ TEST_CASE("schedules: a rank's last call is read whole while it continues to cal
                               const auto header = last_header(*block);
                               if (!header) continue;
                               const std::uint64_t sequence = header->sequence;
-                              rank.check(header->numel == 3 * sequence && header->piece_sizes == ~sequence,
+                              rank.check(header->numel == 3 * sequence && header->tensor_sizes == ~sequence,
                                          "a header has parts of two");
                             }
                           },

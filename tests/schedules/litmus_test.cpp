@@ -12,7 +12,7 @@ namespace {
 
 struct Shared {
   std::atomic<std::uint64_t> x{0}, y{0};
-  std::atomic<std::uint32_t> bell{0};
+  std::atomic<std::uint32_t> wake_word{0};
   std::uint64_t data = 0;
 };
 

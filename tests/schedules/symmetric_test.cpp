@@ -5,10 +5,10 @@
 #include "support/catch.h"
 
 using namespace ddpkit::schedules;
+using ddpkit::shm::CoalescedTensor;
 using ddpkit::shm::CollectiveKind;
 using ddpkit::shm::DataType;
 using ddpkit::shm::PendingHandle;
-using ddpkit::shm::Piece;
 
 namespace {
 
@@ -83,12 +83,12 @@ TEST_CASE("schedules: coalesced collectives, broadcast and all-gather in symmetr
                      put(rank, i, ScenarioRank::values(rank.rank, static_cast<int>(i), kPart));
                    put(rank, 2, ScenarioRank::values(rank.rank, 2, kPart));
                    put(rank, 3, ScenarioRank::values(rank.rank, 3, kPart));
-                   std::vector<Piece> pieces(2);
-                   for (std::size_t i = 0; i < 2; ++i) pieces[i] = {.data = tensor(rank, i), .numel = kPart - i};
+                   std::vector<CoalescedTensor> tensors(2);
+                   for (std::size_t i = 0; i < 2; ++i) tensors[i] = {.data = tensor(rank, i), .numel = kPart - i};
                    const auto reduced = rank.engine->post({.kind = CollectiveKind::kAllReduceCoalesced,
                                                            .dtype = DataType::kInt64,
                                                            .numel = 2 * kPart - 1,
-                                                           .pieces = pieces});
+                                                           .tensors = tensors});
                    const auto sent = rank.engine->post({.kind = CollectiveKind::kBroadcast,
                                                         .dtype = DataType::kInt64,
                                                         .root = 1,

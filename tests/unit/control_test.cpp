@@ -22,14 +22,14 @@ CollectiveHeader header_number(std::uint64_t sequence) {
           .dtype = static_cast<std::uint8_t>(sequence),
           .reduce_op = 1,
           .root = static_cast<std::int32_t>(sequence % 1000),
-          .pieces = 2,
-          .piece_sizes = ~sequence,
+          .tensors = 2,
+          .tensor_sizes = ~sequence,
           .address = {.segment = 5, .offset = sequence * 7}};
 }
 
 bool same(const CollectiveHeader& a, const CollectiveHeader& b) {
   return a.sequence == b.sequence && a.numel == b.numel && a.kind == b.kind && a.dtype == b.dtype &&
-         a.reduce_op == b.reduce_op && a.root == b.root && a.pieces == b.pieces && a.piece_sizes == b.piece_sizes &&
+         a.reduce_op == b.reduce_op && a.root == b.root && a.tensors == b.tensors && a.tensor_sizes == b.tensor_sizes &&
          a.address.segment == b.address.segment && a.address.offset == b.address.offset;
 }
 

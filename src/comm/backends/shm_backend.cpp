@@ -21,8 +21,8 @@
 namespace ddpkit {
 
 using c10d::OpType;
+using shm::CollectiveArgs;
 using shm::CollectiveKind;
-using shm::Request;
 
 ShmBackend::ShmBackend(std::shared_ptr<shm::Engine> engine, std::chrono::milliseconds timeout)
     : Backend(engine->rank(), engine->world_size()),
@@ -41,16 +41,16 @@ void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   engine_->set_timeout(timeout);
 }
 
-ShmBackend::WorkPtr ShmBackend::start(std::vector<Request> requests, OpType type, Tensors outputs,
+ShmBackend::WorkPtr ShmBackend::start(std::vector<CollectiveArgs> requests, OpType type, Tensors outputs,
                                       std::chrono::milliseconds timeout, at::TensorList inputs) const {
   auto work = c10::make_intrusive<ShmWork>(engine_, type, std::move(outputs), timeout, inputs);
   work->reserve(requests.size());
-  for (Request& request : requests) work->add(engine_->post(std::move(request)));
+  for (CollectiveArgs& request : requests) work->add(engine_->post(std::move(request)));
   return work;
 }
 
-ShmBackend::WorkPtr ShmBackend::start(Request request, OpType type, Tensors outputs, std::chrono::milliseconds timeout,
-                                      at::TensorList inputs) const {
+ShmBackend::WorkPtr ShmBackend::start(CollectiveArgs request, OpType type, Tensors outputs,
+                                      std::chrono::milliseconds timeout, at::TensorList inputs) const {
   auto work = c10::make_intrusive<ShmWork>(engine_, type, std::move(outputs), timeout, inputs);
   work->add(engine_->post(std::move(request)));
   return work;
@@ -74,7 +74,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   for (const at::Tensor& tensor : tensors) check_tensor(tensor, "all_reduce_coalesced");
-  std::vector<Request> requests;
+  std::vector<CollectiveArgs> requests;
   for (const at::Tensor& tensor : tensors) requests.push_back(requests_.all_reduce(tensor, options.reduceOp));
   return start(std::move(requests), OpType::ALLREDUCE_COALESCED, tensors, options.timeout, tensors);
 }
@@ -109,7 +109,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& output
   Tensors flat;
   if (outputs.size() != static_cast<std::size_t>(size_))
     throw InvalidArgument(fmt::format("all_gather_coalesced: outputs for {} ranks, not {}", size_, outputs.size()));
-  std::vector<Request> requests;
+  std::vector<CollectiveArgs> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(inputs[i], "all_gather_coalesced");
     Tensors of_tensor;
@@ -128,7 +128,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
                                                                 const c10d::AllgatherOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("all_gather_into_tensor_coalesced: as many outputs as inputs are needed");
-  std::vector<Request> requests;
+  std::vector<CollectiveArgs> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i) requests.push_back(requests_.all_gather(outputs[i], inputs[i]));
   return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
 }
@@ -165,7 +165,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
                                                                 const c10d::ReduceScatterOptions& options) {
   if (outputs.size() != inputs.size())
     throw InvalidArgument("reduce_scatter_tensor_coalesced: as many outputs as inputs are needed");
-  std::vector<Request> requests;
+  std::vector<CollectiveArgs> requests;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     requests.push_back(requests_.reduce_scatter(outputs[i], inputs[i], options.reduceOp));
   return start(std::move(requests), OpType::COALESCED, outputs, options.timeout, inputs);
@@ -200,12 +200,12 @@ ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(Request{.kind = CollectiveKind::kBarrier}, OpType::BARRIER, {}, options.timeout, {});
+  return start(CollectiveArgs{.kind = CollectiveKind::kBarrier}, OpType::BARRIER, {}, options.timeout, {});
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  start(Request{.kind = CollectiveKind::kBarrier, .monitored = true, .names_all = wait_all_ranks}, OpType::BARRIER, {},
-        options.timeout, {})
+  start(CollectiveArgs{.kind = CollectiveKind::kBarrier, .monitored = true, .names_all = wait_all_ranks},
+        OpType::BARRIER, {}, options.timeout, {})
       ->wait(options.timeout.count() > 0 ? options.timeout : kNoTimeout);
 }
 

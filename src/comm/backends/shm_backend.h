@@ -79,9 +79,9 @@ class ShmBackend : public Backend, public SymmetricMemory {
  private:
   /// Starts requests. Callers make all requests of a call first, so an invalid one leaves the others unstarted.
   /// `inputs` are for the profiler.
-  WorkPtr start(std::vector<shm::Request> requests, c10d::OpType type, Tensors outputs,
+  WorkPtr start(std::vector<shm::CollectiveArgs> requests, c10d::OpType type, Tensors outputs,
                 std::chrono::milliseconds timeout, at::TensorList inputs) const;
-  WorkPtr start(shm::Request request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout,
+  WorkPtr start(shm::CollectiveArgs request, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout,
                 at::TensorList inputs) const;
   WorkPtr start(shm::MessageHandle message, c10d::OpType type, const at::Tensor& tensor) const;
 

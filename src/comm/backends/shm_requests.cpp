@@ -13,9 +13,9 @@
 
 namespace ddpkit {
 
+using shm::CollectiveArgs;
 using shm::CollectiveKind;
 using shm::Message;
-using shm::Request;
 
 namespace {
 
@@ -66,21 +66,21 @@ void ShmRequests::check_message(int peer, int tag, const char* call) const {
   if (tag < 0) throw InvalidArgument(fmt::format("{}: the tag is {}, but must not be negative", call, tag));
 }
 
-Request ShmRequests::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
   Operands operands("all_reduce");
   const void* input = operands.input(contribution(op, tensor));
   void* output = operands.output(tensor);
-  Request request{.kind = CollectiveKind::kAllReduce,
-                  .dtype = data_type(tensor),
-                  .op = reduction(op, tensor, "all_reduce"),
-                  .input = input,
-                  .output = output,
-                  .numel = element_count(tensor)};
+  CollectiveArgs request{.kind = CollectiveKind::kAllReduce,
+                         .dtype = data_type(tensor),
+                         .op = reduction(op, tensor, "all_reduce"),
+                         .input = input,
+                         .output = output,
+                         .numel = element_count(tensor)};
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
   return {.kind = CollectiveKind::kAllReduce,
           .dtype = data_type(tensor),
           .op = reduction(op, tensor, "all_reduce"),
@@ -89,29 +89,29 @@ Request ShmRequests::dense_all_reduce(const at::Tensor& tensor, const c10d::Redu
           .numel = element_count(tensor)};
 }
 
-Request ShmRequests::reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const {
   check_root(root, size_, "reduce");
   Operands operands("reduce");
   const void* input = operands.input(contribution(op, tensor));
   const bool is_root = root == rank_;
-  Request request{.kind = CollectiveKind::kReduce,
-                  .dtype = data_type(tensor),
-                  .op = reduction(op, tensor, "reduce"),
-                  .root = static_cast<int>(root),
-                  .input = input,
-                  .output = is_root ? operands.output(tensor) : nullptr,
-                  .numel = element_count(tensor)};
+  CollectiveArgs request{.kind = CollectiveKind::kReduce,
+                         .dtype = data_type(tensor),
+                         .op = reduction(op, tensor, "reduce"),
+                         .root = static_cast<int>(root),
+                         .input = input,
+                         .output = is_root ? operands.output(tensor) : nullptr,
+                         .numel = element_count(tensor)};
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t root) const {
+CollectiveArgs ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t root) const {
   check_root(root, size_, "broadcast");
   Operands operands("broadcast");
-  Request request{.kind = CollectiveKind::kBroadcast,
-                  .dtype = data_type(tensor),
-                  .root = static_cast<int>(root),
-                  .numel = element_count(tensor)};
+  CollectiveArgs request{.kind = CollectiveKind::kBroadcast,
+                         .dtype = data_type(tensor),
+                         .root = static_cast<int>(root),
+                         .numel = element_count(tensor)};
   if (root == rank_) {
     request.input = operands.input(tensor.contiguous());
     request.output = const_cast<void*>(request.input);
@@ -122,22 +122,22 @@ Request ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t root) cons
   return request;
 }
 
-Request ShmRequests::all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const {
+CollectiveArgs ShmRequests::all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const {
   check_list(outputs, size_, input, call);
   Operands operands("all_gather");
-  Request request{.kind = CollectiveKind::kAllGather,
-                  .dtype = data_type(input),
-                  .input = operands.input(input.contiguous()),
-                  .numel = element_count(input)};
+  CollectiveArgs request{.kind = CollectiveKind::kAllGather,
+                         .dtype = data_type(input),
+                         .input = operands.input(input.contiguous()),
+                         .numel = element_count(input)};
   for (const at::Tensor& output : outputs) request.outputs.push_back(operands.output(output));
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::all_gather(const at::Tensor& output, const at::Tensor& input) const {
+CollectiveArgs ShmRequests::all_gather(const at::Tensor& output, const at::Tensor& input) const {
   check_stacked(output, input, "all_gather");
   const at::Tensor dense = input.contiguous();
-  Request request = dense_all_gather(output, dense);
+  CollectiveArgs request = dense_all_gather(output, dense);
   Operands operands("all_gather");
   operands.input(dense);
   operands.output(output);
@@ -145,7 +145,7 @@ Request ShmRequests::all_gather(const at::Tensor& output, const at::Tensor& inpu
   return request;
 }
 
-Request ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor& input) const {
+CollectiveArgs ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor& input) const {
   auto outputs = parts_of<void*>(output, size_);
   check_place(input.data_ptr(), input.nbytes(), output, outputs[static_cast<std::size_t>(rank_)],
               "all_gather: the input may lie within the output only where this rank's part goes");
@@ -156,66 +156,70 @@ Request ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor
           .outputs = std::move(outputs)};
 }
 
-Request ShmRequests::gather(const std::vector<Tensors>& outputs, const at::Tensor& input, std::int64_t root) const {
+CollectiveArgs ShmRequests::gather(const std::vector<Tensors>& outputs, const at::Tensor& input,
+                                   std::int64_t root) const {
   check_root(root, size_, "gather");
   const bool is_root = root == rank_;
   if (outputs.size() != (is_root ? 1u : 0u))
     throw InvalidArgument(is_root ? "gather: the root needs one list of outputs" : "gather: only the root has outputs");
   if (is_root) check_list(outputs[0], size_, input, "gather");
   Operands operands("gather");
-  Request request{.kind = CollectiveKind::kGather,
-                  .dtype = data_type(input),
-                  .root = static_cast<int>(root),
-                  .input = operands.input(input.contiguous()),
-                  .numel = element_count(input)};
+  CollectiveArgs request{.kind = CollectiveKind::kGather,
+                         .dtype = data_type(input),
+                         .root = static_cast<int>(root),
+                         .input = operands.input(input.contiguous()),
+                         .numel = element_count(input)};
   for (const at::Tensor& target : is_root ? outputs[0] : Tensors{}) request.outputs.push_back(operands.output(target));
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::scatter(const at::Tensor& output, const std::vector<Tensors>& inputs, std::int64_t root) const {
+CollectiveArgs ShmRequests::scatter(const at::Tensor& output, const std::vector<Tensors>& inputs,
+                                    std::int64_t root) const {
   check_root(root, size_, "scatter");
   const bool is_root = root == rank_;
   if (inputs.size() != (is_root ? 1u : 0u))
     throw InvalidArgument(is_root ? "scatter: the root needs one list of inputs" : "scatter: only the root has inputs");
   if (is_root) check_list(inputs[0], size_, output, "scatter");
   Operands operands("scatter");
-  Request request{.kind = CollectiveKind::kScatter,
-                  .dtype = data_type(output),
-                  .root = static_cast<int>(root),
-                  .output = operands.output(output),
-                  .numel = element_count(output)};
+  CollectiveArgs request{.kind = CollectiveKind::kScatter,
+                         .dtype = data_type(output),
+                         .root = static_cast<int>(root),
+                         .output = operands.output(output),
+                         .numel = element_count(output)};
   for (const at::Tensor& input : is_root ? inputs[0] : Tensors{})
     request.inputs.push_back(operands.input(input.contiguous()));
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::reduce_scatter(const at::Tensor& output, const Tensors& inputs,
+                                           const c10d::ReduceOp& op) const {
   check_list(inputs, size_, output, "reduce_scatter");
   Operands operands("reduce_scatter");
-  Request request{.kind = CollectiveKind::kReduceScatter,
-                  .dtype = data_type(output),
-                  .op = reduction(op, output, "reduce_scatter"),
-                  .output = operands.output(output),
-                  .numel = element_count(output)};
+  CollectiveArgs request{.kind = CollectiveKind::kReduceScatter,
+                         .dtype = data_type(output),
+                         .op = reduction(op, output, "reduce_scatter"),
+                         .output = operands.output(output),
+                         .numel = element_count(output)};
   for (const at::Tensor& input : inputs) request.inputs.push_back(operands.input(contribution(op, input)));
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                           const c10d::ReduceOp& op) const {
   check_stacked(input, output, "reduce_scatter");
   const at::Tensor dense = contribution(op, input);
   Operands operands("reduce_scatter");
   operands.input(dense);
-  Request request = dense_reduce_scatter(output, operands.output(output), dense, op);
+  CollectiveArgs request = dense_reduce_scatter(output, operands.output(output), dense, op);
   operands.attach_to(request);
   return request;
 }
 
-Request ShmRequests::dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
-                                          const c10d::ReduceOp& op) const {
+CollectiveArgs ShmRequests::dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
+                                                 const c10d::ReduceOp& op) const {
   auto inputs = parts_of<const void*>(input, size_);
   check_place(dense_output, output.nbytes(), input, inputs[static_cast<std::size_t>(rank_)],
               "reduce_scatter: the output may lie within the input only where this rank's part is");
@@ -227,11 +231,11 @@ Request ShmRequests::dense_reduce_scatter(const at::Tensor& output, void* dense_
           .inputs = std::move(inputs)};
 }
 
-Request ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) const {
+CollectiveArgs ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) const {
   if (inputs.size() != static_cast<std::size_t>(size_) || outputs.size() != static_cast<std::size_t>(size_))
     throw InvalidArgument(
         fmt::format("all_to_all: {} inputs and {} outputs for {} ranks", inputs.size(), outputs.size(), size_));
-  Request request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
+  CollectiveArgs request{.kind = CollectiveKind::kAllToAll, .dtype = data_type(inputs[0])};
   Operands operands("all_to_all");
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     check_tensor(inputs[r], "all_to_all");
@@ -273,8 +277,8 @@ ShmRequests::Tensors ShmRequests::split(const at::Tensor& tensor, std::vector<st
   return tensor.detach().split_with_sizes(sizes);
 }
 
-std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Tensor& shard,
-                                            const c10d::ReduceOp& op) const {
+std::vector<CollectiveArgs> ShmRequests::coalesced(const Tensors& tensors, const at::Tensor& shard,
+                                                   const c10d::ReduceOp& op) const {
   const bool scatters = shard.defined();
   const char* call = scatters ? "reduce_scatter_coalesced" : "all_reduce_coalesced";
   const at::Tensor& like = scatters || tensors.empty() ? shard : tensors[0];
@@ -289,12 +293,13 @@ std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Te
       throw InvalidArgument(fmt::format("{}: the shard must be dense and have {} bytes, but it has {}", call,
                                         layout.shard_numel * size, shard.nbytes()));
   }
-  std::vector<Request> requests;
-  for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxPieces) {
-    const std::size_t end = std::min(tensors.size(), begin + shm::kMaxPieces);
-    Request request{.kind = scatters ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
-                    .dtype = data_type(like),
-                    .op = reduction(op, like, call)};
+  std::vector<CollectiveArgs> requests;
+  for (std::size_t begin = 0; begin < tensors.size(); begin += shm::kMaxCoalesced) {
+    const std::size_t end = std::min(tensors.size(), begin + shm::kMaxCoalesced);
+    CollectiveArgs request{
+        .kind = scatters ? CollectiveKind::kReduceScatterCoalesced : CollectiveKind::kAllReduceCoalesced,
+        .dtype = data_type(like),
+        .op = reduction(op, like, call)};
     Operands operands(call);
     operands.input(like);
     for (std::size_t i = begin; i < end; ++i) {
@@ -303,7 +308,7 @@ std::vector<Request> ShmRequests::coalesced(const Tensors& tensors, const at::Te
       operands.input(tensor);
       if (!tensor.is_non_overlapping_and_dense() || tensor.scalar_type() != like.scalar_type())
         throw InvalidArgument(fmt::format("{}: the tensors must be dense and of one type", call));
-      shm::Piece& piece = request.pieces.emplace_back();
+      shm::CoalescedTensor& piece = request.tensors.emplace_back();
       piece.data = tensor.data_ptr();
       piece.numel = element_count(tensor);
       request.numel += piece.numel;

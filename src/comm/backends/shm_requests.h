@@ -18,33 +18,34 @@ class ShmRequests {
 
   ShmRequests(int rank, int world_size) : rank_(rank), size_(world_size) {}
 
-  shm::Request all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   /// Without a copy of `tensor`'s handle, for a call that waits for the end. `tensor` is contiguous.
-  shm::Request dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
-  shm::Request reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const;
-  shm::Request broadcast(const at::Tensor& tensor, std::int64_t root) const;
+  shm::CollectiveArgs dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs broadcast(const at::Tensor& tensor, std::int64_t root) const;
   /// One output per rank.
-  shm::Request all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const;
+  shm::CollectiveArgs all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const;
   /// `output`: the parts of all ranks.
-  shm::Request all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  shm::CollectiveArgs all_gather(const at::Tensor& output, const at::Tensor& input) const;
   /// Does not keep the tensors. `input` is contiguous.
-  shm::Request dense_all_gather(const at::Tensor& output, const at::Tensor& input) const;
-  shm::Request gather(const std::vector<Tensors>& outputs, const at::Tensor& input, std::int64_t root) const;
-  shm::Request scatter(const at::Tensor& output, const std::vector<Tensors>& inputs, std::int64_t root) const;
+  shm::CollectiveArgs dense_all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  shm::CollectiveArgs gather(const std::vector<Tensors>& outputs, const at::Tensor& input, std::int64_t root) const;
+  shm::CollectiveArgs scatter(const at::Tensor& output, const std::vector<Tensors>& inputs, std::int64_t root) const;
   /// One input per rank.
-  shm::Request reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
   /// `input`: the parts of all ranks.
-  shm::Request reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const;
   /// Does not keep the tensors. `input` is contiguous. `dense_output`: contiguous memory for the result.
-  shm::Request dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
-                                    const c10d::ReduceOp& op) const;
+  shm::CollectiveArgs dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
+                                           const c10d::ReduceOp& op) const;
   /// Checks that `stacked` holds one part per rank. The functions for dense tensors do not.
   void check_stacked(const at::Tensor& stacked, const at::Tensor& part, const char* call) const;
-  shm::Request all_to_all(const Tensors& outputs, const Tensors& inputs) const;
+  shm::CollectiveArgs all_to_all(const Tensors& outputs, const Tensors& inputs) const;
   /// Returns the parts of a tensor of all_to_all; empty `sizes` divide evenly. `name`: for messages.
   Tensors split(const at::Tensor& tensor, std::vector<std::int64_t> sizes, const char* name) const;
   /// Reduces tensors in symmetric memory in place. With a `shard`, a reduce-scatter.
-  std::vector<shm::Request> coalesced(const Tensors& tensors, const at::Tensor& shard, const c10d::ReduceOp& op) const;
+  std::vector<shm::CollectiveArgs> coalesced(const Tensors& tensors, const at::Tensor& shard,
+                                             const c10d::ReduceOp& op) const;
   shm::MessageHandle send(const at::Tensor& tensor, int destination, int tag) const;
   /// `source`: a rank, or shm::kAnySource.
   shm::MessageHandle receive(const at::Tensor& tensor, int source, int tag) const;

@@ -64,7 +64,7 @@ void all_reduce_sparse(shm::Engine& engine, const at::Tensor& tensor, const c10d
   const at::Tensor own = tensor.detach().coalesce();
   std::vector<SparseHeader> headers(static_cast<std::size_t>(engine.world_size()), SparseHeader(own));
   const SparseHeader header = headers[0];
-  shm::Request exchange{.kind = shm::CollectiveKind::kAllGather, .input = &header, .numel = sizeof header};
+  shm::CollectiveArgs exchange{.kind = shm::CollectiveKind::kAllGather, .input = &header, .numel = sizeof header};
   for (SparseHeader& theirs : headers) exchange.outputs.push_back(&theirs);
   engine.run(std::move(exchange));
   std::int64_t most = 0;

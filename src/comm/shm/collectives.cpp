@@ -17,7 +17,7 @@ constexpr std::uint64_t kAhead = kSlots / 2;
 
 /// Returns whether `ticket` can be copied in while an earlier ticket is reduced.
 bool can_copy_along(const Operation& operation, std::uint64_t ticket) {
-  return operation.request.kind == CollectiveKind::kAllReduce && operation.path == Path::kStaged &&
+  return operation.args.kind == CollectiveKind::kAllReduce && operation.path == Path::kStaged &&
          !operation.shared_reduce && ticket >= operation.first_ticket + kAhead &&
          ticket + 1 < operation.first_ticket + operation.tickets;  // The last chunk may be shorter.
 }
@@ -34,13 +34,13 @@ Collectives::Collectives(Peers& peers, const Segments& segments, std::vector<Due
   staging_.parts.resize(staging_.slots.size());
 }
 
-OperationHandle Collectives::prepare(Request&& request) {
-  if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(request.kind, peers_.world_size());
+OperationHandle Collectives::prepare(CollectiveArgs&& args) {
+  if (peers_.world_size() > kRanksOfAllCollectives) check_pieces(args.kind, peers_.world_size());
   const auto free =
       std::find_if(spare_.rbegin(), spare_.rend(), [](const auto& each) { return each.use_count() == 1; });
   if (free == spare_.rend()) {
     auto operation = std::make_shared<Operation>();
-    operation->request = std::move(request);
+    operation->args = std::move(args);
     return operation;
   }
   std::swap(*free, spare_.back());
@@ -54,7 +54,7 @@ OperationHandle Collectives::prepare(Request&& request) {
   *operation = Operation();
   operation->segments = std::move(segments);
   operation->parts = std::move(parts);
-  operation->request = std::move(request);
+  operation->args = std::move(args);
   return operation;
 }
 
@@ -64,19 +64,19 @@ bool Collectives::can_post() const noexcept {
 }
 
 void Collectives::post(const OperationHandle& operation) {
-  const Request& request = operation->request;
+  const CollectiveArgs& args = operation->args;
   const std::uint64_t sequence = next_sequence_;
   operation->header = {.sequence = sequence,
-                       .numel = request.numel,
-                       .kind = request.kind,
-                       .dtype = static_cast<std::uint8_t>(request.dtype),
-                       .reduce_op = static_cast<std::uint8_t>(request.op),
-                       .root = request.root,
-                       .pieces = static_cast<std::uint32_t>(request.pieces.size()),
-                       .piece_sizes = 0,
+                       .numel = args.numel,
+                       .kind = args.kind,
+                       .dtype = static_cast<std::uint8_t>(args.dtype),
+                       .reduce_op = static_cast<std::uint8_t>(args.op),
+                       .root = args.root,
+                       .tensors = static_cast<std::uint32_t>(args.tensors.size()),
+                       .tensor_sizes = 0,
                        .address = {}};
-  for (const Piece& piece : request.pieces) {
-    operation->header.piece_sizes = (operation->header.piece_sizes ^ piece.numel) * 0x100000001b3ULL;  // FNV-1
+  for (const CoalescedTensor& tensor : args.tensors) {
+    operation->header.tensor_sizes = (operation->header.tensor_sizes ^ tensor.numel) * 0x100000001b3ULL;  // FNV-1
   }
   if (peers_.world_size() == 1) {
     run_alone(operation);
@@ -85,7 +85,7 @@ void Collectives::post(const OperationHandle& operation) {
   }
   segments_.locate(*operation);
   peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
-  Event event{.kind = static_cast<EventKind>(request.kind),
+  Event event{.kind = static_cast<EventKind>(args.kind),
               .group = group_number_,
               .sequence = sequence,
               .bytes = operation->bytes()};
@@ -96,16 +96,16 @@ void Collectives::post(const OperationHandle& operation) {
 }
 
 void Collectives::run_alone(const OperationHandle& operation) {
-  Request& request = operation->request;
-  const void* input = request.inputs.empty() ? request.input : request.inputs[0];
-  void* output = request.outputs.empty() ? request.output : request.outputs[0];
-  if (request.pieces.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
-  for (const Piece& piece : request.pieces) {
+  CollectiveArgs& args = operation->args;
+  const void* input = args.inputs.empty() ? args.input : args.inputs[0];
+  void* output = args.outputs.empty() ? args.output : args.outputs[0];
+  if (args.tensors.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
+  for (const CoalescedTensor& tensor : args.tensors) {
     const std::size_t size = operation->element_size();
-    if (piece.count != 0)
-      std::memcpy(piece.output, static_cast<const std::byte*>(piece.data) + piece.begin * size, piece.count * size);
+    if (tensor.count != 0)
+      std::memcpy(tensor.output, static_cast<const std::byte*>(tensor.data) + tensor.begin * size, tensor.count * size);
   }
-  complete(operation, request.on_finish, request.keep_alive, due_);
+  complete(operation, args.on_finish, args.keep_alive, due_);
 }
 
 Operation* Collectives::at(std::uint64_t sequence) const noexcept {
@@ -140,7 +140,7 @@ bool Collectives::match() {
 void Collectives::resolve() {
   for (; Operation* operation = at(resolved_); ++resolved_) {
     if (operation->path == Path::kUnknown) return;  // match() decides the path.
-    const CollectiveKind kind = operation->request.kind;
+    const CollectiveKind kind = operation->args.kind;
     const bool symmetric = operation->path == Path::kSymmetric;
     const std::size_t piece = operation->largest_piece * operation->element_size();
     const std::size_t step = slot_layout(kind, peers_.world_size()).piece_bytes;
@@ -206,7 +206,7 @@ bool Collectives::finish() {
     if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
     const std::uint64_t next = own_.arrived.load(std::memory_order_relaxed);
     const bool along = can_copy_along(operation, next) && slot_is_free(next);
-    if (operation.request.kind == CollectiveKind::kAllToAll && ticket == operation.first_ticket) {
+    if (operation.args.kind == CollectiveKind::kAllToAll && ticket == operation.first_ticket) {
       for (int r = 0; r < peers_.world_size(); ++r) compare_counts(peers_, operation, r, staging_.slot(r, ticket));
     }
     copy_out(staging_, operation, ticket, along ? std::optional(next) : std::nullopt);
@@ -220,7 +220,7 @@ bool Collectives::finish() {
       operations_.erase(operations_.begin(), operations_.begin() + static_cast<std::ptrdiff_t>(finished_));
       finished_ = 0;
     }
-    complete(done, done->request.on_finish, done->request.keep_alive, due_);
+    complete(done, done->args.on_finish, done->args.keep_alive, due_);
     done->segments.clear();
     ring_.finish(done->event);
     if (spare_.size() < kMaxOutstanding) spare_.push_back(std::move(done));

@@ -33,7 +33,7 @@ class Collectives {
   /// Returns the number of the next collective.
   std::uint64_t next_sequence() const noexcept { return next_sequence_; }
   /// Returns a new operation for post(). Throws InvalidArgument if the group has too many ranks for it.
-  OperationHandle prepare(Request&& request);
+  OperationHandle prepare(CollectiveArgs&& args);
   /// Returns whether a header is free for the next collective. It is the header of the collective kMaxOutstanding
   /// before, so all ranks must have read it.
   bool can_post() const noexcept;

@@ -20,7 +20,7 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 inline constexpr std::uint64_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
 /// Maximum number of tensors in one coalesced collective.
-inline constexpr std::size_t kMaxPieces = 64;
+inline constexpr std::size_t kMaxCoalesced = 64;
 
 /// The first values of EventKind.
 enum class CollectiveKind : std::uint8_t {
@@ -58,9 +58,9 @@ struct CollectiveHeader {
   std::uint8_t dtype;      ///< DataType
   std::uint8_t reduce_op;  ///< ReduceOp
   std::int32_t root;
-  std::uint32_t pieces;       ///< Number of tensors in a coalesced collective. Their addresses: RankBlock::pieces.
-  std::uint64_t piece_sizes;  ///< Hash of their numbers of elements.
-  SymmetricAddress address;   ///< The tensor that the others read.
+  std::uint32_t tensors;       ///< Number of tensors in a coalesced collective. See RankBlock::tensor_addresses.
+  std::uint64_t tensor_sizes;  ///< Hash of their numbers of elements.
+  SymmetricAddress address;    ///< The tensor that the others read.
 };
 
 /// A header in shared memory. Its owner overwrites it without waiting for readers. A reader may get parts of two
@@ -99,12 +99,12 @@ struct alignas(kCacheLine) Progress {
   std::atomic<std::uint64_t> finished{0};  ///< Tickets that this rank has completed.
 };
 
-/// One rank's part of the control memory. Only its owner writes to it, except to the bell.
+/// One rank's part of the control memory. Only its owner writes to it, except to `wake_word`.
 struct alignas(kCacheLine) RankBlock {
   Progress progress;
 
   /// Other ranks increment it after they raise a count while `sleeping` is set. The owner waits on it (futex).
-  alignas(kCacheLine) std::atomic<std::uint32_t> bell{0};
+  alignas(kCacheLine) std::atomic<std::uint32_t> wake_word{0};
   std::atomic<std::uint32_t> sleeping{0};
 
   alignas(kCacheLine) std::atomic<std::uint32_t> joined{0};  ///< The rank has mapped this memory.
@@ -118,8 +118,8 @@ struct alignas(kCacheLine) RankBlock {
   std::array<char, 472> failure_text{};
 
   std::array<SharedHeader, kMaxOutstanding> headers{};  ///< [sequence % kMaxOutstanding]
-  /// [sequence % kMaxOutstanding][piece]
-  std::array<std::array<SymmetricAddress, kMaxPieces>, kMaxOutstanding> pieces{};
+  /// [sequence % kMaxOutstanding][tensor]
+  std::array<std::array<SymmetricAddress, kMaxCoalesced>, kMaxOutstanding> tensor_addresses{};
 };
 
 /// Returns the header of the rank's last call; empty before its first call. The rank may post more calls meanwhile.

@@ -34,8 +34,8 @@ std::string describe(const Peers& peers, const CollectiveHeader& header) {
       return fmt::format("{}({}) of {}", name, reduction, data);
     case CollectiveKind::kAllReduceCoalesced:
     case CollectiveKind::kReduceScatterCoalesced:
-      return fmt::format("{}({}) of {} in {} tensors (sizes {:x})", name, reduction, data, header.pieces,
-                         header.piece_sizes);
+      return fmt::format("{}({}) of {} in {} tensors (sizes {:x})", name, reduction, data, header.tensors,
+                         header.tensor_sizes);
     case CollectiveKind::kReduce:
       return fmt::format("{}({}) of {} to rank {}", name, reduction, data, root);
     case CollectiveKind::kBroadcast:
@@ -84,7 +84,7 @@ void compare_headers(const Peers& peers, const CollectiveHeader& own) {
   const auto same = [](const CollectiveHeader& a, const CollectiveHeader& b) {
     const bool same_size = a.numel == b.numel || a.kind == CollectiveKind::kAllToAll;
     return a.sequence == b.sequence && same_size && a.kind == b.kind && a.dtype == b.dtype &&
-           a.reduce_op == b.reduce_op && a.root == b.root && a.pieces == b.pieces && a.piece_sizes == b.piece_sizes;
+           a.reduce_op == b.reduce_op && a.root == b.root && a.tensors == b.tensors && a.tensor_sizes == b.tensor_sizes;
   };
   bool agree = true;
   for (int r = 0; r < peers.world_size(); ++r) agree = agree && same(header_of(r), own);
@@ -105,7 +105,7 @@ void compare_headers(const Peers& peers, const CollectiveHeader& own) {
 void compare_counts(const Peers& peers, const Operation& operation, int rank, const std::byte* slot) {
   std::uint64_t sent = 0;
   std::memcpy(&sent, slot + static_cast<std::size_t>(peers.rank()) * sizeof sent, sizeof sent);
-  const std::size_t expected = operation.request.receive_numel[static_cast<std::size_t>(rank)];
+  const std::size_t expected = operation.args.receive_numel[static_cast<std::size_t>(rank)];
   if (sent == expected) return;
   throw CollectiveMismatch(
       fmt::format("all_to_all (number {}): rank {} sends {} elements to rank {}, which expects {}",
@@ -156,9 +156,9 @@ std::string timeout_text(const Peers& peers, const Awaited& awaited, const std::
   std::string text = fmt::format("rank {} timed out after {:.1f} s in {}, waiting for {}: {}", rank,
                                  std::chrono::duration<double>(waited).count(), describe(peers, awaited),
                                  ranks_text(peers, missing), fmt::join(states, "; "));
-  const Request* request = awaited.message || !awaited.oldest ? nullptr : &awaited.oldest->request;
-  if (!request || !request->monitored || missing.empty()) return text;
-  std::string late = ranks_text(peers, request->names_all ? missing : std::vector<int>{missing.front()});
+  const CollectiveArgs* args = awaited.message || !awaited.oldest ? nullptr : &awaited.oldest->args;
+  if (!args || !args->monitored || missing.empty()) return text;
+  std::string late = ranks_text(peers, args->names_all ? missing : std::vector<int>{missing.front()});
   late.front() = 'R';
   return fmt::format("[Rank {}]: {} failed to pass monitoredBarrier in {} ms: {}", rank, late, timeout.count(), text);
 }

@@ -45,10 +45,10 @@ Engine::~Engine() {
 
 bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank()); }
 
-OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request&& request) {
+OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs&& args) {
   throw_if_failed();
   // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
-  OperationHandle operation = collectives_.prepare(std::move(request));
+  OperationHandle operation = collectives_.prepare(std::move(args));
   const auto can_post = [&] { return collectives_.can_post(); };
   if (!can_post()) wait_until(lock, timeout_, nullptr, can_post);
   collectives_.post(operation);
@@ -56,16 +56,16 @@ OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, Request&& requ
   return operation;
 }
 
-PendingHandle Engine::post(Request request) {
+PendingHandle Engine::post(CollectiveArgs args) {
   std::unique_lock lock(mutex_);
-  OperationHandle operation = begin(lock, std::move(request));
+  OperationHandle operation = begin(lock, std::move(args));
   settle(lock);
   return operation;
 }
 
-void Engine::run(Request request) {
+void Engine::run(CollectiveArgs args) {
   std::unique_lock lock(mutex_);
-  OperationHandle operation = begin(lock, std::move(request));
+  OperationHandle operation = begin(lock, std::move(args));
   settle(lock);
   if (!operation->finished) wait_until(lock, timeout_, nullptr, [&] { return operation->finished; });
   operation->throw_if_failed();
@@ -74,9 +74,9 @@ void Engine::run(Request request) {
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate) {
   const auto gather = [&](const SegmentOffer& offer) {
     std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
-    Request request{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
-    for (SegmentOffer& theirs : offers) request.outputs.push_back(&theirs);
-    wait(post(std::move(request)));
+    CollectiveArgs args{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
+    for (SegmentOffer& theirs : offers) args.outputs.push_back(&theirs);
+    wait(post(std::move(args)));
     return offers;
   };
   const auto fail_as = [this](FailureKind kind, const Error& error) {

@@ -57,9 +57,9 @@ class Engine {
   bool is_of_this_process() const noexcept;
 
   /// Starts a collective. Throws the group's error if the group has failed.
-  PendingHandle post(Request request);
+  PendingHandle post(CollectiveArgs args);
   /// Runs a collective and returns when it has finished, like post() and wait(). The pointers must outlive the call.
-  void run(Request request);
+  void run(CollectiveArgs args);
   /// Starts a send or a receive. Messages between two ranks with the same tag arrive in the order of the sends. They
   /// are independent of collectives. A send has finished when its bytes are in the channel, before they are received.
   MessageHandle post(MessageHandle message);
@@ -96,7 +96,7 @@ class Engine {
   using Clock = std::chrono::steady_clock;
 
   // All functions require mutex_. Those with `lock` release it meanwhile.
-  OperationHandle begin(std::unique_lock<std::mutex>& lock, Request&& request);
+  OperationHandle begin(std::unique_lock<std::mutex>& lock, CollectiveArgs&& args);
   bool progress();
   /// Runs the callbacks and deleters in due_.
   void settle(std::unique_lock<std::mutex>& lock);

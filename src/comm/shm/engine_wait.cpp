@@ -13,7 +13,8 @@ using std::chrono::milliseconds;
 
 /// Maximum sleep before a waiting rank checks that its peers are alive.
 constexpr milliseconds kNap(50);
-/// Maximum sleep while another group of the process, whose bell does not wake this rank, has operations in progress.
+/// Maximum sleep while another group of the process, whose `wake_word` does not wake this rank, has operations in
+/// progress.
 constexpr milliseconds kShortNap(1);
 /// Turns between two checks of the other groups.
 constexpr int kLookAround = 32;
@@ -148,10 +149,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
 }
 
 void Engine::sleep(std::unique_lock<std::mutex>& lock, bool others_busy, int ended) {
-  const std::uint32_t bell = peers_.start_sleep();
+  const std::uint32_t wake_word = peers_.start_sleep();
   if (!progress() && peers_.ended() == ended) {
     lock.unlock();
-    peers_.sleep(bell, others_busy ? kShortNap : kNap);
+    peers_.sleep(wake_word, others_busy ? kShortNap : kNap);
     lock.lock();
   }
   peers_.end_sleep();

@@ -66,14 +66,14 @@ bool Mailbox::take_early(const MessageHandle& handle) {
   Message& receive = *handle;
   for (std::size_t p = 0; p < incoming_.size(); ++p) {
     if (receive.peer != kAnySource && receive.peer != static_cast<int>(p)) continue;
-    auto& early = incoming_[p].early;
-    const auto found = std::find_if(early.begin(), early.end(),
+    auto& unexpected = incoming_[p].unexpected;
+    const auto found = std::find_if(unexpected.begin(), unexpected.end(),
                                     [&](const Arrived& arrived) { return arrived.header.tag == receive.tag; });
-    if (found == early.end()) continue;
+    if (found == unexpected.end()) continue;
     check(receive, static_cast<int>(p), found->header);
     receive.peer = static_cast<int>(p);
     if (!found->data.empty()) std::memcpy(receive.data, found->data.data(), found->data.size());
-    early.erase(found);
+    unexpected.erase(found);
     complete(handle);
     return true;
   }
@@ -162,7 +162,7 @@ bool Mailbox::pull(int peer) {
       receives_.remove(done);
       complete(done);
     } else {
-      in.early.push_back({*in.header, std::move(in.buffer)});
+      in.unexpected.push_back({*in.header, std::move(in.buffer)});
       in.buffer.clear();
       // A receive may have been posted while its message was read to the buffer.
       for (auto receive = receives_.begin(); receive != receives_.end();) {

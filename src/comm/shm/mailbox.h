@@ -73,8 +73,8 @@ class Mailbox {
   struct Incoming {
     std::optional<MessageHeader> header;  ///< Header of the message in progress; its bytes follow.
     std::size_t done = 0;
-    MessageHandle receive;     ///< Target of the message; null: the message goes to `early`.
-    std::list<Arrived> early;  ///< Complete unexpected messages.
+    MessageHandle receive;          ///< Target of the message; null: the message goes to `unexpected`.
+    std::list<Arrived> unexpected;  ///< Complete unexpected messages.
     std::vector<std::byte> buffer;
   };
 

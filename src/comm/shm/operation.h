@@ -53,7 +53,7 @@ void complete(const Handle& pending, std::function<void()>& on_finish, std::shar
 }
 
 /// Part of a coalesced collective: a dense tensor in symmetric memory.
-struct Piece {
+struct CoalescedTensor {
   void* data = nullptr;
   std::size_t numel = 0;
   /// Reduce-scatter: this rank receives elements [begin, begin + count) of the sum, in `output`.
@@ -62,7 +62,7 @@ struct Piece {
 };
 
 /// Parameters of one collective. Pointers are to dense memory of `numel` elements each.
-struct Request {
+struct CollectiveArgs {
   CollectiveKind kind = CollectiveKind::kBarrier;
   DataType dtype = DataType::kUInt8;
   Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
@@ -74,7 +74,7 @@ struct Request {
   std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
   std::vector<std::size_t> send_numel = {};     ///< All-to-all. [rank]
   std::vector<std::size_t> receive_numel = {};  ///< All-to-all. [rank]
-  std::vector<Piece> pieces = {};               ///< Coalesced: at most kMaxPieces; `numel` is their sum.
+  std::vector<CoalescedTensor> tensors = {};    ///< Coalesced: at most kMaxCoalesced; `numel` is their sum.
   bool monitored = false;                       ///< Barrier: a timeout has the text of c10d's monitoredBarrier.
   bool names_all = false;                       ///< If `monitored`: report all missing ranks, not only the first.
   std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
@@ -87,7 +87,7 @@ enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
 
 /// A collective in progress.
 struct Operation : Pending {
-  Request request;
+  CollectiveArgs args;
   CollectiveHeader header{};
   /// For symmetric memory: the segments of the tensors, and the addresses of all ranks. [piece * world_size + rank]
   std::vector<std::shared_ptr<SymmetricSegment>> segments;
@@ -101,8 +101,8 @@ struct Operation : Pending {
   std::uint64_t event = 0;        ///< Index in the ring of events.
   std::size_t largest_piece = 0;  ///< In elements; all-to-all: of any rank, known after the headers are matched.
 
-  std::size_t element_size() const { return size_of(request.dtype); }
-  std::size_t bytes() const { return request.numel * element_size(); }
+  std::size_t element_size() const { return size_of(args.dtype); }
+  std::size_t bytes() const { return args.numel * element_size(); }
 };
 using OperationHandle = std::shared_ptr<Operation>;
 

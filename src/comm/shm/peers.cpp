@@ -165,19 +165,19 @@ void Peers::notify_sleepers() noexcept {
 }
 
 std::uint32_t Peers::start_sleep() const noexcept {
-  const std::uint32_t bell = own().bell.load();
+  const std::uint32_t wake_word = own().wake_word.load();
   own().sleeping.fetch_add(1);
-  return bell;
+  return wake_word;
 }
 
-void Peers::sleep(std::uint32_t bell, std::chrono::milliseconds limit) const noexcept {
-  futex_wait(own().bell, bell, limit);
+void Peers::sleep(std::uint32_t wake_word, std::chrono::milliseconds limit) const noexcept {
+  futex_wait(own().wake_word, wake_word, limit);
 }
 
 void Peers::wake(int rank) const noexcept {
   if (block(rank).sleeping.load() == 0) return;
-  block(rank).bell.fetch_add(1);
-  futex_wake(block(rank).bell);
+  block(rank).wake_word.fetch_add(1);
+  futex_wake(block(rank).wake_word);
 }
 
 void Peers::wake_others() const noexcept {

@@ -71,7 +71,7 @@ class Peers {
   /// Sets `sleeping`. Returns the value to pass to sleep().
   std::uint32_t start_sleep() const noexcept;
   /// Sleeps until a wake() after start_sleep(), at most `limit`.
-  void sleep(std::uint32_t bell, std::chrono::milliseconds limit) const noexcept;
+  void sleep(std::uint32_t wake_word, std::chrono::milliseconds limit) const noexcept;
   void end_sleep() const noexcept { own().sleeping.fetch_sub(1); }
   void wake(int rank) const noexcept;
 

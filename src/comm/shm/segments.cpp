@@ -25,22 +25,22 @@ struct Extent {
 
 /// Returns the dense tensor that the other ranks read in place if it is in symmetric memory.
 Extent given_to_others(const Operation& operation) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const std::size_t piece = operation.bytes();
-  const bool adds = request.kind == CollectiveKind::kAllReduce || request.kind == CollectiveKind::kReduceScatter;
+  const bool adds = args.kind == CollectiveKind::kAllReduce || args.kind == CollectiveKind::kReduceScatter;
   if (piece < (adds ? kStageBelow : kStageCopiesBelow)) return {};
-  switch (request.kind) {
+  switch (args.kind) {
     case CollectiveKind::kAllReduce:
-      return request.input == request.output ? Extent{request.input, piece} : Extent{};
+      return args.input == args.output ? Extent{args.input, piece} : Extent{};
     case CollectiveKind::kBroadcast:
-      return {request.output, piece};
+      return {args.output, piece};
     case CollectiveKind::kAllGather:
-      return {request.input, piece};
+      return {args.input, piece};
     case CollectiveKind::kReduceScatter:
-      for (std::size_t r = 0; r < request.inputs.size(); ++r) {
-        if (request.inputs[r] != static_cast<const std::byte*>(request.inputs[0]) + r * piece) return {};
+      for (std::size_t r = 0; r < args.inputs.size(); ++r) {
+        if (args.inputs[r] != static_cast<const std::byte*>(args.inputs[0]) + r * piece) return {};
       }
-      return {request.inputs[0], piece * request.inputs.size()};
+      return {args.inputs[0], piece * args.inputs.size()};
     default:
       return {};
   }
@@ -132,18 +132,18 @@ std::shared_ptr<SymmetricSegment> Segments::find(std::uint32_t id) const {
 }
 
 void Segments::locate(Operation& operation) const {
-  const Request& request = operation.request;
-  operation.largest_piece = request.numel;
-  if (is_coalesced(request.kind)) {
-    auto& addresses = peers_.block(peers_.rank()).pieces[operation.header.sequence % kMaxOutstanding];
-    for (std::size_t i = 0; i < request.pieces.size(); ++i) {
-      const Piece& piece = request.pieces[i];
-      const std::size_t bytes = piece.numel * operation.element_size();
+  const CollectiveArgs& args = operation.args;
+  operation.largest_piece = args.numel;
+  if (is_coalesced(args.kind)) {
+    auto& addresses = peers_.block(peers_.rank()).tensor_addresses[operation.header.sequence % kMaxOutstanding];
+    for (std::size_t i = 0; i < args.tensors.size(); ++i) {
+      const CoalescedTensor& tensor = args.tensors[i];
+      const std::size_t bytes = tensor.numel * operation.element_size();
       addresses[i] = {};
       for (std::size_t k = 0; k < operation.segments.size() && addresses[i].segment == 0; ++k)
-        addresses[i] = address_in(*operation.segments[k], piece.data, bytes);
+        addresses[i] = address_in(*operation.segments[k], tensor.data, bytes);
       if (addresses[i].segment != 0) continue;
-      auto located = locate(piece.data, bytes);
+      auto located = locate(tensor.data, bytes);
       addresses[i] = located.address;
       if (located.segment) operation.segments.push_back(std::move(located.segment));
     }
@@ -157,26 +157,27 @@ void Segments::locate(Operation& operation) const {
       return;
     }
   }
-  if (request.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
+  if (args.kind != CollectiveKind::kAllToAll) operation.path = Path::kStaged;
 }
 
 void Segments::agree(Operation& operation) const {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const auto ranks = static_cast<std::size_t>(peers_.world_size());
   const std::uint64_t index = operation.header.sequence % kMaxOutstanding;
   for (int r = 0; r < peers_.world_size(); ++r)
     operation.largest_piece =
         std::max(operation.largest_piece, static_cast<std::size_t>(peers_.block(r).headers[index].load().numel));
-  const bool coalesced = is_coalesced(request.kind);
-  const std::size_t pieces = coalesced ? request.pieces.size() : 1;
+  const bool coalesced = is_coalesced(args.kind);
+  const std::size_t pieces = coalesced ? args.tensors.size() : 1;
   operation.path = Path::kSymmetric;
   operation.parts.resize(pieces * ranks);
   for (std::size_t p = 0; p < pieces; ++p) {
     const std::size_t bytes =
-        coalesced ? request.pieces[p].numel * operation.element_size() : given_to_others(operation).bytes;
+        coalesced ? args.tensors[p].numel * operation.element_size() : given_to_others(operation).bytes;
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = peers_.block(static_cast<int>(r));
-      const SymmetricAddress address = coalesced ? theirs.pieces[index][p] : theirs.headers[index].load().address;
+      const SymmetricAddress address =
+          coalesced ? theirs.tensor_addresses[index][p] : theirs.headers[index].load().address;
       // One tensor: symmetric if it is in the same segment on all ranks, so all ranks decide the same.
       const bool known = coalesced ? address.segment != 0 : address.segment == operation.header.address.segment;
       const SymmetricSegment* holder = nullptr;
@@ -191,10 +192,10 @@ void Segments::agree(Operation& operation) const {
       }
       const bool fits = holder && address.offset <= holder->bytes && bytes <= holder->bytes - address.offset;
       if (!fits && coalesced)
-        throw CollectiveMismatch(fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps",
-                                             name_of(request.kind), operation.header.sequence, p,
-                                             peers_.named(static_cast<int>(r)), peers_.named(peers_.rank())),
-                                 {.rank = peers_.named(static_cast<int>(r))});
+        throw CollectiveMismatch(
+            fmt::format("{} (number {}): tensor {} of rank {} is not in memory that rank {} maps", name_of(args.kind),
+                        operation.header.sequence, p, peers_.named(static_cast<int>(r)), peers_.named(peers_.rank())),
+            {.rank = peers_.named(static_cast<int>(r))});
       if (!fits) {
         operation.path = Path::kStaged;
         return;

@@ -7,15 +7,15 @@ namespace ddpkit::shm {
 namespace {
 
 /// Returns whether this rank receives the result of a reduction. For reduce, only the root does.
-bool wants_result(const Staging& staging, const Request& request) {
-  return request.kind != CollectiveKind::kReduce || request.root == staging.rank;
+bool wants_result(const Staging& staging, const CollectiveArgs& args) {
+  return args.kind != CollectiveKind::kReduce || args.root == staging.rank;
 }
 
 /// Copies the slices that the peers reduce. This rank reduces its slice directly from the input.
 void copy_others_slices(const Staging& staging, const Operation& operation, std::uint64_t ticket) {
   const std::size_t size = operation.element_size();
-  const Span chunk = chunk_of(operation.request.numel, kSlotBytes / size, ticket - operation.first_ticket);
-  const auto* input = static_cast<const std::byte*>(operation.request.input) + chunk.begin * size;
+  const Span chunk = chunk_of(operation.args.numel, kSlotBytes / size, ticket - operation.first_ticket);
+  const auto* input = static_cast<const std::byte*>(operation.args.input) + chunk.begin * size;
   for (int r = 0; r < staging.world_size(); ++r) {
     const Span slice = slice_of(chunk.count, size, r, staging.world_size());
     if (r != staging.rank && slice.count != 0)
@@ -25,9 +25,9 @@ void copy_others_slices(const Staging& staging, const Operation& operation, std:
 }
 
 /// Reduces all ranks' parts, of `numel` elements each, to `output`.
-void reduce_parts(const Request& request, const std::vector<void*>& parts, std::size_t numel, void* output) {
-  kernels::reduce({.dtype = request.dtype,
-                   .op = request.op,
+void reduce_parts(const CollectiveArgs& args, const std::vector<void*>& parts, std::size_t numel, void* output) {
+  kernels::reduce({.dtype = args.dtype,
+                   .op = args.op,
                    .numel = numel,
                    .inputs = parts.data(),
                    .input_count = parts.size(),
@@ -36,25 +36,25 @@ void reduce_parts(const Request& request, const std::vector<void*>& parts, std::
 }
 
 void reduce_pieces_to_outputs(Staging& staging, const Operation& operation) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const auto ranks = static_cast<std::size_t>(staging.world_size());
-  for (std::size_t p = 0; p < request.pieces.size(); ++p) {
-    const Piece& piece = request.pieces[p];
-    if (piece.count == 0) continue;
+  for (std::size_t p = 0; p < args.tensors.size(); ++p) {
+    const CoalescedTensor& tensor = args.tensors[p];
+    if (tensor.count == 0) continue;
     for (std::size_t r = 0; r < ranks; ++r)
       staging.parts[r] =
-          static_cast<std::byte*>(operation.parts[p * ranks + r]) + piece.begin * operation.element_size();
-    reduce_parts(request, staging.parts, piece.count, piece.output);
+          static_cast<std::byte*>(operation.parts[p * ranks + r]) + tensor.begin * operation.element_size();
+    reduce_parts(args, staging.parts, tensor.count, tensor.output);
   }
 }
 
 void reduce_in_place(Staging& staging, const Operation& operation) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const std::size_t size = operation.element_size();
   const std::size_t line = kCacheLine / size;
   const auto ranks = static_cast<std::size_t>(staging.world_size());
   const std::size_t pieces = operation.parts.size() / ranks;
-  const auto numel_of = [&](std::size_t p) { return request.pieces.empty() ? request.numel : request.pieces[p].numel; };
+  const auto numel_of = [&](std::size_t p) { return args.tensors.empty() ? args.numel : args.tensors[p].numel; };
   // This rank's share of the cache lines of all pieces, one piece after the other.
   std::size_t lines = 0;
   for (std::size_t p = 0; p < pieces; ++p) lines += (numel_of(p) + line - 1) / line;
@@ -69,8 +69,8 @@ void reduce_in_place(Staging& staging, const Operation& operation) {
     // In rank order: the order of the sum, and so its bits, do not depend on the rank that adds.
     for (std::size_t r = 0; r < ranks; ++r)
       staging.parts[r] = static_cast<std::byte*>(operation.parts[p * ranks + r]) + from * size;
-    kernels::reduce({.dtype = request.dtype,
-                     .op = request.op,
+    kernels::reduce({.dtype = args.dtype,
+                     .op = args.op,
                      .numel = to - from,
                      .inputs = staging.parts.data(),
                      .input_count = staging.parts.size(),
@@ -80,26 +80,25 @@ void reduce_in_place(Staging& staging, const Operation& operation) {
 }
 
 void move_in_place(Staging& staging, const Operation& operation) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const auto self = static_cast<std::size_t>(staging.rank);
   const auto ranks = static_cast<std::size_t>(staging.world_size());
-  switch (request.kind) {
+  switch (args.kind) {
     case CollectiveKind::kBroadcast:
-      if (request.root != staging.rank)
-        std::memcpy(request.output, operation.parts[static_cast<std::size_t>(request.root)], operation.bytes());
+      if (args.root != staging.rank)
+        std::memcpy(args.output, operation.parts[static_cast<std::size_t>(args.root)], operation.bytes());
       break;
     case CollectiveKind::kAllGather:
       // Each rank starts with its own part, so that not all ranks read from the same rank.
       for (std::size_t i = 0; i < ranks; ++i) {
         const std::size_t r = (self + i) % ranks;
-        if (request.outputs[r] != operation.parts[r])
-          std::memcpy(request.outputs[r], operation.parts[r], operation.bytes());
+        if (args.outputs[r] != operation.parts[r]) std::memcpy(args.outputs[r], operation.parts[r], operation.bytes());
       }
       break;
     case CollectiveKind::kReduceScatter:
       for (std::size_t r = 0; r < ranks; ++r)
         staging.parts[r] = static_cast<std::byte*>(operation.parts[r]) + self * operation.bytes();
-      reduce_parts(request, staging.parts, request.numel, request.output);
+      reduce_parts(args, staging.parts, args.numel, args.output);
       break;
     case CollectiveKind::kReduceScatterCoalesced:
       reduce_pieces_to_outputs(staging, operation);
@@ -112,9 +111,9 @@ void move_in_place(Staging& staging, const Operation& operation) {
 }  // namespace
 
 void copy_in(const Staging& staging, const Operation& operation, std::uint64_t ticket) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const std::size_t size = operation.element_size();
-  const SlotLayout layout = slot_layout(request.kind, staging.world_size());
+  const SlotLayout layout = slot_layout(args.kind, staging.world_size());
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   std::byte* const own = staging.slot(staging.rank, ticket);
@@ -125,27 +124,27 @@ void copy_in(const Staging& staging, const Operation& operation, std::uint64_t t
     std::memcpy(own + layout.table_bytes + piece * layout.piece_bytes,
                 static_cast<const std::byte*>(input) + span.begin * size, span.count * size);
   };
-  switch (request.kind) {
+  switch (args.kind) {
     case CollectiveKind::kBarrier:
     case CollectiveKind::kAllReduceCoalesced:
     case CollectiveKind::kReduceScatterCoalesced:
       break;
     case CollectiveKind::kBroadcast:
-      if (request.root == staging.rank) copy_piece(0, request.input, request.numel);
+      if (args.root == staging.rank) copy_piece(0, args.input, args.numel);
       break;
     case CollectiveKind::kScatter:
-      if (request.root != staging.rank) break;
+      if (args.root != staging.rank) break;
       [[fallthrough]];
     case CollectiveKind::kReduceScatter:
       for (std::size_t r = 0; r < layout.pieces; ++r) {
-        if (r != self) copy_piece(r, request.inputs[r], request.numel);
+        if (r != self) copy_piece(r, args.inputs[r], args.numel);
       }
       break;
     case CollectiveKind::kAllToAll:
       for (std::size_t r = 0; r < layout.pieces; ++r) {
-        const std::uint64_t count = request.send_numel[r];
+        const std::uint64_t count = args.send_numel[r];
         std::memcpy(own + r * sizeof count, &count, sizeof count);
-        if (r != self) copy_piece(r, request.inputs[r], request.send_numel[r]);
+        if (r != self) copy_piece(r, args.inputs[r], args.send_numel[r]);
       }
       break;
     case CollectiveKind::kAllReduce:
@@ -157,16 +156,16 @@ void copy_in(const Staging& staging, const Operation& operation, std::uint64_t t
       [[fallthrough]];
     case CollectiveKind::kAllGather:
     case CollectiveKind::kGather:
-      copy_piece(0, request.input, request.numel);
+      copy_piece(0, args.input, args.numel);
       break;
   }
 }
 
 void reduce_slice(Staging& staging, const Operation& operation, std::uint64_t ticket) {
   if (operation.path == Path::kSymmetric) return move_in_place(staging, operation);
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   const std::size_t size = operation.element_size();
-  const Span chunk = chunk_of(request.numel, kSlotBytes / size, ticket - operation.first_ticket);
+  const Span chunk = chunk_of(args.numel, kSlotBytes / size, ticket - operation.first_ticket);
   const Span slice = slice_of(chunk.count, size, staging.rank, staging.world_size());
   if (slice.count == 0) return;
   const auto self = static_cast<std::size_t>(staging.rank);
@@ -174,22 +173,22 @@ void reduce_slice(Staging& staging, const Operation& operation, std::uint64_t ti
     staging.parts[static_cast<std::size_t>(r)] = staging.slot(r, ticket) + slice.begin * size;
   // To this rank's slot, from which the others copy it, and to this rank's output.
   const std::size_t begin = (chunk.begin + slice.begin) * size;
-  void* outputs[] = {staging.parts[self], request.output ? static_cast<std::byte*>(request.output) + begin : nullptr};
-  staging.parts[self] = const_cast<std::byte*>(static_cast<const std::byte*>(request.input)) + begin;
-  kernels::reduce({.dtype = request.dtype,
-                   .op = request.op,
+  void* outputs[] = {staging.parts[self], args.output ? static_cast<std::byte*>(args.output) + begin : nullptr};
+  staging.parts[self] = const_cast<std::byte*>(static_cast<const std::byte*>(args.input)) + begin;
+  kernels::reduce({.dtype = args.dtype,
+                   .op = args.op,
                    .numel = slice.count,
                    .inputs = staging.parts.data(),
                    .input_count = staging.parts.size(),
                    .outputs = outputs,
-                   .output_count = wants_result(staging, request) ? 2u : 1u});
+                   .output_count = wants_result(staging, args) ? 2u : 1u});
 }
 
 void copy_out(Staging& staging, const Operation& operation, std::uint64_t ticket, std::optional<std::uint64_t> along) {
-  const Request& request = operation.request;
+  const CollectiveArgs& args = operation.args;
   if (operation.path == Path::kSymmetric) return;
   const std::size_t size = operation.element_size();
-  const SlotLayout layout = slot_layout(request.kind, staging.world_size());
+  const SlotLayout layout = slot_layout(args.kind, staging.world_size());
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   const auto own = static_cast<std::size_t>(staging.rank);
@@ -204,57 +203,57 @@ void copy_out(Staging& staging, const Operation& operation, std::uint64_t ticket
     if (span.count != 0 && to != from) std::memcpy(to, from, span.count * size);
   };
   const auto reduce_piece = [&](std::size_t piece, const void* input) {
-    const Span span = chunk_of(request.numel, step, chunk);
+    const Span span = chunk_of(args.numel, step, chunk);
     if (span.count == 0) return;
     for (int r = 0; r < staging.world_size(); ++r)
       staging.parts[static_cast<std::size_t>(r)] = const_cast<std::byte*>(given(r, piece, input));
-    void* output = static_cast<std::byte*>(request.output) + span.begin * size;
-    kernels::reduce({.dtype = request.dtype,
-                     .op = request.op,
+    void* output = static_cast<std::byte*>(args.output) + span.begin * size;
+    kernels::reduce({.dtype = args.dtype,
+                     .op = args.op,
                      .numel = span.count,
                      .inputs = staging.parts.data(),
                      .input_count = staging.parts.size(),
                      .outputs = &output,
                      .output_count = 1,
-                     .copy_from = along ? static_cast<const std::byte*>(request.input) +
+                     .copy_from = along ? static_cast<const std::byte*>(args.input) +
                                               (*along - operation.first_ticket) * step * size
                                         : nullptr,
                      .copy_to = along ? staging.slot(staging.rank, *along) : nullptr});
   };
-  switch (request.kind) {
+  switch (args.kind) {
     case CollectiveKind::kBarrier:
     case CollectiveKind::kAllReduceCoalesced:
     case CollectiveKind::kReduceScatterCoalesced:
       break;
     case CollectiveKind::kBroadcast:
-      if (request.root != staging.rank) copy_piece(request.output, request.numel, given(request.root, 0, nullptr));
+      if (args.root != staging.rank) copy_piece(args.output, args.numel, given(args.root, 0, nullptr));
       break;
     case CollectiveKind::kScatter:
-      copy_piece(request.output, request.numel,
-                 given(request.root, own, request.root == staging.rank ? request.inputs[own] : nullptr));
+      copy_piece(args.output, args.numel,
+                 given(args.root, own, args.root == staging.rank ? args.inputs[own] : nullptr));
       break;
     case CollectiveKind::kReduceScatter:
-      reduce_piece(own, request.inputs[own]);
+      reduce_piece(own, args.inputs[own]);
       break;
     case CollectiveKind::kAllToAll:
       for (int r = 0; r < staging.world_size(); ++r) {
         const auto index = static_cast<std::size_t>(r);
-        copy_piece(request.outputs[index], request.receive_numel[index], given(r, own, request.inputs[own]));
+        copy_piece(args.outputs[index], args.receive_numel[index], given(r, own, args.inputs[own]));
       }
       break;
     case CollectiveKind::kGather:
-      if (request.root != staging.rank) break;
+      if (args.root != staging.rank) break;
       [[fallthrough]];
     case CollectiveKind::kAllGather:
       for (int r = 0; r < staging.world_size(); ++r)
-        copy_piece(request.outputs[static_cast<std::size_t>(r)], request.numel, given(r, 0, request.input));
+        copy_piece(args.outputs[static_cast<std::size_t>(r)], args.numel, given(r, 0, args.input));
       break;
     case CollectiveKind::kReduce:
     case CollectiveKind::kAllReduce: {
-      if (!wants_result(staging, request)) break;
-      if (!operation.shared_reduce) return reduce_piece(0, request.input);
-      const Span span = chunk_of(request.numel, step, chunk);
-      std::byte* output = static_cast<std::byte*>(request.output) + span.begin * size;
+      if (!wants_result(staging, args)) break;
+      if (!operation.shared_reduce) return reduce_piece(0, args.input);
+      const Span span = chunk_of(args.numel, step, chunk);
+      std::byte* output = static_cast<std::byte*>(args.output) + span.begin * size;
       for (int r = 0; r < staging.world_size(); ++r) {
         const Span slice = slice_of(span.count, size, r, staging.world_size());
         if (r != staging.rank && slice.count != 0)
