@@ -67,7 +67,7 @@ GroupGuard::GroupGuard(const c10::intrusive_ptr<c10d::Store>& store, const Launc
                        std::chrono::milliseconds timeout, int name)
     : name_(name),
       ranks_(environment.world_size),
-      timeout_(bounded(timeout)),
+      timeout_(clamp_timeout(timeout)),
       leads_(environment.rank == 0),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_ < 0) throw Error(fmt::format("no eventfd for a process group: {}", std::strerror(errno)));

@@ -111,7 +111,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   const at::Device device = device_of_rank(options.device, backend_kind.name, environment, cuda::device_count());
   if (options.timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
-  const std::chrono::milliseconds timeout = bounded(options.timeout);
+  const std::chrono::milliseconds timeout = clamp_timeout(options.timeout);
   if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
   EventRing& ring = EventRing::of_process();
   ring.start_rendezvous(environment.world_size);

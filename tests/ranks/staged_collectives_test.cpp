@@ -70,8 +70,8 @@ class ThreadQueue final : public ddpkit::StagingQueue {
   struct Place final : Mark {
     Gate gate;
     Place() { gate.open = false; }
-    void caller_waits() override { gate.pass(); }
-    bool reached() override {
+    void block_current_stream() override { gate.pass(); }
+    bool query() override {
       const std::lock_guard lock(gate.mutex);
       return gate.open;
     }

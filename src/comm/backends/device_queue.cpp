@@ -28,8 +28,8 @@ class EventMark final : public StagingQueue::Mark {
   explicit EventMark(const c10::Stream& stream) : device_(stream.device()), event_(stream.device_type()) {
     event_.record(stream);
   }
-  void caller_waits() override { event_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_)); }
-  bool reached() override { return event_.query(); }
+  void block_current_stream() override { event_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_)); }
+  bool query() override { return event_.query(); }
 
  private:
   c10::Device device_;

@@ -197,7 +197,7 @@ c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_p
                                                           std::chrono::milliseconds timeout, int name) {
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
   const SigpipeBlocked blocked;
-  auto options = c10d::ProcessGroupGloo::Options::create(bounded(timeout) + kGlooAfterGuard);
+  auto options = c10d::ProcessGroupGloo::Options::create(clamp_timeout(timeout) + kGlooAfterGuard);
   options->devices = choose_gloo_devices(environment);
   options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
   const std::set<int> before = open_sockets();

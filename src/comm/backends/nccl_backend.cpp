@@ -231,7 +231,7 @@ c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_p
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
   auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = bounded(timeout) + kWatchdogAfterGuard;
+  options->timeout = clamp_timeout(timeout) + kWatchdogAfterGuard;
   options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
   set_defaults();
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);

@@ -220,7 +220,7 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const Ptr<c10d::Store>& stor
 c10::intrusive_ptr<Backend> create_shm_part(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                                             std::chrono::milliseconds timeout, int first_rank) {
   return c10::make_intrusive<ShmBackend>(connect_engine(store, rank, world_size, timeout, first_rank),
-                                         bounded(timeout));
+                                         clamp_timeout(timeout));
 }
 
 c10::intrusive_ptr<c10d::Backend> create_shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,

@@ -64,7 +64,7 @@ std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store
     throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
   if (timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
-  timeout = bounded(timeout);
+  timeout = clamp_timeout(timeout);
   RollCall roll_call(store, "shm", rank, world_size, timeout, first_rank);
   try {
     shm::Mapping control;

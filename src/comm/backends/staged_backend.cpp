@@ -89,7 +89,7 @@ std::string StagedBackend::end(std::chrono::milliseconds limit) {
 }
 
 void StagedBackend::release_finished() {
-  while (!jobs_.empty() && jobs_.front()->done->reached()) jobs_.pop_front();
+  while (!jobs_.empty() && jobs_.front()->done->query()) jobs_.pop_front();
 }
 
 bool StagedBackend::staged(const char* call, std::initializer_list<const Tensors*> lists) const {

@@ -25,7 +25,7 @@ StagedWork::StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outp
 bool StagedWork::wait(std::chrono::milliseconds) {
   failure_->rethrow();
   // Kernels that read the result must follow the copy to the device.
-  done_->caller_waits();
+  done_->block_current_stream();
   return true;
 }
 

@@ -30,7 +30,7 @@ class StagedWork : public c10d::Work {
   StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<StagingQueue::Mark> done,
              std::shared_ptr<const StagedFailure> failure);
 
-  bool isCompleted() override { return failure_->get() || done_->reached(); }
+  bool isCompleted() override { return failure_->get() || done_->query(); }
   bool isSuccess() const override { return !failure_->get(); }
   std::exception_ptr exception() const override { return failure_->get(); }
   std::vector<at::Tensor> result() override { return outputs_; }

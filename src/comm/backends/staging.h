@@ -16,8 +16,8 @@ class StagingQueue {
    public:
     virtual ~Mark() = default;
     /// Later work of the caller's current stream follows this position.
-    virtual void caller_waits() = 0;
-    virtual bool reached() = 0;
+    virtual void block_current_stream() = 0;
+    virtual bool query() = 0;
   };
 
   virtual ~StagingQueue() = default;

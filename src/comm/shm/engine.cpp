@@ -228,7 +228,7 @@ void Engine::throw_if_failed() const {
 
 void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
   const std::lock_guard lock(mutex_);
-  timeout_ = bounded(timeout);
+  timeout_ = clamp_timeout(timeout);
 }
 
 std::uint64_t Engine::sequence() const noexcept {

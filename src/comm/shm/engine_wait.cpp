@@ -56,7 +56,7 @@ void Engine::wait(const PendingHandle& pending, milliseconds timeout) {
   std::unique_lock lock(mutex_);
   settle(lock);
   if (!pending->finished)
-    wait_until(lock, timeout.count() > 0 ? bounded(timeout) : timeout_, pending->message,
+    wait_until(lock, timeout.count() > 0 ? clamp_timeout(timeout) : timeout_, pending->message,
                [&] { return pending->finished; });
   pending->throw_if_failed();
 }
