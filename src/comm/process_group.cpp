@@ -287,7 +287,7 @@ bool ProcessGroup::shutdown(std::chrono::milliseconds limit) const {
   if (limit.count() <= 0)
     throw InvalidArgument(fmt::format("shutdown: the limit is {} ms, but must be positive", limit.count()));
   if (state_->shut_down) return true;
-  const std::string obstacle = state_->backend->end(bounded(limit));
+  const std::string obstacle = state_->backend->end(clamp_timeout(limit));
   if (!obstacle.empty()) {
     state_->backend->abort_group(fmt::format("shutdown: {}", obstacle));
     return false;

@@ -15,7 +15,7 @@ class Work;
 
 namespace ddpkit {
 
-class ArenaLease;
+class ScopedArena;
 
 /// Memory that all ranks of a group map: collectives on it do not copy. Backend::symmetric_memory() returns it.
 class SymmetricMemory {
@@ -32,9 +32,9 @@ class SymmetricMemory {
                                                                   const at::Tensor& shard,
                                                                   const c10d::ReduceOp& op) = 0;
   /// Allocates this process's large CPU tensors from memory that all ranks map, from now on. Collective. Callers share
-  /// one lease. Returns null on all ranks if one rank cannot open it, because its process has an arena of another group
+  /// one arena. Returns null on all ranks if one rank cannot open it, because its process has an arena of another group
   /// or an older arena of this group that other ranks have released.
-  virtual std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) = 0;
+  virtual std::shared_ptr<ScopedArena> open_arena(std::size_t capacity, std::size_t reserve) = 0;
 };
 
 }  // namespace ddpkit

@@ -13,7 +13,7 @@
 
 #include <ddpkit/comm/process_group.h>
 
-#include "comm/arena.h"
+#include "comm/arena_allocator.h"
 #include "ranks/thread_ranks.h"
 #include "support/catch.h"
 
@@ -142,7 +142,7 @@ TEST_CASE("ranks that are threads: tensors reduced in place", "[shm][threads]") 
 }
 
 TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
-  REQUIRE_FALSE(ddpkit::ArenaLease::taken());
+  REQUIRE_FALSE(ddpkit::ScopedArena::taken());
   on_threads(2, [](ProcessGroup& group) {
     const int me = group.rank();
     std::mt19937 own(static_cast<unsigned>(me));
@@ -150,14 +150,14 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
     std::vector<at::Tensor> outlives;
     for (int round = 0; round < 5; ++round) {
       // Each rank has a separate arena; LibTorch allocates from the arena that was opened last.
-      auto lease = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
-      require(lease != nullptr, "an arena");
-      require(lease == symmetric_memory(group).open_arena(1, 0), "the arena there is");
+      auto arena = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+      require(arena != nullptr, "an arena");
+      require(arena == symmetric_memory(group).open_arena(1, 0), "the arena there is");
       for (int number = 0; number < 40; ++number) {
         std::vector<at::Tensor> tensors, others;
         for (int i = 0; i < 3; ++i) {
           others.push_back(at::empty({kNumel + static_cast<std::int64_t>(own() % 100)}, at::kInt));
-          tensors.push_back(lease->empty(kNumel + i, at::kInt));
+          tensors.push_back(arena->empty(kNumel + i, at::kInt));
           fill(tensors.back(), [&](std::int64_t k) { return value(number + i, me, k); });
           fill(others.back(), [&](std::int64_t) { return me; });
         }
@@ -174,21 +174,21 @@ TEST_CASE("ranks that are threads: tensors of an arena", "[shm][threads]") {
               others[index], [&](std::int64_t) { return me; }, "a tensor beside");
         }
       }
-      outlives.push_back(lease->empty(kNumel, at::kInt));
+      outlives.push_back(arena->empty(kNumel, at::kInt));
       fill(outlives.back(), [&](std::int64_t) { return round; });
       group.barrier();  // Otherwise a rank might see the other rank's arena as current when it opens the next.
-      lease.reset();
+      arena.reset();
       group.barrier();
       check(
           outlives.back(), [&](std::int64_t) { return round; }, "a tensor that outlives its arena");
     }
   });
-  CHECK_FALSE(ddpkit::ArenaLease::taken());
+  CHECK_FALSE(ddpkit::ScopedArena::taken());
 }
 
 TEST_CASE("ranks that are threads: a child process of one with an arena", "[shm][threads]") {
   on_threads(2, [](ProcessGroup& group) {
-    const auto lease = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
+    const auto arena = symmetric_memory(group).open_arena(std::size_t{4} << 20, std::size_t{1} << 20);
     group.barrier();
     if (group.rank() == 0) {
       constexpr std::int64_t kNumel = 10000;

@@ -11,7 +11,7 @@
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
-#include "comm/arena.h"
+#include "comm/arena_allocator.h"
 #include "comm/backends/shm_arguments.h"
 #include "comm/backends/shm_rendezvous.h"
 #include "comm/backends/shm_sparse.h"
@@ -282,10 +282,10 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors,
   return start(requests_.coalesced(tensors, shard, op), OpType::REDUCE_SCATTER, {}, kNoTimeout, tensors);
 }
 
-std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
-  // Ranks release a lease at different times. A lease may be active here and released elsewhere.
+std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
+  // Ranks release an arena at different times. An arena may be active here and released elsewhere.
   auto in_force = arena_.lock();
-  std::int64_t agreed[] = {in_force ? 1 : 0, ArenaLease::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
+  std::int64_t agreed[] = {in_force ? 1 : 0, ScopedArena::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
   engine_->run({.kind = CollectiveKind::kAllReduce,
                 .dtype = shm::DataType::kInt64,
                 .op = shm::Reduction::kMin,
@@ -295,9 +295,9 @@ std::shared_ptr<ArenaLease> ShmBackend::open_arena(std::size_t capacity, std::si
   if (agreed[0] == 1) return in_force;
   if (agreed[1] == 0 || size_ == 1) return nullptr;
   auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Populate::kLazy);
-  auto lease = std::make_shared<ArenaLease>(std::move(segment), rank_, reserve);
-  arena_ = lease;
-  return lease;
+  auto arena = std::make_shared<ScopedArena>(std::move(segment), rank_, reserve);
+  arena_ = arena;
+  return arena;
 }
 
 }  // namespace ddpkit

@@ -74,7 +74,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
 
   WorkPtr all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) override;
   WorkPtr reduce_scatter_coalesced(const Tensors& tensors, const at::Tensor& shard, const c10d::ReduceOp& op) override;
-  std::shared_ptr<ArenaLease> open_arena(std::size_t capacity, std::size_t reserve) override;
+  std::shared_ptr<ScopedArena> open_arena(std::size_t capacity, std::size_t reserve) override;
 
  private:
   /// Starts requests. Callers make all requests of a call first, so an invalid one leaves the others unstarted.
@@ -88,7 +88,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   std::shared_ptr<shm::Engine> engine_;
   const ShmRequests requests_;
   std::chrono::milliseconds timeout_;
-  std::weak_ptr<ArenaLease> arena_;
+  std::weak_ptr<ScopedArena> arena_;
 };
 
 /// create_shm_backend() for a part of a larger group. Errors count ranks from `first_rank`.

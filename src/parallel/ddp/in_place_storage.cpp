@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "comm/arena.h"
+#include "comm/arena_allocator.h"
 #include "comm/backend.h"
 #include "comm/host.h"
 #include "comm/shm/arena.h"
@@ -104,7 +104,7 @@ class InPlaceStorage final : public BucketStorage {
     const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
     const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
     // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
-    arena_ = group_.world_size() == 1 ? ArenaLease::open_private(capacity) : memory_.open_arena(capacity, reserve);
+    arena_ = group_.world_size() == 1 ? ScopedArena::open_private(capacity) : memory_.open_arena(capacity, reserve);
   }
 
   /// With an arena, allocates views only for gradients that are too small for the arena.
@@ -155,7 +155,7 @@ class InPlaceStorage final : public BucketStorage {
   ProcessGroup group_;
   SymmetricMemory& memory_;
   bool as_bucket_view_;
-  std::shared_ptr<ArenaLease> arena_;
+  std::shared_ptr<ScopedArena> arena_;
   std::vector<Entry> entries_;  ///< [param]
   BucketPlan plan_;
   std::vector<FlatLayout> layouts_;  ///< [bucket]

@@ -14,7 +14,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 
-#include "comm/arena.h"
+#include "comm/arena_allocator.h"
 #include "comm/cuda.h"
 #include "comm/device_index.h"
 #include "comm/host.h"
@@ -62,15 +62,15 @@ std::vector<c10::Device> resolved_devices(const torch::nn::Module& module, const
   return std::vector<c10::Device>(static_cast<std::size_t>(replicas), c10::Device(c10::kCPU));
 }
 
-std::shared_ptr<ArenaLease> open_arena(const torch::nn::Module& module, std::size_t replicas,
-                                       const DataParallelOptions& options) {
+std::shared_ptr<ScopedArena> open_arena(const torch::nn::Module& module, std::size_t replicas,
+                                        const DataParallelOptions& options) {
   if (options.arena_mb) option_bytes(*options.arena_mb, "DataParallel: arena_mb");
   if (!options.arena) return nullptr;
   std::size_t gradients = 0;
   for (const at::Tensor& parameter : module.parameters()) gradients += parameter.nbytes();
   const std::size_t wanted = std::min(std::max(8 * replicas * gradients, std::size_t{1} << 30), arena_budget(1));
-  return ArenaLease::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "DataParallel: arena_mb")
-                                                   : wanted);
+  return ScopedArena::open_private(options.arena_mb ? option_bytes(*options.arena_mb, "DataParallel: arena_mb")
+                                                    : wanted);
 }
 
 /// Adds to a parameter's gradient as backward does.
@@ -99,7 +99,7 @@ class DataParallelBase::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<c10::Device> devices;
   int threads_each;
   ReplicaStreams streams;
-  std::shared_ptr<ArenaLease> arena;
+  std::shared_ptr<ScopedArena> arena;
   std::shared_ptr<Replicas> set;
 
  private:

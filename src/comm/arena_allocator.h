@@ -15,21 +15,21 @@ namespace shm {
 class Arena;
 }
 
-/// While a lease exists, this process's CPU tensors of a page and more are allocated from memory that all ranks of a
-/// group map, up to its capacity. Gradients are then readable by every rank. Tensors may outlive the lease.
-class ArenaLease {
+/// While an arena exists, this process's CPU tensors of a page and more are allocated from memory that all ranks of a
+/// group map, up to its capacity. Gradients are then readable by every rank. Tensors may outlive the arena.
+class ScopedArena {
  public:
-  /// Returns whether a lease is active. A process has at most one.
+  /// Returns whether an arena is active. A process has at most one.
   static bool taken();
 
-  ArenaLease(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve);
-  ~ArenaLease();
-  ArenaLease(const ArenaLease&) = delete;
-  ArenaLease& operator=(const ArenaLease&) = delete;
+  ScopedArena(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve);
+  ~ScopedArena();
+  ScopedArena(const ScopedArena&) = delete;
+  ScopedArena& operator=(const ScopedArena&) = delete;
 
   /// Opens an arena of up to `capacity` bytes that only this process uses, without a reserve for empty(). Returns null
-  /// if another lease is active.
-  static std::shared_ptr<ArenaLease> open_private(std::size_t capacity);
+  /// if another arena is active.
+  static std::shared_ptr<ScopedArena> open_private(std::size_t capacity);
 
   /// Allocates a tensor of `numel` elements in the arena, if necessary from the reserve. The content is undefined.
   /// Throws Error if the arena is full.

@@ -1,4 +1,4 @@
-#include "comm/arena.h"
+#include "comm/arena_allocator.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
@@ -89,30 +89,30 @@ class ArenaAllocator final : public c10::Allocator {
 
 }  // namespace
 
-bool ArenaLease::taken() { return ArenaAllocator::get().current.load() != nullptr; }
+bool ScopedArena::taken() { return ArenaAllocator::get().current.load() != nullptr; }
 
-std::shared_ptr<ArenaLease> ArenaLease::open_private(std::size_t capacity) {
+std::shared_ptr<ScopedArena> ScopedArena::open_private(std::size_t capacity) {
   if (taken()) return nullptr;
   auto segment = std::make_shared<shm::SymmetricSegment>();
   segment->bytes = capacity;
   segment->mappings.push_back(shm::Mapping::create("ddpkit-arena", capacity, shm::Mapping::Populate::kLazy));
   segment->mappings[0].close_descriptor();
   segment->base.push_back(segment->mappings[0].data());
-  return std::make_shared<ArenaLease>(std::move(segment), 0, 0);
+  return std::make_shared<ScopedArena>(std::move(segment), 0, 0);
 }
 
-ArenaLease::ArenaLease(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve)
+ScopedArena::ScopedArena(std::shared_ptr<shm::SymmetricSegment> segment, int rank, std::size_t reserve)
     : arena_(ArenaAllocator::get().add(std::make_unique<Arena>(std::move(segment), rank, reserve))) {
   ArenaAllocator::get().current = arena_;
 }
 
-ArenaLease::~ArenaLease() {
+ScopedArena::~ScopedArena() {
   Arena* expected = arena_;
   ArenaAllocator::get().current.compare_exchange_strong(expected, nullptr);
   arena_->close();
 }
 
-at::Tensor ArenaLease::empty(std::int64_t numel, at::ScalarType dtype) {
+at::Tensor ScopedArena::empty(std::int64_t numel, at::ScalarType dtype) {
   const std::size_t bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
   void* data = arena_->allocate(bytes, true);
   if (!data) {
@@ -125,8 +125,8 @@ at::Tensor ArenaLease::empty(std::int64_t numel, at::ScalarType dtype) {
   return at::from_blob(data, {numel}, &ArenaAllocator::free_any, at::TensorOptions(dtype).device(at::kCPU));
 }
 
-bool ArenaLease::contains(const void* data) const noexcept { return arena_->contains(data); }
+bool ScopedArena::contains(const void* data) const noexcept { return arena_->contains(data); }
 
-ArenaStats ArenaLease::stats() const { return arena_->stats(); }
+ArenaStats ScopedArena::stats() const { return arena_->stats(); }
 
 }  // namespace ddpkit
