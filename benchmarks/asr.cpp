@@ -1,6 +1,5 @@
 // Compares the asr trainer's full model on two ranks with the same model in Python's DistributedDataParallel.
 // `script/bench asr` runs this. Each run is a separate process. The runs alternate; the output shows medians.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
@@ -143,18 +142,17 @@ void measure(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The asr trainer's full model on several ranks, compared with Python's DistributedDataParallel.",
-               "bench_asr");
+  ddpkit::train::Options app(
+      "bench_asr", "The asr trainer's full model on several ranks, compared with Python's DistributedDataParallel.");
   Options options;
   options.asr = std::filesystem::path(argv[0]).parent_path() / "asr";
-  app.option_defaults()->always_capture_default();
-  app.add_option("--data", options.data, "Manifest of 8 kHz WAV files");
-  app.add_option("--config", options.config, "Config of the asr trainer; the benchmark overrides some options");
-  app.add_option("--ranks", options.ranks, "Ranks")->check(CLI::Range(1, 1024));
-  app.add_option("--batch-size", options.batch_size, "Utterances per step, over all ranks")
-      ->check(CLI::Range(1, 1 << 20));
-  app.add_option("--epochs", options.epochs, "Epochs per run; the first is not counted")->check(CLI::Range(2, 1000));
-  app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
-  app.add_flag("--peers", options.peers, "Also measure Python's DistributedDataParallel");
+  app.remove({"config"});
+  app.add("data", &options.data, "Manifest of 8 kHz WAV files");
+  app.add("config", &options.config, "Config of the asr trainer; the benchmark overrides some options");
+  app.add("ranks", &options.ranks, "Ranks").between(1, 1024);
+  app.add("batch_size", &options.batch_size, "Utterances per step, over all ranks").between(1, 1 << 20);
+  app.add("epochs", &options.epochs, "Epochs per run; the first is not counted").between(2, 1000);
+  app.add("rounds", &options.rounds, "Runs of each system").between(1, 1000);
+  app.add("peers", &options.peers, "Also measure Python's DistributedDataParallel");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
 }

@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <iostream>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/main.h>
 
 #include "bench/ratios.h"
 #include "bench/step_models.h"
@@ -35,18 +35,11 @@ struct Measured {
   std::vector<double> save_us;  ///< Time of the save call.
 };
 
-}  // namespace
-
-int main(int argc, char** argv) try {
+void run(const std::string& model, int every, const std::filesystem::path& parent, ddpkit::train::Program& program) {
   torch::set_num_threads(1);
-  const std::string model = argc > 1 ? argv[1] : "mlp-7.6m";
-  int every = 100;
-  if (argc > 2 && (!ddpkit::parse_number(argv[2], every) || every < 1))
-    throw ddpkit::InvalidArgument("bench_checkpoint [MODEL [EVERY [FOLDER]]]");
-  const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
+  const auto group = program.init_process_group({.device = torch::Device(torch::kCPU)});
   const std::filesystem::path folder =
-      std::filesystem::path(argc > 3 ? argv[3] : std::filesystem::temp_directory_path().string()) /
-      fmt::format("ddpkit-bench-checkpoint-{}", group.all_gather_bytes(std::to_string(::getpid()))[0]);
+      parent / fmt::format("ddpkit-bench-checkpoint-{}", group.all_gather_bytes(std::to_string(::getpid()))[0]);
   if (group.rank() == 0) std::filesystem::create_directories(folder);
   group.barrier();
 
@@ -100,8 +93,17 @@ int main(int argc, char** argv) try {
     }
   }
   group.barrier();
-  return 0;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << '\n';
-  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ddpkit::train::Options options("bench_checkpoint", "The time that checkpoints add to training.");
+  std::string model = "mlp-7.6m", folder = std::filesystem::temp_directory_path();
+  int every = 100;
+  options.add("model", &model, "Model of ddpkit bench step").positional();
+  options.add("every", &every, "Steps from checkpoint to checkpoint").positional().at_least(1);
+  options.add("folder", &folder, "Folder of the checkpoints").positional();
+  return ddpkit::train::run_main(options, argc, argv,
+                                 [&](ddpkit::train::Program& program) { run(model, every, folder, program); });
 }

@@ -1,6 +1,5 @@
 // Runs the clstm_ppo trainer on one rank and on several ranks, alternating. `script/bench clstm_ppo` runs this. Each
 // rank runs and learns from the same number of episodes, so an update has N times as many episodes with N ranks.
-#include <CLI/CLI.hpp>
 #include <filesystem>
 #include <vector>
 
@@ -67,13 +66,11 @@ void measure(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The clstm_ppo trainer on one rank and on several.", "bench_clstm_ppo");
+  ddpkit::train::Options app("bench_clstm_ppo", "The clstm_ppo trainer on one rank and on several.");
   Options options;
   options.program = std::filesystem::path(argv[0]).parent_path() / "clstm_ppo";
-  app.option_defaults()->always_capture_default();
-  app.add_option("--ranks", options.ranks, "Ranks")->check(CLI::Range(2, 1024));
-  app.add_option("--rounds", options.rounds, "Runs of each")->check(CLI::Range(1, 1000));
-  app.add_option("--updates", options.updates, "Timed rounds of episodes and learning in a run")
-      ->check(CLI::Range(1, 1 << 20));
+  app.add("ranks", &options.ranks, "Ranks").between(2, 1024);
+  app.add("rounds", &options.rounds, "Runs of each").between(1, 1000);
+  app.add("updates", &options.updates, "Timed rounds of episodes and learning in a run").between(1, 1 << 20);
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
 }

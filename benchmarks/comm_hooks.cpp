@@ -7,13 +7,13 @@
 #include <torch/torch.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <iostream>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
+#include <ddpkit/train/main.h>
 
 namespace {
 
@@ -69,13 +69,9 @@ Result measure(const ddpkit::ProcessGroup& group, const ddpkit::CommHook& hook, 
           .loss = torch::cross_entropy_loss(model->forward(held_out), classes(held_out)).item<double>()};
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+void run(int steps, ddpkit::train::Program& program) {
   torch::set_num_threads(1);
-  const int steps = argc > 1 ? std::atoi(argv[1]) : 1000;
-  if (steps < 1) return std::cerr << "bench_comm_hooks [STEPS]\n", 2;
-  const auto group = ddpkit::init_process_group({.device = torch::Device(torch::kCPU)});
+  const auto group = program.init_process_group({.device = torch::Device(torch::kCPU)});
   const auto power_sgd = [&](std::int64_t rank) {
     // A tenth of the steps is uncompressed, as PowerSGDOptions recommends.
     return comm_hooks::PowerSGD(
@@ -101,4 +97,13 @@ int main(int argc, char** argv) {
                 << std::flush;
   }
   group.barrier();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ddpkit::train::Options options("bench_comm_hooks", "The bytes that each communication hook sends, and its loss.");
+  int steps = 1000;
+  options.add("steps", &steps, "Steps of each hook").positional().at_least(1);
+  return ddpkit::train::run_main(options, argc, argv, [&](ddpkit::train::Program& program) { run(steps, program); });
 }

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <string>
@@ -20,6 +19,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/train/main.h>
 
 namespace {
 
@@ -58,12 +58,8 @@ void measure_data_parallel(Times& times, const std::string& name, int replicas, 
   });
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const std::int64_t batch = argc > 1 ? std::atoll(argv[1]) : 256;
-  const int rounds = argc > 2 ? std::atoi(argv[2]) : 3;
-  auto group = ddpkit::init_process_group();
+void run(std::int64_t batch, int rounds, ddpkit::train::Program& program) {
+  const auto group = program.init_process_group();
   at::set_num_threads(1);
   const int ranks = group.world_size();
   torch::manual_seed(2);
@@ -89,7 +85,7 @@ int main(int argc, char** argv) {
             [&] { torch::cross_entropy_loss(ddp(my_x), my_y).backward(); });
     group.barrier();
   }
-  if (group.rank() != 0) return 0;
+  if (group.rank() != 0) return;
   fmt::print("{:<26} {:>10} {:>12} {:>8}\n", fmt::format("batch {} a device, {} devices", batch, ranks), "ms",
              "samples/s", "x 1");
   double alone = 0;
@@ -102,4 +98,17 @@ int main(int argc, char** argv) {
     if (is_alone) alone = rate;
     fmt::print("{:<30} {:>10.2f} {:>12.0f} {:>8.2f}\n", way, median * 1e3, rate, rate / alone);
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ddpkit::train::Options options("bench_data_parallel",
+                                 "DataParallel and DistributedDataParallel on the same data, and one device.");
+  std::int64_t batch = 256;
+  int rounds = 3;
+  options.add("batch", &batch, "Samples per device and step").positional().between(1, 1 << 20);
+  options.add("rounds", &rounds, "Rounds of all systems").positional().between(1, 1000);
+  return ddpkit::train::run_main(options, argc, argv,
+                                 [&](ddpkit::train::Program& program) { run(batch, rounds, program); });
 }

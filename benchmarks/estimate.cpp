@@ -5,8 +5,6 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
-
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -194,18 +192,17 @@ int run(const std::vector<std::string>& models, int rounds, const std::string& c
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Error of ddpkit estimate, compared with measurements on this host", "bench_estimate");
+  ddpkit::train::Options app("bench_estimate", "Error of ddpkit estimate, compared with measurements on this host");
   std::vector<std::string> models = {"mlp-106k", "mlp-1m", "mlp-7.6m", "cnn", "lstm", "transformer"};
   int rounds = 3;
   std::string csv, as_rank, timeline;
-  app.add_option("--model", models, "Models of ddpkit bench step")->delimiter(',')->allow_extra_args(false);
-  app.add_option("--rounds", rounds, "Alternating runs with one and two ranks; the medians count")
-      ->check(CLI::Range(1, 1000));
-  app.add_option("--csv", csv, "Write the rows to this file too");
-  app.add_option("--as-rank", as_rank)->group("");
-  app.add_option("--timeline", timeline)->group("");
-  CLI11_PARSE(app, argc, argv);
+  app.add("model", &models, "Models of ddpkit bench step");
+  app.add("rounds", &rounds, "Alternating runs with one and two ranks; the medians count").between(1, 1000);
+  app.add("csv", &csv, "Write the rows to this file too");
+  app.add("as_rank", &as_rank, "").hidden();
+  app.add("timeline", &timeline, "").hidden();
   try {
+    if (const std::string help = app.parse(argc, argv); !help.empty()) return std::cout << help, 0;
     return as_rank.empty() ? run(models, rounds, csv) : run_rank(as_rank, timeline);
   } catch (const std::exception& error) {
     std::cerr << "bench_estimate: " << error.what() << '\n';

@@ -2,7 +2,6 @@
 // Python. `script/bench har` runs this. Each run is a separate process. The runs alternate; the output shows medians.
 #include <torch/cuda.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -210,18 +209,17 @@ void measure(Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The har trainer under DataParallel and DistributedDataParallel.", "bench_har");
+  ddpkit::train::Options app("bench_har", "The har trainer under DataParallel and DistributedDataParallel.");
   Options options;
   options.har = std::filesystem::path(argv[0]).parent_path() / "har";
-  app.option_defaults()->always_capture_default();
-  app.add_option("--devices", options.devices, "Numbers of devices")->delimiter(',')->check(CLI::Range(1, 1024));
-  app.add_option("--batch-size", options.batch_size, "Windows per step on each device")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--epochs", options.epochs, "Epochs per run; the first is not counted")->check(CLI::Range(2, 1000));
-  app.add_option("--rounds", options.rounds, "Runs of each system")->check(CLI::Range(1, 1000));
-  app.add_option("--windows", options.windows, "Training windows of the generated set")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--data", options.data, "Folder in the UCI-HAR layout, instead of generated data");
-  app.add_flag("--peers", options.peers, "Also measure Python's DistributedDataParallel");
-  app.add_option("--csv", options.csv, "Write the rows to a file");
-  app.add_option("--plot", options.plot, "Draw the throughput into an SVG file");
+  app.add("devices", &options.devices, "Numbers of devices").between(1, 1024);
+  app.add("batch_size", &options.batch_size, "Windows per step on each device").between(1, 1 << 20);
+  app.add("epochs", &options.epochs, "Epochs per run; the first is not counted").between(2, 1000);
+  app.add("rounds", &options.rounds, "Runs of each system").between(1, 1000);
+  app.add("windows", &options.windows, "Training windows of the generated set").between(1, 1 << 20);
+  app.add("data", &options.data, "Folder in the UCI-HAR layout, instead of generated data");
+  app.add("peers", &options.peers, "Also measure Python's DistributedDataParallel");
+  app.add("csv", &options.csv, "Write the rows to a file");
+  app.add("plot", &options.plot, "Draw the throughput into an SVG file");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program&) { measure(options); });
 }

@@ -12,14 +12,16 @@
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
+#include <ddpkit/train/main.h>
 
 #include "bench/group_peers.h"
 #include "bench/timing.h"
 
-int main(int argc, char** argv) try {
-  if (argc != 2) throw ddpkit::InvalidArgument("bench_hosts BACKEND");
+namespace {
+
+void measure(const std::string& backend, ddpkit::train::Program& program) {
   torch::set_num_threads(1);
-  const auto group = ddpkit::init_process_group({.backend = argv[1], .device = torch::Device(torch::kCPU)});
+  const auto group = program.init_process_group({.backend = backend, .device = torch::Device(torch::kCPU)});
   ddpkit::bench::GroupPeers ranks(group);
   for (const std::int64_t kib : {4, 64, 1024, 4096, 32768}) {
     const torch::Tensor tensor = torch::ones({kib * 256});
@@ -28,8 +30,14 @@ int main(int argc, char** argv) try {
     if (group.rank() == 0) std::cout << fmt::format("{} {:.1f}\n", kib * 1024, us) << std::flush;
   }
   group.barrier();
-  return 0;
-} catch (const std::exception& error) {
-  std::cerr << "bench_hosts: " << error.what() << '\n';
-  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ddpkit::train::Options options("bench_hosts", "All-reduce on all ranks that a launcher starts, for several sizes.");
+  std::string backend;
+  options.add("backend", &backend, "gloo or hierarchical").positional().required();
+  return ddpkit::train::run_main(options, argc, argv,
+                                 [&](ddpkit::train::Program& program) { measure(backend, program); });
 }

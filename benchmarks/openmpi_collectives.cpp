@@ -3,7 +3,6 @@
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <limits>
@@ -131,17 +130,14 @@ int run(const Plan& plan) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The collectives of ddpkit bench collectives with Open MPI; run it under mpirun", "openmpi_collectives");
+  ddpkit::train::Options options("openmpi_collectives",
+                                 "The collectives of ddpkit bench collectives with Open MPI; run it under mpirun");
   Plan plan;
-  add_plan_options(app, plan);
+  declare(options, plan);
   try {
-    app.parse(argc, argv);
+    if (const std::string help = options.parse(argc, argv); !help.empty()) return std::cout << help, 0;
     for (const std::string& name : plan.collectives) find_collective(name);
     plan.sizes();
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);
-    std::cerr << "openmpi_collectives: " << error.what() << '\n';
-    return 2;
   } catch (const std::exception& error) {
     std::cerr << "openmpi_collectives: " << error.what() << '\n';
     return 2;

@@ -3,7 +3,6 @@
 #include <sys/resource.h>
 #include <torch/torch.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <filesystem>
 #include <map>
@@ -240,24 +239,22 @@ void measure(Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The video trainer's decoding and model, alone and together.", "bench_video");
+  ddpkit::train::Options app("bench_video", "The video trainer's decoding and model, alone and together.");
   Options options;
   options.video = std::filesystem::path(argv[0]).parent_path() / "video";
-  app.option_defaults()->always_capture_default();
-  const auto count = CLI::Range(1, 1 << 20);
-  app.add_option("--sizes", options.sizes, "Clip sizes; the first is compared")->delimiter(',')->check(count);
-  app.add_option("--batches", options.batches, "Batch sizes of the table")->delimiter(',')->check(count);
-  app.add_option("--batch-size", options.batch_size, "Clips per step on each rank")->check(count);
-  app.add_option("--video-size", options.video_size, "Frame size of the generated videos")->check(CLI::Range(16, 4096));
-  app.add_option("--videos", options.videos, "Generated videos")->check(count);
-  app.add_option("--trials", options.trials, "Generated trials")->check(count);
-  app.add_option("--rounds", options.rounds, "Runs of each")->check(CLI::Range(1, 1000));
-  app.add_option("--ranks", options.ranks, "Ranks, and threads of decoding")->check(CLI::Range(1, 1024));
-  app.add_option("--steps", options.steps, "Steps per run of the model")->check(count);
-  app.add_option("--data", options.data, "Folder in the layout of `video generate`, instead of generated data");
-  app.add_flag("--peers", options.peers, "Also measure Python's pipeline: PyAV, DataLoader workers, DDP");
-  app.add_option("--role", options.role)->group("");
-  app.add_option("--threads", options.threads)->group("");
+  app.add("sizes", &options.sizes, "Clip sizes; the first is compared").between(1, 1 << 20);
+  app.add("batches", &options.batches, "Batch sizes of the table").between(1, 1 << 20);
+  app.add("batch_size", &options.batch_size, "Clips per step on each rank").between(1, 1 << 20);
+  app.add("video_size", &options.video_size, "Frame size of the generated videos").between(16, 4096);
+  app.add("videos", &options.videos, "Generated videos").between(1, 1 << 20);
+  app.add("trials", &options.trials, "Generated trials").between(1, 1 << 20);
+  app.add("rounds", &options.rounds, "Runs of each").between(1, 1000);
+  app.add("ranks", &options.ranks, "Ranks, and threads of decoding").between(1, 1024);
+  app.add("steps", &options.steps, "Steps per run of the model").between(1, 1 << 20);
+  app.add("data", &options.data, "Folder in the layout of `video generate`, instead of generated data");
+  app.add("peers", &options.peers, "Also measure Python's pipeline: PyAV, DataLoader workers, DDP");
+  app.add("role", &options.role, "").hidden();
+  app.add("threads", &options.threads, "").hidden();
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (options.role == "decode") return measure_decoding(options);
     if (options.role == "model") return measure_model(options, program);

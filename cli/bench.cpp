@@ -1,20 +1,14 @@
-#include <CLI/CLI.hpp>
-
 #include "commands.h"
 
 namespace ddpkit::cli {
 
-void add_bench(CLI::App& app, std::function<int()>& run) {
-  CLI::App* command = app.add_subcommand("bench", "Measure what ddpkit does on this machine");
-  add_bench_collectives(*command, run);
-  add_bench_step(*command, run);
-  command->allow_extras();
-  command->callback([command] {
-    const std::string there_are = "; there are: collectives, step";
-    if (const auto unknown = command->remaining(); !unknown.empty())
-      throw CLI::ValidationError("there is no benchmark \"" + unknown[0] + "\"" + there_are);
-    if (command->get_subcommands().empty()) throw CLI::ValidationError("which benchmark?" + there_are.substr(1));
-  });
+void add_bench(train::Options& app, Commands& commands) {
+  train::Options& bench = app.command("bench", "Measure what ddpkit does on this machine");
+  bench.remove({"config"});
+  add_bench_collectives(bench, commands);
+  add_bench_step(bench, commands);
+  commands.emplace_back(&bench,
+                        []() -> int { throw train::UsageError("which benchmark? there are: collectives, step"); });
 }
 
 }  // namespace ddpkit::cli

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
@@ -48,7 +47,7 @@ void complete(CollectivesOptions& options) {
   for (const int ranks : options.ranks) {
     ranks_on(device, ranks);
     // One GPU shows the cost of a call. One CPU rank shares memory with no other rank.
-    if (on_cpu && ranks < 2) throw InvalidArgument("--ranks: at least 2 on the CPU");
+    if (on_cpu && ranks < 2) throw InvalidArgument("--nproc-per-node: at least 2 on the CPU");
   }
   if (options.backends.empty())
     options.backends =
@@ -196,50 +195,41 @@ class Bench {
 
 }  // namespace
 
-void add_bench_collectives(CLI::App& bench, std::function<int()>& run) {
-  auto options = std::make_shared<CollectivesOptions>();
-  CLI::App* command = bench.add_subcommand("collectives", "Time and bandwidth of each collective with each backend");
-  command->footer(
+void add_bench_collectives(train::Options& bench, Commands& commands) {
+  train::Options& command = bench.command("collectives", "Time and bandwidth of each collective with each backend");
+  command.epilog(
       "Starts one process per rank and pins each rank to one core if there are enough cores.\n"
       "Checks the result of each size before and after timing. #wrong counts wrong elements; if there are any, the\n"
       "exit code is 1. docs/benchmarks.md explains the columns.");
+  auto shared = std::make_shared<CollectivesOptions>();
+  CollectivesOptions& options = *shared;
+  command.add("nproc_per_node", &options.ranks, "Numbers of ranks (default: 2; with --device cuda, one on each GPU)")
+      .between(1, 4096)
+      .also("n")
+      .also("ranks");
   command
-      ->add_option("-n,--ranks", options->ranks, "Numbers of ranks (default: 2; with --device cuda, one on each GPU)")
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->check(CLI::Range(1, 4096))
-      ->type_name("N,...");
-  CLI::Option* backends =
-      command
-          ->add_option("--backend", options->backends,
-                       "shm, gloo, openmpi, limit (only the memory traffic); on GPUs nccl (default: all available)")
-          ->delimiter(',')
-          ->allow_extra_args(false)
-          ->check(CLI::IsMember({"shm", "gloo", "openmpi", "limit", "nccl"}))
-          ->type_name("NAME,...");
-  add_plan_options(*command, options->plan);
+      .add("backend", &options.backends,
+           "shm, gloo, openmpi, limit (only the memory traffic); on GPUs nccl (default: all available)")
+      .one_of({"shm", "gloo", "openmpi", "limit", "nccl"});
+  declare(command, options.plan);
   command
-      ->add_option("--rounds", options->rounds,
-                   "Measure N times, with the backends in turns, and keep the best result of each row (default: 1)")
-      ->check(CLI::Range(1, 1000))
-      ->type_name("N");
-  command->add_option("--csv", options->csv, "Also write the rows to this file, after the last measurement")
-      ->type_name("FILE");
-  command->add_option("--plot", options->plot, "Draw bus bandwidth over size to this file (SVG)")->type_name("FILE");
-  command->add_option("--as-rank", options->as_rank)->group("");
-  command->callback([options, command, backends, &run] {
-    options->backends_asked_for = backends->count() > 0;
-    options->batch_asked_for = command->count("--batch-us") > 0;
+      .add("rounds", &options.rounds,
+           "Measure N times, with the backends in turns, and keep the best result of each row")
+      .between(1, 1000);
+  command.add("csv", &options.csv, "Also write the rows to this file, after the last measurement");
+  command.add("plot", &options.plot, "Draw bus bandwidth over size to this file (SVG)");
+  command.add("as_rank", &options.as_rank, "").hidden();
+  commands.emplace_back(&command, [shared, &command] {
+    CollectivesOptions& options = *shared;
+    options.backends_asked_for = command.is_given("backend");
+    options.batch_asked_for = command.is_given("batch_us");
     try {
-      if (options->as_rank.empty()) complete(*options);
-      check(*options);
+      if (options.as_rank.empty()) complete(options);
+      check(options);
     } catch (const InvalidArgument& error) {
-      throw CLI::ValidationError(error.what());
+      throw train::UsageError(error.what());
     }
-    if (!options->as_rank.empty())
-      run = [options] { return run_rank(options->as_rank, options->plan); };
-    else
-      run = [options] { return Bench(*options).run(); };
+    return options.as_rank.empty() ? Bench(options).run() : run_rank(options.as_rank, options.plan);
   });
 }
 

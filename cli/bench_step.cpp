@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -90,69 +89,57 @@ int run_bench(const StepCommandOptions& options) {
 
 }  // namespace
 
-void add_bench_step(CLI::App& bench, std::function<int()>& run) {
-  auto options = std::make_shared<StepCommandOptions>();
-  StepPlan& plan = options->step.plan;
-  CLI::App* command = bench.add_subcommand("step", "Time of a training step: alone, and on several ranks");
-  command->footer(
+void add_bench_step(train::Options& bench, Commands& commands) {
+  train::Options& command = bench.command("step", "Time of a training step: alone, and on several ranks");
+  command.epilog(
       "A step is zero_grad, forward, backward with the gradient exchange, and the optimizer's update.\n"
       "Starts one process with one thread per rank and pins each rank to one core if there are enough cores.\n"
       "All systems take turns in one run. Finally compares the weights of the ranks bit for bit. #wrong counts wrong\n"
       "weights; if there are any, the exit code is 1. docs/benchmarks.md explains the columns.");
-  add_step_options(*command, plan);
-  CLI::Option* hidden = command->add_option("--hidden", options->hidden, "Width of a custom MLP (default: 128)")
-                            ->check(CLI::Range(1, 65536))
-                            ->type_name("N");
-  CLI::Option* layers = command->add_option("--layers", options->layers, "Hidden layers of the custom MLP (default: 3)")
-                            ->check(CLI::Range(1, 1024))
-                            ->type_name("N");
-  command->add_option("-n,--ranks", plan.ranks, "Number of ranks (default: 2; with --device cuda, one on each GPU)")
-      ->check(CLI::Range(1, 4096))
-      ->type_name("N");
-  CLI::Option* backends =
-      command->add_option("--backend", options->step.backends, "shm, gloo, nccl (default: shm and gloo; on GPUs nccl)")
-          ->delimiter(',')
-          ->allow_extra_args(false)
-          ->check(CLI::IsMember({"shm", "gloo", "nccl"}))
-          ->type_name("NAME,...");
-  command->add_option("--steps", plan.steps, "Timed steps per system (default: as many as fit into 1.5 s)")
-      ->check(CLI::Range(1, 100'000'000))
-      ->type_name("N");
+  auto shared = std::make_shared<StepCommandOptions>();
+  StepCommandOptions& options = *shared;
+  StepPlan& plan = options.step.plan;
+  declare(command, plan);
+  command.add("hidden", &options.hidden, "Width of a custom MLP").between(1, 65536);
+  command.add("layers", &options.layers, "Hidden layers of the custom MLP").between(1, 1024);
+  command.add("nproc_per_node", &plan.ranks, "Number of ranks (default: 2; with --device cuda, one on each GPU)")
+      .between(1, 4096)
+      .also("n")
+      .also("ranks");
+  command.add("backend", &options.step.backends, "shm, gloo, nccl (default: shm and gloo; on GPUs nccl)")
+      .one_of({"shm", "gloo", "nccl"});
+  command.add("steps", &plan.steps, "Timed steps per system (default: as many as fit into 1.5 s)").between(1, 1e8);
   command
-      ->add_option("--starts", options->step.starts,
-                   "Number of starts of all processes; the rounds are distributed over the starts (default: 1)")
-      ->check(CLI::Range(1, 100))
-      ->type_name("N");
-  command->add_flag(
-      "--peers", options->step.peers,
-      "Also measure PyTorch's DistributedDataParallel, with Gloo or NCCL, with the Python in DDPKIT_PEER_PYTHON");
-  command->add_option("--csv", options->csv, "Also write the rows to this file")->type_name("FILE");
-  command->add_option("--as-rank", options->as_rank)->group("");
-  command->add_option("--control", options->control)->group("");
-  command->callback([options, command, backends, hidden, layers, &run] {
-    StepPlan& plan = options->step.plan;
-    options->step.backends_asked_for = backends->count() > 0;
-    if (hidden->count() + layers->count() > 0) {
-      if (command->count("--model") == 0) plan.models.clear();
-      plan.models.push_back(fmt::format("mlp-{}x{}", options->hidden, options->layers));
+      .add("starts", &options.step.starts,
+           "Number of starts of all processes; the rounds are distributed over the starts")
+      .between(1, 100);
+  command.add("peers", &options.step.peers,
+              "Also measure PyTorch's DistributedDataParallel, with Gloo or NCCL, with the Python in "
+              "DDPKIT_PEER_PYTHON");
+  command.add("csv", &options.csv, "Also write the rows to this file");
+  command.add("as_rank", &options.as_rank, "").hidden();
+  command.add("control", &options.control, "").hidden();
+  commands.emplace_back(&command, [shared, &command] {
+    StepCommandOptions& options = *shared;
+    StepPlan& plan = options.step.plan;
+    options.step.backends_asked_for = command.is_given("backend");
+    if (command.is_given("hidden") || command.is_given("layers")) {
+      if (!command.is_given("model")) plan.models.clear();
+      plan.models.push_back(fmt::format("mlp-{}x{}", options.hidden, options.layers));
     }
     try {
-      if (options->as_rank.empty()) complete(options->step);
-      check(*options);
+      if (options.as_rank.empty()) complete(options.step);
+      check(options);
     } catch (const InvalidArgument& error) {
-      throw CLI::ValidationError(error.what());
+      throw train::UsageError(error.what());
     }
-    if (!options->as_rank.empty())
-      run = [options] { return run_step_rank(options->as_rank, options->step.plan, options->control); };
-    else
-      run = [options] {
-        try {
-          return run_bench(*options);
-        } catch (const WorkerFailed& error) {
-          std::cerr << "ddpkit bench: " << error.what() << '\n';
-          return error.exit_code();
-        }
-      };
+    if (!options.as_rank.empty()) return run_step_rank(options.as_rank, plan, options.control);
+    try {
+      return run_bench(options);
+    } catch (const WorkerFailed& error) {
+      std::cerr << "ddpkit bench: " << error.what() << '\n';
+      return error.exit_code();
+    }
   });
 }
 

@@ -1,37 +1,27 @@
-// Tier 0: the standard library only. CLI11 is declared, not included.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
-namespace CLI {
-class App;
-class AsNumberWithUnit;
-}  // namespace CLI
+#include <ddpkit/train/options.h>
 
 namespace ddpkit::cli {
 
-/// Adds `ddpkit run`. If the command is given, sets `run` to a function that executes it and returns the exit code.
-/// `program`: the program and its arguments, from split_program().
-void add_run(CLI::App& app, const std::vector<std::string>& program, std::function<int()>& run);
+/// The subcommands, and functions that execute them and return the exit code.
+using Commands = std::vector<std::pair<const train::Options*, std::function<int()>>>;
 
-/// Adds `ddpkit doctor`; as add_run().
-void add_doctor(CLI::App& app, std::function<int()>& run);
+void add_run(train::Options& app, Commands& commands);
+void add_doctor(train::Options& app, Commands& commands);
+void add_estimate(train::Options& app, Commands& commands);
+/// Adds `bench` and its subcommands.
+void add_bench(train::Options& app, Commands& commands);
+void add_bench_collectives(train::Options& bench, Commands& commands);
+void add_bench_step(train::Options& bench, Commands& commands);
 
-/// Adds `ddpkit estimate`; as add_run().
-void add_estimate(CLI::App& app, std::function<int()>& run);
-
-/// Adds `ddpkit bench` with its subcommands, as add_run().
-void add_bench(CLI::App& app, std::function<int()>& run);
-void add_bench_collectives(CLI::App& bench, std::function<int()>& run);
-void add_bench_step(CLI::App& bench, std::function<int()>& run);
-
-/// Parses a number of parameters: "7.16M", "1.2G".
-CLI::AsNumberWithUnit parameter_count();
-
-/// Splits the arguments of a command that starts another program. Removes and returns the program and all arguments
-/// after it, even those that look like options of ddpkit. "--" may separate the two parts.
-std::vector<std::string> split_program(const CLI::App& command, std::vector<std::string>& arguments);
+/// Declares --params, a number of parameters: "7.16M", "1.2G".
+train::Options::Option add_parameter_count(train::Options& options, double& parameters, const std::string& help);
 
 }  // namespace ddpkit::cli

@@ -2,7 +2,6 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -14,7 +13,6 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
-#include <ddpkit/train/options.h>
 
 #include "commands.h"
 #include "doctor/gpus.h"
@@ -86,47 +84,37 @@ int run_doctor(DoctorOptions options) {
 
 }  // namespace
 
-void add_doctor(CLI::App& app, std::function<int()>& run) {
-  auto options = std::make_shared<DoctorOptions>();
-  CLI::App* command = app.add_subcommand("doctor", "Check this host for training: problems, speed and advice");
-  command->footer(
+void add_doctor(train::Options& app, Commands& commands) {
+  train::Options& command = app.command("doctor", "Check this host for training: problems, speed and advice");
+  command.epilog(
       "Checks the software, GPUs and their links, cores, memory, the container's limits and the rendezvous port, and\n"
       "runs an all-reduce. The exit code is 0 if training can start here, else 1.");
-  CLI::Option* parameters =
-      command->add_option("--params", options->model.parameters, "Check whether a model of this size fits: 7.16M, 1.2G")
-          ->transform(parameter_count())
-          ->check(train::number_from_zero())
-          ->type_name("N");
-  command->add_option("--optimizer", options->model.optimizer, "sgd, momentum, adam, adamw (default: adam)")
-      ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}))
-      ->needs(parameters)
-      ->type_name("NAME");
-  command->add_flag("--amp", options->model.amp, "In mixed precision")->needs(parameters);
+  auto shared = std::make_shared<DoctorOptions>();
+  DoctorOptions& options = *shared;
+  ModelPlan& model = options.model;
+  add_parameter_count(command, model.parameters, "Check whether a model of this size fits: 7.16M, 1.2G");
+  command.add("optimizer", &model.optimizer, "sgd, momentum, adam or adamw")
+      .one_of({"sgd", "momentum", "adam", "adamw"})
+      .needs("params");
+  command.add("amp", &model.amp, "In mixed precision").needs("params");
+  command.add("sharded", &model.sharded, "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
+      .needs("params");
+  command.add("batch_size", &model.batch, "Samples per device").between(1, 1 << 20).also("batch").needs("params");
+  command.add("activation_mb", &model.activation_mb_per_sample, "MiB of activations per sample")
+      .at_least(0)
+      .needs("params");
   command
-      ->add_flag("--sharded", options->model.sharded,
-                 "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
-      ->needs(parameters);
-  command->add_option("--batch", options->model.batch, "Samples per device (default: 32)")
-      ->check(CLI::Range(1, 1 << 20))
-      ->needs(parameters)
-      ->type_name("N");
-  command->add_option("--activation-mb", options->model.activation_mb_per_sample, "MiB of activations per sample")
-      ->check(train::number_from_zero())
-      ->needs(parameters)
-      ->type_name("MIB");
-  command
-      ->add_option("-n,--ranks", options->ranks,
-                   "Ranks on this host: number of processes that run the all-reduce (default: one per GPU, or 2)")
-      ->check(CLI::Range(1, 4096))
-      ->type_name("N");
-  command->add_option("--master-addr", options->master_addr, "Rendezvous address (default: MASTER_ADDR, or 127.0.0.1)")
-      ->type_name("HOST");
-  command->add_option("--master-port", options->master_port, "Rendezvous port (default: MASTER_PORT, or 29500)")
-      ->check(CLI::Range(1, 65535))
-      ->type_name("PORT");
-  command->add_flag("--json", options->json, "One JSON object instead of the report");
-  command->add_option("--as-rank", options->as_rank)->group("");
-  command->callback([options, &run] { run = [options] { return run_doctor(*options); }; });
+      .add("nproc_per_node", &options.ranks,
+           "Ranks on this host: number of processes that run the all-reduce (default: one per GPU, or 2)")
+      .between(1, 4096)
+      .also("n")
+      .also("ranks");
+  command.add("master_addr", &options.master_addr, "Rendezvous address (default: MASTER_ADDR, or 127.0.0.1)");
+  command.add("master_port", &options.master_port, "Rendezvous port (default: MASTER_PORT, or 29500)")
+      .between(1, 65535);
+  command.add("json", &options.json, "One JSON object instead of the report");
+  command.add("as_rank", &options.as_rank, "").hidden();
+  commands.emplace_back(&command, [shared] { return run_doctor(*shared); });
 }
 
 }  // namespace ddpkit::cli

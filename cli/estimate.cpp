@@ -1,7 +1,7 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
+#include <cmath>
 #include <iostream>
-#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -10,9 +10,9 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/scaling/estimate.h>
 #include <ddpkit/scaling/nccl.h>
-#include <ddpkit/train/options.h>
 
 #include "commands.h"
 #include "estimate/links.h"
@@ -49,7 +49,7 @@ scaling::StepProfile make_profile(const EstimateOptions& options) {
                                .first_bucket_bytes = options.first_bucket_cap_mb * (1 << 20)});
 }
 
-int run_estimate(EstimateOptions options) try {
+int run_estimate(EstimateOptions& options) try {
   if (options.check) {
     std::cout << published_table(published_points());
     return 0;
@@ -78,90 +78,75 @@ int run_estimate(EstimateOptions options) try {
 
 }  // namespace
 
-CLI::AsNumberWithUnit parameter_count() {
-  return CLI::AsNumberWithUnit(std::map<std::string, double>{{"k", 1e3}, {"m", 1e6}, {"g", 1e9}, {"b", 1e9}});
+train::Options::Option add_parameter_count(train::Options& options, double& parameters, const std::string& help) {
+  const auto parse = [&parameters](const std::string& text) {
+    constexpr std::string_view kUnits = "kmgb";
+    constexpr double kFactors[] = {1e3, 1e6, 1e9, 1e9};
+    std::string_view number = text;
+    double factor = 1;
+    if (!number.empty()) {
+      const auto unit = kUnits.find(static_cast<char>(std::tolower(static_cast<unsigned char>(number.back()))));
+      if (unit != std::string_view::npos) factor = kFactors[unit], number.remove_suffix(1);
+    }
+    double value = 0;
+    if (!parse_number(number, value) || !std::isfinite(value) || value < 0) return "a number such as 7.16M or 1.2G";
+    parameters = value * factor;
+    return "";
+  };
+  const auto show = [&parameters] { return parameters > 0 ? fmt::format("{}", parameters) : std::string(); };
+  return options.add("params", parse, show, help);
 }
 
-void add_estimate(CLI::App& app, std::function<int()>& run) {
-  auto options = std::make_shared<EstimateOptions>();
-  options->training.price_per_hour = -1;
-  CLI::App* command = app.add_subcommand("estimate", "Predicted step time, speed-up and cost on several devices");
-  command->footer(
+void add_estimate(train::Options& app, Commands& commands) {
+  train::Options& command = app.command("estimate", "Predicted step time, speed-up and cost on several devices");
+  command.epilog(
       "The input is the step on one device: --profile, a timeline of a training run (DDPKIT_TIMELINE=FILE),\n"
       "or --compute-ms and --params. The batch per device is constant, so the global batch grows with the devices.\n"
       "With --fixed-global-batch, the global batch is constant.\n"
       "docs/scaling.md explains the model, its constants and its errors.");
-  CLI::Option* profile = command->add_option("--profile", options->profile, "Timeline of a run")->type_name("FILE");
-  CLI::Option* compute =
-      command->add_option("--compute-ms", options->compute_ms, "Forward and backward of one device, in milliseconds")
-          ->check(train::positive_number())
-          ->type_name("MS");
-  CLI::Option* parameters = command->add_option("--params", options->parameters, "Parameters of the model: 7.16M, 1.2G")
-                                ->transform(parameter_count())
-                                ->check(train::number_from_zero())
-                                ->type_name("N");
-  command->add_option("--other-ms", options->other_ms, "Update, data and the rest, in milliseconds (default: 0)")
-      ->check(train::number_from_zero())
-      ->type_name("MS");
-  command->add_option("--element-bytes", options->element_bytes, "Bytes per gradient element (default: 4)")
-      ->check(train::whole_number(1, 16))
-      ->type_name("N");
-  command->add_option("--bucket-cap-mb", options->bucket_cap_mb, "Bucket cap of DistributedDataParallel (default: 25)")
-      ->check(train::positive_number())
-      ->type_name("MIB");
-  command->add_option("--first-bucket-cap-mb", options->first_bucket_cap_mb, "Cap of the first bucket (default: 1)")
-      ->check(train::positive_number())
-      ->type_name("MIB");
+  auto shared = std::make_shared<EstimateOptions>();
+  EstimateOptions& options = *shared;
+  Links& links = options.links;
+  scaling::TrainingEstimateOptions& training = options.training;
+  training.price_per_hour = -1;
+  command.add("profile", &options.profile, "File of a run's timeline");
+  command.add("compute_ms", &options.compute_ms, "Forward and backward of one device, in milliseconds").above(0);
+  add_parameter_count(command, options.parameters, "Parameters of the model: 7.16M, 1.2G");
+  command.add("other_ms", &options.other_ms, "Update, data and the rest, in milliseconds").at_least(0);
+  command.add("element_bytes", &options.element_bytes, "Bytes per gradient element").between(1, 16);
+  command.add("bucket_cap_mb", &options.bucket_cap_mb, "Bucket cap of DistributedDataParallel").above(0);
+  command.add("first_bucket_cap_mb", &options.first_bucket_cap_mb, "Cap of the first bucket").above(0);
   std::vector<std::string> names = {"shm"};
   for (const auto& cluster : scaling::gpu_clusters()) names.push_back(cluster.name);
+  command.add("cluster", &links.cluster, fmt::format("Devices and their links: {}", fmt::join(names, ", ")))
+      .one_of(names);
   command
-      ->add_option("--cluster", options->links.cluster,
-                   fmt::format("Devices and their links: {} (default: h100)", fmt::join(names, ", ")))
-      ->check(CLI::IsMember(names))
-      ->type_name("NAME");
+      .add("bandwidth_GBps", &links.bandwidth_GBps,
+           "Bandwidth of custom links per direction, in 10^9 bytes per second; replaces --cluster")
+      .above(0);
+  command.add("alpha_us", &links.alpha_us, "Time of an empty message on custom links").at_least(0);
+  command.add("collectives", &links.collectives, "All-reduces measured by `ddpkit bench collectives --csv FILE`");
+  command.add("devices", &training.devices, "Numbers of devices").between(1, 65536);
+  command.add("fixed_global_batch", &training.step.fixed_global_batch,
+              "Split the batch of one device over all devices (strong scaling)");
+  command.add("sharded_update", &training.step.sharded_update,
+              "Each device updates its part of the weights: divides --other-ms by the number of devices");
+  command.add("hours", &options.hours, "Duration of the training on one device; adds times and cost").above(0);
   command
-      ->add_option("--bandwidth-GBps", options->links.bandwidth_GBps,
-                   "Bandwidth of custom links per direction, in 10^9 bytes per second; replaces --cluster")
-      ->check(train::positive_number())
-      ->type_name("N");
-  command->add_option("--alpha-us", options->links.alpha_us, "Time of an empty message on custom links (default: 5)")
-      ->check(train::number_from_zero())
-      ->type_name("US");
-  command
-      ->add_option("--collectives", options->links.collectives,
-                   "All-reduces measured by `ddpkit bench collectives --csv FILE`")
-      ->type_name("FILE");
-  CLI::Option* devices =
-      command->add_option("--devices", options->training.devices, "Numbers of devices (default: 1,2,4,8)")
-          ->delimiter(',')
-          ->allow_extra_args(false)
-          ->check(CLI::Range(1, 65536))
-          ->type_name("N,...");
-  command->add_flag("--fixed-global-batch", options->training.step.fixed_global_batch,
-                    "Split the batch of one device over all devices (strong scaling)");
-  command->add_flag("--sharded-update", options->training.step.sharded_update,
-                    "Each device updates its part of the weights: divides --other-ms by the number of devices");
-  command->add_option("--hours", options->hours, "Duration of the training on one device; adds times and cost")
-      ->check(train::positive_number())
-      ->type_name("H");
-  command
-      ->add_option("--price-per-hour", options->training.price_per_hour,
-                   "Price of one device (default for clusters: a typical cloud price)")
-      ->check(train::number_from_zero())
-      ->type_name("PRICE");
-  command->add_option("--plot", options->plot, "Plot the speed-up for up to 4,096 devices to this file")
-      ->type_name("FILE.svg");
-  command->add_flag("--json", options->json, "One JSON object instead of the table");
-  command->add_flag("--check", options->check, "Compare the model with published measurements, and show its errors");
-  command->callback([=, &run] {
-    const bool has_step = compute->count() > 0 && parameters->count() > 0;
-    if (!options->check && (profile->count() > 0) == has_step)
-      throw CLI::ValidationError("a step is needed: --profile FILE, or --compute-ms and --params");
-    if (devices->count() == 0 && !options->links.collectives.empty()) options->training.devices.clear();
-    run = [options] {
-      if (options->training.devices.empty()) options->training.devices = {1, make_links(options->links).most_devices};
-      return run_estimate(*options);
-    };
+      .add("price_per_hour", &training.price_per_hour,
+           "Price of one device (default for clusters: a typical cloud price)")
+      .at_least(0);
+  command.add("plot", &options.plot, "Plot the speed-up for up to 4,096 devices to this SVG file");
+  command.add("json", &options.json, "One JSON object instead of the table");
+  command.add("check", &options.check, "Compare the model with published measurements, and show its errors");
+  commands.emplace_back(&command, [shared, &command] {
+    EstimateOptions& options = *shared;
+    const bool has_step = command.is_given("compute_ms") && command.is_given("params");
+    if (!options.check && command.is_given("profile") == has_step)
+      throw train::UsageError("a step is needed: --profile FILE, or --compute-ms and --params");
+    if (!command.is_given("devices") && !options.links.collectives.empty())
+      options.training.devices = {1, make_links(options.links).most_devices};
+    return run_estimate(options);
   });
 }
 

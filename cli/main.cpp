@@ -1,10 +1,9 @@
-#include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <iostream>
 
 #include <ddpkit/process_start.h>
+#include <ddpkit/train/options.h>
 
 #include "commands.h"
 
@@ -17,39 +16,35 @@ int checked_exit_code(int code) {
   return code == 0 ? 1 : code;
 }
 
+int run(int argc, char** argv) {
+  ddpkit::train::Options app("ddpkit", "Data-parallel training on LibTorch, without Python");
+  app.remove({"config"});
+  bool wants_version = false;
+  app.add("version", &wants_version, "Print the version");
+  ddpkit::cli::Commands commands;
+  ddpkit::cli::add_run(app, commands);
+  ddpkit::cli::add_doctor(app, commands);
+  ddpkit::cli::add_estimate(app, commands);
+  ddpkit::cli::add_bench(app, commands);
+  std::string text = app.parse(argc, argv);
+  if (wants_version) text = "ddpkit " DDPKIT_VERSION "\n";
+  std::cout << text;
+  if (!text.empty()) return 0;
+  for (const auto& [command, body] : commands) {
+    if (command->is_chosen()) return body();
+  }
+  throw ddpkit::train::UsageError("a command is missing: run, doctor, estimate or bench");
+}
+
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   ddpkit::prepare_process();
-  CLI::App app("ddpkit: data-parallel training on LibTorch, without Python", "ddpkit");
-  app.set_version_flag("--version", "ddpkit " DDPKIT_VERSION);
-  app.require_subcommand(1);
-  std::function<int()> run;
-  std::vector<std::string> arguments(argv + 1, argv + argc);
-  std::vector<std::string> program;
-  ddpkit::cli::add_run(app, program, run);
-  ddpkit::cli::add_doctor(app, run);
-  ddpkit::cli::add_estimate(app, run);
-  ddpkit::cli::add_bench(app, run);
-  try {
-    const auto is_asked_for = [&](const CLI::App* command) { return command->get_name() == arguments[0]; };
-    if (!arguments.empty() && !arguments[0].starts_with('-') && app.get_subcommands(is_asked_for).empty())
-      throw CLI::ValidationError("there is no command \"" + arguments[0] + "\"");
-    if (!arguments.empty() && arguments[0] == "run") {
-      std::vector<std::string> own(arguments.begin() + 1, arguments.end());
-      program = ddpkit::cli::split_program(*app.get_subcommand("run"), own);
-      arguments.resize(1);
-      arguments.insert(arguments.end(), own.begin(), own.end());
-    }
-    std::reverse(arguments.begin(), arguments.end());  // CLI11 expects reversed arguments.
-    app.parse(arguments);
-    return checked_exit_code(run());
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return checked_exit_code(app.exit(error));
-    std::cerr << "ddpkit: " << error.what() << " (see ddpkit --help)\n";
-    return 2;
-  } catch (const std::exception& error) {
-    std::cerr << "ddpkit: " << error.what() << '\n';
-    return 1;
-  }
+  return checked_exit_code(run(argc, argv));
+} catch (const ddpkit::train::UsageError& error) {
+  std::cerr << "ddpkit: " << error.what() << " (see ddpkit --help)\n";
+  return 2;
+} catch (const std::exception& error) {
+  std::cerr << "ddpkit: " << error.what() << '\n';
+  return 1;
 }

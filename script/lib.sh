@@ -14,7 +14,7 @@ full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "ten
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
-          catch2 libcli11-dev libyaml-cpp-dev nlohmann-json3-dev
+          catch2 libyaml-cpp-dev nlohmann-json3-dev
           pkg-config libsndfile1-dev libsamplerate0-dev
           libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
 # Headers for the gloo backend. Distributions without them build without that backend.

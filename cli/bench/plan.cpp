@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
 #include <charconv>
@@ -16,36 +15,21 @@ std::vector<std::uint64_t> Plan::sizes() const {
   return size_steps(parse_bytes(min_bytes), parse_bytes(max_bytes), step_factor);
 }
 
-void add_plan_options(CLI::App& command, Plan& plan) {
-  const auto list = [&](const std::string& name, std::vector<std::string>& to, const std::string& help) {
-    return command.add_option(name, to, help)->delimiter(',')->allow_extra_args(false)->type_name("NAME,...");
-  };
-  list("--collective", plan.collectives, "Collectives to measure (default: all)");
-  list("--memory", plan.memory, "symmetric (from ProcessGroup::allocate), private (default: both)")
-      ->check(CLI::IsMember({"symmetric", "private"}));
-  command.add_option("-b,--min-bytes", plan.min_bytes, "Smallest size (default: 4K)")->type_name("BYTES");
-  command.add_option("-e,--max-bytes", plan.max_bytes, "Largest size, always measured (default: 96M)")
-      ->type_name("BYTES");
-  command.add_option("-f,--step-factor", plan.step_factor, "Factor between sizes (default: 4)")
-      ->check(CLI::Range(2, 1 << 20))
-      ->type_name("N");
-  command.add_option("--device", plan.device, "cpu or cuda, one GPU per rank (default: cpu)")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->type_name("NAME");
-  command.add_flag("--no-pin", plan.no_pin,
-                   "Do not pin ranks to cores (default: one core per rank if there are enough)");
-  command.add_option("--iters", plan.timing.iterations, "Timed calls per size (default: as many as fit into 0.2 s)")
-      ->check(CLI::Range(1, 100'000'000))
-      ->type_name("N");
-  command
-      .add_option("--batch-us", plan.timing.batch_us,
-                  "Duration of a timed batch of calls in us (default: 100, or 20000 if ranks share cores)")
-      ->check(CLI::Range(1, 10'000'000))
-      ->type_name("N");
-  command
-      .add_option("--warmup", plan.timing.warmup, "Calls for warm-up per size (default: as many as fit into 0.05 s)")
-      ->check(CLI::Range(1, 100'000'000))
-      ->type_name("N");
+void declare(train::Options& options, Plan& plan) {
+  options.add("collective", &plan.collectives, "Collectives to measure; by default all");
+  options.add("memory", &plan.memory, "symmetric (from ProcessGroup::allocate), private")
+      .one_of({"symmetric", "private"});
+  options.add("min_bytes", &plan.min_bytes, "Smallest size").also("b");
+  options.add("max_bytes", &plan.max_bytes, "Largest size, always measured").also("e");
+  options.add("step_factor", &plan.step_factor, "Factor between sizes").between(2, 1 << 20).also("f");
+  options.add("device", &plan.device, "cpu or cuda, one GPU per rank").one_of({"cpu", "cuda"});
+  options.add("no_pin", &plan.no_pin, "Do not pin ranks to cores (default: one core per rank if there are enough)");
+  options.add("iters", &plan.timing.iterations, "Timed calls per size (default: as many as fit into 0.2 s)")
+      .between(1, 1e8);
+  options.add("batch_us", &plan.timing.batch_us, "Duration of a timed batch of calls in us; 20000 if ranks share cores")
+      .between(1, 1e7);
+  options.add("warmup", &plan.timing.warmup, "Calls for warm-up per size (default: as many as fit into 0.05 s)")
+      .between(1, 1e8);
 }
 
 std::vector<std::string> to_arguments(const Plan& plan) {

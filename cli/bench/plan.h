@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. CLI11 is declared, not included.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,9 @@
 #include <string_view>
 #include <vector>
 
-#include "timing.h"
+#include <ddpkit/train/options.h>
 
-namespace CLI {
-class App;
-}
+#include "timing.h"
 
 namespace ddpkit::bench {
 
@@ -29,9 +27,10 @@ struct Plan {
   std::vector<std::uint64_t> sizes() const;
 };
 
-void add_plan_options(CLI::App& command, Plan& plan);
+/// Declares the options of the plan.
+void declare(train::Options& options, Plan& plan);
 
-/// Returns the plan as arguments for add_plan_options().
+/// Returns the plan as arguments for declare().
 std::vector<std::string> to_arguments(const Plan& plan);
 
 /// Parses "4096", "4K", "4KiB", "96M", "1G": powers of 1024. Throws InvalidArgument.

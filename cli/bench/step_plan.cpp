@@ -1,6 +1,5 @@
 #include "step_plan.h"
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -56,32 +55,21 @@ BucketCaps bucket_caps(std::string_view text) {
   return {cap, std::min(cap, kFirstBucketMb)};
 }
 
-void add_step_options(CLI::App& command, StepPlan& plan) {
-  const auto list = [&](const std::string& name, std::vector<std::string>& to, const std::string& help) {
-    return command.add_option(name, to, help)->delimiter(',')->allow_extra_args(false)->type_name("NAME,...");
-  };
-  list("--model", plan.models,
-       "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer (default: the five "
-       "MLPs)");
-  command.add_option("--batch", plan.batch, "Samples per rank (default: 32)")
-      ->check(CLI::Range(1, 1 << 20))
-      ->type_name("N");
-  command.add_option("--optimizer", plan.optimizer, "sgd or adamw (default: sgd)")
-      ->check(CLI::IsMember({"sgd", "adamw"}))
-      ->type_name("NAME");
-  list("--update", plan.updates,
-       "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
-       "in-backward (sharded, each bucket after its reduction), graphed (fused, the step as one CUDA graph) "
-       "(default: torch; with adamw all updates of the CPU; with cuda torch, fused, graphed)")
-      ->check(CLI::IsMember({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate}));
-  list("--bucket-cap-mb", plan.bucket_caps_mb,
-       "Bucket caps in MiB to compare; \"default\"; or \"one\" for a single bucket (default: default)")
-      ->type_name("MIB,...");
-  command.add_option("--device", plan.device, "cpu or cuda, one GPU per rank (default: cpu)")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->type_name("NAME");
-  command.add_flag("--no-pin", plan.no_pin,
-                   "Do not pin ranks to cores (default: one core per rank if there are enough)");
+void declare(train::Options& options, StepPlan& plan) {
+  options.add("model", &plan.models,
+              "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer");
+  options.add("batch_size", &plan.batch, "Samples per rank").between(1, 1 << 20).also("batch");
+  options.add("optimizer", &plan.optimizer, "sgd or adamw").one_of({"sgd", "adamw"});
+  options
+      .add("update", &plan.updates,
+           "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
+           "in-backward (sharded, each bucket after its reduction), graphed (fused, the step as one CUDA graph) "
+           "(default: torch; with adamw all updates of the CPU; with cuda torch, fused, graphed)")
+      .one_of({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate});
+  options.add("bucket_cap_mb", &plan.bucket_caps_mb,
+              "Bucket caps in MiB to compare; \"default\"; or \"one\" for a single bucket");
+  options.add("device", &plan.device, "cpu or cuda, one GPU per rank").one_of({"cpu", "cuda"});
+  options.add("no_pin", &plan.no_pin, "Do not pin ranks to cores (default: one core per rank if there are enough)");
 }
 
 std::vector<std::string> updates_of(const StepPlan& plan) {

@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. CLI11 is declared, not included.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace CLI {
-class App;
-}
+#include <ddpkit/train/options.h>
 
 namespace ddpkit::bench {
 
@@ -68,10 +66,10 @@ struct BucketCaps {
 /// Parses "default", "one" (a single bucket), or a number of MiB. Throws InvalidArgument.
 BucketCaps bucket_caps(std::string_view text);
 
-/// Adds the options that the command and its processes share.
-void add_step_options(CLI::App& command, StepPlan& plan);
+/// Declares the options that the command and its processes share.
+void declare(train::Options& options, StepPlan& plan);
 
-/// Returns the arguments for one process of one system, in the format of add_step_options().
+/// Returns the arguments for one process of one system, in the format of declare().
 std::vector<std::string> to_arguments(const StepPlan& plan, const std::string& model);
 
 }  // namespace ddpkit::bench

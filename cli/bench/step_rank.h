@@ -1,4 +1,4 @@
-// Tier 1: ATen/core/Tensor.h, and CLI11.
+// Tier 1: ATen/core/Tensor.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Tier 0 and CLI11.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <optional>

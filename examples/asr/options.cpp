@@ -1,134 +1,82 @@
 #include "asr/options.h"
 
-#include <fmt/format.h>
-
-#include <ddpkit/train/main.h>
-
 namespace asr {
 namespace {
 
-using ddpkit::optim::LearningRateScaling;
-using ddpkit::train::Config;
-using Range = Config::Range;
-
-const Range kAny = {.least = 0};
-const Range kCount = {.least = 1, .most = 1e9};
-const Range kShare = {.least = 0, .most = 1};
-
-void read_data(Config& config, DataOptions& data) {
-  config.read("data.train", data.train);
-  config.read("data.dev", data.dev);
-  config.read("data.test", data.test);
-  config.read("data.include", data.include);
-  config.read("data.workers", data.workers, {.least = 0, .most = 256});
-  config.read("data.cache_mb", data.cache_mb, {.least = 0, .most = 1e7});
-  std::string policy = "stop";
-  config.read("data.on_error", policy, {"stop", "skip"});
-  data.on_error = policy == "skip" ? FaultPolicy::kSkip : FaultPolicy::kStop;
+void declare_model(ddpkit::train::Options& options, Options& asr) {
+  FeatureOptions& features = asr.features;
+  ModelOptions& model = asr.model;
+  options.section("features");
+  options.add("sample_rate", &features.sample_rate, "Sample rate in Hz").between(1000, 1e6);
+  options.add("window_ms", &features.window_ms, "Length of a frame").between(1, 1000);
+  options.add("hop_ms", &features.hop_ms, "Time from frame to frame").between(1, 1000);
+  options.add("mels", &features.mels, "Bands per frame").between(1, 1000);
+  options.section("model");
+  options.add("width", &model.width, "Width of each layer").between(1, 65536);
+  options.add("kernel", &model.kernel, "Kernel size of a convolution, in frames").between(1, 1000);
+  options.add("strides", &model.strides, "One convolution per stride").between(1, 100);
+  options.add("batch_norm", &model.batch_norm, "Batch norm after each convolution");
+  options.add("layers", &model.layers, "LMU layers").between(1, 1000);
+  options.add("memory_channels", &model.memory_channels, "Channels of an LMU's memory").between(1, 65536);
+  options.add("order", &model.order, "Order of the Legendre polynomials").between(1, 512);
+  options.add("theta", &model.theta, "Length of the memory, in steps after the convolutions").between(1, 1e6);
+  options.add("dropout", &model.dropout, "Dropout probability").between(0, 0.95);
 }
 
-void read_features(Config& config, FeatureOptions& features) {
-  config.read("features.sample_rate", features.sample_rate, {.least = 1000, .most = 1e6});
-  config.read("features.window_ms", features.window_ms, {.least = 1, .most = 1000});
-  config.read("features.hop_ms", features.hop_ms, {.least = 1, .most = 1000});
-  config.read("features.mels", features.mels, {.least = 1, .most = 1000});
-}
-
-void read_model(Config& config, ModelOptions& model) {
-  config.read("model.width", model.width, {.least = 1, .most = 65536});
-  config.read("model.kernel", model.kernel, {.least = 1, .most = 1000});
-  config.read("model.strides", model.strides, {.least = 1, .most = 100});
-  config.read("model.batch_norm", model.batch_norm);
-  config.read("model.layers", model.layers, {.least = 1, .most = 1000});
-  config.read("model.memory_channels", model.memory_channels, {.least = 1, .most = 65536});
-  config.read("model.order", model.order, {.least = 1, .most = 512});
-  config.read("model.theta", model.theta, {.least = 1, .most = 1e6});
-  config.read("model.dropout", model.dropout, {.least = 0, .most = 0.95});
-}
-
-void read_training(Config& config, TrainingOptions& training) {
-  config.read("training.epochs", training.epochs, kCount);
-  config.read("training.batch_size", training.batch_size, kCount);
-  config.read("training.lr", training.lr, {.least = 1e-12, .most = 1e30});
-  std::string scaling = "linear";
-  config.read("training.lr_scaling", scaling, {"linear", "sqrt", "none"});
-  training.lr_scaling = scaling == "linear" ? LearningRateScaling::kLinear
-                        : scaling == "sqrt" ? LearningRateScaling::kSquareRoot
-                                            : LearningRateScaling::kNone;
-  config.read("training.warmup_epochs", training.warmup_epochs, {.least = 0, .most = 1e9});
-  config.read("training.schedule", training.schedule, {"cosine", "constant"});
-  config.read("training.weight_decay", training.weight_decay, kShare);
-  config.read("training.clip_norm", training.clip_norm, kAny);
-  config.read("training.amp", training.amp);
-  config.read("training.seed", training.seed);
-  config.read("training.max_steps", training.max_steps, kCount);
-  config.read("training.checkpoint_steps", training.checkpoint_steps, {.least = 0, .most = 1e9});
-  config.read("training.spec_augment.enabled", training.spec_augment);
-  config.read("training.spec_augment.time_masks", training.spec.time_masks, {.least = 0, .most = 1000});
-  config.read("training.spec_augment.time_width", training.spec.time_width, {.least = 0, .most = 1e6});
-  config.read("training.spec_augment.time_share", training.spec.time_share, kShare);
-  config.read("training.spec_augment.frequency_masks", training.spec.frequency_masks, {.least = 0, .most = 1000});
-  config.read("training.spec_augment.frequency_width", training.spec.frequency_width, {.least = 0, .most = 1000});
+void declare_spec_augment(ddpkit::train::Options& options, Options& asr) {
+  SpecAugmentOptions& spec = asr.spec;
+  options.section("training");
+  options.add("spec_augment.enabled", &asr.spec_augment, "SpecAugment");
+  options.add("spec_augment.time_masks", &spec.time_masks, "Masks over time").between(0, 1000);
+  options.add("spec_augment.time_width", &spec.time_width, "Widest mask, in frames").between(0, 1e6);
+  options.add("spec_augment.time_share", &spec.time_share, "Widest mask, as a share of the utterance").between(0, 1);
+  options.add("spec_augment.frequency_masks", &spec.frequency_masks, "Masks over bands").between(0, 1000);
+  options.add("spec_augment.frequency_width", &spec.frequency_width, "Widest mask, in bands").between(0, 1000);
 }
 
 }  // namespace
 
-Options read_options(Config& config) {
-  Options options;
-  read_data(config, options.data);
-  read_features(config, options.features);
-  read_model(config, options.model);
-  read_training(config, options.training);
-  DistributedOptions& distributed = options.distributed;
-  config.read("distributed.enabled", distributed.enabled);
-  config.read("distributed.backend", distributed.backend);
-  // Empty in the checkpoint of a run without this option.
-  if (!distributed.backend.empty())
-    config.read("distributed.backend", distributed.backend, {"auto", "shm", "gloo", "nccl", "hierarchical"});
-  if (distributed.backend == "auto") distributed.backend.clear();
-  config.read("distributed.find_unused_parameters", distributed.find_unused_parameters);
-  config.read("distributed.sync_batchnorm", distributed.sync_batchnorm);
-  config.read("distributed.arena_mb", distributed.arena_mb, {.least = 0, .most = 1e7});
-  EvaluationOptions& evaluation = options.evaluation;
-  config.read("evaluation.batch_size", evaluation.batch_size, kCount);
-  config.read("evaluation.every_epochs", evaluation.every_epochs, kCount);
-  config.read("evaluation.decoder", evaluation.decoder, {"greedy", "beam"});
-  config.read("evaluation.beam", evaluation.beam, {.least = 1, .most = 10'000});
-  config.read("evaluation.samples", evaluation.samples, {.least = 0, .most = 1000});
-  RunOptions& run = options.run;
-  config.read("run.save_dir", run.save_dir);
-  config.read("run.resume", run.resume);
-  config.read("run.overwrite", run.overwrite);
-  config.read("run.json", run.json);
-  config.read("run.tensorboard", run.tensorboard);
-  config.read("run.log_steps", run.log_steps, {.least = 0, .most = 1e9});
-  config.check_all_known();
-  if (options.model.strides.empty())
-    throw ddpkit::train::UsageError(
-        fmt::format("{}: model.strides is empty: give at least one convolution", config.where("model.strides")));
-  options.model.mels = options.features.mels;
-  options.model.labels = Alphabet().size();
-  return options;
+void declare(ddpkit::train::Options& options, Options& asr) {
+  DataOptions& data = asr.data;
+  options.section("data");
+  options.add("train", &data.train, "Training set: a manifest, or a folder in LibriSpeech's layout");
+  options.add("dev", &data.dev, "Set of the error rates during training").may_differ();
+  options.add("test", &data.test, "Set of `asr evaluate`").may_differ();
+  options.add("include", &data.include, "Only utterances whose names begin with one of these prefixes");
+  options
+      .add("on_bad_data", &data.on_bad_data, {{"stop", FaultPolicy::kStop}, {"skip", FaultPolicy::kSkip}},
+           "stop at the first bad recording, or skip bad recordings and count them")
+      .also("on_error")
+      .may_differ();
+  options.add("cache_mb", &data.cache_mb, "MiB of features that each rank caches").between(0, 1e7).may_differ();
+  declare_model(options, asr);
+  ddpkit::train::declare(options, asr.run);
+  options.remove({"grad_accum_steps"});
+  options.at("batch_size").help("Utterances per update, over all ranks");
+  declare_spec_augment(options, asr);
+  options.section("distributed");
+  options.add("enabled", &asr.distributed, "Accept several ranks").may_differ();
+  options.add("find_unused_parameters", &asr.find_unused_parameters, "Parameters may have no gradient").may_differ();
+  options.add("arena_mb", &asr.arena_mb, "MiB of a rank's tensors in shared memory").between(0, 1e7);
+  EvaluationOptions& evaluation = asr.evaluation;
+  options.section("evaluation");
+  options.add("batch_size", &evaluation.batch_size, "Utterances per batch on each rank").at_least(1).may_differ();
+  options.add("eval_every", &evaluation.eval_every, "Evaluate the dev set after every N epochs, and after the last")
+      .at_least(1)
+      .also("every_epochs")
+      .may_differ();
+  options.add("decoder", &evaluation.decoder, "greedy or beam").one_of({"greedy", "beam"}).may_differ();
+  options.add("beam", &evaluation.beam, "Hypotheses in the beam").between(1, 10'000).may_differ();
+  options.add("samples", &evaluation.samples, "Transcripts to print").between(0, 1000).may_differ();
 }
 
-std::vector<std::string> may_differ() {
-  std::vector<std::string> keys = {"data.dev",
-                                   "data.test",
-                                   "data.workers",
-                                   "data.cache_mb",
-                                   "data.on_error",
-                                   "training.epochs",
-                                   "training.max_steps",
-                                   "training.checkpoint_steps",
-                                   "distributed.enabled",
-                                   "distributed.backend",
-                                   "distributed.find_unused_parameters",
-                                   "world_size"};
-  for (const char* key : {"batch_size", "every_epochs", "decoder", "beam", "samples"})
-    keys.push_back(fmt::format("evaluation.{}", key));
-  for (const char* key : {"save_dir", "resume", "overwrite", "json", "tensorboard", "log_steps"})
-    keys.push_back(fmt::format("run.{}", key));
-  return keys;
+ModelOptions model_options(const Options& options) {
+  if (options.model.strides.empty())
+    throw ddpkit::train::UsageError("model.strides is empty: give at least one convolution");
+  ModelOptions model = options.model;
+  model.mels = options.features.mels;
+  model.labels = Alphabet().size();
+  return model;
 }
 
 }  // namespace asr

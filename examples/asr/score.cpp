@@ -2,7 +2,11 @@
 
 #include <sstream>
 
+#include <ddpkit/train/text.h>
+
 namespace asr {
+
+using ddpkit::train::edit_distance;
 
 std::vector<std::string> words_of(const std::string& text) {
   std::istringstream stream(text);

@@ -45,11 +45,12 @@ TrainedModel load_model(const std::string& save_dir) {
   nlohmann::json json = nlohmann::json::parse(ddpkit::train::read_checkpoint_info(checkpoint).config);
   if (!json.is_object() || json.value("program", "") != "asr")
     throw ddpkit::InvalidArgument(fmt::format("{} belongs to a run of another program", checkpoint.string()));
-  for (const char* key : {"program", "world_size", "train_utterances"}) json.erase(key);
-  auto config = ddpkit::train::Config::parse(json.dump(), checkpoint.string());
+  for (const char* fact : {"program", "precision", "world_size", "train_utterances"}) json.erase(fact);
   TrainedModel result;
-  result.options = read_options(config);
-  result.model = std::make_shared<Recognizer>(result.options.model);
+  ddpkit::train::Options declared("asr", "");
+  declare(declared, result.options);
+  declared.parse_resolved(ddpkit::train::json_text(json), checkpoint.string());
+  result.model = std::make_shared<Recognizer>(model_options(result.options));
   ddpkit::optim::FusedAdamW optimizer(result.model->parameters());
   ddpkit::train::read_checkpoint(checkpoint, *result.model, optimizer);
   result.model->eval();
@@ -62,11 +63,11 @@ void evaluate_run(const Options& given, const ddpkit::ProcessGroup& group) {
   trained.model->to(group.device());
   Options options = trained.options;
   options.evaluation = given.evaluation;
-  options.data.on_error = given.data.on_error;
+  options.data.on_bad_data = given.data.on_bad_data;
   if (!given.data.include.empty()) options.data.include = given.data.include;
   const bool has_own = !given.data.train.empty() || !given.data.dev.empty() || !given.data.test.empty();
   if (has_own) options.data = given.data;
-  Faults faults(options.data.on_error);
+  Faults faults(options.data.on_bad_data);
   bool found = false;
   for (const auto& [name, path] : {std::pair{"train", has_own ? options.data.train : ""},
                                    std::pair{"dev", options.data.dev}, std::pair{"test", options.data.test}}) {

@@ -65,47 +65,43 @@ struct Sums {
 };
 
 std::shared_ptr<Recognizer> seeded_model(const Options& options, c10::Device device) {
-  torch::manual_seed(options.training.seed);
-  auto model = std::make_shared<Recognizer>(options.model);
+  torch::manual_seed(options.run.seed);
+  auto model = std::make_shared<Recognizer>(model_options(options));
   model->to(device);
   return model;
 }
 
 class Trainer {
  public:
-  Trainer(const Options& options, const std::string& config, const ddpkit::ProcessGroup& group)
+  Trainer(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group)
       : options_(options),
-        config_(nlohmann::json::parse(config)),
+        declared_(declared),
         group_(group),
-        amp_(options.training.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
         model_(seeded_model(options, group.device())),
-        faults_(options.data.on_error),
+        faults_(options.data.on_bad_data),
         train_(open_dataset(options.data.train, options, *model_, faults_, group)),
         sampler_(train_->lengths(), group,
-                 {.batch_size = static_cast<std::size_t>(options.training.batch_size), .seed = options.training.seed}),
+                 {.batch_size = static_cast<std::size_t>(options.run.batch_size), .seed = options.run.seed}),
         ddp_(converted(), group,
-             {.find_unused_parameters = options.distributed.find_unused_parameters,
+             {.find_unused_parameters = options.find_unused_parameters,
               .parameters_to_ignore = {"feature_mean", "feature_deviation"},
-              .arena = options.distributed.arena_mb > 0,
-              .arena_mb = options.distributed.arena_mb > 0
-                              ? std::optional<double>(static_cast<double>(options.distributed.arena_mb))
-                              : std::nullopt}),
+              .arena = options.arena_mb > 0,
+              .arena_mb =
+                  options.arena_mb > 0 ? std::optional<double>(static_cast<double>(options.arena_mb)) : std::nullopt}),
         optimizer_(model_->parameters(),
-                   torch::optim::AdamWOptions(options.training.lr).weight_decay(options.training.weight_decay)),
-        scheduler_(optimizer_, schedule(), {.scaling = options.training.lr_scaling, .world_size = group.world_size()}),
+                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
+        scheduler_(optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = group.world_size()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}) {
     if (!options.data.dev.empty()) dev_ = open_dataset(options.data.dev, options, *model_, faults_, group);
-    config_["program"] = "asr";
-    config_["world_size"] = group.world_size();
-    config_["train_utterances"] = train_->size();
   }
 
   void run() {
     if (!options_.run.save_dir.empty()) open_folder();
     if (speaks() && !options_.run.json) print_header();
-    while (info_.epoch < options_.training.epochs && !is_out_of_steps()) {
+    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
       const bool is_whole = train_epoch();
-      if (checkpoint_ && (is_whole || is_stopped_ || options_.training.checkpoint_steps > 0)) save();
+      if (checkpoint_ && (is_whole || is_stopped_ || options_.run.save_steps > 0)) save();
       if (!is_whole) break;
     }
     if (checkpoint_) checkpoint_->wait();
@@ -125,10 +121,12 @@ class Trainer {
 
  private:
   bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.training.max_steps && info_.step >= *options_.training.max_steps; }
+  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
+
+  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
 
   std::shared_ptr<Recognizer> converted() {
-    if (options_.distributed.sync_batchnorm) ddpkit::convert_sync_batchnorm(model_, group_);
+    if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model_, group_);
     return model_;
   }
 
@@ -136,12 +134,21 @@ class Trainer {
   ddpkit::optim::Schedule schedule() const {
     const auto batches = static_cast<double>(sampler_.num_batches());
     ddpkit::optim::Schedule result;
-    if (options_.training.schedule == "cosine")
-      result = ddpkit::optim::cosine_decay(static_cast<std::int64_t>(batches) * options_.training.epochs);
-    const auto warmup = static_cast<std::int64_t>(batches * options_.training.warmup_epochs);
+    if (options_.run.lr_schedule == "cosine")
+      result = ddpkit::optim::cosine_decay(static_cast<std::int64_t>(batches) * options_.run.epochs);
+    const auto warmup = static_cast<std::int64_t>(batches * options_.run.warmup_epochs);
     if (warmup == 0) return result;
-    const double scale = ddpkit::optim::learning_rate_scale(options_.training.lr_scaling, group_.world_size());
+    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size());
     return result * ddpkit::optim::warmup(warmup, std::min(1.0 / 3, 1 / scale));
+  }
+
+  std::string config() const {
+    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
+    config.update({{"program", "asr"},
+                   {"precision", amp_name()},
+                   {"world_size", group_.world_size()},
+                   {"train_utterances", train_->size()}});
+    return ddpkit::train::json_text(config);
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
@@ -151,21 +158,15 @@ class Trainer {
   }
 
   void open_folder() {
-    const std::filesystem::path folder = options_.run.save_dir;
-    folder_ = ddpkit::train::open_run_folder(
-        folder, ddpkit::train::json_text(config_),
-        {.resume = options_.run.resume, .overwrite = options_.run.overwrite, .may_differ = may_differ()}, group_);
-    checkpoint_.emplace(folder_.checkpoint, group_);
+    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size"}, group_);
+    checkpoint_.emplace(folder_.checkpoint, group_,
+                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
     if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
-    ddpkit::train::run_together(group_, [&] {
-      if (!options_.run.tensorboard || !speaks()) return;
-      summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
-      summary_->add_text("config", "```\n" + ddpkit::train::json_text(config_, 2) + "\n```", info_.step);
-    });
+    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
   }
 
   void save() {
-    info_.config = ddpkit::train::json_text(config_);
+    info_.config = config();
     checkpoint_->save(*model_, optimizer_, info_, parts());
   }
 
@@ -174,20 +175,17 @@ class Trainer {
                            train_->seconds() / 60, dev_ ? fmt::format("{} utterances", dev_->size()) : "none"));
     print_line(fmt::format(
         "model with {} parameters ({:.2f} M), {} utterances a step on {} rank{} ({}, {}), mixed precision {}",
-        parameter_count(*model_), static_cast<double>(parameter_count(*model_)) / 1e6, options_.training.batch_size,
+        parameter_count(*model_), static_cast<double>(parameter_count(*model_)) / 1e6, options_.run.batch_size,
         group_.world_size(), group_.world_size() == 1 ? "" : "s", group_.backend_name(), group_.device().str(),
-        amp_ == at::kFloat  ? "off"
-        : amp_ == at::kHalf ? "float16"
-                            : "bfloat16"));
+        amp_name()));
     if (folder_.to_resume) print_line(fmt::format("resumed from {}, step {}", folder_.checkpoint.string(), info_.step));
   }
 
   Augmentation augmentation() const {
-    const TrainingOptions& training = options_.training;
-    return {.spec_augment = training.spec_augment ? std::optional(training.spec) : std::nullopt,
+    return {.spec_augment = options_.spec_augment ? std::optional(options_.spec) : std::nullopt,
             .noise_layers = options_.model.dropout > 0 ? options_.model.layers : 0,
             .noise_width = options_.model.width,
-            .seed = training.seed,
+            .seed = options_.run.seed,
             .epoch = info_.epoch};
   }
 
@@ -206,11 +204,11 @@ class Trainer {
                                        return train_->batch(batch.indices, batch.repeated, batch.batch_size,
                                                             augmentation);
                                      },
-                                     {.num_workers = options_.data.workers});
+                                     {.num_workers = options_.run.num_workers});
     ddpkit::train::ProgressBar bar(
         total - begin,
-        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.training.epochs), .enabled = speaks()});
-    Epoch epoch{.epochs = options_.training.epochs,
+        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.run.epochs), .enabled = speaks()});
+    Epoch epoch{.epochs = options_.run.epochs,
                 .world_size = group_.world_size(),
                 .fullest_over_mean = sampler_.balance().fullest_over_mean,
                 .padding = sampler_.balance().padding};
@@ -238,7 +236,7 @@ class Trainer {
         first_step_at_ = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
       bar.advance([&] { return fmt::format("loss {:.4f}", loss); });
       log_step(loss);
-      if (options_.training.checkpoint_steps > 0 && info_.step % options_.training.checkpoint_steps == 0 &&
+      if (options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0 &&
           sampler_.position() < sampler_.num_batches() && checkpoint_) {
         save();
         step_began = Clock::now();
@@ -290,7 +288,7 @@ class Trainer {
       scaler_.scale(sum * (static_cast<double>(group_.world_size()) / static_cast<double>(batch.batch_size)))
           .backward();
       scaler_.unscale_(optimizer_);
-      const double most = options_.training.clip_norm > 0 ? options_.training.clip_norm : HUGE_VAL;
+      const double most = options_.run.max_grad_norm > 0 ? options_.run.max_grad_norm : HUGE_VAL;
       const double norm = ddpkit::optim::clip_grad_norm_(model_->parameters(), most);
       // The gradients and their norm are equal on all ranks, so all ranks take the same branch.
       if (std::isfinite(norm) || scaler_.is_enabled()) {
@@ -318,7 +316,7 @@ class Trainer {
       (keep.back() ? good : bad) += counts ? 1 : 0;
     }
     const std::vector<double> sums = ddpkit::train::sum_over_ranks({bad, good}, group_);
-    const std::string advice = fmt::format("lower training.lr ({}) or training.clip_norm", options_.training.lr);
+    const std::string advice = fmt::format("lower --lr ({}) or --max-grad-norm", options_.run.lr);
     if (sums[0] == 0 || (sums[1] == 0 && sums[0] > 1))
       throw ddpkit::Error(
           fmt::format("the {} became NaN or infinite in step {}: {}",
@@ -338,7 +336,7 @@ class Trainer {
   }
 
   void log_step(double loss) {
-    if (options_.run.log_steps == 0 || info_.step % options_.run.log_steps != 0) return;
+    if (options_.run.logging_steps == 0 || info_.step % options_.run.logging_steps != 0) return;
     const double mean = ddpkit::train::sum_over_ranks({loss}, group_).front();
     if (!speaks()) return;
     if (options_.run.json)
@@ -348,7 +346,7 @@ class Trainer {
   }
 
   void report(Epoch& epoch) {
-    if (dev_ && (info_.epoch % options_.evaluation.every_epochs == 0 || info_.epoch == options_.training.epochs)) {
+    if (dev_ && (info_.epoch % options_.evaluation.eval_every == 0 || info_.epoch == options_.run.epochs)) {
       const EvaluationResult result = evaluate(*model_, *dev_, options_.evaluation, group_);
       epoch.dev_loss = result.loss;
       epoch.dev = result.errors;
@@ -361,7 +359,7 @@ class Trainer {
   }
 
   const Options& options_;
-  nlohmann::json config_;
+  const ddpkit::train::Options& declared_;
   ddpkit::ProcessGroup group_;
   at::ScalarType amp_;
   std::shared_ptr<Recognizer> model_;
@@ -386,10 +384,10 @@ class Trainer {
 
 }  // namespace
 
-void train(const Options& options, const std::string& config, const ddpkit::ProcessGroup& group) {
+void train(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group) {
   if (options.data.train.empty())
     throw UsageError("data.train is not given: a manifest, or a folder in LibriSpeech's layout");
-  Trainer(options, config, group).run();
+  Trainer(options, declared, group).run();
 }
 
 }  // namespace asr

@@ -22,7 +22,7 @@ c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvir
     throw UsageError(fmt::format("--num-gpus {}: this host shows {}", options.num_gpus,
                                  there == 0 ? "none" : fmt::format("{}", there)));
   const int gpus = options.num_gpus < 0 ? there : options.num_gpus;
-  const std::string& backend = options.trainer.backend;
+  const std::string& backend = options.run.backend;
   const bool on_cpu = backend == "shm" || backend == "gloo" || backend == "hierarchical";
   if (options.num_gpus > 0 && on_cpu)
     throw UsageError(fmt::format("--num-gpus {}: --backend {} trains on the CPU; use nccl", options.num_gpus, backend));
@@ -53,9 +53,9 @@ void check_options(const TrainOptions& options) {
   if (options.episode_steps % options.sequence != 0)
     throw UsageError(
         fmt::format("--episode-steps {} is no multiple of --sequence {}", options.episode_steps, options.sequence));
-  if (options.trainer.batch_size % options.sequence != 0)
+  if (options.run.batch_size % options.sequence != 0)
     throw UsageError(fmt::format("--batch-size {} is no multiple of --sequence {}: a batch is of whole sequences",
-                                 options.trainer.batch_size, options.sequence));
+                                 options.run.batch_size, options.sequence));
   if (!options.plot.empty() && !options.plot.ends_with(".svg"))
     throw UsageError(fmt::format("--plot draws SVG only: name a file that ends in .svg, not {}", options.plot));
 }

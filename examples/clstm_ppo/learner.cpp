@@ -53,13 +53,13 @@ Learner::Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> mode
                  const ddpkit::ProcessGroup& group)
     : options_(options),
       group_(group),
-      amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+      amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
       model_(std::move(model)),
       ddp_(model_, group),
-      optimizer_(model_->parameters(), torch::optim::AdamOptions(options.trainer.lr).eps(1e-5)),
-      batch_(options.trainer.batch_size / options.sequence),
+      optimizer_(model_->parameters(), torch::optim::AdamOptions(options.run.lr).eps(1e-5)),
+      batch_(options.run.batch_size / options.sequence),
       batches_((std::int64_t{options.envs} * (options.episode_steps / options.sequence) + batch_ - 1) / batch_),
-      updates_((batches_ + options.grad_accum_steps - 1) / options.grad_accum_steps),
+      updates_((batches_ + options.run.grad_accum_steps - 1) / options.run.grad_accum_steps),
       scheduler_(optimizer_, schedule(rounds)),
       scaler_(group, {.enabled = amp_ == at::kHalf}) {}
 
@@ -110,8 +110,8 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
     const at::Tensor order = torch::randperm(sequences.count(), random, torch::kLong).to(group_.device());
     const std::vector<at::Tensor> batches = order.split(batch_);
     for (std::size_t first = 0; first < batches.size() && continues;
-         first += static_cast<std::size_t>(options_.grad_accum_steps)) {
-      const std::size_t end = std::min(batches.size(), first + static_cast<std::size_t>(options_.grad_accum_steps));
+         first += static_cast<std::size_t>(options_.run.grad_accum_steps)) {
+      const std::size_t end = std::min(batches.size(), first + static_cast<std::size_t>(options_.run.grad_accum_steps));
       std::int64_t count = 0;
       for (std::size_t i = first; i < end; ++i) count += batches[i].numel();
       optimizer_.zero_grad();

@@ -1,7 +1,5 @@
 // Trains a trading policy on one or several ranks.
-#include <CLI/CLI.hpp>
 #include <string>
-#include <vector>
 
 #include <ddpkit/train/main.h>
 
@@ -9,22 +7,20 @@
 #include "clstm_ppo/trainer.h"
 
 int main(int argc, char** argv) {
-  CLI::App app(
-      "Trading by reinforcement learning: cascaded LSTMs trained by PPO, on one rank or, under a launcher, many.",
-      "clstm_ppo");
-  clstm_ppo::TrainOptions options;
+  ddpkit::train::Options options(
+      "clstm_ppo", "Trading by reinforcement learning: cascaded LSTMs trained by PPO, on one rank or several.");
+  clstm_ppo::TrainOptions ppo;
+  clstm_ppo::declare(options, ppo);
+  options.command("train", "Train a policy (the default command)", /*inherits=*/true);
   std::string folder;
-  clstm_ppo::GenerateOptions generate_options;
-  const CLI::App* generate = clstm_ppo::add_generate_command(app, folder, generate_options);
-  clstm_ppo::add_train_options(app, options);
-  const std::vector<std::string> arguments = clstm_ppo::with_dashes(argc, argv);
-  std::vector<const char*> pointers;
-  for (const std::string& argument : arguments) pointers.push_back(argument.c_str());
-  return ddpkit::train::run_main(app, argc, pointers.data(), [&](ddpkit::train::Program& program) {
-    if (generate->parsed()) return clstm_ppo::generate(folder, generate_options);
-    if (options.data.empty()) throw ddpkit::train::UsageError("--data FOLDER is required");
-    clstm_ppo::DistributedCLSTMPPOTrainer trainer(options, program);
+  clstm_ppo::GenerateOptions set;
+  ddpkit::train::Options& generate = options.command("generate", "Write synthetic prices with a learnable pattern");
+  clstm_ppo::declare(generate, folder, set);
+  const auto body = [&](ddpkit::train::Program& program) {
+    if (generate.is_chosen()) return clstm_ppo::generate(folder, set);
+    clstm_ppo::DistributedCLSTMPPOTrainer trainer(ppo, program);
     trainer.initialize();
     trainer.train();
-  });
+  };
+  return ddpkit::train::run_main(options, argc, argv, body, &ppo.run.launch);
 }

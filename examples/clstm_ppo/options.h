@@ -1,4 +1,4 @@
-// Tier 0: the standard library only. CLI11 is declared, not included.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <ddpkit/train/options.h>
+#include <ddpkit/train/run_options.h>
 
 #include "clstm_ppo/generate.h"
 #include "clstm_ppo/ppo.h"
@@ -15,8 +15,8 @@ namespace clstm_ppo {
 
 /// The options of `clstm_ppo`.
 struct TrainOptions {
-  /// The batch size is in days; `epochs` and `checkpoint_steps` are not used.
-  ddpkit::train::TrainerOptions trainer = {.batch_size = 128, .lr = 2e-3};
+  /// The batch size is in days.
+  ddpkit::train::RunOptions run = {.batch_size = 128, .lr = 2e-3, .grad_accum_steps = 4};
 
   std::string data;                 ///< Folder of NAME.csv.
   std::vector<std::string> assets;  ///< Names of files in the folder; empty: all.
@@ -34,31 +34,25 @@ struct TrainOptions {
   int episode_steps = 128;
   int window = 16;
   int sequence = 16;
-  int grad_accum_steps = 4;
   int ppo_epochs = 4;
   double reward_scale = 100;  ///< 100: a reward is the change in percent.
   bool lr_decay = true;
   PpoOptions ppo;
   int threads = 1;  ///< Per rank on the CPU.
-  bool amp = true;
   bool tf32 = true;
   bool cudnn_benchmark = true;
 
   int hidden = 64;
   double log_std = -0.5;
 
-  int evaluate_every = 0;  ///< In rounds; 0: at the end only.
-  bool tensorboard = false;
-  std::string plot;  ///< File of the equity curve; empty: SAVE_DIR/equity.svg.
+  int eval_every = 0;  ///< In rounds; 0: at the end only.
+  std::string plot;    ///< File of the equity curve; empty: SAVE_DIR/equity.svg.
 };
 
-/// Adds all options to a program. `options` must outlive the parse.
-void add_train_options(CLI::App& app, TrainOptions& options);
+/// Declares all options. `ppo` must outlive the parse.
+void declare(ddpkit::train::Options& options, TrainOptions& ppo);
 
-/// Adds the command `generate`. `folder` and `options` must outlive the parse.
-CLI::App* add_generate_command(CLI::App& app, std::string& folder, GenerateOptions& options);
-
-/// Converts a command line: option names may have underscores, as in Python's trainers.
-std::vector<std::string> with_dashes(int argc, const char* const* argv);
+/// Declares the options of the command `generate`. `folder` and `set` must outlive the parse.
+void declare(ddpkit::train::Options& options, std::string& folder, GenerateOptions& set);
 
 }  // namespace clstm_ppo

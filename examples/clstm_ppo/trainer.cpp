@@ -21,7 +21,7 @@ namespace clstm_ppo {
 
 DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, ddpkit::train::Program& program)
     : DistributedCLSTMPPOTrainer(
-          options, program.init_process_group({.backend = options.trainer.backend,
+          options, program.init_process_group({.backend = options.run.backend,
                                                .device = choose_device(options, ddpkit::read_launch_environment())})) {}
 
 DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, const ddpkit::ProcessGroup& group) {
@@ -35,13 +35,13 @@ void DistributedCLSTMPPOTrainer::initialize() {
   set_up_device(state_->options, state_->group.device());
   ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
   state_->make_model();
-  if (!state_->options.trainer.save_dir.empty()) state_->open_folder();
+  if (!state_->options.run.save_dir.empty()) state_->open_folder();
   state_->check_plot();
 }
 
 void DistributedCLSTMPPOTrainer::train() {
   State& state = *state_;
-  if (state.speaks() && !state.options.trainer.json) state.print_header();
+  if (state.speaks() && !state.options.run.json) state.print_header();
   std::optional<TestResult> test;  // Of the current weights.
   std::int64_t kept_step = state.info.step;
   state.stop.emplace(state.group);
@@ -55,7 +55,7 @@ void DistributedCLSTMPPOTrainer::train() {
     round.episode = gather_metrics(rollout);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     test.reset();
-    if (state.options.evaluate_every > 0 && state.info.epoch % state.options.evaluate_every == 0) {
+    if (state.options.eval_every > 0 && state.info.epoch % state.options.eval_every == 0) {
       test = evaluate();
       round.test_return = test->policy_performance().total_return;
     }
@@ -105,10 +105,10 @@ UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
   const Learner::Result result =
       state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)), after_step);
   if (!std::isfinite(result.metrics.policy_loss + result.metrics.value_loss))
-    throw ddpkit::Error(fmt::format("the loss became {} in round {}: lower --lr ({})",
-                                    result.metrics.policy_loss + result.metrics.value_loss, state.info.epoch + 1,
-                                    state.options.trainer.lr),
-                        {.rank = 0});
+    throw ddpkit::Error(
+        fmt::format("the loss became {} in round {}: lower --lr ({})",
+                    result.metrics.policy_loss + result.metrics.value_loss, state.info.epoch + 1, state.options.run.lr),
+        {.rank = 0});
   if (!result.is_complete) return result.metrics;
   state.normalizer->update(rollout.states, state.group);
   ++state.info.epoch;

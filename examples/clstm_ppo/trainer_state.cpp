@@ -26,7 +26,7 @@ void DistributedCLSTMPPOTrainer::State::read_market() {
   if (options.shuffle_prices) {
     // Divides the bars at the boundary of the periods, so that no period gets days of the other.
     const auto bars = static_cast<double>(series.front().size()), skipped = static_cast<double>(Market::least_days(0));
-    series = shuffled(series, (skipped + std::floor((bars - skipped) * train_share)) / bars, options.trainer.seed);
+    series = shuffled(series, (skipped + std::floor((bars - skipped) * train_share)) / bars, options.run.seed);
   }
   market.emplace(series);
   const auto middle = static_cast<std::size_t>(std::floor(static_cast<double>(market->days()) * train_share));
@@ -41,7 +41,7 @@ void DistributedCLSTMPPOTrainer::State::read_market() {
 void DistributedCLSTMPPOTrainer::State::make_model() {
   const auto assets = static_cast<std::int64_t>(market->assets());
   const auto state_size = static_cast<std::int64_t>(TradingEnvironment::state_size(market->assets()));
-  torch::manual_seed(options.trainer.seed);
+  torch::manual_seed(options.run.seed);
   auto model = std::make_shared<CascadedLSTM>(
       ModelOptions{.state_size = state_size, .assets = assets, .hidden = options.hidden, .log_std = options.log_std});
   model->to(group.device());
@@ -50,41 +50,15 @@ void DistributedCLSTMPPOTrainer::State::make_model() {
 }
 
 std::string DistributedCLSTMPPOTrainer::State::config() const {
-  return ddpkit::train::json_text(nlohmann::json{
-      {"program", "clstm_ppo"},
-      {"assets", market->names()},
-      {"days", market->days()},
-      {"first_day", market->date(0)},
-      {"last_day", market->date(market->days() - 1)},
-      {"test_share", options.test_share},
-      {"shuffle_prices", options.shuffle_prices},
-      {"initial_cash", options.initial_cash},
-      {"hmax", options.hmax.value_or(0)},
-      {"cost", options.cost},
-      {"turbulence_share", options.turbulence_share},
-      {"num_episodes", options.num_episodes},
-      {"envs", options.envs},
-      {"episode_steps", options.episode_steps},
-      {"window", options.window},
-      {"sequence", options.sequence},
-      {"batch_size", options.trainer.batch_size},
-      {"grad_accum_steps", options.grad_accum_steps},
-      {"ppo_epochs", options.ppo_epochs},
-      {"lr", options.trainer.lr},
-      {"lr_decay", options.lr_decay},
-      {"clip", options.ppo.clip},
-      {"gamma", options.ppo.gamma},
-      {"gae_lambda", options.ppo.gae_lambda},
-      {"entropy", options.ppo.entropy},
-      {"value", options.ppo.value},
-      {"max_grad_norm", options.ppo.max_grad_norm},
-      {"reward_scale", options.reward_scale},
-      {"hidden", options.hidden},
-      {"log_std", options.log_std},
-      {"amp", learner->amp_name()},
-      {"seed", options.trainer.seed},
-      {"world_size", group.world_size()},
-  });
+  nlohmann::json config = nlohmann::json::parse(declared.resolved());
+  config.update({{"program", "clstm_ppo"},
+                 {"asset_names", market->names()},
+                 {"days", market->days()},
+                 {"first_day", market->date(0)},
+                 {"last_day", market->date(market->days() - 1)},
+                 {"precision", learner->amp_name()},
+                 {"world_size", group.world_size()}});
+  return ddpkit::train::json_text(config);
 }
 
 std::vector<ddpkit::train::CheckpointPart> DistributedCLSTMPPOTrainer::State::parts() {
@@ -94,19 +68,10 @@ std::vector<ddpkit::train::CheckpointPart> DistributedCLSTMPPOTrainer::State::pa
 }
 
 void DistributedCLSTMPPOTrainer::State::open_folder() {
-  const std::filesystem::path path = options.trainer.save_dir;
-  folder = ddpkit::train::open_run_folder(
-      path, config(),
-      {.resume = options.trainer.resume, .overwrite = options.trainer.overwrite, .may_differ = {"num_episodes"}},
-      group);
-  checkpoint.emplace(folder.checkpoint, group,
-                     ddpkit::train::CheckpointOptions{.keep = options.trainer.keep_checkpoints});
+  folder = ddpkit::train::open_run_folder(options.run, declared, config(), {}, group);
+  checkpoint.emplace(folder.checkpoint, group, ddpkit::train::CheckpointOptions{.keep = options.run.save_total_limit});
   if (folder.to_resume) info = checkpoint->load(learner->model(), learner->optimizer(), parts());
-  ddpkit::train::run_together(group, [&] {
-    if (!options.tensorboard || !speaks()) return;
-    summary.emplace(path / "tensorboard", folder.to_resume ? info.step + 1 : 0);
-    summary->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info.step);
-  });
+  ddpkit::train::open_summary(summary, options.run, folder, config(), info.step, group);
 }
 
 void DistributedCLSTMPPOTrainer::State::print_header() const {
@@ -121,19 +86,19 @@ void DistributedCLSTMPPOTrainer::State::print_header() const {
                   "{} x {}, mixed precision {}",
                   parameters, options.window, options.envs, options.episode_steps, group.world_size(),
                   group.world_size() == 1 ? "" : "s", group.backend_name(), group.device().str(),
-                  options.trainer.batch_size, options.grad_accum_steps, learner->amp_name()));
+                  options.run.batch_size, options.run.grad_accum_steps, learner->amp_name()));
   if (folder.to_resume) print_line(fmt::format("resumed from {}, round {}", folder.checkpoint.string(), info.epoch));
 }
 
 void DistributedCLSTMPPOTrainer::State::report(const Round& round) {
   if (!speaks()) return;
-  print_line(options.trainer.json ? as_json(round) : as_line(round));
+  print_line(options.run.json ? as_json(round) : as_line(round));
   if (summary) write_to(*summary, round);
 }
 
 std::string DistributedCLSTMPPOTrainer::State::plot() const {
-  if (!options.plot.empty() || options.trainer.save_dir.empty()) return options.plot;
-  return (std::filesystem::path(options.trainer.save_dir) / "equity.svg").string();
+  if (!options.plot.empty() || options.run.save_dir.empty()) return options.plot;
+  return (std::filesystem::path(options.run.save_dir) / "equity.svg").string();
 }
 
 void DistributedCLSTMPPOTrainer::State::check_plot() const {
@@ -144,7 +109,7 @@ void DistributedCLSTMPPOTrainer::State::check_plot() const {
 
 void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
   if (speaks()) {
-    print_line(options.trainer.json ? as_json(result) : as_table(result));
+    print_line(options.run.json ? as_json(result) : as_table(result));
     print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
   }
   ddpkit::train::run_together(group, [&] {

@@ -20,16 +20,18 @@
 namespace clstm_ppo {
 
 struct DistributedCLSTMPPOTrainer::State {
-  State(const TrainOptions& given, ddpkit::ProcessGroup ranks) : options(given), group(std::move(ranks)) {}
+  State(const TrainOptions& given, ddpkit::ProcessGroup ranks) : options(given), group(std::move(ranks)) {
+    declare(declared, options);
+  }
 
   bool speaks() const { return group.rank() == 0; }
   std::int64_t episodes_a_round() const { return std::int64_t{options.envs} * group.world_size(); }
   std::int64_t rounds() const { return (options.num_episodes + episodes_a_round() - 1) / episodes_a_round(); }
-  bool is_out_of_steps() const { return options.trainer.max_steps && info.step >= *options.trainer.max_steps; }
+  bool is_out_of_steps() const { return options.run.max_steps && info.step >= *options.run.max_steps; }
 
   /// Seed of the current round on this rank. `part` 0: exploration, 1: shuffling.
   std::uint64_t seed(int part) const {
-    return ddpkit::train::epoch_seed(options.trainer.seed, 2 * info.epoch + part, group.rank());
+    return ddpkit::train::epoch_seed(options.run.seed, 2 * info.epoch + part, group.rank());
   }
 
   void read_market();
@@ -44,6 +46,7 @@ struct DistributedCLSTMPPOTrainer::State {
   void finish(const TestResult& test) const;
 
   TrainOptions options;
+  ddpkit::train::Options declared{"clstm_ppo", ""};
   ddpkit::ProcessGroup group;
   std::optional<Market> market;
   Period training, test;

@@ -103,7 +103,7 @@ std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_r
   if (ids.empty()) {
     for (int id = 0; id < gpus; ++id) ids.push_back(id);
   }
-  const bool on_cpu = gpus == 0 || options.trainer.backend == "shm" || options.trainer.backend == "gloo";
+  const bool on_cpu = gpus == 0 || options.run.backend == "shm" || options.run.backend == "gloo";
   switch (options.multi_gpu) {
     case MultiGpu::kDp:
       if (options.replicas && !on_cpu) throw UsageError("--replicas is for the CPU; use --gpu-ids to choose GPUs");

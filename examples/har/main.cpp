@@ -1,45 +1,30 @@
 // Human activity recognition from a wearable sensor, on one or several ranks.
-#include <CLI/CLI.hpp>
 #include <string>
+
+#include <ddpkit/train/main.h>
 
 #include "har/generate.h"
 #include "har/options.h"
 #include "har/trainer.h"
 
-namespace {
-
-using ddpkit::train::whole_number;
-
-CLI::App* add_generate(CLI::App& app, std::string& folder, har::GenerateOptions& options) {
-  CLI::App* generate = app.add_subcommand("generate", "Write a synthetic data set in the UCI-HAR layout");
-  generate->option_defaults()->always_capture_default();
-  generate->add_option("folder", folder, "New folder")->required()->type_name("FOLDER");
-  const auto count = whole_number(1, 1'000'000);
-  generate->add_option("--train", options.train, "Training windows")->check(count)->type_name("N");
-  generate->add_option("--test", options.test, "Test windows")->check(count)->type_name("N");
-  generate->add_option("--steps", options.steps, "Samples a window, at 50 Hz")
-      ->check(whole_number(1, 100'000))
-      ->type_name("N");
-  generate->add_option("--seed", options.seed, "The same seed gives the same files")
-      ->check(whole_number(0))
-      ->type_name("N");
-  return generate;
-}
-
-}  // namespace
-
 int main(int argc, char** argv) {
-  CLI::App app(
-      "Human activity recognition: trains a classifier of sensor windows, on one rank or, under a launcher, many.",
-      "har");
-  har::TrainOptions options;
+  ddpkit::train::Options options("har", "Trains a classifier of motion-sensor windows, on one rank or several.");
+  har::TrainOptions har;
+  har::declare(options, har);
+  options.command("train", "Train a model (the default command)", /*inherits=*/true);
+
   std::string folder;
-  har::GenerateOptions generate_options;
-  const CLI::App* generate = add_generate(app, folder, generate_options);
-  har::add_train_options(app, options);
-  return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
-    if (generate->parsed()) return har::generate_ucihar(folder, generate_options);
-    if (options.data.empty()) throw ddpkit::train::UsageError("--data FOLDER is required");
-    har::train(options, program);
-  });
+  har::GenerateOptions set;
+  ddpkit::train::Options& generate = options.command("generate", "Write a synthetic data set in the UCI-HAR layout");
+  generate.add("folder", &folder, "New folder").positional().required();
+  generate.add("train", &set.train, "Training windows").between(1, 1e6);
+  generate.add("test", &set.test, "Test windows").between(1, 1e6);
+  generate.add("steps", &set.steps, "Samples per window, at 50 Hz").between(1, 1e5);
+  generate.add("seed", &set.seed, "The same seed gives the same files");
+
+  const auto body = [&](ddpkit::train::Program& program) {
+    if (generate.is_chosen()) return har::generate_ucihar(folder, set);
+    har::train(har, options, program);
+  };
+  return ddpkit::train::run_main(options, argc, argv, body, &har.run.launch);
 }

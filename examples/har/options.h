@@ -1,12 +1,11 @@
-// Tier 0: the standard library only. CLI11 is declared, not included.
+// Tier 0: the standard library only.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <ddpkit/optim/learning_rate.h>
-#include <ddpkit/train/options.h>
+#include <ddpkit/train/run_options.h>
 
 #include "har/mode.h"
 
@@ -19,16 +18,9 @@ enum class MultiGpu {
   kLibTorchDp,  ///< LibTorch's own torch::nn::parallel::data_parallel, for comparison; GPUs only.
 };
 
-enum class OptimizerKind { kAdamW, kAdam, kSgd };
-
-enum class LrSchedule {
-  kCosine,    ///< From --lr to 0 along half a cosine over the run.
-  kConstant,  ///< Constant --lr.
-};
-
 /// The options of `har`.
 struct TrainOptions {
-  ddpkit::train::TrainerOptions trainer = {.epochs = 30, .batch_size = 16, .lr = 1e-3};
+  ddpkit::train::RunOptions run = {.epochs = 30, .batch_size = 16};
   std::string data;  ///< Folder of the data set.
 
   MultiGpu multi_gpu = MultiGpu::kDdp;
@@ -37,27 +29,12 @@ struct TrainOptions {
 
   Mode mode = Mode::kCnn;
   double dropout = 0.2;
-  OptimizerKind optimizer = OptimizerKind::kAdamW;
-  double weight_decay = 0.01;
-  double momentum = 0.9;  ///< SGD only.
-  LrSchedule lr_schedule = LrSchedule::kCosine;
-  ddpkit::optim::LearningRateScaling lr_scaling = ddpkit::optim::LearningRateScaling::kNone;
-  int warmup_epochs = 0;
-  int grad_accum_steps = 1;  ///< Batches per device and update.
-  int num_workers = 0;       ///< Threads per rank that prepare batches.
-  bool amp = true;           ///< Mixed precision, if the device supports it efficiently.
-  bool profile = false;      ///< Writes a trace of all ranks to the run folder.
-  bool tensorboard = false;  ///< Writes TensorBoard events to the run folder.
+  std::string optimizer = "adamw";  ///< Or "adam", "sgd".
+  double momentum = 0.9;            ///< SGD only.
+  bool profile = false;             ///< Writes a trace of all ranks to the run folder.
 };
 
-/// Adds all options to a program. `options` must outlive the parse.
-void add_train_options(CLI::App& app, TrainOptions& options);
-
-/// Returns the value's name on the command line.
-const char* name_of(MultiGpu value);
-const char* name_of(Mode value);
-const char* name_of(OptimizerKind value);
-const char* name_of(LrSchedule value);
-const char* name_of(ddpkit::optim::LearningRateScaling value);
+/// Declares all options. `har` must outlive the parse.
+void declare(ddpkit::train::Options& options, TrainOptions& har);
 
 }  // namespace har

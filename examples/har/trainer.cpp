@@ -37,46 +37,43 @@ using ddpkit::train::UsageError;
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& options,
                                                         const std::vector<at::Tensor>& parameters) {
-  const double lr = options.trainer.lr;
-  switch (options.optimizer) {
-    case OptimizerKind::kSgd:
-      return std::make_unique<ddpkit::optim::FusedSGD>(
-          parameters, torch::optim::SGDOptions(lr).momentum(options.momentum).weight_decay(options.weight_decay));
-    case OptimizerKind::kAdam:
-      return std::make_unique<ddpkit::optim::FusedAdam>(
-          parameters, torch::optim::AdamOptions(lr).weight_decay(options.weight_decay));
-    case OptimizerKind::kAdamW:
-      break;
-  }
+  const double lr = options.run.lr, weight_decay = options.run.weight_decay;
+  if (options.optimizer == "sgd")
+    return std::make_unique<ddpkit::optim::FusedSGD>(
+        parameters, torch::optim::SGDOptions(lr).momentum(options.momentum).weight_decay(weight_decay));
+  if (options.optimizer == "adam")
+    return std::make_unique<ddpkit::optim::FusedAdam>(parameters,
+                                                      torch::optim::AdamOptions(lr).weight_decay(weight_decay));
   return std::make_unique<ddpkit::optim::FusedAdamW>(parameters,
-                                                     torch::optim::AdamWOptions(lr).weight_decay(options.weight_decay));
+                                                     torch::optim::AdamWOptions(lr).weight_decay(weight_decay));
 }
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const Dataset& dataset, const std::vector<c10::Device>& places,
-          const ddpkit::ProcessGroup& group)
+  Trainer(const TrainOptions& options, const ddpkit::train::Options& declared, const Dataset& dataset,
+          const std::vector<c10::Device>& places, const ddpkit::ProcessGroup& group)
       : options_(options),
+        declared_(declared),
         dataset_(dataset),
         group_(group),
         places_(places),
-        amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
         model_(seeded_model()),
         devices_(make_devices(options, places, model_, group)),
         optimizer_(make_optimizer(options, model_->parameters())),
-        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.trainer.seed}),
-        batch_size_(std::int64_t{options.trainer.batch_size} * devices_->count()),
+        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.run.seed}),
+        batch_size_(std::int64_t{options.run.batch_size} * devices_->count()),
         updates_(updates_of(sampler_.num_samples())),
-        scheduler_(*optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = all_devices()}),
+        scheduler_(*optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = all_devices()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(dataset.classes()) {}
 
   void run() {
-    if (!options_.trainer.save_dir.empty()) open_folder();
-    if (speaks() && !options_.trainer.json) print_header();
-    while (info_.epoch < options_.trainer.epochs && !is_out_of_steps()) {
+    if (!options_.run.save_dir.empty()) open_folder();
+    if (speaks() && !options_.run.json) print_header();
+    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
       if (!train_epoch()) break;
       if (checkpoint_) save();
     }
@@ -88,23 +85,23 @@ class Trainer {
     }
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     if (!speaks()) return;
-    if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
+    if (!options_.run.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
     print_line(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 
  private:
   int all_devices() const { return devices_->count() * group_.world_size(); }  // Over all ranks.
   bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
+  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
 
   // Returns the updates that `samples` of this rank make.
   std::int64_t updates_of(std::size_t samples) const {
     const std::int64_t batches = (static_cast<std::int64_t>(samples) + batch_size_ - 1) / batch_size_;
-    return (batches + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
+    return (batches + options_.run.grad_accum_steps - 1) / options_.run.grad_accum_steps;
   }
 
   std::shared_ptr<Classifier> seeded_model() const {
-    torch::manual_seed(options_.trainer.seed);
+    torch::manual_seed(options_.run.seed);
     auto model = make_model({.mode = options_.mode,
                              .channels = dataset_.channels(),
                              .steps = dataset_.steps(),
@@ -116,43 +113,30 @@ class Trainer {
 
   // Learning rate by update number. The warm-up begins at the rate for one device (Goyal et al., arXiv 1706.02677).
   ddpkit::optim::Schedule schedule() const {
-    const std::int64_t total = updates_ * options_.trainer.epochs;
+    const std::int64_t total = updates_ * options_.run.epochs;
     ddpkit::optim::Schedule result;
-    if (options_.lr_schedule == LrSchedule::kCosine) result = ddpkit::optim::cosine_decay(total);
-    if (options_.warmup_epochs == 0) return result;
-    const double scale = ddpkit::optim::learning_rate_scale(options_.lr_scaling, all_devices());
-    return result * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
+    if (options_.run.lr_schedule == "cosine") result = ddpkit::optim::cosine_decay(total);
+    if (options_.run.warmup_epochs == 0) return result;
+    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, all_devices());
+    const auto updates = static_cast<std::int64_t>(static_cast<double>(updates_) * options_.run.warmup_epochs);
+    return result * ddpkit::optim::warmup(updates, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
   const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
 
-  // The settings that must be equal to resume a run.
+  // The description of the run. open_folder() names the values that may differ when the run resumes.
   std::string config() const {
-    return ddpkit::train::json_text(nlohmann::json{
-        {"program", "har"},
-        {"data", dataset_.name},
-        {"train_windows", dataset_.train.size()},
-        {"channels", dataset_.channels()},
-        {"steps", dataset_.steps()},
-        {"classes", dataset_.classes()},
-        {"mode", name_of(options_.mode)},
-        {"multi_gpu", name_of(options_.multi_gpu)},
-        {"optimizer", name_of(options_.optimizer)},
-        {"lr", options_.trainer.lr},
-        {"lr_schedule", name_of(options_.lr_schedule)},
-        {"lr_scaling", name_of(options_.lr_scaling)},
-        {"warmup_epochs", options_.warmup_epochs},
-        {"weight_decay", options_.weight_decay},
-        {"momentum", options_.momentum},
-        {"dropout", options_.dropout},
-        {"amp", amp_name()},
-        {"batch_size", options_.trainer.batch_size},
-        {"grad_accum_steps", options_.grad_accum_steps},
-        {"epochs", options_.trainer.epochs},
-        {"seed", options_.trainer.seed},
-        {"world_size", group_.world_size()},
-        {"devices", all_devices()},
-    });
+    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
+    config.update({{"program", "har"},
+                   {"data_set", dataset_.name},
+                   {"train_windows", dataset_.train.size()},
+                   {"channels", dataset_.channels()},
+                   {"steps", dataset_.steps()},
+                   {"classes", dataset_.classes()},
+                   {"precision", amp_name()},
+                   {"world_size", group_.world_size()},
+                   {"devices", all_devices()}});
+    return ddpkit::train::json_text(config);
   }
 
   std::vector<ddpkit::train::CheckpointPart> parts() {
@@ -162,14 +146,9 @@ class Trainer {
   }
 
   void open_folder() {
-    const std::filesystem::path folder = options_.trainer.save_dir;
-    folder_ = ddpkit::train::open_run_folder(folder, config(),
-                                             {.resume = options_.trainer.resume,
-                                              .overwrite = options_.trainer.overwrite,
-                                              .may_differ = {"epochs", "world_size", "multi_gpu", "devices"}},
-                                             group_);
+    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size", "devices"}, group_);
     checkpoint_.emplace(folder_.checkpoint, group_,
-                        ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
+                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
     if (folder_.to_resume) {
       info_ = checkpoint_->load(*model_, *optimizer_, parts());
       // On another number of devices an epoch has another number of updates. The schedule continues from the same
@@ -178,14 +157,10 @@ class Trainer {
       scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.indices().size()));
     }
     if (options_.profile) {
-      timeline_.emplace(group_, folder / "trace.json");
+      timeline_.emplace(group_, std::filesystem::path(options_.run.save_dir) / "trace.json");
       devices_->set_timeline(*timeline_);
     }
-    ddpkit::train::run_together(group_, [&] {
-      if (!options_.tensorboard || !speaks()) return;
-      summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
-      summary_->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info_.step);
-    });
+    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
   }
 
   void save() {
@@ -202,13 +177,14 @@ class Trainer {
     const std::string where =
         options_.multi_gpu == MultiGpu::kDp || options_.multi_gpu == MultiGpu::kLibTorchDp
             ? fmt::format("{} replica{} ({}, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
-                          name_of(options_.multi_gpu), group_.device().str())
+                          declared_.text("multi_gpu"), group_.device().str())
             : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
-                          name_of(options_.multi_gpu), group_.backend_name(), group_.device().str());
-    print_line(fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}",
-                           name_of(options_.mode), parameters, name_of(options_.optimizer), options_.trainer.batch_size,
-                           options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps),
-                           where, amp_name()));
+                          declared_.text("multi_gpu"), group_.backend_name(), group_.device().str());
+    print_line(
+        fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", declared_.text("mode"),
+                    parameters, options_.optimizer, options_.run.batch_size,
+                    options_.run.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.run.grad_accum_steps),
+                    where, amp_name()));
     if (folder_.to_resume)
       print_line(
           fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
@@ -226,7 +202,7 @@ class Trainer {
     sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
     const std::vector<std::size_t> order = sampler_.indices();
     // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
+    if (ddpkit::train::seed_epoch(options_.run.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(dataset_.classes());
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
     model_->train();
@@ -235,30 +211,29 @@ class Trainer {
     const std::int64_t batches = (samples + batch_size_ - 1) / batch_size_;
     const std::int64_t updates = updates_of(order.size());
     ddpkit::Prefetcher<Batch> loader(batches, [&](std::int64_t number) { return make_batch(indices, number); },
-                                     {.num_workers = options_.num_workers});
+                                     {.num_workers = options_.run.num_workers});
     ddpkit::train::ProgressBar bar(
-        updates,
-        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
+        updates, {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.run.epochs), .enabled = speaks()});
     double lr = 0;
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
     const auto save_within_epoch = [&](std::int64_t updates_done) {
-      const std::int64_t taken = updates_done * options_.grad_accum_steps * batch_size_;
+      const std::int64_t taken = updates_done * options_.run.grad_accum_steps * batch_size_;
       sampler_.set_position(static_cast<std::size_t>(std::min(taken, samples)));
       save();
     };
     for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
       ddpkit::set_step(info_.step);
       std::vector<Batch> parts;
-      for (int i = 0; i < options_.grad_accum_steps; ++i) {
+      for (int i = 0; i < options_.run.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));
       }
       lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(parts);
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
-      if (update + 1 < updates && checkpoint_ && options_.trainer.checkpoint_steps > 0 &&
-          info_.step % options_.trainer.checkpoint_steps == 0)
+      if (update + 1 < updates && checkpoint_ && options_.run.save_steps > 0 &&
+          info_.step % options_.run.save_steps == 0)
         save_within_epoch(update + 1);
     }
     // Without a new update, the last checkpoint is already current.
@@ -268,9 +243,9 @@ class Trainer {
     bar.clear();
     if (is_stopped_) return false;
     if (!std::isfinite(train.loss)) {
-      throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
-                                      options_.trainer.lr),
-                          {.rank = 0});
+      throw ddpkit::Error(
+          fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1, options_.run.lr),
+          {.rank = 0});
     }
     if (update < updates) return false;
     ++info_.epoch;
@@ -330,7 +305,7 @@ class Trainer {
   void report(const ClassificationResult& train, double lr, std::int64_t samples, double seconds,
               const std::vector<std::int64_t>& memory, const std::vector<std::int64_t>& on_devices) {
     const Epoch epoch{.epoch = info_.epoch,
-                      .epochs = options_.trainer.epochs,
+                      .epochs = options_.run.epochs,
                       .step = info_.step,
                       .devices = all_devices(),
                       .world_size = group_.world_size(),
@@ -341,11 +316,12 @@ class Trainer {
                       .peak_device_bytes = on_devices,
                       .train = train,
                       .test = *evaluated_};
-    print_line(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
   }
 
   const TrainOptions& options_;
+  const ddpkit::train::Options& declared_;
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
   std::vector<c10::Device> places_;
@@ -373,19 +349,19 @@ class Trainer {
 
 }  // namespace
 
-void train(const TrainOptions& options, ddpkit::train::Program& program) {
+void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
   const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
   if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
     throw UsageError(
         fmt::format("--multi-gpu {} is one process, but the launcher started {}: start har without a launcher, or "
                     "use --multi-gpu ddp",
-                    name_of(options.multi_gpu), environment.world_size));
+                    declared.text("multi_gpu"), environment.world_size));
   const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
   const ddpkit::ProcessGroup group =
-      program.init_process_group({.backend = options.trainer.backend, .device = places.front()});
+      program.init_process_group({.backend = options.run.backend, .device = places.front()});
   Dataset dataset;
   ddpkit::train::run_together(group, [&] { dataset = normalised(read_recordings(options.data)); });
-  Trainer(options, dataset, places, group).run();
+  Trainer(options, declared, dataset, places, group).run();
 }
 
 }  // namespace har

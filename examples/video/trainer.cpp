@@ -23,7 +23,6 @@
 #include "video/balance.h"
 #include "video/best.h"
 #include "video/clips.h"
-#include "video/config_file.h"
 #include "video/model.h"
 #include "video/report.h"
 
@@ -37,30 +36,31 @@ using ddpkit::train::ClassificationResult;
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const TrialSet& set, const TrialSplit& split, ClipLoader& loader,
-          const ddpkit::ProcessGroup& group)
+  Trainer(const TrainOptions& options, const ddpkit::train::Options& declared, const TrialSet& set,
+          const TrialSplit& split, ClipLoader& loader, const ddpkit::ProcessGroup& group)
       : options_(options),
+        declared_(declared),
         set_(set),
         split_(split),
         loader_(loader),
         group_(group),
-        amp_(options.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
         class_weights_(weights_of_classes(set, split.train, options.balance)),
         model_(seeded_model()),
         ddp_(model_, group),
         optimizer_(model_->parameters(),
-                   torch::optim::AdamWOptions(options.trainer.lr).weight_decay(options.weight_decay)),
-        sampler_(set, split.train, class_weights_, options.balance, options.trainer.seed, group),
-        batch_size_(options.trainer.batch_size),
+                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
+        sampler_(set, split.train, class_weights_, options.balance, options.run.seed, group),
+        batch_size_(options.run.batch_size),
         updates_(updates_of(sampler_.num_samples())),
-        scheduler_(optimizer_, schedule(), {.scaling = options.lr_scaling, .world_size = group.world_size()}),
+        scheduler_(optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = group.world_size()}),
         scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
 
   void run() {
-    if (!options_.trainer.save_dir.empty()) open_folder();
-    if (speaks() && !options_.trainer.json) print_header();
-    while (info_.epoch < options_.trainer.epochs && !is_out_of_steps()) {
+    if (!options_.run.save_dir.empty()) open_folder();
+    if (speaks() && !options_.run.json) print_header();
+    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
       if (!train_epoch()) break;
     }
     if (checkpoint_) checkpoint_->wait();
@@ -70,13 +70,13 @@ class Trainer {
     }
     if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
     if (!speaks()) return;
-    if (!options_.trainer.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
+    if (!options_.run.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
     print_line(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
   }
 
  private:
   bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.trainer.max_steps && info_.step >= *options_.trainer.max_steps; }
+  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
 
   // Returns the updates that `clips` of this rank make.
   std::int64_t updates_of(std::size_t clips) const {
@@ -84,34 +84,36 @@ class Trainer {
   }
 
   std::shared_ptr<Classifier> seeded_model() const {
-    torch::manual_seed(options_.trainer.seed);
+    torch::manual_seed(options_.run.seed);
     auto model =
         std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
                                                   .dropout = options_.dropout,
                                                   .width = options_.width});
     model->to(group_.device());
-    if (options_.sync_batch_norm) ddpkit::convert_sync_batchnorm(model, group_);
+    if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model, group_);
     return model;
   }
 
   ddpkit::optim::Schedule schedule() const {
-    const ddpkit::optim::Schedule decay = ddpkit::optim::cosine_decay(updates_ * options_.trainer.epochs);
-    if (options_.warmup_epochs == 0) return decay;
+    const ddpkit::optim::Schedule decay = ddpkit::optim::cosine_decay(updates_ * options_.run.epochs);
+    if (options_.run.warmup_epochs == 0) return decay;
     // The warm-up begins at the rate for one rank (Goyal et al., arXiv 1706.02677).
-    const double scale = ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size());
-    return decay * ddpkit::optim::warmup(updates_ * options_.warmup_epochs, scale > 1 ? 1 / scale : 1.0 / 3);
+    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size());
+    const auto updates = static_cast<std::int64_t>(static_cast<double>(updates_) * options_.run.warmup_epochs);
+    return decay * ddpkit::optim::warmup(updates, scale > 1 ? 1 / scale : 1.0 / 3);
   }
 
   const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
 
   std::string config() const {
-    nlohmann::json config = run_config(options_);
-    config["program"] = "video";
-    config["training_trials"] = split_.train.size();
-    config["validation_trials"] = split_.validation.size();
-    config["classes"] = set_.class_names;
-    config["amp"] = amp_name();
-    config["world_size"] = group_.world_size();
+    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
+    config.update({{"program", "video"},
+                   {"data_set", std::filesystem::weakly_canonical(options_.data).filename().string()},
+                   {"training_trials", split_.train.size()},
+                   {"validation_trials", split_.validation.size()},
+                   {"class_names", set_.class_names},
+                   {"precision", amp_name()},
+                   {"world_size", group_.world_size()}});
     return ddpkit::train::json_text(config);
   }
 
@@ -122,14 +124,9 @@ class Trainer {
   }
 
   void open_folder() {
-    const std::filesystem::path folder = options_.trainer.save_dir;
-    folder_ = ddpkit::train::open_run_folder(folder, config(),
-                                             {.resume = options_.trainer.resume,
-                                              .overwrite = options_.trainer.overwrite,
-                                              .may_differ = {"epochs", "world_size"}},
-                                             group_);
+    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size"}, group_);
     checkpoint_.emplace(folder_.checkpoint, group_,
-                        ddpkit::train::CheckpointOptions{.keep = options_.trainer.keep_checkpoints});
+                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
     if (folder_.to_resume) {
       info_ = checkpoint_->load(*model_, optimizer_, parts());
       // On another number of ranks an epoch has another number of updates. The schedule continues from the same
@@ -137,13 +134,7 @@ class Trainer {
       sampler_.set_epoch(info_.epoch);
       scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.trials().size()));
     }
-    ddpkit::train::run_together(group_, [&] {
-      if (!speaks()) return;
-      write_config_file(folder / "config.yaml", options_);
-      if (!options_.tensorboard) return;
-      summary_.emplace(folder / "tensorboard", folder_.to_resume ? info_.step + 1 : 0);
-      summary_->add_text("config", "```\n" + nlohmann::json::parse(config()).dump(2) + "\n```", info_.step);
-    });
+    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
   }
 
   void save(bool is_best) {
@@ -156,15 +147,15 @@ class Trainer {
     std::int64_t parameters = 0;
     for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
     print_line(fmt::format("{}: {} trials, {} classes, clips of {} frames of {}", set_.folder.string(),
-                           set_.trials.size(), set_.class_names.size(), options_.frames, name_of(options_.size)));
+                           set_.trials.size(), set_.class_names.size(), options_.frames, declared_.text("size")));
     print_line(class_table(set_, split_, class_weights_));
     print_line(
         fmt::format("3D-CNN with {} parameters, batch {} on each of {} rank{} ({}, {}), lr {:.4g}, balance {}, mixed "
                     "precision {}",
                     parameters, batch_size_, group_.world_size(), group_.world_size() == 1 ? "" : "s",
                     group_.backend_name(), group_.device().str(),
-                    options_.trainer.lr * ddpkit::optim::learning_rate_scale(options_.lr_scaling, group_.world_size()),
-                    name_of(options_.balance), amp_name()));
+                    options_.run.lr * ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size()),
+                    declared_.text("balance"), amp_name()));
     if (folder_.to_resume)
       print_line(
           fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
@@ -179,7 +170,7 @@ class Trainer {
                                                   trials.begin() + std::min(all, (number + 1) * batch));
               return load_clips(set_, some, loader_, variation, options_.repeat_frame);
             },
-            {.num_workers = options_.num_workers, .prefetch_factor = options_.prefetch_factor}};
+            {.num_workers = options_.run.num_workers, .prefetch_factor = options_.prefetch_factor}};
   }
 
   // Returns false if the run reached its last step before the end of the epoch.
@@ -187,17 +178,15 @@ class Trainer {
     sampler_.set_epoch(info_.epoch);
     const std::vector<std::size_t> order = sampler_.trials();
     // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.trainer.seed, info_.epoch, group_.rank()))
+    if (ddpkit::train::seed_epoch(options_.run.seed, info_.epoch, group_.rank()))
       metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
     model_->train();
     const auto samples = static_cast<std::int64_t>(order.size());
     const std::int64_t updates = updates_of(order.size());
-    ddpkit::Prefetcher<Clips> loader =
-        load(order, batch_size_,
-             Variation{.seed = options_.trainer.seed, .epoch = info_.epoch, .augment = options_.augment});
+    ddpkit::Prefetcher<Clips> loader = load(
+        order, batch_size_, Variation{.seed = options_.run.seed, .epoch = info_.epoch, .augment = options_.augment});
     ddpkit::train::ProgressBar bar(
-        updates,
-        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.trainer.epochs), .enabled = speaks()});
+        updates, {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.run.epochs), .enabled = speaks()});
     double lr = 0;
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
@@ -211,8 +200,7 @@ class Trainer {
       const at::Tensor loss = train_step(*loader.next());
       ++info_.step;
       bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
-      if (update + 1 < updates && options_.trainer.checkpoint_steps > 0 &&
-          info_.step % options_.trainer.checkpoint_steps == 0)
+      if (update + 1 < updates && options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0)
         save_within_epoch(update + 1);
     }
     // Without a new update, the last checkpoint is already current.
@@ -223,9 +211,9 @@ class Trainer {
     bar.clear();
     if (is_stopped_) return false;
     if (!std::isfinite(train.loss))
-      throw ddpkit::Error(fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1,
-                                      options_.trainer.lr),
-                          {.rank = 0});
+      throw ddpkit::Error(
+          fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1, options_.run.lr),
+          {.rank = 0});
     if (update < updates) return false;
     ++info_.epoch;
     sampler_.set_epoch(info_.epoch);
@@ -233,7 +221,7 @@ class Trainer {
     const bool is_best = best_.update(info_.epoch, validation);
     save(is_best);
     const Epoch epoch{.epoch = info_.epoch,
-                      .epochs = options_.trainer.epochs,
+                      .epochs = options_.run.epochs,
                       .step = info_.step,
                       .world_size = group_.world_size(),
                       .lr = lr,
@@ -244,7 +232,7 @@ class Trainer {
                       .train = train,
                       .validation = validation,
                       .is_best = is_best};
-    if (speaks()) print_line(options_.trainer.json ? as_json(epoch) : as_line(epoch));
+    if (speaks()) print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
     if (summary_) write_to(*summary_, epoch);
     return true;
   }
@@ -297,6 +285,7 @@ class Trainer {
   }
 
   const TrainOptions& options_;
+  const ddpkit::train::Options& declared_;
   const TrialSet& set_;
   const TrialSplit& split_;
   ClipLoader& loader_;
@@ -323,8 +312,8 @@ class Trainer {
 
 }  // namespace
 
-void train(const TrainOptions& options, ddpkit::train::Program& program) {
-  const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.trainer.backend});
+void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
+  const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.run.backend});
   const std::filesystem::path folder = options.data;
   DataFaults faults(trials_file(folder), options.on_bad_data);
   TrialSet set;
@@ -339,12 +328,13 @@ void train(const TrainOptions& options, ddpkit::train::Program& program) {
                                              .cache_bytes = std::int64_t{options.cache_mb} << 20,
                                              .processes = ddpkit::read_launch_environment().local_world_size});
   });
-  check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.num_workers)}, group, faults);
+  check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.run.num_workers)}, group,
+               faults);
   if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
     ddpkit::train::log_line(summary);
-  const TrialSplit split = split_by_video(set, options.validation_share, options.trainer.seed);
-  Trainer(options, set, split, *loader, group).run();
-  if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.trainer.json)
+  const TrialSplit split = split_by_video(set, options.validation_share, options.run.seed);
+  Trainer(options, declared, set, split, *loader, group).run();
+  if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.run.json)
     print_line(summary);
 }
 

@@ -4,7 +4,6 @@
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +18,7 @@
 
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/process_start.h>
-#include <ddpkit/train/options.h>
+#include <ddpkit/train/launch.h>
 #include <ddpkit/train/text.h>
 
 namespace ddpkit::train {
@@ -145,17 +144,6 @@ void check_stdout() {
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw Error("cannot write to stdout");
 }
 
-int help(const CLI::App& app, const CLI::ParseError& asked, const Program& program) {
-  if (!speaks_for_host()) return 0;
-  try {
-    app.exit(asked);
-    check_stdout();
-    return 0;
-  } catch (...) {
-    return report(app.get_name(), std::current_exception(), program);
-  }
-}
-
 }  // namespace
 
 std::string one_sentence(const std::exception_ptr& error) {
@@ -179,19 +167,23 @@ ProcessGroup Program::init_process_group(const InitOptions& options) {
   return *group_;
 }
 
-int run_main(CLI::App& app, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {
+int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body,
+             const SelfLaunchOptions* launch) noexcept {
   prepare_process();
   Program program;
   try {
-    app.parse(argc, argv);
-    body(program);
+    const std::string help = options.parse(argc, argv);
+    std::optional<int> exit_code;
+    if (!help.empty()) {
+      if (speaks_for_host()) std::fputs(help.c_str(), stdout);
+    } else {
+      if (launch) exit_code = launch_ranks(*launch, options.program(), argc, argv);
+      if (!exit_code) body(program);
+    }
     check_stdout();
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return help(app, error, program);
-    return report(app.get_name(), std::make_exception_ptr(UsageError(describe_parse_error(app, error))), program);
+    return exit_code.value_or(0);
   } catch (...) {
-    return report(app.get_name(), std::current_exception(), program);
+    return report(options.program(), std::current_exception(), program);
   }
 }
 

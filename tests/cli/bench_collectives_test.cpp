@@ -132,18 +132,18 @@ TEST_CASE("ddpkit bench refuses wrong options in one sentence, before it measure
   const Folder folder;
   const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
       {{}, "which benchmark?"},
-      {{"steps"}, "no benchmark \"steps\""},
+      {{"steps"}, "unexpected argument 'steps'; the commands are collectives, step"},
       {{"collectives", "--backend", "nccl"}, "--backend nccl has no use for --device cpu"},
       {{"collectives", "-n", "1"}, "at least 2 on the CPU"},
       // Without CUDA, without a GPU, or with too few GPUs.
       {{"collectives", "--device", "cuda", "-n", "4000"}, "--device cuda: "},
       {{"collectives", "--collective", "allreduce"}, "\"allreduce\"; there are all_reduce"},
-      {{"collectives", "-n", "0"}, "0 not in range"},
+      {{"collectives", "-n", "0"}, "not '0'"},
       {{"collectives", "-n", "2,x"}, "x"},
       {{"collectives", "-b", "4Q"}, "\"4Q\" is not a size"},
       {{"collectives", "-b", "1M", "-e", "4K"}, "the smallest size, 1 MiB, is above"},
-      {{"collectives", "-f", "1"}, "1 not in range"},
-      {{"collectives", "--iters", "0"}, "0 not in range"},
+      {{"collectives", "-f", "1"}, "not '1'"},
+      {{"collectives", "--iters", "0"}, "not '0'"},
       {{"collectives", "--memory", "shared"}, "shared"},
       {{"collectives", "--plot", "plot.png"}, "SVG"},
       {{"collectives", "--csv", folder / "no-such/rows.csv"}, "cannot write"},

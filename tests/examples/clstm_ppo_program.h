@@ -43,14 +43,14 @@ inline const std::string& generated() {
 /// round and rank.
 inline TrainOptions quick_options() {
   TrainOptions options;
-  options.trainer.batch_size = 16;
-  options.trainer.lr = 1e-2;
+  options.run.batch_size = 16;
+  options.run.lr = 1e-2;
   options.data = generated();
   options.envs = 8;
   options.episode_steps = 16;
   options.window = 6;
   options.sequence = 8;
-  options.grad_accum_steps = 3;
+  options.run.grad_accum_steps = 3;
   options.ppo_epochs = 2;
   options.hidden = 8;
   return options;

@@ -32,7 +32,8 @@ TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last",
       for (const char* figure : {"return", "sharpe", "max_drawdown"}) CHECK(test[name][figure].is_number());
     CHECK(test["best_with_the_pattern"]["return"] > 0.2);
     CHECK(run.lines[4] == fmt::format("test return {:+.1f} %", 100 * test["policy"]["return"].get<double>()));
-    CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "equity.svg", "tensorboard"});
+    CHECK(names_in(folder.path()) ==
+          std::vector<std::string>{"checkpoint.pt", "config.yaml", "equity.svg", "tensorboard"});
     const std::string plot = read_file(folder / "equity.svg");
     CHECK(plot.starts_with("<svg"));
     CHECK(plot.ends_with("</svg>\n"));
@@ -47,7 +48,7 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
     write_file(folder / name / "X.csv", text);
     return Arguments{"--data", folder / name};
   };
-  check_refused({}, 2, "--data FOLDER is required", {1, 2});
+  check_refused({}, 2, "--data is required", {1, 2});
   check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere", {2});
   write_file(folder / "GOOG.csv", header + row);
   check_refused({"--data", folder / "GOOG.csv"}, 1, "GOOG.csv is not a folder: name its folder", {1, 2});
@@ -58,9 +59,10 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
   check_refused({"--data", generated(), "--plot", "/nonexistent/x.svg"}, 1, "cannot create /nonexistent/x.svg.tmp");
   for (const char* option : {"--test-share", "--initial-cash", "--hmax", "--cost", "--turbulence-share", "--clip",
                              "--gamma", "--log-std", "--reward-scale"})
-    check_refused({"--data", generated(), option, "nan"}, 2, option + std::string(": must be a number from "), {1});
-  check_refused({"generate", folder / "made", "--noise", "nan"}, 2, "--noise: must be a number from 0 to 0.2", {1});
-  check_refused({"generate", folder / "made", "--seed", "-1"}, 2, "--seed: must be at least 0, not -1", {1});
+    check_refused({"--data", generated(), option, "nan"}, 2, option + std::string(" must be a number from "), {1});
+  check_refused({"generate", folder / "made", "--noise", "nan"}, 2, "--noise must be a number from 0 to 0.2", {1});
+  check_refused({"generate", folder / "made", "--seed", "-1"}, 2,
+                "--seed must be a whole number of at least 0, not '-1'", {1});
   check_refused({"--data", generated(), "--num_episode", "5"}, 2, "did you mean --num-episodes?");
   check_refused({"--data", generated(), "--assets", "GOOG"}, 1, "there is no file", {2});
   check_refused({"--data", generated(), "--episode-steps", "800"}, 1,

@@ -92,14 +92,14 @@ TEST_CASE("devices that do not fit are refused", "[har]") {
   };
   refused({"--multi-gpu", "dp"}, "--multi-gpu dp is one process, but the launcher started 2", {2});
   refused({"--multi-gpu", "none"}, "--multi-gpu none is one process", {2});
-  refused({"--multi-gpu", "all"}, "--multi-gpu: must be one of none, dp, ddp, libtorch-dp");
+  refused({"--multi-gpu", "all"}, "--multi-gpu must be one of none, dp, ddp, libtorch-dp");
   if (torch::cuda::device_count() == 0) refused({"--multi-gpu", "libtorch-dp"}, "needs a GPU", {1});
   refused({"--replicas", "2"}, "--replicas is of --multi-gpu dp");
   refused({"--multi-gpu", "dp", "--replicas", "0"}, "--replicas", {1});
   refused({"--gpu-ids", "0,x"}, "--gpu-ids");
   refused({"--gpu-ids", "-1"}, "--gpu-ids");
   refused({"--grad-accum-steps", "0"}, "--grad-accum-steps");
-  refused({"--lr-scaling", "quadratic"}, "--lr-scaling: must be one of none, linear, sqrt");
+  refused({"--lr-scaling", "quadratic"}, "--lr-scaling must be one of none, linear, sqrt");
   refused({"--profile"}, "--save-dir");
   if (torch::cuda::device_count() == 0)
     refused({"--gpu-ids", "0,9"}, "--gpu-ids 0,9: there is no GPU 0: this host shows none");

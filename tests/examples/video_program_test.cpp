@@ -119,15 +119,15 @@ TEST_CASE("bad data is named with file and line, and stops the run or is skipped
 
 TEST_CASE("wrong options of video are refused in one sentence", "[video]") {
   const Folder folder;
-  check_refused({}, 2, "--data FOLDER is required", {1, 2});
-  check_refused({"train"}, 2, "--data FOLDER is required", {1});
+  check_refused({}, 2, "--data is required", {1, 2});
+  check_refused({"train"}, 2, "--data is required", {1});
   check_refused({"--data", "/nonexistent"}, 1, "there is no data folder /nonexistent", {2});
   check_refused({"--data", folder.path()}, 1, "there is no file");
   check_refused(joined(quick(), {"--size", "8"}), 2, "--size", {1});
   check_refused(joined(quick(), {"--validation-share", "nan"}), 2,
-                "--validation-share: must be a number from 0.01 to 0.9, not nan", {1});
-  check_refused(joined(quick(), {"--balance", "weights"}), 2, "--balance: must be one of none, loss, sampler");
-  check_refused(joined(quick(), {"--lr-scaling", "cubic"}), 2, "--lr-scaling: must be one of none, linear, sqrt", {1});
+                "--validation-share must be a number from 0.01 to 0.9, not 'nan'", {1});
+  check_refused(joined(quick(), {"--balance", "weights"}), 2, "--balance must be one of none, loss, sampler");
+  check_refused(joined(quick(), {"--lr-scaling", "cubic"}), 2, "--lr-scaling must be one of none, linear, sqrt", {1});
   check_refused(joined(quick(), {"--frames", "18"}), 1, "frames ", {1});
   check_refused(joined(quick(), {"--batch-sise", "3"}), 2, "did you mean --batch-size?", {1});
   check_refused({"generate", generated().string()}, 1, "is not an empty folder", {1});

@@ -266,7 +266,7 @@ TEST_CASE("a time that is no number is refused", "[faults]") {
   for (const std::string seconds : {"nan", "-1", "1s"}) {
     FaultRun run({"run", "-n", "1", "--grace-seconds", seconds, "--", "true"});
     CHECK(run.wait() == 2);
-    CHECK_THAT(run.err(), ContainsSubstring("--grace-seconds: must be a number from 0 to 86400, not " + seconds));
+    CHECK_THAT(run.err(), ContainsSubstring("--grace-seconds must be a number from 0 to 86400, not '" + seconds));
   }
 }
 

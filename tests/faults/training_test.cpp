@@ -95,7 +95,7 @@ TEST_CASE("a disk that is full or read-only keeps the last checkpoint and is nam
   CHECK(full.wait() == 1);
   CHECK_THAT(full.err(), ContainsSubstring("No space left on device"));
   CHECK(ddpkit::train::read_checkpoint_info(folder / "small" / "checkpoint.pt").epoch == 1);
-  CHECK(names_in(folder / "small") == std::vector<std::string>{"checkpoint.pt"});
+  CHECK(names_in(folder / "small") == std::vector<std::string>{"checkpoint.pt", "config.yaml"});
   add_row("disk full", "named, the last checkpoint kept, no rest", full.seconds());
 
   disk.make_read_only();
@@ -113,6 +113,6 @@ TEST_CASE("a half-written checkpoint of a dead run does not matter", "[faults]")
   write_file(folder / "checkpoint.pt.tmp", "half of a checkpoint");
   FaultRun run(training(folder.path(), {"--epochs", "1", "--json"}));
   CHECK(run.wait() == 0);
-  CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt"});
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml"});
   add_row("half-written checkpoint of a dead run", "replaced, and nothing of it stays", run.seconds());
 }

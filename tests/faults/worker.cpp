@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -166,16 +165,16 @@ class Run {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Goes wrong on purpose.", "worker");
+  ddpkit::train::Options app("worker", "Goes wrong on purpose.");
   Options options;
-  app.add_option("--act", options.act);
-  app.add_option("--victim", options.victim);
-  app.add_option("--at-step", options.at_step);
-  app.add_option("--steps", options.steps);
-  app.add_option("--timeout", options.timeout_seconds);
-  app.add_option("--backend", options.backend);
-  app.add_option("--folder", options.folder)->required();
-  app.add_flag("--save", options.save);
+  app.add("act", &options.act, "");
+  app.add("victim", &options.victim, "");
+  app.add("at_step", &options.at_step, "");
+  app.add("steps", &options.steps, "");
+  app.add("timeout", &options.timeout_seconds, "");
+  app.add("backend", &options.backend, "");
+  app.add("folder", &options.folder, "").required();
+  app.add("save", &options.save, "");
   const int status = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     const int rank = ddpkit::read_launch_environment().rank;
     std::ofstream(fmt::format("{}/pid-{}", options.folder, rank)) << ::getpid() << std::flush;

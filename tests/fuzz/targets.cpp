@@ -4,7 +4,7 @@
 
 #include <ddpkit/error.h>
 #include <ddpkit/train/checkpoint.h>
-#include <ddpkit/train/config.h>
+#include <ddpkit/train/options.h>
 #include <ddpkit/train/safetensors.h>
 #include <ddpkit/train/state_dict.h>
 
@@ -39,12 +39,16 @@ void checkpoint(const std::string& bytes, const path& folder) {
 }
 
 void config(const std::string& bytes, const path& folder) {
-  train::Config config = train::Config::load(file_of(bytes, folder, "config.yaml"));
+  train::Options options("fuzz", "");
   double lr = 0;
-  config.read("training.lr", lr, {.least = 0});
+  options.section("training");
+  options.add("lr", &lr, "").at_least(0);
   std::vector<std::int64_t> strides;
-  config.read("model.strides", strides);
-  config.check_all_known();
+  options.section("model");
+  options.add("strides", &strides, "");
+  const std::string file = file_of(bytes, folder, "config.yaml");
+  const char* const arguments[] = {"fuzz", "--config", file.c_str()};
+  options.parse(3, arguments);
 }
 
 void har_ts(const std::string& bytes, const path& folder) {

@@ -9,7 +9,8 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <CLI/CLI.hpp>
+
+#include <ddpkit/train/options.h>
 
 #include "known.h"
 #include "pool.h"
@@ -144,19 +145,18 @@ int main(int argc, char** argv) {
   ::setenv("OMP_NUM_THREADS", "1", 1);
   std::signal(SIGPIPE, SIG_IGN);
   Options options;
-  CLI::App app("Draws trainings and compares ddpkit's ranks with one process that plays all of them.");
-  app.add_option("--cases", options.cases, "Cases to run; 0: until --minutes");
-  app.add_option("--first", options.first, "Number of the first case");
-  app.add_option("--seed", options.seed,
-                 "Seed of the cases; default: DDPKIT_TEST_SEED, or a new seed, which is printed");
-  app.add_option("--minutes", options.minutes, "Stop after N minutes; 0: after the cases");
-  app.add_option("--replay", options.replay, "Run a stored case, or a folder of them, instead");
-  app.add_option("--known", options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
-  app.add_flag("--threads", options.threads,
-               "Ranks are threads of one process, for ThreadSanitizer; all cases use shm");
-  app.add_flag("--print", options.print, "Print the verdict of each case");
-  CLI11_PARSE(app, argc, argv);
+  ddpkit::train::Options app("training_fuzzer",
+                             "Draws trainings and compares ddpkit's ranks with one process that plays all of them.");
+  app.add("cases", &options.cases, "Cases to run; 0: until --minutes");
+  app.add("first", &options.first, "Number of the first case");
+  app.add("seed", &options.seed, "Seed of the cases; default: DDPKIT_TEST_SEED, or a new seed, which is printed");
+  app.add("minutes", &options.minutes, "Stop after N minutes; 0: after the cases");
+  app.add("replay", &options.replay, "Run a stored case, or a folder of them, instead");
+  app.add("known", &options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
+  app.add("threads", &options.threads, "Ranks are threads of one process, for ThreadSanitizer; all cases use shm");
+  app.add("print", &options.print, "Print the verdict of each case");
   try {
+    if (const std::string help = app.parse(argc, argv); !help.empty()) return std::fputs(help.c_str(), stdout), 0;
     if (!options.replay.empty()) return replay(options);
     if (options.cases == 0 && options.minutes == 0) options.cases = 100;
     return draw_and_run(options);

@@ -30,7 +30,7 @@ TEST_CASE("transcripts are normalised and come back from their labels", "[asr]")
 }
 
 TEST_CASE("edit distances and error rates", "[asr]") {
-  const auto distance = [](const std::string& a, const std::string& b) { return asr::edit_distance(a, b); };
+  const auto distance = [](const std::string& a, const std::string& b) { return ddpkit::train::edit_distance(a, b); };
   CHECK(distance("kitten", "sitting") == 3);
   CHECK(distance("", "abc") == 3);
   CHECK(distance("abc", "") == 3);

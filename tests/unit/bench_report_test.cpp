@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -76,12 +75,13 @@ TEST_CASE("a plan survives its way to the ranks", "[bench]") {
             .step_factor = 3,
             .timing = {.iterations = 7, .warmup = 2, .batch_us = 30},
             .no_pin = true};
-  CLI::App app;
+  ddpkit::train::Options options("rank", "");
   Plan read;
-  add_plan_options(app, read);
-  std::vector<std::string> arguments = to_arguments(plan);
-  std::reverse(arguments.begin(), arguments.end());
-  app.parse(arguments);
+  declare(options, read);
+  const std::vector<std::string> arguments = to_arguments(plan);
+  std::vector<const char*> pointers = {"rank"};
+  for (const std::string& argument : arguments) pointers.push_back(argument.c_str());
+  options.parse(static_cast<int>(pointers.size()), pointers.data());
   CHECK(read.collectives == plan.collectives);
   CHECK(read.memory == plan.memory);
   CHECK(read.sizes() == plan.sizes());

@@ -123,10 +123,10 @@ TEST_CASE("N GPUs need N ranks on the host", "[clstm_ppo]") {
                     ContainsSubstring("--num-gpus 4: only 1 rank runs on this host, one per GPU") &&
                         ContainsSubstring("ddpkit run -n 4"));
   CHECK(clstm_ppo::choose_device(options, last, 8) == c10::Device(c10::kCUDA, 3));
-  options.trainer.backend = "gloo";
+  options.run.backend = "gloo";
   CHECK_THROWS_WITH(clstm_ppo::choose_device(options, last, 8), ContainsSubstring("--backend gloo trains on the CPU"));
   options.num_gpus = -1;
   CHECK(clstm_ppo::choose_device(options, last, 8) == c10::kCPU);
-  options.trainer.backend.clear();
+  options.run.backend.clear();
   CHECK(clstm_ppo::choose_device(options, alone, 8) == c10::Device(c10::kCUDA, 0));
 }

@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 #include <signal.h>
 
-#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
@@ -15,13 +14,13 @@
 #include <ddpkit/train/together.h>
 
 int main(int argc, char** argv) {
-  CLI::App app("Fails.", "failing");
+  ddpkit::train::Options app("failing", "Fails.");
   std::string how;
   int at_rank = -1;
   std::string file;
-  app.add_option("--how", how);
-  app.add_option("--at-rank", at_rank, "-1: all");
-  app.add_option("--file", file, "That is written");
+  app.add("how", &how, "Kind of failure");
+  app.add("at_rank", &at_rank, "-1: all");
+  app.add("file", &file, "File to write");
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
     if (how == "early") throw ddpkit::InvalidArgument("before the rendezvous");

@@ -8,18 +8,11 @@
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
-
-namespace CLI {
-class App;
-}
+#include <ddpkit/train/options.h>
 
 namespace ddpkit::train {
 
-/// A wrong option or config file. run_main() then returns exit code 2.
-class UsageError : public InvalidArgument {
- public:
-  using InvalidArgument::InvalidArgument;
-};
+struct SelfLaunchOptions;
 
 /// State of the running program for run_main().
 class Program {
@@ -39,16 +32,17 @@ class Program {
 /// never throws.
 ///
 ///     int main(int argc, char** argv) {
-///       CLI::App app("Trains something.", "something");
-///       Options options;
-///       ddpkit::train::add_trainer_options(app, options.trainer);
-///       return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
-///         train(options, program.init_process_group());
-///       });
+///       ddpkit::train::Options options("something", "Trains something.");
+///       ddpkit::train::RunOptions run;
+///       ddpkit::train::declare(options, run);
+///       const auto body = [&](ddpkit::train::Program& program) { train(run, program.init_process_group()); };
+///       return ddpkit::train::run_main(options, argc, argv, body, &run.launch);
 ///     }
 ///
-/// Only one rank prints the error: the rank that caused it, or rank 0 if it happened on all ranks.
-int run_main(CLI::App& app, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept;
+/// If `launch` asks for ranks, starts this program once per rank instead of running `body`. Only one rank prints the
+/// error: the rank that caused it, or rank 0 if it happened on all ranks.
+int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body,
+             const SelfLaunchOptions* launch = nullptr) noexcept;
 
 /// Returns an exception's message on one line, without the stack trace in c10::Error.
 std::string one_sentence(const std::exception_ptr& error);

@@ -1,0 +1,66 @@
+// Tier 0: the standard library only.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <vector>
+
+#include <ddpkit/optim/learning_rate.h>
+#include <ddpkit/train/launch.h>
+#include <ddpkit/train/options.h>
+
+namespace ddpkit {
+class ProcessGroup;
+}
+
+namespace ddpkit::train {
+
+class SummaryWriter;
+struct RunFolder;
+
+/// The options of trainers. A trainer sets its defaults before it declares them, and removes options that it does not
+/// use.
+struct RunOptions {
+  int epochs = 10;      ///< Passes over the training set.
+  int batch_size = 32;  ///< Samples per update and device.
+  double lr = 1e-3;     ///< Learning rate.
+  optim::LearningRateScaling lr_scaling = optim::LearningRateScaling::kNone;
+  std::string lr_schedule = "cosine";  ///< Or "constant".
+  double warmup_epochs = 0;
+  double weight_decay = 0.01;
+  double max_grad_norm = 0;                              ///< 0: no limit.
+  int grad_accum_steps = 1;                              ///< Batches per update and device.
+  bool amp = true;                                       ///< Mixed precision, if the device supports it efficiently.
+  std::uint64_t seed = 0;                                ///< The same seed gives bit-identical weights.
+  std::optional<std::int64_t> max_steps = std::nullopt;  ///< Stop after this number of updates.
+  int num_workers = 0;                                   ///< Threads per rank that prepare batches.
+  std::string backend = {};                              ///< See InitOptions::backend.
+  bool sync_batchnorm = false;
+  SelfLaunchOptions launch = {};
+  std::string save_dir = {};       ///< Folder of the run's checkpoint; empty: no checkpoint.
+  std::int64_t save_steps = 0;     ///< Updates between checkpoints within an epoch; 0: none.
+  int save_total_limit = 1;        ///< See CheckpointOptions::keep.
+  bool resume = false;             ///< See RunFolderOptions.
+  bool overwrite = false;          ///< Replace another run's checkpoint in save_dir.
+  bool tensorboard = false;        ///< Write events to SAVE_DIR/tensorboard.
+  std::int64_t logging_steps = 0;  ///< Print the loss every N updates; 0: never.
+  bool json = false;               ///< Print one JSON line per epoch instead of the table.
+};
+
+/// Declares all of them. `run` must outlive the parse. Its values are the defaults in --help.
+void declare(Options& options, RunOptions& run);
+
+/// Opens run.save_dir with open_run_folder(), and writes config.yaml, which --config reads. `config`: a JSON object of
+/// options.resolved() and of facts about the data. `facts_that_may_differ`: keys of facts that a resumed run may
+/// change.
+RunFolder open_run_folder(const RunOptions& run, const Options& options, const std::string& config,
+                          const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group);
+
+/// Opens the TensorBoard events of rank 0 with run.tensorboard, and writes `config` to them. `step`: the number of
+/// updates so far. Collective.
+void open_summary(std::optional<SummaryWriter>& summary, const RunOptions& run, const RunFolder& folder,
+                  const std::string& config, std::int64_t step, const ProcessGroup& group);
+
+}  // namespace ddpkit::train

@@ -1,0 +1,83 @@
+#include <ddpkit/train/launch.h>
+
+#include <torch/cuda.h>
+
+#include <filesystem>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/environment.h>
+#include <ddpkit/launch/launcher.h>
+#include <ddpkit/parse_number.h>
+#include <ddpkit/train/text.h>
+
+namespace ddpkit::train {
+
+void declare(Options& options, SelfLaunchOptions& launch) {
+  options.section("distributed");
+  options
+      .add(
+          "nproc_per_node", rank_count(launch.nproc_per_node), [&launch] { return launch.nproc_per_node; },
+          "Ranks that this program starts on this host: N, gpu, cpu (cores), or auto")
+      .also("spawn")
+      .may_differ();
+  options.add("nnodes", &launch.nnodes, "Number of hosts; the program is started once on each host")
+      .between(1, 65536)
+      .may_differ();
+  options.add("node_rank", &launch.node_rank, "Index of this host").between(0, 65535).may_differ();
+  options.add("master_addr", &launch.master_addr, "Address of host 0 for the rendezvous").may_differ();
+  options.add("master_port", &launch.master_port, "Port of the rendezvous; 0: a free port, for one host")
+      .between(0, 65535)
+      .may_differ();
+}
+
+Options::Parse rank_count(std::string& ranks) {
+  return [&ranks](const std::string& text) {
+    int number = 0;
+    const bool is_name = text.empty() || text == "gpu" || text == "cpu" || text == "auto";
+    if (!is_name && !(parse_number(text, number) && number >= 1 && number <= 4096))
+      return "a number from 1 to 4096, gpu, cpu or auto";
+    ranks = text;
+    return "";
+  };
+}
+
+int count_ranks(const std::string& text, int gpus) {
+  if (text == "cpu" || (text == "auto" && gpus == 0)) return available_cores();
+  if (text == "gpu" && gpus == 0)
+    throw InvalidArgument("gpu: no GPU is visible on this host; ddpkit doctor shows the reason");
+  if (text == "gpu" || text == "auto") return gpus;
+  int ranks = 0;
+  parse_number(text, ranks);
+  return ranks;
+}
+
+std::optional<int> launch_ranks(const SelfLaunchOptions& launch, const std::string& program, int argc,
+                                const char* const* argv) {
+  if (launch.nproc_per_node.empty()) {
+    if (launch.nnodes > 1) throw UsageError("--nnodes needs --nproc-per-node: the number of ranks on each host");
+    return std::nullopt;
+  }
+  const int ranks = count_ranks(launch.nproc_per_node, static_cast<int>(torch::cuda::device_count()));
+  const LaunchEnvironment environment = read_launch_environment();
+  if (environment.launcher != "none") {
+    if (environment.local_world_size == ranks) return std::nullopt;
+    throw UsageError(fmt::format("--nproc-per-node asks for {} ranks, but the launcher started {} on this host", ranks,
+                                 environment.local_world_size));
+  }
+  ddpkit::LaunchOptions local{.command = {std::filesystem::read_symlink("/proc/self/exe").string()},
+                              .ranks = ranks,
+                              .nodes = launch.nnodes,
+                              .node_rank = launch.node_rank,
+                              .master_addr = launch.master_addr,
+                              .master_port = launch.master_port,
+                              .forward_signals = true};
+  local.command.insert(local.command.end(), argv + 1, argv + argc);
+  const LaunchResult result = ddpkit::launch(local);
+  // A rank that exited with an error code has already reported the error.
+  if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))
+    log_line(fmt::format("{}: rank {} {}", program, result.first_failure->rank, result.first_failure->describe()));
+  return result.exit_code();
+}
+
+}  // namespace ddpkit::train

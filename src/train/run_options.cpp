@@ -1,0 +1,114 @@
+#include <ddpkit/train/run_options.h>
+
+#include <nlohmann/json.hpp>
+
+#include <fmt/format.h>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/train/atomic_file.h>
+#include <ddpkit/train/json_text.h>
+#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/summary_writer.h>
+#include <ddpkit/train/together.h>
+
+namespace ddpkit::train {
+
+void declare(Options& options, RunOptions& run) {
+  using optim::LearningRateScaling;
+  options.section("training");
+  options.add("epochs", &run.epochs, "Passes over the training set").at_least(1).also("max_epochs").may_differ();
+  options.add("batch_size", &run.batch_size, "Samples per batch on each device").at_least(1);
+  options.add("lr", &run.lr, "Learning rate").above(0);
+  options.add("lr_scaling", &run.lr_scaling,
+              {{"none", LearningRateScaling::kNone},
+               {"linear", LearningRateScaling::kLinear},
+               {"sqrt", LearningRateScaling::kSquareRoot}},
+              "Scaling of the learning rate with the number of devices: none, linear or sqrt");
+  options.add("lr_schedule", &run.lr_schedule, "cosine (down to 0 at the end) or constant")
+      .one_of({"cosine", "constant"})
+      .also("schedule");
+  options.add("warmup_epochs", &run.warmup_epochs, "Epochs of learning rate warm-up").between(0, 1e6);
+  options.add("weight_decay", &run.weight_decay, "Weight decay").between(0, 1);
+  options.add("max_grad_norm", &run.max_grad_norm, "Clip the norm of the gradients to X; 0: no limit")
+      .at_least(0)
+      .also("clip_norm");
+  options.add("grad_accum_steps", &run.grad_accum_steps, "Batches per device and update")
+      .between(1, 1e6)
+      .also("gradient_accumulation_steps");
+  options
+      .add("amp", &run.amp,
+           "Mixed precision, if the device supports it efficiently: GPUs, and CPUs with bfloat16 matrix units")
+      .may_differ();
+  options.add("seed", &run.seed, "The same seed gives the same weights");
+  options.add("max_steps", &run.max_steps, "Stop after N updates").at_least(1).may_differ();
+
+  options.section("data");
+  options.add("num_workers", &run.num_workers, "Threads per rank that prepare batches")
+      .between(0, 256)
+      .also("workers")
+      .may_differ();
+
+  options.section("distributed");
+  options
+      .add("backend", &run.backend,
+           {{"auto", ""}, {"shm", "shm"}, {"gloo", "gloo"}, {"nccl", "nccl"}, {"hierarchical", "hierarchical"}},
+           "shm, gloo, nccl, hierarchical, or auto: by device and hosts")
+      .may_differ();
+  options.add("sync_batchnorm", &run.sync_batchnorm, "Synchronize batch norm over all ranks").also("sync_batch_norm");
+  declare(options, run.launch);
+
+  options.section("run");
+  options.add("save_dir", &run.save_dir, "Folder of the run's checkpoint; without it none is written").may_differ();
+  options.add("save_steps", &run.save_steps, "Also save a checkpoint every N updates; 0: only after each epoch")
+      .at_least(0)
+      .also("checkpoint_steps")
+      .needs("save_dir")
+      .may_differ();
+  options.add("save_total_limit", &run.save_total_limit, "Keep the last N checkpoints")
+      .at_least(1)
+      .also("keep_checkpoints")
+      .needs("save_dir")
+      .may_differ();
+  options.add("resume", &run.resume, "Fail if save_dir has no run to resume (default: resume if there is one)")
+      .needs("save_dir")
+      .may_differ();
+  options.add("overwrite", &run.overwrite, "Replace the run in save_dir, except what a restarted job wrote")
+      .excludes("resume")
+      .may_differ();
+  options.add("tensorboard", &run.tensorboard, "Write events to SAVE_DIR/tensorboard").needs("save_dir").may_differ();
+  options.add("logging_steps", &run.logging_steps, "Print the loss every N updates; 0: never")
+      .at_least(0)
+      .also("log_steps")
+      .may_differ();
+  options.add("json", &run.json, "Print one line of JSON per epoch; the last line, the result, is text").may_differ();
+}
+
+RunFolder open_run_folder(const RunOptions& run, const Options& options, const std::string& config,
+                          const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group) {
+  std::vector<std::string> may_differ = options.keys_that_may_differ();
+  may_differ.insert(may_differ.end(), facts_that_may_differ.begin(), facts_that_may_differ.end());
+  const RunFolder folder = open_run_folder(
+      run.save_dir, config, {.resume = run.resume, .overwrite = run.overwrite, .may_differ = may_differ}, group);
+  run_together(group, [&] {
+    if (group.rank() != 0) return;
+    std::string text = fmt::format("# The options of this run; {} --config THIS_FILE resumes it.\n", options.program());
+    const nlohmann::json values = nlohmann::json::parse(options.resolved());
+    for (const auto& [key, value] : values.items())
+      text += fmt::format("{}: {}\n", key, json_text(value));  // JSON values are valid YAML.
+    AtomicFile file(std::filesystem::path(run.save_dir) / "config.yaml");
+    file.write(text.data(), text.size());
+    file.commit();
+  });
+  return folder;
+}
+
+void open_summary(std::optional<SummaryWriter>& summary, const RunOptions& run, const RunFolder& folder,
+                  const std::string& config, std::int64_t step, const ProcessGroup& group) {
+  run_together(group, [&] {
+    if (!run.tensorboard || group.rank() != 0) return;
+    summary.emplace(std::filesystem::path(run.save_dir) / "tensorboard", folder.to_resume ? step + 1 : 0);
+    summary->add_text("config", "```\n" + json_text(nlohmann::json::parse(config), 2) + "\n```", step);
+  });
+}
+
+}  // namespace ddpkit::train
