@@ -206,8 +206,9 @@ class Trainer {
                                      },
                                      {.num_workers = options_.run.num_workers});
     ddpkit::train::ProgressBar bar(
-        total - begin,
-        {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.run.epochs), .enabled = speaks()});
+        total - begin, ddpkit::train::progress_options(
+                           options_.run, fmt::format("Epoch {}/{} Training", info_.epoch + 1, options_.run.epochs),
+                           "utterances", options_.run.batch_size, group_));
     Epoch epoch{.epochs = options_.run.epochs,
                 .world_size = group_.world_size(),
                 .fullest_over_mean = sampler_.balance().fullest_over_mean,
@@ -234,7 +235,7 @@ class Trainer {
       step_began = now;
       if (first_step_at_ == 0)
         first_step_at_ = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-      bar.advance([&] { return fmt::format("loss {:.4f}", loss); });
+      bar.advance([&] { return fmt::format("loss={:.4f}", loss); });
       log_step(loss);
       if (options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0 &&
           sampler_.position() < sampler_.num_batches() && checkpoint_) {

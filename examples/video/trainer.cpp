@@ -186,7 +186,9 @@ class Trainer {
     ddpkit::Prefetcher<Clips> loader = load(
         order, batch_size_, Variation{.seed = options_.run.seed, .epoch = info_.epoch, .augment = options_.augment});
     ddpkit::train::ProgressBar bar(
-        updates, {.label = fmt::format("epoch {:>3}/{}", info_.epoch + 1, options_.run.epochs), .enabled = speaks()});
+        updates, ddpkit::train::progress_options(
+                     options_.run, fmt::format("Epoch {}/{} Training", info_.epoch + 1, options_.run.epochs), "clips",
+                     static_cast<double>(samples) / static_cast<double>(updates) * group_.world_size(), group_));
     double lr = 0;
     const auto start = std::chrono::steady_clock::now();
     std::int64_t update = 0;
@@ -199,7 +201,7 @@ class Trainer {
       lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(*loader.next());
       ++info_.step;
-      bar.advance([&] { return fmt::format("loss {:.4f}", loss.item<double>()); });
+      bar.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
       if (update + 1 < updates && options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0)
         save_within_epoch(update + 1);
     }

@@ -25,37 +25,77 @@ int columns_of(std::FILE* stream) {
   return ::ioctl(::fileno(stream), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
+/// Returns "05:07", or "1:05:07" from an hour on.
+std::string time_text(double seconds) {
+  const auto all = static_cast<std::int64_t>(std::clamp(seconds, 0.0, 1e9));
+  if (all < 3600) return fmt::format("{:02}:{:02}", all / 60, all % 60);
+  return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
+}
+
+bool has_utf8() {
+  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
+    const char* value = std::getenv(name);
+    if (value && *value) return std::string_view(value).find("UTF-8") != std::string_view::npos;
+  }
+  return false;
+}
+
+/// Returns "|##### |" with `width` columns between the lines; blocks and their eighths if the terminal has UTF-8.
+std::string bar_text(std::int64_t done, std::int64_t total, int width) {
+  constexpr const char* kEighths[] = {" ", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
+  const bool is_utf8 = has_utf8();
+  const std::int64_t eighths = 8 * width * done / total;
+  std::string bar = "|";
+  for (std::int64_t column = 0; column < width; ++column) {
+    const std::int64_t filled = std::clamp<std::int64_t>(eighths - 8 * column, 0, 8);
+    bar += filled == 8 ? (is_utf8 ? "█" : "#") : is_utf8 ? kEighths[filled] : " ";
+  }
+  return bar + "|";
+}
+
 }  // namespace
 
 ProgressBar::ProgressBar(std::int64_t total, ProgressOptions options)
-    : options_(std::move(options)),
-      total_(std::max<std::int64_t>(total, 1)),
-      visible_(options_.enabled && can_redraw(options_.stream)),
-      next_drawing_(std::chrono::steady_clock::now() + options_.interval) {}
+    : options_(std::move(options)), total_(std::max<std::int64_t>(total, 1)), start_(std::chrono::steady_clock::now()) {
+  if (options_.enabled && can_redraw(options_.stream))
+    kind_ = Kind::kBar;
+  else if (options_.enabled && options_.heartbeat && ::isatty(::fileno(options_.stream)) == 0)
+    kind_ = Kind::kLines;
+  next_drawing_ = start_ + (kind_ == Kind::kBar ? options_.interval : options_.first_heartbeat);
+}
 
 ProgressBar::~ProgressBar() { clear(); }
 
 void ProgressBar::advance(const std::function<std::string()>& note) {
   done_ = std::min(done_ + 1, total_);
-  if (!visible_) return;
+  if (kind_ == Kind::kNone) return;
   const auto now = std::chrono::steady_clock::now();
   if (now < next_drawing_) return;
-  next_drawing_ = now + options_.interval;
-  draw(note ? note() : std::string());
+  next_drawing_ = now + (kind_ == Kind::kBar ? options_.interval : options_.next_heartbeat);
+  draw(note ? note() : std::string(), now);
 }
 
-void ProgressBar::draw(const std::string& note) {
-  const std::string counts = fmt::format("{}/{}", done_, total_);
-  const int others = static_cast<int>(options_.label.size() + counts.size() + note.size()) + 6;
-  const int width = std::clamp(columns_of(options_.stream) - others, 0, 40);
-  const int filled = static_cast<int>(width * done_ / total_);
-  std::string bar(static_cast<std::size_t>(filled), '=');
-  if (filled < width) bar += '>';
-  bar.resize(static_cast<std::size_t>(width), ' ');
+void ProgressBar::draw(const std::string& note, std::chrono::steady_clock::time_point now) {
+  const double seconds = std::chrono::duration<double>(now - start_).count(), done = static_cast<double>(done_);
+  std::string facts =
+      fmt::format("{}<{}", time_text(seconds), time_text(seconds / done * (static_cast<double>(total_) - done)));
+  if (!options_.unit.empty() && seconds > 0)
+    facts += fmt::format(", {:.1f} {}/s", done * options_.items_per_step / seconds, options_.unit);
+  if (!note.empty()) facts += ", " + note;
+  const std::string before = fmt::format("{}: {:3}%", options_.label, 100 * done_ / total_),
+                    after = fmt::format(" {}/{} [{}]", done_, total_, facts);
+  const bool is_bar = kind_ == Kind::kBar;
   // The terminal may have been closed, which must not end the program.
-  std::fputs(fmt::format("{}{} [{}] {} {}", kClearLine, options_.label, bar, counts, note).c_str(), options_.stream);
+  if (is_bar) {
+    const int rest = columns_of(options_.stream) - static_cast<int>(before.size() + after.size()) - 3;
+    std::fputs(
+        fmt::format("{}{}{}{}", kClearLine, before, bar_text(done_, total_, std::clamp(rest, 0, 40)), after).c_str(),
+        options_.stream);
+  } else {
+    std::fputs(fmt::format("{}{}\n", before, after).c_str(), options_.stream);
+  }
   std::fflush(options_.stream);
-  drawn_ = true;
+  drawn_ = is_bar;
 }
 
 void ProgressBar::clear() noexcept {

@@ -7,6 +7,7 @@
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/json_text.h>
+#include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/summary_writer.h>
 #include <ddpkit/train/together.h>
@@ -81,6 +82,20 @@ void declare(Options& options, RunOptions& run) {
       .also("log_steps")
       .may_differ();
   options.add("json", &run.json, "Print one line of JSON per epoch; the last line, the result, is text").may_differ();
+  options
+      .add("progress", &run.progress, "bar (on a terminal), lines (elsewhere), off, or auto: both, lines not with json")
+      .one_of({"auto", "bar", "lines", "off"})
+      .may_differ();
+}
+
+ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,
+                                 double items_per_step, const ProcessGroup& group) {
+  const bool is_auto = run.progress == "auto";
+  return {.label = label,
+          .unit = unit,
+          .items_per_step = items_per_step,
+          .enabled = group.rank() == 0 && run.progress != "off",
+          .heartbeat = run.progress == "lines" || (is_auto && !run.json)};
 }
 
 RunFolder open_run_folder(const RunOptions& run, const Options& options, const std::string& config,

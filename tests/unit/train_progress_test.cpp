@@ -50,17 +50,46 @@ TEST_CASE("a terminal sees the bar grow, and a clean line behind it", "[progress
   const Terminal terminal;
   if (!terminal.stream()) DDPKIT_SKIP("this system gives no pseudo-terminal");
   ::setenv("TERM", "xterm", 1);
+  ::setenv("LC_ALL", "C", 1);
   {
-    ProgressBar bar(4, {.label = "epoch 1/2", .stream = terminal.stream(), .interval = milliseconds(0)});
-    bar.advance([] { return std::string("loss 0.5"); });
+    ProgressBar bar(4,
+                    {.label = "Epoch 1/2", .unit = "clips", .stream = terminal.stream(), .interval = milliseconds(0)});
+    bar.advance([] { return std::string("loss=0.5"); });
     bar.advance();
-    CHECK_THAT(terminal.written(),
-               ContainsSubstring("epoch 1/2 [=") && ContainsSubstring("1/4 loss 0.5") && ContainsSubstring("2/4"));
+    CHECK_THAT(terminal.written(), ContainsSubstring("Epoch 1/2:  25%|#") && ContainsSubstring("| 1/4 [00:00<00:") &&
+                                       ContainsSubstring(" clips/s, loss=0.5]") && ContainsSubstring(" 50%|##"));
     // More steps than announced do not overflow the bar.
     for (int i = 0; i < 10; ++i) bar.advance();
-    CHECK_THAT(terminal.written(), ContainsSubstring("4/4"));
+    CHECK_THAT(terminal.written(), ContainsSubstring("100%|##") && ContainsSubstring("4/4"));
   }
   CHECK(terminal.written() == "\r\033[K");
+  ::setenv("LC_ALL", "C.UTF-8", 1);
+  ProgressBar bar(3, {.label = "x", .stream = terminal.stream(), .interval = milliseconds(0)});
+  bar.advance();
+  CHECK_THAT(terminal.written(), ContainsSubstring("x:  33%|█") && ContainsSubstring("| 1/3 ["));
+}
+
+TEST_CASE("without a terminal, a heartbeat is a line when it is due", "[progress]") {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::tmpfile(), std::fclose);
+  REQUIRE(file);
+  const auto written = [&] {
+    std::string text(static_cast<std::size_t>(std::ftell(file.get())), '\0');
+    std::rewind(file.get());
+    text.resize(std::fread(text.data(), 1, text.size(), file.get()));
+    return text;
+  };
+  ProgressBar waits(4,
+                    {.label = "x", .heartbeat = true, .stream = file.get(), .first_heartbeat = std::chrono::hours(1)});
+  waits.advance();
+  CHECK(written().empty());
+  ProgressBar bar(4, {.label = "Epoch 1/2",
+                      .heartbeat = true,
+                      .stream = file.get(),
+                      .first_heartbeat = milliseconds(0),
+                      .next_heartbeat = std::chrono::hours(1)});
+  bar.advance([] { return std::string("loss=0.5"); });
+  bar.advance();
+  CHECK(written() == "Epoch 1/2:  25% 1/4 [00:00<00:00, loss=0.5]\n");
 }
 
 TEST_CASE("a bar that is not due asks for no note", "[progress]") {

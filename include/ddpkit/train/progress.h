@@ -12,13 +12,22 @@ namespace ddpkit::train {
 /// Options of ProgressBar.
 struct ProgressOptions {
   std::string label = {};      ///< Text before the bar.
-  bool enabled = true;         ///< False: draw nothing. Set it to true on one rank only.
-  std::FILE* stream = stderr;  ///< Output if it is a terminal; otherwise nothing is written.
+  std::string unit = {};       ///< Name of the items that the rate counts: "clips". Empty: no rate.
+  double items_per_step = 1;   ///< Items of all ranks in a step.
+  bool enabled = true;         ///< False: write nothing. Set it to true on one rank only.
+  bool heartbeat = false;      ///< True: without a terminal, write a line after 10 s and then every 30 s.
+  std::FILE* stream = stderr;  ///< Output. A bar needs a terminal.
   std::chrono::milliseconds interval = std::chrono::milliseconds(100);  ///< Minimum time between two drawings.
+  std::chrono::milliseconds first_heartbeat = std::chrono::seconds(10);
+  std::chrono::milliseconds next_heartbeat = std::chrono::seconds(30);
 };
 
-/// A progress bar on the last line of a terminal: "epoch 3/30 [=====>    ] 12/25 loss 0.41". Reads the clock once per
-/// step.
+/// The progress of a loop, on the last line of a terminal:
+///
+///     Epoch 1/30 Training:  67%|██████▋   | 12/18 [00:16<00:08, 31.9 clips/s, loss=0.4521]
+///
+/// Shows the time so far, the time left, the rate and a note. Without a terminal, it is a line from time to time,
+/// without the bar. Reads the clock once per step.
 class ProgressBar {
  public:
   /// `total`: number of steps.
@@ -28,21 +37,23 @@ class ProgressBar {
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  /// Counts one step. `note` returns the text after the bar; it is called only when the bar is drawn.
+  /// Counts one step. `note` returns the last part of the text; it is called only when the text is written.
   void advance(const std::function<std::string()>& note = nullptr);
 
   /// Clears the bar, so that a line can be printed.
   void clear() noexcept;
 
  private:
-  void draw(const std::string& note);
+  enum class Kind { kNone, kBar, kLines };
+
+  void draw(const std::string& note, std::chrono::steady_clock::time_point now);
 
   ProgressOptions options_;
   std::int64_t total_;
   std::int64_t done_ = 0;
-  bool visible_;        // The stream is a terminal that supports redrawing.
+  Kind kind_ = Kind::kNone;
   bool drawn_ = false;  // The bar is on the terminal.
-  std::chrono::steady_clock::time_point next_drawing_;
+  std::chrono::steady_clock::time_point start_, next_drawing_;
 };
 
 }  // namespace ddpkit::train

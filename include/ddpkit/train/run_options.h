@@ -18,6 +18,7 @@ class ProcessGroup;
 namespace ddpkit::train {
 
 class SummaryWriter;
+struct ProgressOptions;
 struct RunFolder;
 
 /// The options of trainers. A trainer sets its defaults before it declares them, and removes options that it does not
@@ -47,10 +48,16 @@ struct RunOptions {
   bool tensorboard = false;        ///< Write events to SAVE_DIR/tensorboard.
   std::int64_t logging_steps = 0;  ///< Print the loss every N updates; 0: never.
   bool json = false;               ///< Print one JSON line per epoch instead of the table.
+  std::string progress = "auto";   ///< Or "bar", "lines", "off"; see progress_options().
 };
 
 /// Declares all of them. `run` must outlive the parse. Its values are the defaults in --help.
 void declare(Options& options, RunOptions& run);
+
+/// Returns the options of an epoch's ProgressBar. bar: on a terminal only. lines: heartbeats without a terminal. auto:
+/// both, but no heartbeats with run.json. `items_per_step`: over all ranks.
+ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,
+                                 double items_per_step, const ProcessGroup& group);
 
 /// Opens run.save_dir with open_run_folder(), and writes config.yaml, which --config reads. `config`: a JSON object of
 /// options.resolved() and of facts about the data. `facts_that_may_differ`: keys of facts that a resumed run may
