@@ -22,6 +22,7 @@
 #include <ddpkit/launch/launcher.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/scaling/estimate.h>
+#include <ddpkit/train/options.h>
 
 #include "bench/step_models.h"
 #include "bench/timing.h"

@@ -30,7 +30,7 @@ const char* name_of(Fault fault) {
 
 void Faults::add(Fault fault, const std::string& file, const std::string& message) {
   if (policy_ == FaultPolicy::kStop)
-    throw ddpkit::InvalidArgument(message + " (data.on_error=skip leaves such files out)");
+    throw ddpkit::InvalidArgument(message + " (data.on_bad_data=skip skips such files)");
   const std::lock_guard lock(mutex_);
   if (!files_[static_cast<std::size_t>(fault)].insert(file).second) return;
   const std::string line = fmt::format("asr: skipped: {}\n", message);

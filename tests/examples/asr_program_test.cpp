@@ -1,3 +1,5 @@
+#include <ddpkit/train/text.h>
+
 #include "asr_program.h"
 
 using namespace asr::testing;

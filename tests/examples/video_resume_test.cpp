@@ -63,7 +63,7 @@ TEST_CASE("a video run is known by its data, however its folder is written", "[v
     return joined(quick(folder / data), {"--epochs", epochs, "--save-dir", folder / "run"});
   };
   REQUIRE(run_video(1, arguments("a/", "1")).exit_code == 0);
-  check_refused(arguments("b/", "1"), 1, "already holds a run with data \"a\" (this one: \"b\")", {1});
+  check_refused(arguments("b/", "1"), 1, "already holds a run with data_set \"a\" (this one: \"b\")", {1});
   REQUIRE(run_video(1, arguments("a", "2")).exit_code == 0);
   CHECK(ddpkit::train::read_checkpoint_info(folder / "run/checkpoint.pt").epoch == 2);
 }

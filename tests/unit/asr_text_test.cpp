@@ -3,6 +3,8 @@
 #include <cmath>
 #include <map>
 
+#include <ddpkit/train/text.h>
+
 #include "asr/alphabet.h"
 #include "asr/decoder.h"
 #include "asr/score.h"
