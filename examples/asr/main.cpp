@@ -2,6 +2,7 @@
 // transcribes.
 #include <malloc.h>
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,9 @@
 #include "asr/transcribe.h"
 
 namespace {
+
+/// The recordings that script/data speech fetches: the default data.
+const std::filesystem::path kSpeech = "data/speech";
 
 struct Transcription {
   std::vector<std::string> files;
@@ -81,6 +85,10 @@ int main(int argc, char** argv) {
     const ddpkit::ProcessGroup group = join(program, asr);
     if (evaluate.is_chosen()) return asr::evaluate_run(asr, group);
     if (check.is_chosen()) return asr::check(group);
+    if (asr.data.train.empty() && std::filesystem::exists(kSpeech / "train.jsonl")) {
+      asr.data.train = kSpeech / "train.jsonl";
+      if (asr.data.dev.empty()) asr.data.dev = kSpeech / "dev.jsonl";
+    }
     asr::train(asr, options, group);
   };
   return ddpkit::train::run_main(options, argc, argv, body, &asr.run.launch);

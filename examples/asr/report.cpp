@@ -34,13 +34,13 @@ std::string as_json(const Epoch& epoch) {
 }
 
 std::string as_line(const Epoch& epoch) {
-  std::string line =
-      fmt::format("epoch {:>3}/{}  loss {:.4f}  {:.0f}x real time  waited {:.1f} %", epoch.epoch, epoch.epochs,
-                  epoch.train_loss, epoch.audio_seconds / epoch.seconds, 100 * epoch.wait_seconds / epoch.seconds);
+  std::string line = fmt::format("Epoch {}/{} - Train Loss: {:.4f}", epoch.epoch, epoch.epochs, epoch.train_loss);
   if (epoch.dev_loss)
-    line += fmt::format("  dev loss {:.4f}  CER {:.1f} %  WER {:.1f} %", *epoch.dev_loss, 100 * epoch.dev.cer(),
+    line += fmt::format(" | Dev Loss: {:.4f}, CER: {:.2f}%, WER: {:.2f}%", *epoch.dev_loss, 100 * epoch.dev.cer(),
                         100 * epoch.dev.wer());
-  return line;
+  return line + fmt::format(" | {:.1f} s, {:.3f} s/batch, {:.0f}x real time, waited {:.0f}%", epoch.seconds,
+                            epoch.median_step_ms / 1000, epoch.audio_seconds / epoch.seconds,
+                            100 * epoch.wait_seconds / epoch.seconds);
 }
 
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {

@@ -387,7 +387,9 @@ class Trainer {
 
 void train(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group) {
   if (options.data.train.empty())
-    throw UsageError("data.train is not given: a manifest, or a folder in LibriSpeech's layout");
+    throw UsageError(
+        "data.train is not given (a manifest, or a folder in LibriSpeech's layout), and there is no data/speech; "
+        "script/data speech fetches it");
   Trainer(options, declared, group).run();
 }
 

@@ -4,8 +4,9 @@ namespace clstm_ppo {
 
 void declare(ddpkit::train::Options& options, TrainOptions& ppo) {
   options.section("data");
-  options.add("data", &ppo.data, "Folder with NAME.csv (Date,Open,High,Low,Close,Volume) of each asset")
-      .required()
+  options
+      .add("data", &ppo.data,
+           "Folder with NAME.csv (Date,Open,High,Low,Close,Volume) of each asset; by default data/planted, generated")
       .may_differ();
   options.add("assets", &ppo.assets, "Files of the folder, without .csv; by default all").may_differ();
   options.add("test_share", &ppo.test_share, "Share of the days, at the end, held out from training")

@@ -18,7 +18,7 @@ struct TrainOptions {
   /// The batch size is in days.
   ddpkit::train::RunOptions run = {.batch_size = 128, .lr = 2e-3, .grad_accum_steps = 4};
 
-  std::string data;                 ///< Folder of NAME.csv.
+  std::string data;                 ///< Folder of NAME.csv; empty: data/planted, a synthetic market.
   std::vector<std::string> assets;  ///< Names of files in the folder; empty: all.
   double test_share = 0.25;         ///< The last part of the days, held out from training.
   bool shuffle_prices = false;      ///< Control experiment: the same moves in shuffled order.

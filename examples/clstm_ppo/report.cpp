@@ -55,13 +55,14 @@ std::string as_json(const Round& round) {
 
 std::string as_line(const Round& round) {
   std::string line = fmt::format(
-      "round {:>4}/{}  episodes {:>5}  return {:+6.1f} %  Sharpe {:+5.2f}  drawdown {:4.1f} %  value loss {:.3g}  KL "
-      "{:.4f}  {:.1f} episodes/s",
-      round.round, round.rounds, round.episodes, 100 * round.episode.total_return, round.episode.sharpe,
-      100 * round.episode.max_drawdown, round.update.value_loss, round.update.kl,
-      static_cast<double>(round.episode.episodes) / round.seconds);
-  if (round.test_return) line += fmt::format("  unseen {:+.1f} %", 100 * *round.test_return);
-  return line;
+      "Round {}/{} - Episodes: {}/{}, Return: {:+.1f}%, Sharpe: {:+.2f}, Drawdown: {:.1f}% | Policy Loss: {:.4f}, "
+      "Value "
+      "Loss: {:.4f}",
+      round.round, round.rounds, round.episodes, round.num_episodes, 100 * round.episode.total_return,
+      round.episode.sharpe, 100 * round.episode.max_drawdown, round.update.policy_loss, round.update.value_loss);
+  if (round.test_return) line += fmt::format(" | Unseen: {:+.1f}%", 100 * *round.test_return);
+  return line + fmt::format(" | {:.1f} s, {:.1f} episodes/s", round.seconds,
+                            static_cast<double>(round.episode.episodes) / round.seconds);
 }
 
 std::string as_json(const TestResult& test) {

@@ -50,7 +50,8 @@ struct Round {
   std::int64_t round = 0;  ///< From 1.
   std::int64_t rounds = 0;
   std::int64_t episodes = 0;  ///< So far, over all ranks.
-  std::int64_t step = 0;      ///< Updates so far.
+  std::int64_t num_episodes = 0;
+  std::int64_t step = 0;  ///< Updates so far.
   int world_size = 1;
   double lr = 0;
   double seconds = 0;

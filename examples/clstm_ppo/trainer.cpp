@@ -33,6 +33,8 @@ DistributedCLSTMPPOTrainer::~DistributedCLSTMPPOTrainer() = default;
 
 void DistributedCLSTMPPOTrainer::initialize() {
   set_up_device(state_->options, state_->group.device());
+  state_->options.data = ddpkit::train::data_folder(
+      state_->options.data, "data/planted", [](const std::string& path) { generate(path, {}); }, state_->group);
   ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
   state_->make_model();
   if (!state_->options.run.save_dir.empty()) state_->open_folder();
@@ -47,7 +49,10 @@ void DistributedCLSTMPPOTrainer::train() {
   state.stop.emplace(state.group);
   while (state.info.epoch < state.rounds() && !state.is_out_of_steps() && !state.is_stopped) {
     const auto start = std::chrono::steady_clock::now();
-    Round round{.rounds = state.rounds(), .world_size = state.group.world_size(), .lr = state.learner->lr()};
+    Round round{.rounds = state.rounds(),
+                .num_episodes = state.options.num_episodes,
+                .world_size = state.group.world_size(),
+                .lr = state.learner->lr()};
     const Rollout rollout = run_episode();
     const std::int64_t before = state.info.epoch;
     round.update = update(rollout);

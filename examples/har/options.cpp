@@ -4,8 +4,9 @@ namespace har {
 
 void declare(ddpkit::train::Options& options, TrainOptions& har) {
   options.section("data");
-  options.add("data", &har.data, "Folder in the UCI-HAR layout, or with NAME_TRAIN.ts and NAME_TEST.ts")
-      .required()
+  options
+      .add("data", &har.data,
+           "Folder in the UCI-HAR layout, or with NAME_TRAIN.ts and NAME_TEST.ts; by default data/har, generated")
       .may_differ();
   options.section("model");
   options.add("mode", &har.mode, {{"cnn", Mode::kCnn}, {"flatten", Mode::kFlatten}, {"lstm", Mode::kLstm}},

@@ -21,7 +21,7 @@ enum class MultiGpu {
 /// The options of `har`.
 struct TrainOptions {
   ddpkit::train::RunOptions run = {.epochs = 30, .batch_size = 16};
-  std::string data;  ///< Folder of the data set.
+  std::string data;  ///< Folder of the data set; empty: data/har, a synthetic set.
 
   MultiGpu multi_gpu = MultiGpu::kDdp;
   std::vector<int> gpu_ids;     ///< GPUs to use, in this order; empty: as many available GPUs as needed.

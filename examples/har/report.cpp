@@ -28,8 +28,8 @@ std::string as_json(const Epoch& epoch) {
 }
 
 std::string as_line(const Epoch& epoch) {
-  return fmt::format("epoch {:>3}/{}  loss {:.4f}  accuracy {:5.1f} %  test {:5.1f} %  {:.0f} samples/s", epoch.epoch,
-                     epoch.epochs, epoch.train.loss, 100 * epoch.train.accuracy, 100 * epoch.test.accuracy,
+  return fmt::format("Epoch {}/{} - Train {} | Test {}, F1: {:.4f} | {:.1f} s, {:.0f} samples/s", epoch.epoch,
+                     epoch.epochs, epoch.train.line(), epoch.test.line(), epoch.test.macro_f1(), epoch.seconds,
                      epoch.samples_per_second());
 }
 

@@ -24,6 +24,7 @@
 
 #include "har/dataset.h"
 #include "har/devices.h"
+#include "har/generate.h"
 #include "har/report.h"
 
 namespace har {
@@ -361,8 +362,10 @@ void train(const TrainOptions& options, const ddpkit::train::Options& declared, 
   const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
   const ddpkit::ProcessGroup group =
       program.init_process_group({.backend = options.run.backend, .device = places.front()});
+  const std::string folder = ddpkit::train::data_folder(
+      options.data, "data/har", [](const std::string& path) { generate_ucihar(path, {}); }, group);
   Dataset dataset;
-  ddpkit::train::run_together(group, [&] { dataset = normalised(read_recordings(options.data)); });
+  ddpkit::train::run_together(group, [&] { dataset = normalised(read_recordings(folder)); });
   Trainer(options, declared, dataset, places, group).run();
 }
 

@@ -28,8 +28,10 @@ void add_size(Options& options, FrameSize& size, const std::string& help) {
 
 void declare(Options& options, TrainOptions& video) {
   options.section("data");
-  options.add("data", &video.data, "Folder with trials.csv (video,start_frame,end_frame,label) and the videos")
-      .required()
+  options
+      .add(
+          "data", &video.data,
+          "Folder with trials.csv (video,start_frame,end_frame,label) and the videos; by default data/mouse, generated")
       .may_differ();
   options.add("classes", &video.classes, "Class labels in order; by default FOLDER/classes.txt, else all, sorted")
       .may_differ();

@@ -24,7 +24,7 @@ struct TrainOptions {
   ddpkit::train::RunOptions run = {
       .epochs = 90, .batch_size = 8, .warmup_epochs = 2, .amp = false, .num_workers = 1, .tensorboard = true};
 
-  std::string data;  ///< Folder with trials.csv and videos.
+  std::string data;  ///< Folder with trials.csv and videos; empty: data/mouse, a synthetic set.
   std::vector<std::string> classes;
   FrameSize size = {256, 256};
   int frames = 17;

@@ -40,12 +40,10 @@ std::string as_json(const Epoch& epoch) {
 }
 
 std::string as_line(const Epoch& epoch) {
-  return fmt::format(
-      "epoch {:>3}/{}  loss {:.4f}  accuracy {:5.1f} %  validation: loss {:.4f}  accuracy {:5.1f} %  macro F1 "
-      "{:.3f}{}  {:.1f} clips/s",
-      epoch.epoch, epoch.epochs, epoch.train.loss, 100 * epoch.train.accuracy, epoch.validation.loss,
-      100 * epoch.validation.accuracy, epoch.validation.macro_f1(), epoch.is_best ? " *" : "  ",
-      epoch.clips_per_second());
+  return fmt::format("Epoch {}/{} - Train {} | Val {}, F1: {:.4f} | {:.1f} s, {:.1f} clips/s, waited {:.0f}%",
+                     epoch.epoch, epoch.epochs, epoch.train.line(), epoch.validation.line(),
+                     epoch.validation.macro_f1(), epoch.seconds, epoch.clips_per_second(),
+                     100 * epoch.wait_seconds / epoch.seconds);
 }
 
 void write_to(ddpkit::train::SummaryWriter& writer, const Epoch& epoch) {

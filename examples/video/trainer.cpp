@@ -108,7 +108,7 @@ class Trainer {
   std::string config() const {
     nlohmann::json config = nlohmann::json::parse(declared_.resolved());
     config.update({{"program", "video"},
-                   {"data_set", std::filesystem::weakly_canonical(options_.data).filename().string()},
+                   {"data_set", std::filesystem::weakly_canonical(set_.folder).filename().string()},
                    {"training_trials", split_.train.size()},
                    {"validation_trials", split_.validation.size()},
                    {"class_names", set_.class_names},
@@ -235,6 +235,9 @@ class Trainer {
                       .validation = validation,
                       .is_best = is_best};
     if (speaks()) print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
+    if (speaks() && is_best && checkpoint_ && !options_.run.json)
+      print_line(fmt::format("  {} Saved best model: best.pt (F1: {:.4f})", ddpkit::train::has_utf8() ? "✓" : "*",
+                             validation.macro_f1()));
     if (summary_) write_to(*summary_, epoch);
     return true;
   }
@@ -316,7 +319,8 @@ class Trainer {
 
 void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
   const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.run.backend});
-  const std::filesystem::path folder = options.data;
+  const std::filesystem::path folder = ddpkit::train::data_folder(
+      options.data, "data/mouse", [](const std::string& path) { generate(path, {}); }, group);
   DataFaults faults(trials_file(folder), options.on_bad_data);
   TrialSet set;
   std::optional<ClipLoader> loader;

@@ -183,6 +183,10 @@ double ClassificationResult::macro_f1() const {
   return sum / classes;
 }
 
+std::string ClassificationResult::line() const {
+  return fmt::format("Loss: {:.4f}, Acc: {:.2f}%", loss, 100 * accuracy);
+}
+
 std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names) {
   constexpr std::size_t kWidest = 24;
   std::size_t widest = 5, digits = 2;

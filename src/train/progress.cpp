@@ -32,14 +32,6 @@ std::string time_text(double seconds) {
   return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
 }
 
-bool has_utf8() {
-  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
-    const char* value = std::getenv(name);
-    if (value && *value) return std::string_view(value).find("UTF-8") != std::string_view::npos;
-  }
-  return false;
-}
-
 /// Returns "|##### |" with `width` columns between the lines; blocks and their eighths if the terminal has UTF-8.
 std::string bar_text(std::int64_t done, std::int64_t total, int width) {
   constexpr const char* kEighths[] = {" ", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
@@ -54,6 +46,14 @@ std::string bar_text(std::int64_t done, std::int64_t total, int width) {
 }
 
 }  // namespace
+
+bool has_utf8() {
+  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
+    const char* value = std::getenv(name);
+    if (value && *value) return std::string_view(value).find("UTF-8") != std::string_view::npos;
+  }
+  return false;
+}
 
 ProgressBar::ProgressBar(std::int64_t total, ProgressOptions options)
     : options_(std::move(options)), total_(std::max<std::int64_t>(total, 1)), start_(std::chrono::steady_clock::now()) {

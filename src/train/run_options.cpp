@@ -1,15 +1,18 @@
 #include <ddpkit/train/run_options.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
 
+#include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/summary_writer.h>
+#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 namespace ddpkit::train {
@@ -86,6 +89,18 @@ void declare(Options& options, RunOptions& run) {
       .add("progress", &run.progress, "bar (on a terminal), lines (elsewhere), off, or auto: both, lines not with json")
       .one_of({"auto", "bar", "lines", "off"})
       .may_differ();
+}
+
+std::string data_folder(const std::string& named, const std::string& standard,
+                        const std::function<void(const std::string& folder)>& generate, const ProcessGroup& group) {
+  if (!named.empty()) return named;
+  run_together(group, [&] {
+    if (read_launch_environment().local_rank != 0 || std::filesystem::exists(standard)) return;
+    if (group.rank() == 0)
+      log_line(fmt::format("--data is not given and there is no {}: generating a synthetic data set there", standard));
+    generate(standard);
+  });
+  return standard;
 }
 
 ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,

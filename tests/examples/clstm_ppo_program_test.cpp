@@ -48,7 +48,7 @@ TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence",
     write_file(folder / name / "X.csv", text);
     return Arguments{"--data", folder / name};
   };
-  check_refused({}, 2, "--data is required", {1, 2});
+  check_refused({"--lr", "-1"}, 2, "--lr must be a number above 0", {1, 2});
   check_refused({"--data", "/nowhere"}, 1, "there is no folder /nowhere", {2});
   write_file(folder / "GOOG.csv", header + row);
   check_refused({"--data", folder / "GOOG.csv"}, 1, "GOOG.csv is not a folder: name its folder", {1, 2});

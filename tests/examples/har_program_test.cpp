@@ -9,7 +9,7 @@ TEST_CASE("har learns a generated set, alone and on several ranks", "[har]") {
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
     CHECK(run.accuracy() >= 95);
-    CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("epoch "); }) ==
+    CHECK(std::count_if(run.lines.begin(), run.lines.end(), [](const auto& x) { return x.starts_with("Epoch "); }) ==
           20);
     CHECK(run.errors.empty());
   }
@@ -104,7 +104,7 @@ TEST_CASE("har takes its options from a YAML file", "[har]") {
 
 TEST_CASE("bad input gives one sentence and an exit code, and nothing else", "[har]") {
   const Folder folder;
-  check_refused({}, 2, "har: --data is required", {1, 2});
+  check_refused({"--lr", "-1"}, 2, "har: --lr must be a number above 0", {1, 2});
   check_refused({"--data", "/nonexistent"}, 1, "har: there is no data folder /nonexistent", {2});
   check_refused({"--data", folder.path()}, 1, "neither the UCI-HAR layout");
   check_refused({"--data", generated(), "--batch-size", "0"}, 2,

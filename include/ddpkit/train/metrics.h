@@ -56,6 +56,8 @@ struct ClassificationResult {
   std::vector<double> f1() const;
   /// Returns the mean of f1() over all classes that have samples or were predicted; NaN if there are none.
   double macro_f1() const;
+  /// "Loss: 0.6121, Acc: 74.80%"
+  std::string line() const;
 };
 
 /// Returns the confusion matrix and the F1 of each class, as a table for a terminal. `class_names`: [class].

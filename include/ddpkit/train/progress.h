@@ -9,6 +9,9 @@
 
 namespace ddpkit::train {
 
+/// Returns whether the locale in the environment is UTF-8.
+bool has_utf8();
+
 /// Options of ProgressBar.
 struct ProgressOptions {
   std::string label = {};      ///< Text before the bar.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -27,10 +28,11 @@ struct RunOptions {
   int epochs = 10;      ///< Passes over the training set.
   int batch_size = 32;  ///< Samples per update and device.
   double lr = 1e-3;     ///< Learning rate.
+  /// Growth of the learning rate with the number of devices.
   optim::LearningRateScaling lr_scaling = optim::LearningRateScaling::kNone;
-  std::string lr_schedule = "cosine";  ///< Or "constant".
-  double warmup_epochs = 0;
-  double weight_decay = 0.01;
+  std::string lr_schedule = "cosine";                    ///< Or "constant".
+  double warmup_epochs = 0;                              ///< Epochs of learning rate warm-up.
+  double weight_decay = 0.01;                            ///< Weight decay of the optimizer.
   double max_grad_norm = 0;                              ///< 0: no limit.
   int grad_accum_steps = 1;                              ///< Batches per update and device.
   bool amp = true;                                       ///< Mixed precision, if the device supports it efficiently.
@@ -38,21 +40,26 @@ struct RunOptions {
   std::optional<std::int64_t> max_steps = std::nullopt;  ///< Stop after this number of updates.
   int num_workers = 0;                                   ///< Threads per rank that prepare batches.
   std::string backend = {};                              ///< See InitOptions::backend.
-  bool sync_batchnorm = false;
-  SelfLaunchOptions launch = {};
-  std::string save_dir = {};       ///< Folder of the run's checkpoint; empty: no checkpoint.
-  std::int64_t save_steps = 0;     ///< Updates between checkpoints within an epoch; 0: none.
-  int save_total_limit = 1;        ///< See CheckpointOptions::keep.
-  bool resume = false;             ///< See RunFolderOptions.
-  bool overwrite = false;          ///< Replace another run's checkpoint in save_dir.
-  bool tensorboard = false;        ///< Write events to SAVE_DIR/tensorboard.
-  std::int64_t logging_steps = 0;  ///< Print the loss every N updates; 0: never.
-  bool json = false;               ///< Print one JSON line per epoch instead of the table.
-  std::string progress = "auto";   ///< Or "bar", "lines", "off"; see progress_options().
+  bool sync_batchnorm = false;                           ///< Synchronizes batch norm over all ranks.
+  SelfLaunchOptions launch = {};                         ///< The ranks that the program starts.
+  std::string save_dir = {};                             ///< Folder of the run's checkpoint; empty: no checkpoint.
+  std::int64_t save_steps = 0;                           ///< Updates between checkpoints within an epoch; 0: none.
+  int save_total_limit = 1;                              ///< See CheckpointOptions::keep.
+  bool resume = false;                                   ///< See RunFolderOptions.
+  bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
+  bool tensorboard = false;                              ///< Write events to SAVE_DIR/tensorboard.
+  std::int64_t logging_steps = 0;                        ///< Print the loss every N updates; 0: never.
+  bool json = false;                                     ///< Print one JSON line per epoch instead of the table.
+  std::string progress = "auto";                         ///< Or "bar", "lines", "off"; see progress_options().
 };
 
 /// Declares all of them. `run` must outlive the parse. Its values are the defaults in --help.
 void declare(Options& options, RunOptions& run);
+
+/// Returns `named`. If it is empty, returns `standard`, which one rank per host generates first if the folder does not
+/// exist. Collective.
+std::string data_folder(const std::string& named, const std::string& standard,
+                        const std::function<void(const std::string& folder)>& generate, const ProcessGroup& group);
 
 /// Returns the options of an epoch's ProgressBar. bar: on a terminal only. lines: heartbeats without a terminal. auto:
 /// both, but no heartbeats with run.json. `items_per_step`: over all ranks.
