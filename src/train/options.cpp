@@ -177,7 +177,8 @@ std::string Options::State::help() const {
       text += help_row(usage_of(*entry), entry->help + default_of(*entry));
     }
   }
-  return text;
+  text += '\n';
+  return text + help_row("-h, --help", "Print this text");
 }
 
 Options::Options(std::string program, std::string description) : state_(new State) {
