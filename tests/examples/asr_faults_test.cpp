@@ -111,7 +111,7 @@ TEST_CASE("a run that diverges ends with one sentence, whatever the policy", "[a
     const Run run = run_asr(ranks, joined(small(), {"training.lr=1e20", "training.epochs=4", "training.warmup_epochs=0",
                                                     "data.on_error=skip"}));
     CHECK(run.exit_code == 1);
-    CHECK_THAT(run.errors, ContainsSubstring("lower training.lr"));
+    CHECK_THAT(run.errors, ContainsSubstring("lower --lr"));
     CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
   }
 }
