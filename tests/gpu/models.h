@@ -2,9 +2,24 @@
 
 #include <torch/torch.h>
 
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include <ddpkit/ddpkit.h>
 
+#include "support/ranks.h"
+
 namespace gpu {
+
+/// Runs `body` on several ranks, each with its GPU. `environment` is added to the ranks' environment.
+inline void on_gpus(const std::string& name, int ranks, const std::function<void(ddpkit::ProcessGroup&)>& body,
+                    const std::vector<std::pair<std::string, std::string>>& environment = {},
+                    const std::vector<int>& doomed = {}) {
+  ddpkit::testing::on_ranks(name, ranks, body,
+                            {.backend = "nccl", .device = torch::kCUDA, .doomed = doomed, .environment = environment});
+}
 
 constexpr auto kGpu = torch::kCUDA;
 

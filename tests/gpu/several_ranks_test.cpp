@@ -10,10 +10,7 @@
 namespace {
 
 using ddpkit::ProcessGroup, ddpkit::ReduceOp;
-
-void on_gpus(const std::string& name, int ranks, const std::function<void(ProcessGroup&)>& body) {
-  ddpkit::testing::on_ranks(name, ranks, body, {.backend = "nccl", .device = torch::kCUDA});
-}
+using gpu::on_gpus;
 
 /// Returns the data that a rank sends: integers, so that sums over ranks are exact.
 torch::Tensor part(const ProcessGroup& group, int rank, at::IntArrayRef sizes) {
@@ -274,4 +271,44 @@ TEST_CASE("an overflow on one of 2 GPUs skips the step on both", "[gpu]") {
     CHECK(step(false));
     CHECK(weight.detach().eq(-1).all().item<bool>());
   });
+}
+
+TEST_CASE("float16 training with a GradScaler on 2 GPUs follows float32 training on the joined batch", "[gpu]") {
+  NEEDS_GPUS(2);
+  const auto body = [](ProcessGroup& group) {
+    auto joint = gpu::net(), net = gpu::net();
+    for (auto* each : {&joint, &net}) (*each)->to(group.device(), torch::kFloat);
+    ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
+    const torch::optim::SGDOptions options(0.1);
+    torch::optim::SGD joint_optimizer(joint->parameters(), options);
+    ddpkit::optim::FusedSGD optimizer(net->parameters(), options);
+    ddpkit::optim::GradScaler scaler(group, {.init_scale = 1 << 24});  // The first steps overflow.
+    int steps = 0;
+    for (int batch = 0; batch < 24; ++batch) {
+      torch::manual_seed(100 + batch);
+      const auto joined = torch::randn({8, 12}).to(group.device());
+      optimizer.zero_grad();
+      torch::Tensor loss;
+      {
+        const ddpkit::optim::Autocast autocast(group.device(), torch::kHalf);
+        loss = ddp(joined.narrow(0, 4 * group.rank(), 4)).to(torch::kFloat).pow(2).mean();
+      }
+      scaler.scale(loss).backward();
+      const bool stepped = scaler.step(optimizer);
+      scaler.update();
+      CHECK(group.all_gather_bytes(stepped ? "1" : "0") == std::vector<std::string>(2, stepped ? "1" : "0"));
+      if (!stepped) continue;
+      ++steps;
+      joint_optimizer.zero_grad();
+      joint->forward(joined).pow(2).mean().backward();
+      joint_optimizer.step();
+    }
+    CHECK(steps > 10);
+    CHECK(steps < 24);
+    for (std::size_t i = 0; i < net->parameters().size(); ++i)
+      CHECK(torch::allclose(net->parameters()[i], joint->parameters()[i], 0, 2e-3));
+    const auto all = group.all_gather(net->parameters()[0].detach());
+    CHECK(torch::equal(all[0], all[1]));
+  };
+  on_gpus("float16 training with a GradScaler on 2 GPUs follows float32 training on the joined batch", 2, body);
 }

@@ -71,6 +71,36 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   }
 };
 
+class NcclBackend;
+
+/// Ends the groups that still exist when the program calls std::exit() or returns from main(): before CUDA ends, and
+/// before the destructors of static objects.
+class OpenGroups {
+ public:
+  static OpenGroups& all() {
+    static auto* groups = new OpenGroups;
+    return *groups;
+  }
+  void add(NcclBackend* group) {
+    const std::lock_guard lock(mutex_);
+    // CUDA has started, so its own handler runs later.
+    if (!std::exchange(is_registered_, true)) std::atexit([] { all().end(); });
+    groups_.push_back(group);
+  }
+  void remove(NcclBackend* group) {
+    const std::lock_guard lock(mutex_);
+    std::erase(groups_, group);
+  }
+
+ private:
+  void end();
+
+  std::mutex mutex_;
+  std::vector<NcclBackend*> groups_;
+  bool is_registered_ = false;
+  const pid_t process_ = ::getpid();
+};
+
 /// Connects in the constructor, and ends in the destructor. The destructor of ProcessGroupNCCL only aborts: it prints a
 /// warning, and another rank that is still in the last collective hangs.
 class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup {
@@ -84,6 +114,7 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
     guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
   ~NcclBackend() override {
+    OpenGroups::all().remove(this);
     try {
       if (!end(kEndLimit).empty()) {
         guard_->stop();
@@ -112,6 +143,7 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
       } catch (const std::exception&) {
         // The device is lost.
       }
+      group.reset();  // Otherwise this thread could destroy the group while the process ends.
       done.set_value();
     }).detach();
     static_cast<void>(is_done.wait_for(kEndLimit));
@@ -175,38 +207,19 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
   std::vector<std::weak_ptr<cuda::Graph>> graphs_;
 };
 
-/// Ends the groups that still exist when the program calls std::exit() or returns from main(): before CUDA ends, and
-/// before the destructors of static objects.
-class OpenGroups {
- public:
-  static OpenGroups& all() {
-    static auto* groups = new OpenGroups;
-    return *groups;
+void OpenGroups::end() {
+  if (::getpid() != process_) return;  // A child made by fork() has no group.
+  std::unique_lock lock(mutex_);
+  const std::vector<NcclBackend*> groups(groups_.rbegin(), groups_.rend());
+  std::vector<c10::intrusive_ptr<NcclBackend>> owned;
+  for (NcclBackend* group : groups) owned.push_back(c10::intrusive_ptr<NcclBackend>::reclaim_copy(group));
+  lock.unlock();
+  for (auto& group : owned) {
+    // If a rank is missing, it waits for this rank: its guard then reports the end of this process.
+    static_cast<void>(group->end(kEndLimit));
+    static_cast<void>(group.release());  // The destructor must not run after the end of CUDA.
   }
-  void add(const c10::intrusive_ptr<NcclBackend>& group) {
-    const std::lock_guard lock(mutex_);
-    // CUDA has started, so its own handler runs later.
-    if (groups_.empty()) std::atexit([] { all().end(); });
-    std::erase_if(groups_, [](const auto& each) { return each.expired(); });
-    groups_.emplace_back(group);
-  }
-
- private:
-  void end() {
-    if (::getpid() != process_) return;  // A child made by fork() has no group.
-    const std::lock_guard lock(mutex_);
-    for (auto each = groups_.rbegin(); each != groups_.rend(); ++each) {
-      auto group = each->lock();
-      // If a rank is missing, it waits for this rank: the guard then reports the end of this process.
-      if (group) static_cast<void>(group->end(kEndLimit));
-      static_cast<void>(group.release());  // Its destructor must not run after the end of CUDA.
-    }
-  }
-
-  std::mutex mutex_;
-  std::vector<c10::weak_intrusive_ptr<NcclBackend>> groups_;
-  const pid_t process_ = ::getpid();
-};
+}
 
 /// ProcessGroupNCCL reads these variables, so this is called before the first one is created.
 void set_defaults() {
@@ -214,7 +227,8 @@ void set_defaults() {
       {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // 1: the ranks poll rank 0's store each second, also after its end.
       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Otherwise c10d's watchdog kills the process.
       {"TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"},   // The same, if the device is lost.
-      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}};  // Otherwise the watchdog sleeps one minute after a failure.
+      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"},  // Otherwise the watchdog sleeps one minute after a failure.
+      {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false"}};  // send() and recv() would print a warning.
   static const bool once = [&] {
     for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);
     return true;
@@ -238,7 +252,7 @@ c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_p
   auto backend = c10::make_intrusive<NcclBackend>(
       c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), device,
       std::move(guard));
-  OpenGroups::all().add(backend);
+  OpenGroups::all().add(backend.get());
   return backend;
 }
 

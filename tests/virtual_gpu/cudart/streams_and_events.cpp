@@ -18,8 +18,8 @@ struct Event {
   std::condition_variable changed;
   std::uint64_t recorded = 0, reached = 0;
   std::chrono::steady_clock::time_point time;
-  std::shared_ptr<Graph> graph;  ///< The event was recorded while its stream was captured.
-  Clock tasks;                   ///< The tasks before the last record.
+  std::weak_ptr<Graph> graph;  ///< The event was recorded while its stream was captured. Does not keep the graph.
+  Clock tasks;                 ///< The tasks before the last record.
   const int device = current_device();
 
   void reach(std::uint64_t number) {
@@ -161,7 +161,7 @@ VGPU_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_
   VGPU_RETURN_IF_LOST();
   const auto event = vgpu::event_of(event_handle);
   std::unique_lock lock(event->mutex);
-  if (const auto graph = event->graph) return vgpu::join(stream, graph);
+  if (const auto graph = event->graph.lock()) return vgpu::join(stream, graph);
   const std::uint64_t target = event->recorded;
   if (stream->graph()) return target ? vgpu::fail(cudaErrorStreamCaptureIsolation) : cudaSuccess;
   vgpu::stream_follows(*stream, event->tasks);
@@ -191,8 +191,9 @@ VGPU_API cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t hand
   const auto event = vgpu::event_of(event_handle);
   if (event->device != stream->device()) return vgpu::unknown_stream();
   std::unique_lock lock(event->mutex);
-  event->graph = stream->graph();
-  if (event->graph) return cudaSuccess;
+  const auto graph = stream->graph();
+  event->graph = graph;
+  if (graph) return cudaSuccess;
   event->tasks = vgpu::clock_of(*stream);
   const std::uint64_t number = ++event->recorded;
   lock.unlock();
