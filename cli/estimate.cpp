@@ -29,7 +29,7 @@ struct EstimateOptions {
   double compute_ms = 0;
   double other_ms = 0;
   double parameters = 0;
-  double element_bytes = 4;
+  int element_bytes = 4;
   double bucket_cap_mb = 25;
   double first_bucket_cap_mb = 1;
   Links links;
