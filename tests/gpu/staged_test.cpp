@@ -190,6 +190,30 @@ TEST_CASE("a group may end before its staged collectives", "[gpu][ranks]") {
   on_ranks("a group may end before its staged collectives", 2, check_abandoned, kOnTheGpu);
 }
 
+TEST_CASE("a step over shm is not captured, with a message", "[gpu][ranks]") {
+  NEEDS_GPU();
+  const auto body = [](ddpkit::ProcessGroup& group) {
+    auto weight = torch::ones({4}, torch::kCUDA).requires_grad_(true);
+    ddpkit::optim::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.1), {.capturable = true});
+    ddpkit::optim::GraphedStep step(torch::Device(torch::kCUDA, 0), {&optimizer},
+                                    [&](const std::vector<torch::Tensor>& inputs) {
+                                      auto sum = inputs[0] * 1;
+                                      group.all_reduce(sum);
+                                      return std::vector{sum};
+                                    },
+                                    {.warmup_iterations = 3});
+    const auto input = torch::ones({4}, torch::kCUDA);
+    for (int call = 0; call < 3; ++call) CHECK(step({input})[0].sum().item<float>() == 8);
+    CHECK_THROWS_WITH(step({input}),
+                      ContainsSubstring("all_reduce: the shm backend ") && ContainsSubstring("use the nccl backend"));
+    group.barrier();
+    auto sum = torch::ones({4}, torch::kCUDA);
+    group.all_reduce(sum);
+    CHECK(sum.sum().item<float>() == 8);
+  };
+  on_ranks("a step over shm is not captured, with a message", 2, body, kOnTheGpu);
+}
+
 TEST_CASE("shm for a device's tensors is refused without such a device", "[gpu][no_gpu]") {
   if (torch::cuda::is_available()) DDPKIT_SKIP("this host has a GPU");
   CHECK_THROWS(ddpkit::init_process_group(

@@ -12,6 +12,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
@@ -49,6 +50,12 @@ class DeviceQueue final : public StagingQueue {
       throw InvalidArgument(
           fmt::format("this group's device is {}, the tensor's {}", device_.str(), tensor.device().str()));
     return true;
+  }
+
+  void refuse_capture(const char* call) const override {
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) return;
+    throw InvalidArgument(fmt::format(
+        "{}: the shm backend copies through the host, which a CUDA graph cannot contain: use the nccl backend", call));
   }
 
   void wait_for_caller() override {

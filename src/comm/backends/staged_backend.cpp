@@ -113,6 +113,7 @@ bool StagedBackend::staged(const char* call, std::initializer_list<const Tensors
 StagedBackend::WorkPtr StagedBackend::stage(const char* call, OpType type, std::vector<Part> parts,
                                             Collective collective) {
   failure_->rethrow();
+  queue_->refuse_capture(call);
   release_finished();
   auto job = std::make_unique<Job>();
   job->collective = std::move(collective);

@@ -23,6 +23,8 @@ class StagingQueue {
   virtual ~StagingQueue() = default;
   /// Returns whether tensors like `tensor` must be staged.
   virtual bool owns(const at::Tensor& tensor) const = 0;
+  /// Throws InvalidArgument if the caller's current stream is being captured.
+  virtual void refuse_capture(const char* /*call*/) const {}
   /// Later work of the queue follows the earlier work of the caller's current stream.
   virtual void wait_for_caller() = 0;
   /// Returns contiguous host memory for asynchronous copies.

@@ -210,7 +210,7 @@ VGPU_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   const std::lock_guard lock(event->mutex);
-  if (event->graph) return vgpu::fail(cudaErrorCapturedEvent);
+  if (!event->graph.expired()) return vgpu::fail(cudaErrorCapturedEvent);
   if (event->reached < event->recorded) return cudaErrorNotReady;
   vgpu::host_follows(event->tasks);
   return cudaSuccess;
@@ -221,7 +221,7 @@ VGPU_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   std::unique_lock lock(event->mutex);
-  if (event->graph) return vgpu::fail(cudaErrorCapturedEvent);
+  if (!event->graph.expired()) return vgpu::fail(cudaErrorCapturedEvent);
   const std::uint64_t target = event->recorded;
   const vgpu::Clock tasks = event->tasks;
   lock.unlock();
