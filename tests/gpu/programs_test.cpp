@@ -3,30 +3,14 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cli/run_ddpkit.h"
-#include "clstm_ppo/generate.h"
 #include "examples/har_program.h"
 #include "gpu/gpu.h"
+#include "gpu/programs.h"
 
 namespace {
 
 using ddpkit::testing::Arguments, ddpkit::testing::Folder, ddpkit::testing::joined, ddpkit::testing::run_ddpkit;
-
-/// These prefixes mark lines of c10d, NCCL, the linker and the virtual GPU.
-void check_quiet(const std::string& errors) {
-  INFO(errors);
-  for (const char* word : {"ProcessGroup", "NCCL", "c10d", "[W", "[E", "arning", "virtual GPU"})
-    CHECK(errors.find(word) == std::string::npos);
-}
-
-ddpkit::testing::Run run_ranks(const Folder& folder, int ranks, const std::string& program,
-                               const Arguments& arguments) {
-  auto run = run_ddpkit(folder, joined({"run", "-n", std::to_string(ranks), program}, arguments));
-  INFO(run.errors);
-  CHECK(run.exit_code == 0);
-  check_quiet(run.errors);
-  return run;
-}
+using gpu::check_close, gpu::check_quiet, gpu::run_ranks;
 
 /// No batch norm and no dropout: the weights do not depend on how a batch is divided.
 Arguments plain_har(const Folder& folder, int batch_size) {
@@ -49,16 +33,10 @@ std::vector<at::Tensor> har_weights(const Folder& folder) {
   return har::testing::weights_of(folder, {.mode = har::Mode::kFlatten, .channels = 9, .steps = 64, .classes = 6});
 }
 
-void check_close(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& expected) {
-  REQUIRE(found.size() == expected.size());
-  for (std::size_t i = 0; i < expected.size(); ++i) CHECK(at::allclose(found[i].cpu(), expected[i].cpu(), 1e-4, 2e-5));
-}
-
 std::vector<at::Tensor> cpu_weights() {
   const Folder folder;
-  ::setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  const gpu::Variable hidden("CUDA_VISIBLE_DEVICES", "");
   const auto run = har::testing::run_har(0, plain_har(folder, 24));
-  ::unsetenv("CUDA_VISIBLE_DEVICES");
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   return har_weights(folder);
@@ -87,9 +65,10 @@ TEST_CASE("a rank that comes late to a collective changes no weight", "[gpu]") {
   NEEDS_GPUS(3);
   NEEDS_VIRTUAL_GPUS();
   const Folder folder, work;
-  ::setenv("VGPU_FAULT", "rank=1 call=AllReduce n=5 do=delay:300", 1);
-  run_ranks(work, 3, DDPKIT_TEST_HAR, joined(plain_har(folder, 8), {"--multi-gpu", "ddp"}));
-  ::unsetenv("VGPU_FAULT");
+  {
+    const gpu::Variable fault("VGPU_FAULT", "rank=1 call=AllReduce n=5 do=delay:300");
+    run_ranks(work, 3, DDPKIT_TEST_HAR, joined(plain_har(folder, 8), {"--multi-gpu", "ddp"}));
+  }
   check_close(har_weights(folder), cpu_weights());
 }
 
@@ -127,23 +106,19 @@ TEST_CASE("har stopped and resumed on 2 GPUs ends with the weights of a whole ru
   check_close(har_weights(parts), har_weights(whole));
 }
 
-TEST_CASE("clstm_ppo trains on 2 GPUs", "[gpu]") {
+TEST_CASE("ddpkit estimate predicts from a timeline of har on 2 GPUs", "[gpu]") {
   NEEDS_GPUS(2);
-  const Folder data, saved, work;
-  clstm_ppo::generate(data / "set", {.assets = 2, .days = 500});
-  const auto run = run_ranks(work, 2, DDPKIT_TEST_CLSTM_PPO, {"--data",          (data / "set").string(),
-                                                              "--batch_size",    "16",
-                                                              "--envs",          "8",
-                                                              "--window",        "6",
-                                                              "--episode-steps", "16",
-                                                              "--sequence",      "8",
-                                                              "--ppo-epochs",    "2",
-                                                              "--hidden",        "8",
-                                                              "--num-episodes",  "48",
-                                                              "--json",          "--save-dir",
-                                                              saved.path()});
-  CHECK_FALSE(run.lines.empty());
-  CHECK(std::filesystem::exists(saved / "checkpoint.pt"));
+  const Folder work;
+  const std::string timeline = work / "timeline.json";
+  const gpu::Variable written("DDPKIT_TIMELINE", timeline), steps("DDPKIT_TIMELINE_STEPS", "12");
+  run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(work, 4));
+  const auto run =
+      run_ddpkit(work, {"estimate", "--profile", timeline, "--cluster", "h100", "--devices", "1,2,8", "--json"});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const auto estimate = nlohmann::json::parse(run.lines.at(0));
+  INFO(estimate.dump(2));
+  CHECK(estimate.dump().find("null") == std::string::npos);
 }
 
 TEST_CASE("ddpkit doctor finds every GPU", "[gpu]") {

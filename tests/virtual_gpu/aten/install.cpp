@@ -25,6 +25,8 @@ const std::unordered_set<std::string> kKept = {"aten::empty",
                                                "aten::_local_scalar_dense",
                                                "aten::copy_",
                                                "aten::_fused_sdp_choice",
+                                               "aten::_use_cudnn_ctc_loss",
+                                               "aten::_use_miopen_ctc_loss",
                                                "aten::_thnn_fused_lstm_cell",
                                                "aten::_thnn_fused_lstm_cell_backward_impl"};
 
