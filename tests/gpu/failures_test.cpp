@@ -180,7 +180,7 @@ template <class E>
 std::string failure_of_replay(const ProcessGroup& group, const std::function<void()>& fail) {
   gpu::Captured captured(group);
   for (int step = 0; step < 60; ++step) {
-    ddpkit::note_step(step);
+    ddpkit::set_step(step);
     if (step == 8 && group.rank() == 1) fail();
     try {
       static_cast<void>(captured(step).item<double>());
