@@ -126,19 +126,18 @@ void RollCall::throw_if_announced() const {
   } catch (const c10::Error&) {
     return;  // Rank 0 has ended, and so has its store.
   }
-  int reporter = -1, failed_rank = -1, length = 0;
-  if (std::sscanf(announced.c_str(), "%d %d %n", &reporter, &failed_rank, &length) != 2) return;
+  int reporter = -1, failed = -1, length = 0;
+  if (std::sscanf(announced.c_str(), "%d %d %n", &reporter, &failed, &length) != 2) return;
   if (reporter == first_rank_ + rank_) return;  // From an earlier attempt of this rank.
-  throw RendezvousError(announced.substr(static_cast<std::size_t>(length)),
-                        {.rank = failed_rank, .call = "rendezvous"});
+  throw RendezvousError(announced.substr(static_cast<std::size_t>(length)), {.rank = failed, .call = "rendezvous"});
 }
 
 void RollCall::announce(const Error& error) const noexcept {
   try {
-    const int own = first_rank_ + rank_, failed_rank = error.context().rank.value_or(own);
+    const int own = first_rank_ + rank_, failed = error.context().rank.value_or(own);
     const std::string text =
-        fmt::format("{}{}", failed_rank == own ? fmt::format("rank {} aborted: ", own) : "", error.what());
-    store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, failed_rank, text)));
+        fmt::format("{}{}", failed == own ? fmt::format("rank {} aborted: ", own) : "", error.what());
+    store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, failed, text)));
   } catch (const std::exception&) {
     // Without rank 0's store, the others do not wait.
   }

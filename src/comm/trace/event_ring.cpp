@@ -26,9 +26,8 @@ constexpr int kMostFrames = 64;
 
 int page_descriptor() noexcept {
   const char* text = std::getenv(kEventPageVariable);
-  if (!text) return -1;
   int fd = -1;
-  return parse_number(text, fd) ? fd : -1;
+  return text && parse_number(text, fd) ? fd : -1;
 }
 
 }  // namespace
@@ -69,7 +68,8 @@ std::string describe(const Event& event) {
 std::optional<Event> EventPage::read(std::uint64_t index) const noexcept {
   const Slot& slot = slots[index % kEvents];
   const std::uint64_t what = slot.what.load();
-  const Event event{.kind = static_cast<EventKind>(what & 0xff),
+  const Event event{.index = index,
+                    .kind = static_cast<EventKind>(what & 0xff),
                     .group = static_cast<std::uint32_t>(what >> 8) & 0xffffff,
                     .bucket = static_cast<std::int32_t>(what >> 32) - 1,
                     .sequence = slot.sequence.load(),
@@ -77,7 +77,7 @@ std::optional<Event> EventPage::read(std::uint64_t index) const noexcept {
                     .step = slot.step.load(),
                     .begin_ns = slot.begin_ns.load(),
                     .end_ns = slot.end_ns.load(),
-                    .finished = slot.finished.load() == index + 1};
+                    .finished = slot.state.load() == 2 * index + 1};
   const std::uint64_t check =
       event_check(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns);
   return slot.check.load() == check ? std::optional(event) : std::nullopt;
@@ -95,7 +95,6 @@ EventRing::EventRing() noexcept {
 }
 
 void EventRing::attach() noexcept {
-  page_ = nullptr;
   const int fd = page_descriptor();
   struct stat file {};
   // The descriptor may belong to another file.

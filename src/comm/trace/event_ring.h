@@ -47,6 +47,7 @@ inline bool is_activity(EventKind kind) { return kind >= EventKind::kForward; }
 
 /// A collective, a message, or an activity in a timeline.
 struct Event {
+  std::uint64_t index = 0;  ///< Number in this process; set by EventPage::read().
   EventKind kind = EventKind::kBarrier;
   std::uint32_t group = 0;     ///< Number of the group in this process.
   std::int32_t bucket = -1;    ///< -1: none.
@@ -89,8 +90,8 @@ struct EventPage {
     std::atomic<std::uint64_t> what{0};  ///< Kind | group << 8 | (bucket + 1) << 32.
     std::atomic<std::uint64_t> sequence{0}, bytes{0};
     std::atomic<std::int64_t> step{0}, begin_ns{0}, end_ns{0};
-    std::atomic<std::uint64_t> check{0};     ///< Hash of the index and of the words above.
-    std::atomic<std::uint64_t> finished{0};  ///< Index of the last finished event in this slot, plus one.
+    std::atomic<std::uint64_t> check{0};  ///< Hash of the index and of the words above.
+    std::atomic<std::uint64_t> state{0};  ///< 2 * index, plus 1 if the event has finished.
   };
 
   std::atomic<std::uint64_t> layout{0};       ///< kLayout; set by the launcher.
@@ -139,8 +140,8 @@ class EventRing {
     return append(call);
   }
   void finish(std::uint64_t index) noexcept {
-    std::atomic<std::uint64_t>& finished = page_->slots[index % kEvents].finished;
-    if (finished.load(std::memory_order_relaxed) <= index) finished.store(index + 1, std::memory_order_release);
+    std::atomic<std::uint64_t>& state = page_->slots[index % kEvents].state;
+    if (state.load(std::memory_order_relaxed) == 2 * index) state.store(2 * index + 1, std::memory_order_release);
   }
   /// Records an activity that has ended.
   void add(const Event& activity) noexcept { finish(append(activity)); }
@@ -189,7 +190,7 @@ class EventRing {
   static constexpr std::uint64_t kLargeBytes = 32 << 10;
   static constexpr std::uint64_t kSmallBetweenLooks = 8;
 
-  EventPage* page_;
+  EventPage* page_ = nullptr;
   int fd_ = -1;
   std::atomic<std::int32_t> bucket_{-1};  ///< Bucket of the next collective; -1: none.
   std::atomic<std::uint32_t> groups_{0};
@@ -216,6 +217,7 @@ inline void EventRing::write(std::uint64_t index, const Event& event) noexcept {
   slot.end_ns.store(event.end_ns, std::memory_order_relaxed);
   slot.check.store(event_check(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns),
                    std::memory_order_relaxed);
+  slot.state.store(2 * index, std::memory_order_relaxed);
 }
 
 }  // namespace ddpkit

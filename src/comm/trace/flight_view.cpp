@@ -103,12 +103,11 @@ void FlightView::sample() noexcept {
   seen_at_ns_ = now_ns();
 }
 
-/// Returns the events in the page with their indices, oldest first.
-std::vector<std::pair<std::uint64_t, Event>> FlightView::events() const {
-  std::vector<std::pair<std::uint64_t, Event>> events;
+std::vector<Event> FlightView::events() const {
+  std::vector<Event> events;
   const std::uint64_t next = page_->next.load();
   for (std::uint64_t index = next < kEvents ? 0 : next - kEvents; index < next; ++index) {
-    if (const auto event = page_->read(index)) events.emplace_back(index, *event);
+    if (const auto event = page_->read(index)) events.push_back(*event);
   }
   return events;
 }
@@ -116,7 +115,7 @@ std::vector<std::pair<std::uint64_t, Event>> FlightView::events() const {
 std::string FlightView::state(bool ended) const {
   if (page_->pid.load() == 0) return ended ? "" : "has not come to init_process_group";
   auto calls = events();
-  std::erase_if(calls, [](const auto& entry) { return is_activity(entry.second.kind); });
+  std::erase_if(calls, [](const Event& event) { return is_activity(event.kind); });
   const std::int64_t step = page_->step.load();
   const std::string at = step < 0 ? "" : fmt::format(" at step {}", step);
   if (calls.empty()) {
@@ -127,22 +126,22 @@ std::string FlightView::state(bool ended) const {
   }
   const double age = seconds_ago(seen_at_ns_);
   // The newest collective may be finished while an older one is not.
-  for (const auto& [index, event] : calls) {
+  for (const Event& event : calls) {
     if (event.finished) continue;
     if (ended) return fmt::format("was in {}{}", describe(event), at);
     return fmt::format("is in {}{} for {:.1f} s", describe(event), at,
                        event.begin_ns != 0 ? seconds_ago(event.begin_ns) : age);
   }
-  const std::string last = describe(calls.back().second);
+  const std::string last = describe(calls.back());
   if (ended) return fmt::format("was in no collective{}; its last one was {}", at, last);
   return fmt::format("is in no collective{}; its last one was {}, {:.1f} s ago", at, last, age);
 }
 
 std::string FlightView::history() const {
   std::string text;
-  for (const auto& [index, event] : events()) {
+  for (const Event& event : events()) {
     text += fmt::format(
-        "{:>8}  {:>8}  {:>10}  {}{}\n", index, event.step < 0 ? "-" : std::to_string(event.step),
+        "{:>8}  {:>8}  {:>10}  {}{}\n", event.index, event.step < 0 ? "-" : std::to_string(event.step),
         event.begin_ns == 0 ? "-" : fmt::format("-{:.3f} s", seconds_ago(event.begin_ns)), describe(event),
         is_activity(event.kind) ? fmt::format(", {:.3f} ms", static_cast<double>(event.end_ns - event.begin_ns) / 1e6)
         : event.finished        ? ""

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "comm/trace/event_ring.h"
@@ -51,7 +50,7 @@ class FlightView {
   std::string stack() const;
 
  private:
-  std::vector<std::pair<std::uint64_t, Event>> events() const;
+  std::vector<Event> events() const;  ///< Oldest first.
 
   int fd_ = -1;
   EventPage* page_ = nullptr;
