@@ -20,9 +20,9 @@ struct ProgressOptions {
   bool enabled = true;         ///< False: write nothing. Set it to true on one rank only.
   bool heartbeat = false;      ///< True: without a terminal, write a line after 10 s and then every 30 s.
   std::FILE* stream = stderr;  ///< Output. A bar needs a terminal.
-  std::chrono::milliseconds interval = std::chrono::milliseconds(100);  ///< Minimum time between two drawings.
-  std::chrono::milliseconds first_heartbeat = std::chrono::seconds(10);
-  std::chrono::milliseconds next_heartbeat = std::chrono::seconds(30);
+  std::chrono::milliseconds interval = std::chrono::milliseconds(100);   ///< Minimum time between two drawings.
+  std::chrono::milliseconds first_heartbeat = std::chrono::seconds(10);  ///< Time to the first line.
+  std::chrono::milliseconds next_heartbeat = std::chrono::seconds(30);   ///< Time from line to line.
 };
 
 /// The progress of a loop, on the last line of a terminal:
