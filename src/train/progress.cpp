@@ -50,7 +50,9 @@ std::string bar_text(std::int64_t done, std::int64_t total, int width) {
 bool has_utf8() {
   for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
     const char* value = std::getenv(name);
-    if (value && *value) return std::string_view(value).find("UTF-8") != std::string_view::npos;
+    if (!value || !*value) continue;
+    const std::string_view locale = value;  // "en_US.UTF-8" or "C.utf8"
+    return locale.find("UTF-8") != locale.npos || locale.find("utf8") != locale.npos;
   }
   return false;
 }
