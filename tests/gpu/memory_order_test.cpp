@@ -48,7 +48,7 @@ struct OneBucket {
 };
 
 /// The hook of a bucket; the copies out of the bucket wait for a sleep.
-ddpkit::PendingReduction sleeps(ddpkit::GradBucket&) {
+ddpkit::BucketReduction sleeps(ddpkit::GradBucket&) {
   return {.finish = [] {
     at::cuda::sleep(kBusyCycles);
     return torch::Tensor();
