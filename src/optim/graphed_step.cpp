@@ -35,6 +35,10 @@ class GraphedStep::Impl {
 
   Tensors call(const Tensors& inputs) {
     const c10::Stream caller = cuda_guard().getStream(device_);
+    // Inputs are allocated on one stream and released on the other, also if the step throws.
+    for (const at::Tensor& input : inputs) {
+      if (input.is_cuda()) input.record_stream(stream_);
+    }
     Tensors outputs;
     {
       const c10::StreamGuard on_stream(stream_);
@@ -49,11 +53,7 @@ class GraphedStep::Impl {
       }
     }
     stream_waits(caller, stream_);  // The caller waits for the outputs and the weights.
-    // Inputs are allocated on one stream and released on the other. The graph's memory is private.
-    for (const at::Tensor& input : inputs) {
-      if (input.is_cuda()) input.record_stream(stream_);
-    }
-    if (!graph_) {
+    if (!graph_) {                  // The graph's memory is private.
       for (const at::Tensor& output : outputs) {
         if (output.is_cuda()) output.record_stream(caller);
       }

@@ -18,7 +18,8 @@ struct Event {
   std::condition_variable changed;
   std::uint64_t recorded = 0, reached = 0;
   std::chrono::steady_clock::time_point time;
-  std::weak_ptr<Graph> graph;  ///< The event was recorded while its stream was captured. Does not keep the graph.
+  bool captured = false;       ///< Recorded while its stream was captured.
+  std::weak_ptr<Graph> graph;  ///< Of this capture.
   Clock tasks;                 ///< The tasks before the last record.
   const int device = current_device();
 
@@ -193,6 +194,7 @@ VGPU_API cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t hand
   std::unique_lock lock(event->mutex);
   const auto graph = stream->graph();
   event->graph = graph;
+  event->captured = graph != nullptr;
   if (graph) return cudaSuccess;
   event->tasks = vgpu::clock_of(*stream);
   const std::uint64_t number = ++event->recorded;
@@ -210,7 +212,7 @@ VGPU_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   const std::lock_guard lock(event->mutex);
-  if (!event->graph.expired()) return vgpu::fail(cudaErrorCapturedEvent);
+  if (event->captured) return vgpu::fail(cudaErrorCapturedEvent);
   if (event->reached < event->recorded) return cudaErrorNotReady;
   vgpu::host_follows(event->tasks);
   return cudaSuccess;
@@ -221,7 +223,7 @@ VGPU_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   VGPU_RETURN_IF_CAPTURED();
   const auto event = vgpu::event_of(handle);
   std::unique_lock lock(event->mutex);
-  if (!event->graph.expired()) return vgpu::fail(cudaErrorCapturedEvent);
+  if (event->captured) return vgpu::fail(cudaErrorCapturedEvent);
   const std::uint64_t target = event->recorded;
   const vgpu::Clock tasks = event->tasks;
   lock.unlock();
