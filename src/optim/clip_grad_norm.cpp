@@ -151,25 +151,22 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   return parts.norm();
 }
 
-double clip_factor(double norm, double max_norm, double norm_type, bool error_if_nonfinite) {
-  if (error_if_nonfinite && !std::isfinite(norm))
-    throw InvalidArgument(
-        fmt::format("the gradients' norm of order {} is {}, so they can't be clipped: look for the batch or the layer "
-                    "that made it so, or pass error_if_nonfinite = false to scale them all the same",
-                    norm_type, norm));
-  const double factor = max_norm / (norm + 1e-6);
-  return factor > 1 ? 1 : factor;  // NaN stays NaN.
-}
-
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
                        bool error_if_nonfinite) {
   const double total = grad_norm(parameters, norm_type);
-  scale_gradients_(parameters, clip_factor(total, max_norm, norm_type, error_if_nonfinite));
+  clip_grads_with_norm_(parameters, max_norm, total, error_if_nonfinite);
   return total;
 }
 
-void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor) {
-  if (factor == 1) return;
+void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double total_norm,
+                           bool error_if_nonfinite) {
+  if (error_if_nonfinite && !std::isfinite(total_norm))
+    throw InvalidArgument(
+        fmt::format("the gradients' norm is {}, so they can't be clipped: look for the batch or the layer that made it "
+                    "so, or pass error_if_nonfinite = false to scale them all the same",
+                    total_norm));
+  const double factor = max_norm / (total_norm + 1e-6);
+  if (factor >= 1) return;  // NaN stays NaN.
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> simple;
   std::vector<std::size_t> numels;

@@ -72,7 +72,7 @@ double clip_together(Shards& shards, std::vector<double> arguments) {
   const double together = sum.item<double>();
   shards.group.check();
   const double norm = largest ? together : std::pow(together, 1 / norm_type);
-  scale_gradients_(shards.pieces, clip_factor(norm, max_norm, norm_type, arguments[2] != 0));
+  clip_grads_with_norm_(shards.pieces, max_norm, norm, arguments[2] != 0);
   return norm;
 }
 

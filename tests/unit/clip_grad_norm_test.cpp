@@ -58,6 +58,15 @@ TEST_CASE("clip_grad_norm_ equals LibTorch's", "[optim]") {
   }
 }
 
+TEST_CASE("clip_grads_with_norm_ scales by a norm that is known", "[optim]") {
+  const auto clipped = with_gradients(torch::kDouble);
+  const auto before = gradients_of(clipped);
+  ddpkit::optim::clip_grads_with_norm_(clipped, 1, 0.5);  // Nothing to do.
+  CHECK(torch::equal(gradients_of(clipped)[0], before[0]));
+  ddpkit::optim::clip_grads_with_norm_(clipped, 1, 4);
+  for (std::size_t i = 0; i < before.size(); ++i) CHECK(torch::allclose(gradients_of(clipped)[i], before[i] / 4));
+}
+
 TEST_CASE("half types, complex and sparse gradients are clipped too", "[optim]") {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
     const auto parameters = with_gradients(dtype);

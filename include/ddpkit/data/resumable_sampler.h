@@ -1,4 +1,4 @@
-// Tier 2: torch/data/samplers/base.h and, through data_loader.h, torch/data/dataloader/stateless.h.
+// Tier 2: torch/data/samplers/base.h.
 #pragma once
 
 #include <torch/data/samplers/base.h>

@@ -26,11 +26,9 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                        bool error_if_nonfinite = false);
 
-/// Multiplies all gradients by `factor` in place.
-void scale_gradients_(const std::vector<at::Tensor>& parameters, double factor);
-
-/// Returns the factor, at most 1, by which clip_grad_norm_() multiplies gradients of norm `norm`. Throws like
-/// clip_grad_norm_().
-double clip_factor(double norm, double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+/// The second half of clip_grad_norm_(), for a norm that is known: scales all gradients in place by `max_norm` /
+/// `total_norm`, but at most by 1. Same as Python's torch.nn.utils.clip_grads_with_norm_. Not collective.
+void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double total_norm,
+                           bool error_if_nonfinite = false);
 
 }  // namespace ddpkit::optim
