@@ -120,13 +120,15 @@ RANK_TEST("shutdown ends a hierarchical group in order", "[shutdown][hierarchica
   check_shutdown("hierarchical", group);
 }
 
-RANK_TEST("a backward after the shutdown of its group throws", "[shutdown]", 2) {
+RANK_TEST("a backward after the shutdown of its group throws, and so does the backend", "[shutdown]", 2) {
   const ProcessGroup inner = group_of("shm", group, kNever);
   torch::nn::Linear net(64, 64);  // Gradients in the arena, which are reduced without a call of ProcessGroup.
   ddpkit::DistributedDataParallel ddp(net, inner);
   ddp(torch::ones({3, 64})).sum().backward();
   CHECK(inner.shutdown());
-  CHECK_THROWS_WITH(ddp(torch::ones({3, 64})).sum().backward(), ContainsSubstring("the process group was shut down"));
+  const auto refuses = ContainsSubstring("the process group was shut down");
+  CHECK_THROWS_WITH(ddp(torch::ones({3, 64})).sum().backward(), refuses);
+  CHECK_THROWS_WITH(ddpkit::Backend::of(inner)->barrier_blocking(), refuses);
   group.barrier();
 }
 
