@@ -70,6 +70,8 @@ note_steps() {
     {
       key = $column["model"] ", " $column["optimizer"]
       if ($column["system"] ~ /^python-ddp/) python[key] = $column["us"]
+      if ($column["system"] ~ /^python-ddp-nccl/ && $column["ranks"] == 1) python_at_1[key] = $column["us"]
+      if ($column["system"] == "python-alone") python_alone[key] = $column["us"]
       if ($column["system"] ~ /^(ddpkit|alone)-(shm|nccl|fused|graphed)/) {
         name[++count] = key ": " $column["system"]
         of[count] = key
@@ -82,12 +84,15 @@ note_steps() {
         printf "step of %s over a step alone\t%.4f\n", name[i], ratio[i]
         if (python[of[i]] > 0) printf "step of %s over Python DDP\t%.4f\n", name[i], us[i] / python[of[i]]
       }
+      # At world size 1, a wrapper should cost nothing.
+      for (key in python_at_1)
+        if (python_alone[key] > 0) printf "step of %s: Python DDP over Python alone\t%.4f\n", key, python_at_1[key] / python_alone[key]
     }' "$1" >>"$made/ratios.tsv"
 }
 
 # The parts that `all` and `check` measure. Each part has a function of its name below.
 parts=(collectives crowded sgd adamw har asr video clstm_ppo checkpoint hosts estimate micro headers)
-gpu_parts=(gpu_sgd gpu_adamw gpu_micro gpu_har gpu_collectives)
+gpu_parts=(gpu_sgd gpu_one gpu_adamw gpu_micro gpu_har gpu_trainers gpu_collectives)
 
 measure_collectives() {
   section "All-reduce and its kin, 2 ranks" collectives --rounds 6 --collective all_reduce,broadcast,all_gather,reduce_scatter \
@@ -127,22 +132,37 @@ measure_estimate() { section "What the estimate predicts for two ranks" estimate
 measure_micro() { section "Kernels and optimizers alone" micro; }
 measure_headers() { section "The headers" headers; }
 
+# Arguments of the GPU parts. On virtual GPUs, small models show that the scripts work.
+gpu_choices() {
+  if [ ${#on_virtual[@]} -gt 0 ]; then
+    gpu=(--gpu --virtual) peers=() models=mlp-10k large_model=mlp-10k
+  else
+    gpu=(--gpu) peers=(--peers) models=mlp-7.6m,cnn,lstm,transformer large_model=mlp-7.6m
+  fi
+}
+
 measure_gpu_sgd() {
-  section "A step with SGD on GPUs" --gpu step --peers --model mlp-7.6m,transformer \
-    --csv "$made/sgd.csv"
+  section "A step with SGD on GPUs" "${gpu[@]}" step "${peers[@]}" --model "$models" --csv "$made/sgd.csv"
   note_steps "$made/sgd.csv"
 }
+# With one GPU, the part above is at world size 1.
+measure_gpu_one() {
+  [ "$(list_gpus | wc -l)" -gt 1 ] || return 0
+  section "A step at world size 1 on a GPU" "${gpu[@]}" step -n 1 "${peers[@]}" --model "$models" --csv "$made/one.csv"
+  note_steps "$made/one.csv"
+}
 measure_gpu_adamw() {
-  section "A step with AdamW on GPUs" --gpu step --peers --optimizer adamw --model mlp-7.6m \
+  section "A step with AdamW on GPUs" "${gpu[@]}" step "${peers[@]}" --optimizer adamw --model "$large_model" \
     --csv "$made/adamw.csv"
   note_steps "$made/adamw.csv"
 }
-measure_gpu_micro() { section "Optimizers alone on a GPU" --gpu micro '^gpu/'; }
+measure_gpu_micro() { section "Optimizers alone on a GPU" "${gpu[@]}" micro '^gpu/'; }
 measure_gpu_collectives() {
-  [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ] || { log "Collectives on GPUs: skipped, because one GPU exchanges nothing"; return; }
-  section "Collectives on GPUs" --gpu collectives --collective all_reduce,all_gather,reduce_scatter,broadcast
+  [ "$(list_gpus | wc -l)" -gt 1 ] || { log "Collectives on GPUs: skipped, because one GPU exchanges nothing"; return; }
+  section "Collectives on GPUs" "${gpu[@]}" collectives --collective all_reduce,all_gather,reduce_scatter,broadcast
 }
-measure_gpu_har() { section "har on GPUs" --gpu har --peers --rounds 2; }
+measure_gpu_har() { section "har on GPUs" "${gpu[@]}" har "${peers[@]}" --rounds 2; }
+measure_gpu_trainers() { section "Trainers on GPUs" "${gpu[@]}" trainers; }
 
 # measure PART...: runs the parts. Writes $made/sections (text) and $made/measured.tsv (ratios: name, value, part).
 measure() {
@@ -173,15 +193,23 @@ part_of_gpus() {
 }
 
 write_report_of_gpus() {
+  local written=$report
+  [ ${#on_virtual[@]} -eq 0 ] || written=$build/void-performance.md
   {
-    if [ -e "$report" ]; then sed '/^## On GPUs/,$d' "$report"; else printf '# Performance\n\n'; fi
+    if [ ${#on_virtual[@]} -gt 0 ]; then
+      printf '# VOID: virtual GPUs\n\nThe figures of this page have no meaning.\n\n'
+    elif [ -e "$report" ]; then
+      sed '/^## On GPUs/,$d' "$report"
+    else
+      printf '# Performance\n\n'
+    fi
     printf '## On GPUs\n\nMeasured on %s: %s.\n\n' "$(date -u +%F)" \
-      "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort | uniq -c | sed 's/^ *\([0-9]*\) \(.*\), \(.*\)/\1 x \2, driver \3/' | paste -sd ';')"
+      "$(list_gpus | sort | uniq -c | sed 's/^ *\([0-9]*\) \(.*\), \(.*\)/\1 x \2, driver \3/' | paste -sd ';')"
     ratios_table
     cat "$made/sections"
   } | cat -s >"$made/report"
-  cp "$made/report" "$report"
-  log "Written: ${report#"$root"/}"
+  cp "$made/report" "$written"
+  log "Written: ${written#"$root"/}"
 }
 
 # In MB, the part that one core can use. The C library may report the cache of the whole processor.
@@ -328,6 +356,7 @@ bench_report() {
   case $what in
     gpus)
       heading="###"
+      gpu_choices
       measure "${gpu_parts[@]}"
       write_report_of_gpus
       ;;
