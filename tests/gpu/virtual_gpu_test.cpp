@@ -159,6 +159,8 @@ TEST_CASE("virtual GPUs refuse what a GPU refuses during a capture", "[gpu]") {
     right = right && cudaEventQuery(before) == cudaErrorStreamCaptureUnsupported;
     right = right && cudaStreamWaitEvent(stream, before, 0) == cudaErrorStreamCaptureIsolation;
     cudaEventRecord(inside, stream);
+    right = right && cudaStreamWaitEvent(nullptr, inside, 0) == cudaErrorStreamCaptureImplicit;
+    right = right && cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeRelaxed) == cudaErrorStreamCaptureUnsupported;
     right = right && cudaStreamEndCapture(stream, &graph) == cudaErrorStreamCaptureInvalidated;
     right = right && cudaEventQuery(inside) == cudaErrorCapturedEvent;
     cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);

@@ -166,6 +166,15 @@ void capture(const c10::OperatorHandle& op, const Arguments& arguments, Stack re
   });
 }
 
+/// An operator that returns a value, such as at::equal(), makes the host wait.
+bool returns_value(const c10::FunctionSchema& schema) {
+  for (const c10::Argument& result : schema.returns()) {
+    const auto kind = result.type()->kind();
+    if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return true;
+  }
+  return false;
+}
+
 void trace(const c10::FunctionSchema& schema) {
   static const bool is_on = setting("VGPU_TRACE", 0) != 0;
   if (is_on) std::cerr << "virtual GPU: " << schema.name() << '.' << schema.overload_name() << '\n';
@@ -185,6 +194,10 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   const Arguments arguments = arguments_on_cpu(schema, own);
   Stack outputs = arguments.cpu;
   check_order(current_stream(), schema.name(), accesses_to(own, false));
+  if (returns_value(schema)) {
+    c10::cuda::warn_or_error_on_sync();
+    synchronize(current_stream());
+  }
   call(op, outputs);
   const bool captured = is_capturing(current_stream());
   if (!captured) publish_written(schema.name(), arguments);

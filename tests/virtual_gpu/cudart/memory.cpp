@@ -125,7 +125,7 @@ void poison(int device, void* stream, void* memory, std::size_t bytes) {
   const int before = current_device();
   set_current_device(device);
   if (!is_capturing(stream)) {
-    check_order(stream, "an allocation", {{memory, bytes, true}});
+    check_task(*find_stream(stream), "an allocation", {{memory, bytes, true}}, /*is_allocation=*/true);
     enqueue(stream, set_bytes(memory, 0xff, bytes));
   }
   set_current_device(before);

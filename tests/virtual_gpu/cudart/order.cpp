@@ -30,7 +30,7 @@ struct Interval {
 
 struct Order {
   std::mutex mutex;
-  Clock host;
+  Clock host, polled;
   std::vector<Clock> streams;  ///< [number]
   std::map<std::uintptr_t, Interval> memory;
   std::set<std::string> names;
@@ -122,17 +122,25 @@ void host_follows(const Clock& tasks) {
   join(order().host, tasks);
 }
 
-void check_task(const Stream& stream, const std::string& what, const std::vector<Access>& accesses) {
+void host_has_polled(const Clock& tasks) {
+  const std::lock_guard lock(order().mutex);
+  join(order().polled, tasks);
+}
+
+void check_task(const Stream& stream, const std::string& what, const std::vector<Access>& accesses,
+                bool is_allocation) {
   const std::lock_guard lock(order().mutex);
   Clock& clock = clock_of_number(stream.number());
   join(clock, order().host);
   const Point now{stream.number(), ++clock[stream.number()], &*order().names.insert(what).first};
+  Clock known = clock;
+  if (is_allocation) join(known, order().polled);
   for (const Access& access : accesses) {
     if (access.bytes == 0 || !is_device_address(access.begin)) continue;
     const auto begin = reinterpret_cast<std::uintptr_t>(access.begin);
     cut(begin);
     cut(begin + access.bytes);
-    access.writes ? write(clock, now, begin, access) : read(clock, now, begin, access);
+    access.writes ? write(known, now, begin, access) : read(known, now, begin, access);
   }
 }
 

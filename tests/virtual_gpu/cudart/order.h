@@ -18,11 +18,15 @@ using Clock = std::vector<std::uint64_t>;
 Clock clock_of(const Stream& stream);
 /// Later tasks of the stream follow these tasks.
 void stream_follows(const Stream& stream, const Clock& tasks);
-/// Later tasks of all streams follow these tasks: the host has seen their end.
+/// Later tasks of all streams follow these tasks: the host has waited for their end.
 void host_follows(const Clock& tasks);
+/// The host has asked whether these tasks have ended. The answer depends on times, so only allocations follow the
+/// tasks: LibTorch's allocator reuses memory after such an answer.
+void host_has_polled(const Clock& tasks);
 
 /// Adds a task to the stream. See check_order() in vgpu.h.
-void check_task(const Stream& stream, const std::string& what, const std::vector<Access>& accesses);
+void check_task(const Stream& stream, const std::string& what, const std::vector<Access>& accesses,
+                bool is_allocation = false);
 /// The memory is not in use any more.
 void forget_accesses(const void* begin, std::size_t bytes);
 

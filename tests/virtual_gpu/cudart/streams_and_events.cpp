@@ -50,6 +50,9 @@ std::uint64_t next_graph_id() {
 
 cudaError_t unknown_stream() { return fail(cudaErrorInvalidResourceHandle); }
 
+/// The default stream cannot be captured.
+bool is_legacy(cudaStream_t handle) { return handle == nullptr || handle == cudaStreamLegacy; }
+
 struct Captures {
   std::mutex mutex;
   std::vector<std::shared_ptr<Graph>> running;
@@ -133,7 +136,7 @@ VGPU_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (stream->graph()) return vgpu::fail(cudaErrorStreamCaptureUnsupported);
   const vgpu::Clock tasks = vgpu::clock_of(*stream);
   if (!stream->is_idle()) return cudaErrorNotReady;
-  vgpu::host_follows(tasks);
+  vgpu::host_has_polled(tasks);
   return cudaSuccess;
 }
 
@@ -162,7 +165,8 @@ VGPU_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_
   VGPU_RETURN_IF_LOST();
   const auto event = vgpu::event_of(event_handle);
   std::unique_lock lock(event->mutex);
-  if (const auto graph = event->graph.lock()) return vgpu::join(stream, graph);
+  if (const auto graph = event->graph.lock())
+    return vgpu::is_legacy(handle) ? vgpu::fail(cudaErrorStreamCaptureImplicit) : vgpu::join(stream, graph);
   const std::uint64_t target = event->recorded;
   if (stream->graph()) return target ? vgpu::fail(cudaErrorStreamCaptureIsolation) : cudaSuccess;
   vgpu::stream_follows(*stream, event->tasks);
@@ -214,7 +218,7 @@ VGPU_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   const std::lock_guard lock(event->mutex);
   if (event->captured) return vgpu::fail(cudaErrorCapturedEvent);
   if (event->reached < event->recorded) return cudaErrorNotReady;
-  vgpu::host_follows(event->tasks);
+  vgpu::host_has_polled(event->tasks);
   return cudaSuccess;
 }
 
@@ -261,6 +265,7 @@ VGPU_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptu
   const auto stream = vgpu::find_stream(handle);
   if (!stream) return vgpu::unknown_stream();
   if (stream->graph()) return vgpu::fail(cudaErrorIllegalState);
+  if (vgpu::is_legacy(handle)) return vgpu::fail(cudaErrorStreamCaptureUnsupported);
   stream->wait();
   auto graph = std::make_shared<vgpu::Graph>();
   graph->id = vgpu::next_graph_id();
