@@ -52,7 +52,7 @@ void Backend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor
 
 void Backend::barrier_blocking() {
   c10d::BarrierOptions options;
-  if (control_device().is_cuda()) options.device = control_device();
+  if (control_device().is_cuda()) options.device_ids = {control_device().index()};  // c10d would choose by the rank.
   barrier(options)->wait();
 }
 

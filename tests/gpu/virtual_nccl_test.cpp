@@ -1,12 +1,14 @@
 // Calls of c10d's NCCL backend that ddpkit has no function for, and the end of a device.
 #define USE_C10D_NCCL  // The header is empty without it.
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <ddpkit/ddpkit.h>
 
 #include "gpu/gpu.h"
 #include "gpu/models.h"
+#include "support/captured_stderr.h"
 #include "support/ranks.h"
 
 namespace {
@@ -57,6 +59,28 @@ TEST_CASE("c10d removes a rank of 3 GPUs from a communicator", "[gpu]") {
       CHECK((tensors[0] == 4).all().item<bool>());
       dynamic_cast<c10d::ProcessGroupNCCL&>(*smaller).shutdown();
     }
+  });
+}
+
+TEST_CASE("c10d's backend of a group works only on the rank's GPU", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("c10d's backend of a group works only on the rank's GPU", 2, [](ProcessGroup& group) {
+    std::vector<torch::Tensor> elsewhere{torch::ones({3}, torch::Device(torch::kCUDA, 1 - group.device().index()))};
+    CHECK_THROWS(group.backend()->allreduce(elsewhere));
+    group.barrier();
+  });
+}
+
+TEST_CASE("a barrier of a wrapped c10d group uses the GPU of the group", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("a barrier of a wrapped c10d group uses the GPU of the group", 2, [](ProcessGroup& group) {
+    const auto store = c10::make_intrusive<c10d::PrefixStore>("wrapped", group.store());
+    const auto inner = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, group.rank(), group.world_size(),
+                                                                   c10d::ProcessGroupNCCL::Options::create());
+    // c10d would choose the GPU by the rank, with a warning.
+    const ProcessGroup wrapped(inner, store, torch::Device(torch::kCUDA, 1 - group.device().index()));
+    CHECK(ddpkit::testing::stderr_of([&] { wrapped.barrier(); }) == "");
+    inner->shutdown();
   });
 }
 
