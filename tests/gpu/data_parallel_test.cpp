@@ -1,4 +1,5 @@
 // Several replicas on one GPU, which is given several times.
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
@@ -132,6 +133,37 @@ TEST_CASE("replicas follow the caller to another stream", "[gpu]") {
     x.zero_();  // The replicas have read the batch.
   }
   gpu::check_same(ours->parameters(), reference->parameters());
+}
+
+TEST_CASE("a backward through replicas that ran on two streams of the caller", "[gpu]") {
+  NEEDS_GPU();
+  auto ours = gpu::net(), reference = gpu::net();
+  ddpkit::DataParallel dp(ours, two_replicas());
+  const auto guard = c10::impl::VirtualGuardImpl(c10::kCUDA);
+  const c10::Device device(c10::kCUDA, 0);
+  const c10::Stream one = guard.getStreamFromGlobalPool(device), other = guard.getStreamFromGlobalPool(device);
+  for (int step = 0; step < 3; ++step) {
+    const auto x = batch(step, 8).requires_grad_(), y = batch(step, 8).requires_grad_();
+    const auto scales = batch(step + 10, 8).narrow(1, 0, 3);
+    guard.synchronizeDevice(0);
+    torch::Tensor first, second;
+    {
+      const c10::StreamGuard on_one(one);
+      first = (dp(x) * scales).sin().sum();
+    }
+    const c10::StreamGuard on_other(other);
+    second = loss_of(dp(x * 2));
+    c10::Event computed(c10::kCUDA);
+    computed.record(one);
+    computed.block(other);
+    ours->zero_grad();
+    reference->zero_grad();
+    (first + second).backward();
+    ((reference->forward(y) * scales).sin().sum() + loss_of(reference->forward(y * 2))).backward();
+    for (std::size_t i = 0; i < ours->parameters().size(); ++i)
+      CHECK(torch::allclose(ours->parameters()[i].grad(), reference->parameters()[i].grad(), 0, 1e-12));
+    CHECK(torch::allclose(x.grad(), y.grad(), 0, 1e-12));
+  }
 }
 
 TEST_CASE("after an error in a replica on a GPU, the caller may write to the batch", "[gpu]") {

@@ -16,6 +16,16 @@ struct NoHostWait {
   ~NoHostWait() { c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED); }
 };
 
+struct Hidden {
+  torch::Tensor tensor;
+};
+
+struct HidesOutputImpl : torch::nn::Module {
+  HidesOutputImpl() { register_module("net", net); }
+  Hidden forward(const torch::Tensor& x) { return {net->forward(x)}; }
+  torch::nn::Sequential net = gpu::net();
+};
+
 void train(ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>& ddp, torch::optim::Optimizer& optimizer) {
   const auto x = gpu::batch(0, 16).to(ddp.module().parameters()[0].device());
   const auto step = [&] {
@@ -58,6 +68,18 @@ TEST_CASE("a step with find_unused_parameters that uses all parameters does not 
   ddpkit::DistributedDataParallel ddp(net, gpu::world_of_one(), options);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   CHECK_NOTHROW(train(ddp, optimizer));
+}
+
+TEST_CASE("a step whose output hides its tensors does not make the host wait", "[gpu]") {
+  NEEDS_GPU();
+  const auto net = std::make_shared<HidesOutputImpl>();
+  net->to(torch::Device(torch::kCUDA, 0), torch::kDouble);
+  ddpkit::DistributedDataParallel ddp(net, gpu::world_of_one(), gpu::small_buckets());
+  const auto x = gpu::batch(0, 16);
+  const auto step = [&] { gpu::loss_of(ddp(x).tensor).backward(); };
+  for (int warm_up = 0; warm_up < 3; ++warm_up) step();
+  const NoHostWait no_wait;
+  CHECK_NOTHROW(step());
 }
 
 TEST_CASE("compressing hooks do not make the host wait", "[gpu]") {
