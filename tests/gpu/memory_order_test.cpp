@@ -55,6 +55,15 @@ ddpkit::BucketReduction sleeps(ddpkit::GradBucket&) {
   }};
 }
 
+/// A hook that multiplies the bucket by 4.
+ddpkit::BucketReduction scales(ddpkit::GradBucket& bucket) {
+  return {.finish = [buffer = bucket.buffer, scaled = bucket.buffer * 4] {
+    at::cuda::sleep(kBusyCycles);
+    buffer.copy_(scaled);
+    return torch::Tensor();
+  }};
+}
+
 }  // namespace
 
 TEST_CASE("buckets that were rebuilt or destroyed keep their memory while a stream uses it", "[gpu]") {
@@ -62,44 +71,37 @@ TEST_CASE("buckets that were rebuilt or destroyed keep their memory while a stre
   for (const bool rebuilt : {true, false}) {
     OneBucket one;
     one.ddp->register_comm_hook(sleeps);
+    if (!rebuilt) one.output().sum().backward();  // Rebuilds the buckets at its end, on this stream.
+    one.net->zero_grad();
     const CUDAStream side = c10::cuda::getStreamFromPool();
     order(side, current());
     {
       const CUDAStreamGuard guard(side);
-      one.output().sum().backward();  // Rebuilds the buckets at its end.
-      if (!rebuilt) one.output().sum().backward();
+      one.output().sum().backward();
     }
     if (!rebuilt) one.ddp.reset();
     const auto reused = one.same_memory(), also_reused = one.same_memory();
     c10::cuda::device_synchronize();
-    CHECK((one.net->weight.grad() == (rebuilt ? 8 : 16)).all().item<bool>());
+    CHECK((one.net->weight.grad() == 8).all().item<bool>());
   }
 }
 
 TEST_CASE("buckets of a backward that threw keep their memory while a stream uses it", "[gpu]") {
   NEEDS_GPU();
-  const auto group = gpu::world_of_one();
-  torch::nn::Linear first(kWidth, kWidth), second(kWidth, kWidth);
-  torch::nn::Sequential net(first, second);
-  net->to(group.device());
-  auto options = ddpkit::DistributedDataParallelOptions{.bucket_cap_mb = 0.01, .first_bucket_cap_mb = 0.01};
-  auto ddp = std::make_unique<ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>>(net, group, options);
-  REQUIRE(ddp->reducer().buckets().size() == 2);
+  OneBucket one;
+  one.ddp->register_comm_hook(
+      [](ddpkit::GradBucket&) -> ddpkit::BucketReduction { throw std::runtime_error("no such luck"); });
   const CUDAStream side = c10::cuda::getStreamFromPool();
   order(side, current());
   {
     const CUDAStreamGuard guard(side);
-    const auto output = (*ddp)(torch::ones({8, kWidth}, group.device()));
+    const auto output = one.output();
     at::cuda::sleep(kBusyCycles);
-    first->weight.register_hook(
-        [](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("no such luck"); });
     CHECK_THROWS(output.sum().backward());
   }
-  ddp.reset();
-  for (int i = 0; i < 2; ++i) {
-    const auto reused = torch::zeros({kWidth * kWidth + kWidth}, group.device());
-    CHECK((reused == 0).all().item<bool>());
-  }
+  one.ddp.reset();
+  const auto reused = one.same_memory(), also_reused = one.same_memory();
+  CHECK((reused == 0).all().item<bool>());
 }
 
 TEST_CASE("buckets made for a hook are zeroed before another stream fills them", "[gpu]") {
@@ -124,25 +126,38 @@ TEST_CASE("buckets made for a hook are zeroed before another stream fills them",
 
 TEST_CASE("a backward on another stream than its forward pass", "[gpu]") {
   NEEDS_GPU();
-  OneBucket one;
-  const CUDAStream side = c10::cuda::getStreamFromPool();
-  for (int round = 0; round < 3; ++round) {
-    one.net->zero_grad();
-    torch::Tensor output;
-    {
-      order(side, current());
+  for (const bool with_hook : {false, true}) {
+    OneBucket one;
+    if (with_hook) one.ddp->register_comm_hook(scales);
+    one.output().sum().backward();  // Rebuilds the buckets at its end, on this stream.
+    const CUDAStream side = c10::cuda::getStreamFromPool(), third = c10::cuda::getStreamFromPool();
+    order(third, current());
+    Tensors copies;
+    for (int round = 0; round < 3; ++round) {
+      one.net->zero_grad();
+      torch::Tensor output;
+      {
+        const CUDAStreamGuard guard(side);
+        order(side, third);
+        output = one.output();
+        at::cuda::sleep(kBusyCycles);
+        output = output * 2;
+      }
+      {
+        const CUDAStreamGuard guard(third);
+        order(third, side);
+        output.sum().backward();
+        copies.push_back(one.net->weight.grad().clone());
+      }
+      // The hook's tensors were allocated on this stream.
       const CUDAStreamGuard guard(side);
-      output = one.output();
-      at::cuda::sleep(kBusyCycles);
-      output = output * 2;
+      for (int i = 0; i < 3; ++i) static_cast<void>(torch::zeros({kWidth * kWidth + kWidth}, one.group.device()));
     }
-    order(current(), side);
-    output.sum().backward();
-    CHECK((one.net->weight.grad() == 16).all().item<bool>());
+    one.ddp.reset();
+    const auto reused = one.same_memory(), also_reused = one.same_memory();
+    c10::cuda::device_synchronize();
+    for (const auto& copy : copies) CHECK((copy == (with_hook ? 64 : 16)).all().item<bool>());
   }
-  one.ddp.reset();
-  const CUDAStreamGuard guard(side);
-  CHECK((one.same_memory() == 0).all().item<bool>());
 }
 
 TEST_CASE("shards of gradients keep their memory while the optimizer's stream uses it", "[gpu]") {

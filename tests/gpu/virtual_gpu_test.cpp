@@ -173,22 +173,22 @@ TEST_CASE("virtual GPUs refuse what a GPU refuses during a capture", "[gpu]") {
 TEST_CASE("host functions of virtual GPUs can be serial, as those of a GPU may be", "[gpu]") {
   NEEDS_GPU();
   NEEDS_VIRTUAL_GPUS();
-  const auto run_at_once = [] {
+  const auto overlap = [] {
     // Each function waits for the other one, with a limit.
-    static std::atomic<int> running = 0, pairs = 0;
+    static std::atomic<int> running = 0, overlapped = 0;
     const auto wait = [](void*) {
       ++running;
       for (int i = 0; i < 1000 && running < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      if (running == 2) ++pairs;
+      if (running == 2) ++overlapped;
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       --running;
     };
     for (int i = 0; i < 2; ++i) cudaLaunchHostFunc(c10::cuda::getStreamFromPool(), wait, nullptr);
     c10::cuda::device_synchronize();
-    std::exit(pairs == 2 ? 0 : 1);
+    std::exit(overlapped == 2 ? 0 : 1);
   };
-  CHECK(end_of(run_at_once).ok());
-  CHECK(WEXITSTATUS(end_of(run_at_once, "VGPU_SERIAL_HOST_FUNC", "1").status) == 1);
+  CHECK(end_of(overlap).ok());
+  CHECK(WEXITSTATUS(end_of(overlap, "VGPU_SERIAL_HOST_FUNC", "1").status) == 1);
 }
 
 TEST_CASE("an event, a stream and a host function of virtual GPUs belong to one device", "[gpu]") {
