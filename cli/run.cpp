@@ -135,8 +135,8 @@ void add_run(train::Options& app, Commands& commands) {
   command.add("max_restarts", &run.max_restarts, "Maximum number of restarts of all ranks after a failure")
       .between(0, 1e6);
   command.add("log_dir", &run.log_dir,
-              "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and collectives.txt, its last 256 "
-              "collectives; A increases with each start");
+              "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and collectives.txt, its last 1,024 "
+              "collectives and timeline events; A increases with each start");
   command.add("tee", &run.tee, "With --log-dir, also print: 0 nothing, 1 stdout, 2 stderr, 3 both")
       .between(0, 3)
       .needs("log_dir");

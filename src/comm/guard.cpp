@@ -130,8 +130,7 @@ std::string GroupGuard::end(std::chrono::milliseconds limit) {
     ends_ = true;
     if (!leads_) send_to_all("end\n");
     wake();
-    while (!all_end_ && !failed_ && !has_lost_peer() && Clock::now() < deadline)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    poll_until(deadline, [this] { return all_end_ || failed_ || has_lost_peer(); });
   }
   const std::lock_guard lock(mutex_);
   if (failed_) return failure_.text;
@@ -278,11 +277,9 @@ void GroupGuard::watch(std::uint64_t index, const Event& event, std::function<bo
 bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
   const auto deadline = Clock::now() + limit;
   const bool has_failed = failed_;  // After a failure, the guard itself waits here.
-  while (calls_.look()) {
-    if (Clock::now() > deadline || failed_ != has_failed) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
+  bool is_idle = false;
+  poll_until(deadline, [&] { return (is_idle = !calls_.look()) || failed_ != has_failed; });
+  return is_idle;
 }
 
 bool GroupGuard::look() {
@@ -383,10 +380,7 @@ void GroupGuard::send_to_all(const std::string& line, const Peer* but) noexcept 
 
 void GroupGuard::throw_failure(std::chrono::milliseconds patience) const {
   const auto deadline = Clock::now() + patience;
-  while (!failed_) {
-    if (Clock::now() >= deadline) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  if (!poll_until(deadline, [this] { return failed_.load(); })) return;
   const std::lock_guard lock(mutex_);
   const std::optional<int> failed_rank = failure_.failed_rank < 0 ? std::nullopt : std::optional(failure_.failed_rank);
   EventRing& ring = EventRing::of_process();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 namespace ddpkit {
 
@@ -15,6 +16,16 @@ inline std::chrono::milliseconds clamp_timeout(std::chrono::milliseconds timeout
 inline std::chrono::milliseconds time_until(std::chrono::steady_clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   return std::max(left, std::chrono::milliseconds(1));
+}
+
+/// Calls `done` every millisecond until it returns true. Returns false if `deadline` passes before.
+template <class Done>
+bool poll_until(std::chrono::steady_clock::time_point deadline, const Done& done) {
+  while (!done()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
 }
 
 }  // namespace ddpkit

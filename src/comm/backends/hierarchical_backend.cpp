@@ -10,7 +10,6 @@
 #include <atomic>
 #include <chrono>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include <ddpkit/error.h>
@@ -118,11 +117,8 @@ void HierarchicalBackend::abort_group(const std::string& reason) noexcept {
 
 std::string HierarchicalBackend::end(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  while (*unfinished_jobs_ != 0) {
-    if (std::chrono::steady_clock::now() > deadline)
-      return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  if (!poll_until(deadline, [this] { return *unfinished_jobs_ == 0; }))
+    return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
   // The group of all ranks comes first: its guard names the missing ranks.
   const auto groups = groups_.each();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {

@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <chrono>
-#include <thread>
 #include <utility>
 
 #include <ddpkit/error.h>
@@ -77,11 +76,12 @@ void StagedBackend::check() {
 
 std::string StagedBackend::end(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  for (release_finished(); !jobs_.empty() && !failure_->get(); release_finished()) {
-    if (std::chrono::steady_clock::now() > deadline)
-      return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  const auto have_ended = [this] {
+    release_finished();
+    return jobs_.empty() || failure_->get();
+  };
+  if (!poll_until(deadline, have_ended))
+    return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
   for (const auto& group : {staged_, host_}) {
     if (std::string obstacle = group->end(time_until(deadline)); !obstacle.empty()) return obstacle;
   }

@@ -6,8 +6,9 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <thread>
 #include <utility>
+
+#include "comm/timeout.h"
 
 namespace ddpkit::shm {
 
@@ -37,11 +38,7 @@ bool ProcessWatch::alive() const noexcept {
 
 bool ProcessWatch::ends_within(std::chrono::milliseconds patience) const noexcept {
   const auto deadline = std::chrono::steady_clock::now() + patience;
-  while (alive()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
+  return poll_until(deadline, [this] { return !alive(); });
 }
 
 }  // namespace ddpkit::shm
