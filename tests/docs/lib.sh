@@ -70,7 +70,8 @@ check_options() {
       shift
       break
     fi
-    sed -n '/^Subcommands:/,$p' <<<"$help" | grep -qE "^  $1( |\$)" || break
+    # No pipe to grep -q: it ends at the first match, and with pipefail the writer's SIGPIPE would count as no match.
+    grep -qE "^  $1( |\$)" < <(sed -n '/^Subcommands:/,$p' <<<"$help") || break
     command+=("$1")
     shift
   done
