@@ -137,17 +137,31 @@ void check_second_gpu(ddpkit::ProcessGroup& group) {
   CHECK((tensor == 6).all().item<bool>());
 }
 
+/// Starts collectives of two groups in another order on each rank.
+void check_crossed(ddpkit::ProcessGroup& group) {
+  const std::vector<ddpkit::ProcessGroup> groups = {*group.split({0, 1}), *group.split({0, 1})};
+  for (int round = 0; round < 5; ++round) {
+    std::vector<torch::Tensor> tensors = {of_rank(group.rank(), 1000), of_rank(group.rank(), 5000)};
+    const int first = group.rank();
+    std::vector<ddpkit::Work> works(2);
+    for (const int i : {first, 1 - first}) works[i] = groups[i].all_reduce_async(tensors[i]);
+    for (ddpkit::Work& work : works) work.wait();
+    for (const torch::Tensor& tensor : tensors)
+      CHECK(torch::equal(tensor, of_rank(0, tensor.numel()) + of_rank(1, tensor.numel())));
+  }
+}
+
 /// Ends a group whose collectives are still queued.
 void check_abandoned(ddpkit::ProcessGroup& group) {
   const auto tensor = torch::full({1 << 16}, 1, torch::kCUDA);
   {
     const auto inner = *group.split({0, 1});
     for (int i = 0; i < 3; ++i) static_cast<void>(inner.all_reduce_async(tensor));
-    if (group.rank() == 1) c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(0);
   }
   std::vector<std::vector<double>> heap;  // Reuses memory that was freed too early.
   for (int i = 0; i < 1000; ++i) heap.emplace_back(10 + i % 50, 1.0);
   c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(0);
+  CHECK((tensor == 8).all().item<bool>());  // Three sums of two ranks.
   group.barrier();
 }
 
@@ -182,6 +196,12 @@ TEST_CASE("staged collectives of the second GPU while the first one is current",
   NEEDS_GPUS(2);
   on_ranks("staged collectives of the second GPU while the first one is current", 2, check_second_gpu,
            {.device = at::Device(at::kCUDA, 1)});
+}
+
+TEST_CASE("two groups on one GPU may start staged collectives in different orders", "[gpu][ranks]") {
+  NEEDS_GPU();
+  on_ranks("two groups on one GPU may start staged collectives in different orders", 2, check_crossed,
+           {.device = at::Device(at::kCUDA, 0), .environment = {{"VGPU_SERIAL_HOST_FUNC", "1"}}});
 }
 
 TEST_CASE("a group may end before its staged collectives", "[gpu][ranks]") {

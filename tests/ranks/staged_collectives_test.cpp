@@ -48,19 +48,17 @@ class ThreadQueue final : public ddpkit::StagingQueue {
   }
 
   bool owns(const at::Tensor& tensor) const override { return tensor.scalar_type() == at::kFloat; }
-  void wait_for_caller() override {}  // The host is the caller's stream here: earlier work has finished.
   at::Tensor host_memory(at::IntArrayRef sizes, at::ScalarType dtype) override {
     return at::full(sizes, 1e9, at::TensorOptions(dtype));
   }
-  void copy(const at::Tensor& to, const at::Tensor& from) override {
-    push([to, from] {
+  // The host is the caller's stream here: earlier work has finished.
+  std::shared_ptr<Mark> mark_caller() override { return nullptr; }
+  std::shared_ptr<Mark> copy(const Copies& copies, const Mark* /*after*/) override {
+    push([copies] {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       const at::NoGradGuard no_grad;
-      to.copy_(from);
+      for (const auto& [to, from] : copies) to.copy_(from);
     });
-  }
-  void call(std::function<void()> work) override { push(std::move(work)); }
-  std::shared_ptr<Mark> mark() override {
     auto place = std::make_shared<Place>();
     push([place] { place->gate.set(true); });
     return place;
@@ -206,14 +204,16 @@ RANK_TEST("the host continues while a staged collective waits in its queue", "[s
 
 RANK_TEST("what a staged collective fails with comes out of a later call on every rank", "[staged]", 2) {
   Staged staged(group);
+  auto tensor = torch::ones({group.rank() == 0 ? 10 : 11});
   const auto use = [&] {
     for (int i = 0; i < 1000; ++i) {
-      ddpkit::Work work = staged.group.all_reduce_async(torch::zeros({group.rank() == 0 ? 10 : 11}));
+      ddpkit::Work work = staged.group.all_reduce_async(tensor);
       work.wait();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   };
   CHECK_THROWS_AS(use(), ddpkit::Error);
+  CHECK((tensor == 1).all().item<bool>());  // Of the failed collective.
   // Later calls fail too.
   CHECK_THROWS_AS(staged.group.broadcast(torch::zeros({1})), ddpkit::Error);
 }

@@ -49,7 +49,8 @@ class Work {
   /// Returns true if the handle refers to a collective.
   bool valid() const noexcept { return static_cast<bool>(work_); }
 
-  /// CPU: blocks until the result is available. CUDA: makes the current stream wait, and returns.
+  /// CPU: blocks until the result is available. CUDA: makes the current stream wait, and returns. The shm backend for
+  /// CUDA first blocks until the host's part of the collective has ended.
   /// Throws the error of the collective (CollectiveMismatch, PeerLost, Timeout).
   void wait();
 

@@ -7,7 +7,6 @@
 #ifdef DDPKIT_CUDA
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,21 +15,25 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include <utility>
-
 #include "comm/device_index.h"
-#include "tensor/stream_set.h"
 
 namespace ddpkit {
 namespace {
+
+/// The group's thread may call CUDA while another thread captures a graph.
+using CaptureModeGuard = c10::cuda::CUDAStreamCaptureModeGuard;
 
 class EventMark final : public StagingQueue::Mark {
  public:
   explicit EventMark(const c10::Stream& stream) : device_(stream.device()), event_(stream.device_type()) {
     event_.record(stream);
   }
-  void block_current_stream() override { event_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_)); }
-  bool query() override { return event_.query(); }
+  void block(const c10::Stream& stream) const { event_.block(stream); }
+  void block_current_stream() override { block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_)); }
+  bool query() override {
+    const CaptureModeGuard relaxed(cudaStreamCaptureModeThreadLocal);
+    return event_.query();
+  }
 
  private:
   c10::Device device_;
@@ -58,39 +61,26 @@ class DeviceQueue final : public StagingQueue {
         "{}: the shm backend copies through the host, which a CUDA graph cannot contain: use the nccl backend", call));
   }
 
-  void wait_for_caller() override {
-    stream_waits(stream_, c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  }
-
   at::Tensor host_memory(at::IntArrayRef sizes, at::ScalarType dtype) override {
     return at::empty(sizes, at::TensorOptions(dtype).pinned_memory(true));
   }
 
-  void copy(const at::Tensor& to, const at::Tensor& from) override {
+  std::shared_ptr<Mark> mark_caller() override {
+    return std::make_shared<EventMark>(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
+
+  std::shared_ptr<Mark> copy(const Copies& copies, const Mark* after) override {
+    const CaptureModeGuard relaxed(cudaStreamCaptureModeThreadLocal);
+    if (after) static_cast<const EventMark&>(*after).block(stream_);
     const at::NoGradGuard no_grad;
     const c10::StreamGuard on_stream(stream_);
-    to.copy_(from, /*non_blocking=*/true);
-    // If the owner frees the tensor, the allocator does not reuse its memory before this copy has completed.
-    (to.is_cpu() ? from : to).record_stream(stream_);
+    for (const auto& [to, from] : copies) {
+      to.copy_(from, /*non_blocking=*/true);
+      // If the owner frees the tensor, the allocator does not reuse its memory before this copy has completed.
+      (to.is_cpu() ? from : to).record_stream(stream_);
+    }
+    return std::make_shared<EventMark>(stream_);
   }
-
-  void call(std::function<void()> work) override {
-    const c10::DeviceGuard on_device(device_);
-    auto* const kept = new std::function<void()>(std::move(work));
-    // The stream continues after the function has returned.
-    const cudaError_t status = cudaLaunchHostFunc(
-        c10::cuda::CUDAStream(stream_).stream(),
-        [](void* data) {
-          const std::unique_ptr<std::function<void()>> mine(static_cast<std::function<void()>*>(data));
-          (*mine)();
-        },
-        kept);
-    if (status == cudaSuccess) return;
-    delete kept;
-    throw Error(fmt::format("CUDA could not queue a collective on {}: {}", device_.str(), cudaGetErrorString(status)));
-  }
-
-  std::shared_ptr<Mark> mark() override { return std::make_shared<EventMark>(stream_); }
 
  private:
   at::Device device_;

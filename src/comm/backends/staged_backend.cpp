@@ -15,49 +15,22 @@ namespace ddpkit {
 
 using c10d::OpType;
 
-/// One queued collective. Must exist until the queue has completed it. The host thread releases the tensors; the
-/// queue's callback thread must not, because it may not use the device.
-struct StagedBackend::Job {
-  Tensors host;  ///< [part]
-  Collective collective;
-  Ptr<Backend> backend;
-  std::shared_ptr<StagedFailure> failure;
-  std::shared_ptr<StagingQueue::Mark> done;
-
-  void run() noexcept {
-    if (failure->get()) return;
-    try {
-      collective(*backend, host)->wait();
-    } catch (const std::exception& error) {
-      failure->set(std::current_exception());
-      // The other ranks would wait for this rank.
-      backend->abort_group(error.what());
-    } catch (...) {
-      failure->set(std::current_exception());
-    }
-  }
-};
-
 StagedBackend::StagedBackend(Ptr<Backend> host, Ptr<Backend> staged, std::unique_ptr<StagingQueue> queue,
                              at::Device device)
     : Backend(host->getRank(), host->getSize()),
       host_(std::move(host)),
       staged_(std::move(staged)),
       queue_(std::move(queue)),
-      device_(device) {}
+      device_(device),
+      thread_([this] { run(); }) {}
 
 StagedBackend::~StagedBackend() {
-  // The queue still uses jobs that it has not completed. The destructor must not wait for other ranks, so it leaks
-  // them.
-  static auto* const abandoned = new std::vector<std::unique_ptr<Job>>;
-  static std::mutex mutex;
-  try {
-    release_finished();
-    const std::lock_guard lock(mutex);
-    for (auto& job : jobs_) abandoned->push_back(std::move(job));
-  } catch (...) {
-    for (auto& job : jobs_) job.release();
+  {
+    const std::lock_guard lock(mutex_);
+    ends_ = true;
   }
+  changed_.notify_one();
+  thread_.join();
 }
 
 void StagedBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -69,18 +42,19 @@ void StagedBackend::abort_group(const std::string& reason) noexcept {
   for (const auto& group : {host_, staged_}) group->abort_group(reason);
 }
 
+void StagedBackend::rethrow_failure() {
+  const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 void StagedBackend::check() {
-  failure_->rethrow();
+  rethrow_failure();
   for (const auto& group : {host_, staged_}) group->check();
 }
 
 std::string StagedBackend::end(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  const auto have_ended = [this] {
-    release_finished();
-    return jobs_.empty() || failure_->get();
-  };
-  if (!poll_until(deadline, have_ended))
+  if (!poll_until(deadline, [this] { return !last_ || last_->isCompleted(); }))
     return fmt::format("a collective of rank {} has not ended within {} ms", rank_, limit.count());
   for (const auto& group : {staged_, host_}) {
     if (std::string obstacle = group->end(time_until(deadline)); !obstacle.empty()) return obstacle;
@@ -88,8 +62,57 @@ std::string StagedBackend::end(std::chrono::milliseconds limit) {
   return {};
 }
 
-void StagedBackend::release_finished() {
-  while (!jobs_.empty() && jobs_.front()->done->query()) jobs_.pop_front();
+void StagedBackend::run() {
+  while (true) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return ends_ || !queued_.empty(); });
+    if (queued_.empty()) return;
+    const auto work = std::move(queued_.front());
+    queued_.pop_front();
+    lock.unlock();
+    run(*work);
+  }
+}
+
+void StagedBackend::run(StagedWork& work) {
+  std::exception_ptr failure;
+  std::string reason;
+  try {
+    rethrow_failure();
+    const auto timeout = clamp_timeout(getBackendOptions()->timeout);
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    const auto copied = queue_->copy(work.in_, work.ready_.get());
+    while (!copied->query()) {
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw Timeout(fmt::format("rank {}: {} has not finished the work before a collective within {} ms", rank_,
+                                  device_.str(), timeout.count()));
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    work.collective_(work.host_);
+    work.done_ = queue_->copy(work.out_, nullptr);
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    reason = error.what();
+  } catch (...) {
+    failure = std::current_exception();
+    reason = "an unknown exception";
+  }
+  // Before finish(): whoever waits may then reuse the memory.
+  work.collective_ = nullptr;
+  work.host_.clear();
+  work.in_.clear();
+  work.out_.clear();
+  if (failure) fail(failure, reason);
+  work.finish(failure);
+}
+
+void StagedBackend::fail(const std::exception_ptr& failure, const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+  }
+  abort_group(reason);  // The other ranks would wait for this rank.
 }
 
 bool StagedBackend::staged(const char* call, std::initializer_list<const Tensors*> lists) const {
@@ -112,41 +135,28 @@ bool StagedBackend::staged(const char* call, std::initializer_list<const Tensors
 
 StagedBackend::WorkPtr StagedBackend::stage(const char* call, OpType type, std::vector<Part> parts,
                                             Collective collective) {
-  failure_->rethrow();
+  rethrow_failure();
   queue_->refuse_capture(call);
-  release_finished();
-  auto job = std::make_unique<Job>();
-  job->collective = std::move(collective);
-  job->backend = staged_;
-  job->failure = failure_;
-  for (const Part& part : parts)
-    job->host.push_back(queue_->host_memory(part.tensor.sizes(), part.tensor.scalar_type()));
-  // Copies to the host must follow the kernels that write their source. Copies back must follow the kernels that read
-  // their target.
-  queue_->wait_for_caller();
-  Job* const queued = job.get();
-  jobs_.push_back(std::move(job));  // From here on the queue may use it.
-  try {
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (parts[i].in) queue_->copy(queued->host[i], parts[i].tensor);
-    }
-    // The queue's order: after the copies.
-    queue_->call([queued] { queued->run(); });
-    Tensors outputs;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (!parts[i].out) continue;
-      queue_->copy(parts[i].tensor, queued->host[i]);
-      outputs.push_back(parts[i].tensor);
-    }
-    queued->done = queue_->mark();
-    return c10::make_intrusive<StagedWork>(rank_, type, std::move(outputs), queued->done, failure_);
-  } catch (const std::exception& error) {
-    jobs_.back().release();  // The queue may still use it.
-    jobs_.pop_back();
-    failure_->set(std::current_exception());
-    abort_group(fmt::format("{} failed on rank {}: {}", call, rank_, error.what()));
-    throw;
+  Tensors host;
+  for (const Part& part : parts) host.push_back(queue_->host_memory(part.tensor.sizes(), part.tensor.scalar_type()));
+  auto work = c10::make_intrusive<StagedWork>(
+      rank_, type,
+      [staged = staged_, collective = std::move(collective)](Tensors& memory) { collective(*staged, memory)->wait(); },
+      std::move(host));
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].in) work->in_.emplace_back(work->host_[i], parts[i].tensor);
+    if (!parts[i].out) continue;
+    work->out_.emplace_back(parts[i].tensor, work->host_[i]);
+    work->outputs_.push_back(parts[i].tensor);
   }
+  work->ready_ = queue_->mark_caller();
+  {
+    const std::lock_guard lock(mutex_);
+    queued_.push_back(work);
+  }
+  changed_.notify_one();
+  last_ = work;
+  return work;
 }
 
 StagedBackend::WorkPtr StagedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {

@@ -1,9 +1,14 @@
 // Tier 2: c10d's Backend.hpp.
 #pragma once
 
+#include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/backend.h"
@@ -12,17 +17,20 @@
 
 namespace ddpkit {
 
-/// Runs collectives of a device's tensors on a host backend. Each collective is queued: wait for the caller's stream,
-/// copy to the host, run the collective, copy back. wait() makes the caller's stream wait. So the host runs ahead, as
-/// with NCCL, and a later call throws the errors.
+/// Runs collectives of a device's tensors on a host backend. A thread of the group copies to the host after the
+/// work of the caller's stream, runs the collective and copies back, one collective after the other. Work::wait() and
+/// later calls throw its errors; then the outputs keep their old values.
 ///
-/// CPU tensors use a separate group without the queue. Queued collectives run in the queue's order, which is the same
+/// No function of the host runs within a stream: CUDA may run such functions of independent streams one after the
+/// other, and while one blocks, calls that allocate may block too.
+///
+/// CPU tensors use a separate group without the thread. Queued collectives run in the queue's order, which is the same
 /// on all ranks. There is no order between queued collectives and those of CPU tensors.
 class StagedBackend : public Backend {
  public:
   /// `host` and `staged` are two groups of the same ranks.
   StagedBackend(Ptr<Backend> host, Ptr<Backend> staged, std::unique_ptr<StagingQueue> queue, at::Device device);
-  /// Does not wait for queued collectives.
+  /// Waits for queued collectives, at most for their timeouts.
   ~StagedBackend() override;
 
   const std::string getBackendName() const override { return host_->getBackendName(); }
@@ -68,21 +76,28 @@ class StagedBackend : public Backend {
   };
   /// Returns the inputs, then the outputs.
   static std::vector<Part> parts_of(const Tensors& inputs, const Tensors& outputs);
-  struct Job;
-  /// Runs the collective on the host copies of the parts. [part]
+  /// Starts the collective on the host copies of the parts. [part]
   using Collective = std::function<WorkPtr(c10d::Backend& backend, Tensors& host)>;
 
   WorkPtr stage(const char* call, c10d::OpType type, std::vector<Part> parts, Collective collective);
   /// Returns whether the tensors must be staged. Throws InvalidArgument for a mix of host and device tensors.
   bool staged(const char* call, std::initializer_list<const Tensors*> lists) const;
   void refuse_message(const char* call, const Tensors& tensors) const;
-  void release_finished();
+  void rethrow_failure();
+  void fail(const std::exception_ptr& failure, const std::string& reason);
+  void run();
+  void run(StagedWork& work);
 
   Ptr<Backend> host_, staged_;
   std::unique_ptr<StagingQueue> queue_;
   at::Device device_;
-  std::shared_ptr<StagedFailure> failure_ = std::make_shared<StagedFailure>();
-  std::deque<std::unique_ptr<Job>> jobs_;  ///< Queued or completed.
+  Ptr<StagedWork> last_;  ///< The latest one; all earlier ones have completed if it has.
+  std::mutex mutex_;      ///< Guards the following members.
+  std::condition_variable changed_;
+  std::deque<Ptr<StagedWork>> queued_;
+  std::exception_ptr failure_;  ///< The first one. After it, no collective runs.
+  bool ends_ = false;
+  std::thread thread_;  ///< The last member: it uses the others.
 };
 
 /// Creates two groups of the shm backend and a stream of `device`. Collective, like create_shm_backend().

@@ -3,45 +3,37 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <exception>
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "comm/backends/staging.h"
 
 namespace ddpkit {
 
-/// The first error of a group's staged collectives. After an error, the later ones do nothing.
-class StagedFailure {
- public:
-  void set(std::exception_ptr failure);
-  std::exception_ptr get() const;
-  void rethrow() const;
-
- private:
-  mutable std::mutex mutex_;
-  std::exception_ptr failure_;
-};
-
-/// c10d::Work for a staged collective.
+/// One staged collective: for its caller a c10d::Work, for the group's thread the collective to run.
+/// wait() blocks the host until the host's part of the collective has ended, then makes the current stream wait for the
+/// copy to the device, as c10d's gloo backend does.
 class StagedWork : public c10d::Work {
  public:
-  StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<StagingQueue::Mark> done,
-             std::shared_ptr<const StagedFailure> failure);
+  using Tensors = std::vector<at::Tensor>;
+  /// Runs the collective on host memory and blocks until it has ended.
+  using Collective = std::function<void(Tensors& host)>;
 
-  bool isCompleted() override { return failure_->get() || done_->query(); }
-  bool isSuccess() const override { return !failure_->get(); }
-  std::exception_ptr exception() const override { return failure_->get(); }
+  StagedWork(int rank, c10d::OpType type, Collective collective, Tensors host);
+
+  bool isCompleted() override;
   std::vector<at::Tensor> result() override { return outputs_; }
-  /// Makes the current stream wait; the host does not wait. Ignores `timeout`: the group's timeout applies.
-  bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override { wait(kNoTimeout); }
+  void synchronize() override { done_->block_current_stream(); }
 
  private:
-  std::vector<at::Tensor> outputs_;
+  friend class StagedBackend;
+  Collective collective_;
+  std::shared_ptr<StagingQueue::Mark> ready_;  ///< From then on, the caller's stream has written the inputs.
+  StagingQueue::Copies in_, out_;              ///< To the host, and to the device.
+  Tensors host_;                               ///< [part]
+  Tensors outputs_;                            ///< On the device. [part that is an output]
   std::shared_ptr<StagingQueue::Mark> done_;
-  std::shared_ptr<const StagedFailure> failure_;
 };
 
 }  // namespace ddpkit

@@ -3,37 +3,38 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace ddpkit {
 
-/// A queue that runs work in order: a stream of the device; in tests a thread. All functions return immediately.
+/// A queue that copies tensors of a device to the host and back, in order: a stream of the device; in tests a thread.
+/// All functions return immediately.
 class StagingQueue {
  public:
-  /// A position in the queue.
+  /// A position in the queue or in the caller's current stream.
   class Mark {
    public:
     virtual ~Mark() = default;
-    /// Later work of the caller's current stream follows this position.
+    /// Later work of the calling thread's current stream follows this position.
     virtual void block_current_stream() = 0;
     virtual bool query() = 0;
   };
+  /// The target and the source of each copy. They need not exist after the call.
+  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   virtual ~StagingQueue() = default;
   /// Returns whether tensors like `tensor` must be staged.
   virtual bool owns(const at::Tensor& tensor) const = 0;
   /// Throws InvalidArgument if the caller's current stream is being captured.
   virtual void refuse_capture(const char* /*call*/) const {}
-  /// Later work of the queue follows the earlier work of the caller's current stream.
-  virtual void wait_for_caller() = 0;
   /// Returns contiguous host memory for asynchronous copies.
   virtual at::Tensor host_memory(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
-  /// The host tensor must exist until a later mark() is reached. The device tensor need not.
-  virtual void copy(const at::Tensor& to, const at::Tensor& from) = 0;
-  /// Calls `work` on another thread. It must not throw, use the device, or release the last reference to device memory.
-  virtual void call(std::function<void()> work) = 0;
-  virtual std::shared_ptr<Mark> mark() = 0;
+  /// Marks the end of the earlier work of the calling thread's current stream.
+  virtual std::shared_ptr<Mark> mark_caller() = 0;
+  /// Copies after the earlier copies and, if given, after a mark of the caller. Returns the mark of its end.
+  virtual std::shared_ptr<Mark> copy(const Copies& copies, const Mark* after) = 0;
 };
 
 /// Creates a stream of a CUDA device. Throws InvalidArgument in a build without CUDA, and for other devices.
