@@ -140,10 +140,12 @@ struct Normalize : torch::autograd::Function<Normalize> {
     const bool wants_input = context->needs_input_grad(0);
     at::Tensor gradient, scaled_sum, sum;
     const at::Tensor wide_weight = as_type(weight, mean.scalar_type());
+    const at::Tensor inverse_deviation = (variance + eps).rsqrt();
     if (input.numel() > 0) {
       std::tie(gradient, scaled_sum, sum) =
           at::native_batch_norm_backward(gradients[0].contiguous(input.suggest_memory_format()), input, wide_weight,
-                                         mean, variance, {}, {}, /*train=*/false, eps, {wants_input, true, true});
+                                         mean, variance, /*save_mean=*/mean, /*save_invstd=*/inverse_deviation,
+                                         /*train=*/false, eps, {wants_input, true, true});
     } else {
       gradient = at::zeros_like(input);
       scaled_sum = at::zeros_like(mean);
@@ -155,7 +157,7 @@ struct Normalize : torch::autograd::Function<Normalize> {
       JoinContext::notify(group, JoinContext::Plain::kAllReduce, joined);
       group.all_reduce(joined);
       if (input.numel() > 0) {
-        at::Tensor factor = (variance + eps).rsqrt().div_(-count);
+        at::Tensor factor = inverse_deviation / -count;
         if (wide_weight.defined()) factor.mul_(wide_weight);
         gradient.add_(normalize(input, joined.narrow(0, 0, channels) * factor,
                                 joined.narrow(0, channels, channels) * factor, mean, variance, eps));

@@ -92,6 +92,17 @@ Arguments arguments_on_cpu(const c10::FunctionSchema& schema, const Stack& stack
   return arguments;
 }
 
+/// Refuses arguments that the CPU's kernel takes and CUDA's kernel does not.
+void check_for_cuda(const c10::FunctionSchema& schema, const Stack& stack) {
+  if (schema.name() != "aten::native_batch_norm_backward") return;
+  for (std::size_t i = 0; i < stack.size(); ++i) {
+    const std::string& name = schema.arguments()[i].name();
+    TORCH_CHECK(
+        (name != "save_mean" && name != "save_invstd") || (stack[i].isTensor() && stack[i].toTensor().defined()),
+        "virtual GPU: ", schema.name(), ": CUDA's kernel needs ", name);
+  }
+}
+
 void call(const c10::OperatorHandle& op, Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -191,6 +202,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   poison_allocations();
   wait_for(current_stream());
   trace(schema);
+  check_for_cuda(schema, own);
   const Arguments arguments = arguments_on_cpu(schema, own);
   Stack outputs = arguments.cpu;
   check_order(current_stream(), schema.name(), accesses_to(own, false));
