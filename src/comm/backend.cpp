@@ -189,7 +189,13 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
   for (const at::Tensor& other : others) check_device(kind, other);
   const auto [event, index] = begin(kind, tensor.defined() ? tensor.nbytes() : 0);
   check();
-  WorkPtr work = start();
+  WorkPtr work;
+  try {
+    work = start();
+  } catch (const c10::DistBackendError&) {
+    if (guard_) guard_->throw_failure(kPatience);
+    throw;
+  }
   if (guard_) {
     if (auto has_ended = end_of(work)) {
       guard_->watch(index, event, std::move(has_ended));

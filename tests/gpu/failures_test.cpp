@@ -150,6 +150,26 @@ TEST_CASE("an error that NCCL reports on one of 3 virtual GPUs ends all ranks", 
           {{"VGPU_FAULT", "rank=1 call=Broadcast n=1 do=error"}});
 }
 
+TEST_CASE("NCCL refuses a call on one of 2 virtual GPUs after the other has failed: the error names that rank",
+          "[gpu]") {
+  NEEDS_GPUS(2);
+  NEEDS_VIRTUAL_GPUS();
+  const auto body = [](ProcessGroup& group) {
+    const auto inner = *group.split({0, 1});
+    const auto tensor = torch::ones({5}).to(group.device());
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      inner.abort("no such luck");
+    } else {
+      const auto message = failure_of<ddpkit::PeerLost>([&] { inner.broadcast(tensor); });
+      CHECK(message == "rank 1 aborted: no such luck");
+    }
+    group.barrier();
+  };
+  on_gpus("NCCL refuses a call on one of 2 virtual GPUs after the other has failed: the error names that rank", 2, body,
+          {{"VGPU_FAULT", "rank=0 call=Broadcast n=1 do=refuse"}});
+}
+
 TEST_CASE("virtual GPUs that call different collectives report each rank's call", "[gpu]") {
   NEEDS_GPUS(3);
   NEEDS_VIRTUAL_GPUS();

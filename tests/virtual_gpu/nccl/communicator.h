@@ -97,6 +97,9 @@ class Communicator {
   /// Operations of ncclRedOpCreatePreMulSum(). Only the thread that calls collectives uses them.
   std::map<int, Scale> scales;
 
+  /// Returns whether VGPU_FAULT makes the host's call return an error.
+  bool refuses(const char* call);
+
  private:
   bool barrier(std::atomic<std::uint64_t> RankPage::*arrived, std::uint64_t& generation);
   bool check_calls(const Call& call);

@@ -4,6 +4,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 #include <thread>
 
 #include "virtual_gpu/nccl/communicator.h"
@@ -28,11 +29,25 @@ Fault fault_of_environment() {
   std::abort();
 }
 
+const Fault& fault_of_process() {
+  static const Fault fault = fault_of_environment();
+  return fault;
+}
+
 }  // namespace
 
+bool Communicator::refuses(const char* call) {
+  const Fault& fault = fault_of_process();
+  if (std::string_view(fault.action) != "refuse" || fault.rank != rank_ || std::string_view(fault.call) != call)
+    return false;
+  return ++calls_of_fault_ == fault.number;
+}
+
 void Communicator::run_fault(const char* call) {
-  static const Fault fault = fault_of_environment();
-  if (fault.rank != rank_ || std::string(fault.call) != call || ++calls_of_fault_ != fault.number) return;
+  const Fault& fault = fault_of_process();
+  if (std::string_view(fault.action) == "refuse" || fault.rank != rank_ || std::string(fault.call) != call ||
+      ++calls_of_fault_ != fault.number)
+    return;
   const std::string action = fault.action;
   if (action == "die") ::raise(SIGKILL);
   if (action == "lost") lose_devices();
