@@ -20,6 +20,7 @@ using gpu::check_close, gpu::run_ranks;
 void check_as_on_cpus(int ranks, const std::string& program, const Arguments& arguments, const std::string& saved,
                       const std::function<std::vector<at::Tensor>(const Folder&)>& weights) {
   const Folder work, on_gpus, on_cpus;
+  const gpu::Variable float32("NVIDIA_TF32_OVERRIDE", "0");
   run_ranks(work, ranks, program, joined(arguments, {saved, on_gpus.path()}));
   const auto found = weights(on_gpus);
   const gpu::Variable hidden("CUDA_VISIBLE_DEVICES", "");
@@ -45,7 +46,8 @@ TEST_CASE("train_multigpu.sh 3 on GPUs gives the weights of 3 CPU ranks", "[gpu]
   NEEDS_GPUS(3);
   const Arguments arguments = joined(video::testing::quick(), {"--epochs", "1", "--save-dir"});
   const Folder work, on_gpus, on_cpus;
-  const gpu::Variable video("VIDEO", DDPKIT_TEST_VIDEO), command("DDPKIT", DDPKIT_TEST_CLI);
+  const gpu::Variable video("VIDEO", DDPKIT_TEST_VIDEO), command("DDPKIT", DDPKIT_TEST_CLI),
+      float32("NVIDIA_TF32_OVERRIDE", "0");
   const auto script = ddpkit::testing::run_program(DDPKIT_TEST_VIDEO_FOLDER "/train_multigpu.sh", 0,
                                                    joined(joined({"3"}, arguments), {on_gpus.path()}));
   INFO(script.errors);
