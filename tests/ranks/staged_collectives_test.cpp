@@ -28,6 +28,7 @@ class ThreadQueue final : public ddpkit::StagingQueue {
     std::mutex mutex;
     std::condition_variable changed;
     bool open = true;
+    std::atomic<bool> broken = false;  ///< Copies throw.
     void set(bool value) {
       {
         const std::lock_guard lock(mutex);
@@ -54,6 +55,7 @@ class ThreadQueue final : public ddpkit::StagingQueue {
   // The host is the caller's stream here: earlier work has finished.
   std::shared_ptr<Mark> mark_caller() override { return nullptr; }
   std::shared_ptr<Mark> copy(const Copies& copies, const Mark* /*after*/) override {
+    if (gate_->broken) throw std::runtime_error("the copy failed");
     push([copies] {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       const at::NoGradGuard no_grad;
@@ -216,6 +218,14 @@ RANK_TEST("what a staged collective fails with comes out of a later call on ever
   CHECK((tensor == 1).all().item<bool>());  // Of the failed collective.
   // Later calls fail too.
   CHECK_THROWS_AS(staged.group.broadcast(torch::zeros({1})), ddpkit::Error);
+}
+
+RANK_TEST("a copy that fails on one rank ends the staged collectives of all ranks", "[staged]", 2) {
+  Staged staged(group);
+  if (group.rank() == 1) staged.gate->broken = true;
+  CHECK_THROWS_WITH(staged.group.all_reduce(torch::ones({10})), ContainsSubstring("the copy failed"));
+  CHECK_THROWS_WITH(staged.group.all_reduce(torch::ones({10})), ContainsSubstring("the copy failed"));
+  group.barrier();
 }
 
 RANK_TEST("a rank that aborts ends the staged collectives of the other ranks", "[staged]", 2) {

@@ -76,8 +76,9 @@ class DeviceQueue final : public StagingQueue {
     const c10::StreamGuard on_stream(stream_);
     for (const auto& [to, from] : copies) {
       to.copy_(from, /*non_blocking=*/true);
-      // If the owner frees the tensor, the allocator does not reuse its memory before this copy has completed.
-      (to.is_cpu() ? from : to).record_stream(stream_);
+      // If the owner frees an output, the allocator does not reuse its memory before this copy has completed. The
+      // group's thread keeps inputs until their copies have completed.
+      if (!to.is_cpu()) to.record_stream(stream_);
     }
     return std::make_shared<EventMark>(stream_);
   }
