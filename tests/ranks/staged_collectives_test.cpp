@@ -220,6 +220,13 @@ RANK_TEST("what a staged collective fails with comes out of a later call on ever
   CHECK_THROWS_AS(staged.group.broadcast(torch::zeros({1})), ddpkit::Error);
 }
 
+RANK_TEST("c10d's synchronize() of a staged collective waits for its result", "[staged]", 2) {
+  Staged staged(group);
+  std::vector<torch::Tensor> tensors = {torch::full({100}, group.rank() + 1.F)};
+  ddpkit::Backend::of(staged.group)->allreduce(tensors, {})->synchronize();
+  CHECK((tensors[0] == 3).all().item<bool>());
+}
+
 RANK_TEST("a copy that fails on one rank ends the staged collectives of all ranks", "[staged]", 2) {
   Staged staged(group);
   if (group.rank() == 1) staged.gate->broken = true;

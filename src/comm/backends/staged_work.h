@@ -12,8 +12,6 @@
 namespace ddpkit {
 
 /// One staged collective: for its caller a c10d::Work, for the group's thread the collective to run.
-/// wait() blocks the host until the host's part of the collective has ended, then makes the current stream wait for the
-/// copy to the device, as c10d's gloo backend does.
 class StagedWork : public c10d::Work {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -24,7 +22,10 @@ class StagedWork : public c10d::Work {
 
   bool isCompleted() override;
   std::vector<at::Tensor> result() override { return outputs_; }
-  void synchronize() override { done_->block_current_stream(); }
+  /// Blocks the host until the host's part of the collective has ended, then makes the current stream wait for the copy
+  /// to the device, as c10d's gloo backend does. Ignores `timeout`: the group's timeout applies.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
 
  private:
   friend class StagedBackend;
