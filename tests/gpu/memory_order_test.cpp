@@ -34,7 +34,7 @@ CUDAStream current() { return c10::cuda::getCurrentCUDAStream(); }
 
 /// One bucket, whose memory a stream other than the current one uses.
 struct OneBucket {
-  OneBucket() {
+  explicit OneBucket(ddpkit::ProcessGroup its_group = gpu::world_of_one()) : group(std::move(its_group)) {
     net->to(group.device());
     ddp.emplace(net, group, ddpkit::DistributedDataParallelOptions{});
   }
@@ -42,7 +42,7 @@ struct OneBucket {
   /// Allocates as the bucket was allocated: the sizes are equal.
   torch::Tensor same_memory() const { return group.allocate({kWidth * kWidth + kWidth}, torch::kFloat).zero_(); }
 
-  ddpkit::ProcessGroup group = gpu::world_of_one();
+  ddpkit::ProcessGroup group;
   torch::nn::Linear net{kWidth, kWidth};
   std::optional<ddpkit::DistributedDataParallel<torch::nn::LinearImpl>> ddp;
 };
@@ -88,7 +88,9 @@ TEST_CASE("buckets that were rebuilt or destroyed keep their memory while a stre
 
 TEST_CASE("buckets of a backward that threw keep their memory while a stream uses it", "[gpu]") {
   NEEDS_GPU();
-  OneBucket one;
+  // The abort of an nccl group waits for the device, and may come before the memory is reused.
+  OneBucket one(ddpkit::init_process_group(
+      {.backend = "shm", .device = torch::Device(torch::kCUDA, 0), .environment = ddpkit::LaunchEnvironment{}}));
   one.ddp->register_comm_hook(
       [](ddpkit::GradBucket&) -> ddpkit::BucketReduction { throw std::runtime_error("no such luck"); });
   const CUDAStream side = c10::cuda::getStreamFromPool();

@@ -1,6 +1,7 @@
 // Tests of the programs on several GPUs.
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "examples/har_program.h"
@@ -93,6 +94,30 @@ TEST_CASE("har learns with its defaults on 2 GPUs", "[gpu]") {
       run_ranks(work, 2, DDPKIT_TEST_HAR, {"--data", har::testing::generated(), "--epochs", "8", "--json"});
   REQUIRE_FALSE(run.lines.empty());
   CHECK(nlohmann::json::parse(run.lines.front())["devices"] == 2);
+}
+
+TEST_CASE("har on 2 GPUs without bfloat16 trains in float16, and resumes with the same bits", "[gpu]") {
+  NEEDS_GPUS(2);
+  NEEDS_VIRTUAL_GPUS();
+  const gpu::Variable capability("VGPU_COMPUTE_CAPABILITY", "75");
+  const auto in_half = [](const Folder& folder, const Arguments& more) {
+    Arguments arguments = plain_har(folder, 12);
+    std::erase(arguments, "--no-amp");
+    const Folder work;
+    const auto run = run_ranks(work, 2, DDPKIT_TEST_HAR, joined(arguments, more));
+    CHECK(std::ranges::any_of(run.lines, [](const auto& line) { return line.ends_with("mixed precision float16"); }));
+    return run;
+  };
+  const Folder whole, parts;
+  in_half(whole, {});
+  const auto weights = har_weights(whole), expected = cpu_weights();
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    INFO("tensor " << i << " differs by " << (weights[i].cpu() - expected[i]).abs().max());
+    CHECK(at::allclose(weights[i].cpu(), expected[i], 1e-2, 5e-3));  // Each of 10 updates moves a weight by up to 1e-3.
+  }
+  in_half(parts, {"--max-steps", "7"});
+  in_half(parts, {});
+  CHECK(ddpkit::testing::same_bits(har_weights(parts), weights));
 }
 
 TEST_CASE("har stopped and resumed on 2 GPUs ends with the weights of a whole run", "[gpu]") {

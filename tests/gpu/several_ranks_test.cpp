@@ -273,6 +273,29 @@ TEST_CASE("an overflow on one of 2 GPUs skips the step on both", "[gpu]") {
   });
 }
 
+TEST_CASE("a step of 2 GPUs cannot be captured while DDPKIT_DEBUG reads its gradients", "[gpu]") {
+  NEEDS_GPUS(2);
+  const auto body = [](ProcessGroup& group) {
+    auto net = gpu::net();
+    net->to(group.device());
+    ddpkit::DistributedDataParallel ddp(net, group);
+    ddpkit::optim::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1), {.capturable = true});
+    ddpkit::optim::GraphedStep step(group.device(), {&optimizer}, [&](const std::vector<torch::Tensor>& inputs) {
+      optimizer.zero_grad();
+      ddp(inputs[0]).pow(2).mean().backward();
+      optimizer.step();
+      return inputs;
+    });
+    const auto input = torch::ones({4, 12}, gpu::doubles()).to(group.device());
+    const auto run = [&] {
+      for (int call = 0; call < 20; ++call) step({input});
+    };
+    CHECK_THROWS_WITH(run(), ContainsSubstring("DDPKIT_DEBUG=detail reads each gradient on the host"));
+  };
+  on_gpus("a step of 2 GPUs cannot be captured while DDPKIT_DEBUG reads its gradients", 2, body,
+          {{"DDPKIT_DEBUG", "detail"}});
+}
+
 TEST_CASE("float16 training with a GradScaler on 2 GPUs follows float32 training on the joined batch", "[gpu]") {
   NEEDS_GPUS(2);
   const auto body = [](ProcessGroup& group) {

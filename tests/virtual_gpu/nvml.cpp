@@ -64,8 +64,8 @@ VGPU_NVML nvmlDeviceGetMemoryInfo(void*, Memory* memory) {
 }
 
 VGPU_NVML nvmlDeviceGetCudaComputeCapability(void*, int* major, int* minor) {
-  *major = 9;
-  *minor = 0;
+  *major = vgpu::compute_capability() / 10;
+  *minor = vgpu::compute_capability() % 10;
   return kSuccess;
 }
 

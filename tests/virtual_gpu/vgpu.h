@@ -50,6 +50,9 @@ std::size_t device_memory();
 
 const char* device_name();
 
+/// 90 for compute capability 9.0.
+int compute_capability();
+
 /// An integer environment variable.
 long setting(const char* name, long otherwise);
 

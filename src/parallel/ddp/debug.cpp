@@ -9,6 +9,8 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/cuda.h"
+
 namespace ddpkit {
 
 DebugLevel debug_level() {
@@ -32,6 +34,10 @@ void warn_unless_finite(const std::string& name, const at::Tensor& gradient, con
                         std::uint64_t step) {
   const at::NoGradGuard no_grad;
   if (!gradient.defined()) return;
+  if (gradient.is_cuda() && !cuda::graphs_in_capture().empty())
+    throw InvalidArgument(
+        "DDPKIT_DEBUG=detail reads each gradient on the host, which a CUDA graph cannot capture: "
+        "set it to info or off");
   const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (at::isfinite(values).all().item<bool>()) return;
   debug_line(group, fmt::format("the gradient of {} is not finite in backward number {} on this rank, before it is "

@@ -21,13 +21,14 @@ thread_local cudaError_t last_error = cudaSuccess;
 bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 const std::map<cudaDeviceAttr, int>& attributes() {
-  static const auto* values = new std::map<cudaDeviceAttr, int>{{cudaDevAttrComputeCapabilityMajor, 9},
-                                                                {cudaDevAttrComputeCapabilityMinor, 0},
-                                                                {cudaDevAttrMultiProcessorCount, 4},
-                                                                {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
-                                                                {cudaDevAttrMaxThreadsPerBlock, 1024},
-                                                                {cudaDevAttrWarpSize, 32},
-                                                                {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}};
+  static const auto* values =
+      new std::map<cudaDeviceAttr, int>{{cudaDevAttrComputeCapabilityMajor, compute_capability() / 10},
+                                        {cudaDevAttrComputeCapabilityMinor, compute_capability() % 10},
+                                        {cudaDevAttrMultiProcessorCount, 4},
+                                        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+                                        {cudaDevAttrMaxThreadsPerBlock, 1024},
+                                        {cudaDevAttrWarpSize, 32},
+                                        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}};
   return *values;
 }
 
@@ -38,7 +39,8 @@ void describe(cudaDeviceProp& properties, int device) {
   std::memcpy(properties.uuid.bytes, "vgpu", 4);
   properties.uuid.bytes[15] = static_cast<char>(device);
   properties.totalGlobalMem = device_memory();
-  properties.major = 9;
+  properties.major = compute_capability() / 10;
+  properties.minor = compute_capability() % 10;
   properties.warpSize = 32;
   properties.multiProcessorCount = 4;
   properties.maxThreadsPerBlock = 1024;

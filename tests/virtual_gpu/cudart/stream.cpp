@@ -211,6 +211,8 @@ const char* device_name() {
   return name ? name : "Virtual GPU";
 }
 
+int compute_capability() { return static_cast<int>(setting("VGPU_COMPUTE_CAPABILITY", 90)); }
+
 long setting(const char* name, long otherwise) {
   const char* text = std::getenv(name);
   return text ? std::atol(text) : otherwise;
