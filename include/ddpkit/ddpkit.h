@@ -22,6 +22,7 @@
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/optim/precision.h>
 #include <ddpkit/optim/sharded_optimizer.h>
+#include <ddpkit/parallel/activation_checkpoint.h>
 #include <ddpkit/parallel/bucket_plan.h>
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/data_parallel.h>

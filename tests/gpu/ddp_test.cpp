@@ -96,6 +96,26 @@ TEST_CASE("communication hooks work on the GPU's streams", "[gpu]") {
             1e-6);
 }
 
+TEST_CASE("activation checkpoints on the GPU repeat its random numbers", "[gpu]") {
+  NEEDS_GPU();
+  const auto group = gpu::world_of_one();
+  const auto trained = [&](bool checkpointed) {
+    auto net = gpu::net();
+    ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
+    torch::cuda::manual_seed(5);
+    const auto block = [](const torch::Tensor& x) { return torch::dropout(x.sin(), 0.5, true).exp(); };
+    for (int step = 0; step < 2; ++step) {
+      const auto y = ddp(batch(step, 8));
+      loss_of(checkpointed ? ddpkit::activation_checkpoint(block, y) : block(y)).backward();
+    }
+    std::vector<torch::Tensor> results{torch::rand({4}, gpu::doubles())};
+    for (const auto& parameter : net->parameters()) results.push_back(parameter.grad());
+    return results;
+  };
+  const auto expected = trained(false), found = trained(true);
+  for (std::size_t i = 0; i < expected.size(); ++i) CHECK(torch::equal(found[i], expected[i]));
+}
+
 TEST_CASE("parameters without a gradient are supported on the GPU", "[gpu]") {
   NEEDS_GPU();
   auto options = gpu::small_buckets();

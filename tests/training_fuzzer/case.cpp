@@ -5,7 +5,7 @@ namespace ddpkit::fuzz {
 using nlohmann::json;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Node, kind, dtype, layout, layout_rank, tie, tie_by, uses, when, sparse,
-                                                checkpoint, frozen, ignored, detach)
+                                                checkpoint, recomputed, frozen, ignored, detach)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Wrapper, kind, bucket_cap_mb, arena, view, find_unused, static_graph,
                                                 broadcast_buffers, hook, output)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(OptimizerChoice, kind, engine, groups, momentum, weight_decay, nesterov,

@@ -23,7 +23,8 @@ struct Node {
   int uses = 1;  ///< Number of applications of the node in a forward.
   std::string when = "always";  ///< Steps and ranks that run the node: never, even_steps, rank_0, by_rank.
   bool sparse = false;          ///< Sparse gradients of an embedding.
-  bool checkpoint = false;      ///< Recomputed in backward.
+  bool checkpoint = false;      ///< Recomputed in backward, by a function of autograd with its own backward.
+  bool recomputed = false;      ///< Recomputed in backward, by activation_checkpoint().
   bool frozen = false;          ///< requires_grad is false when the model is wrapped.
   bool ignored = false;         ///< Listed in parameters_to_ignore.
   bool detach = false;          ///< Its input is detached.

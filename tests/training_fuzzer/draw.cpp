@@ -76,6 +76,9 @@ class Drawer {
     if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm" &&
         case_.autocast.empty())  // The tests' checkpoint does not restore autocast.
       node.checkpoint = true;
+    // A second run would change the running statistics again.
+    if (!node.checkpoint && node.kind != "batch_norm" && node.kind != "sync_batch_norm")
+      node.recomputed = dice_.percent(10);
     node.frozen = dice_.percent(5);
     // The reference gives sync_batch_norm's gradients to one rank's parameters.
     node.ignored = !is_data_parallel() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
@@ -202,8 +205,9 @@ class Drawer {
         add({.kind = "zero", .how = zero()});
         add({.kind = "forward"});
         add({.kind = "backward", .how = "retain"});
-        // A checkpoint would recompute with the new weights.
-        if (dice_.percent(60) && !any_node(&Node::checkpoint, true)) add({.kind = "step"});
+        // A checkpoint would recompute with the new weights, or throw.
+        if (dice_.percent(60) && !any_node(&Node::checkpoint, true) && !any_node(&Node::recomputed, true))
+          add({.kind = "step"});
         if (dice_.percent(50)) add({.kind = "zero", .how = zero()});
         add({.kind = "backward"});
         return add({.kind = "step"});

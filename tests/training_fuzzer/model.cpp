@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/parallel/activation_checkpoint.h>
 #include <ddpkit/parallel/sync_batch_norm.h>
 
 #include "support/checkpoint.h"
@@ -242,15 +243,19 @@ at::Tensor Model::run(std::size_t index, at::Tensor x, const Batch& batch) {
     return x;
   if (node.detach) x = x.detach();
   const bool checkpointed = node.checkpoint && !is_reference_ && torch::GradMode::is_enabled();
+  const auto block = [this, index, batch](const at::Tensor& input) { return apply(index, input, batch); };
   for (int use = 0; use < node.uses; ++use) {
+    if (node.recomputed && !is_reference_) {
+      x = activation_checkpoint(block, x);
+      continue;
+    }
     if (!checkpointed) {
       x = apply(index, x, batch);
       continue;
     }
     // A checkpoint has a backward only if its input requires a gradient.
     if (!x.requires_grad()) x = x.detach().requires_grad_();
-    x = testing::Checkpoint::apply(
-        x, [this, index, batch](const at::Tensor& input) { return apply(index, input, batch); });
+    x = testing::Checkpoint::apply(x, block);
   }
   return x;
 }
