@@ -82,8 +82,10 @@ void BackwardTracker::reset() noexcept {
   waits_for_outer_ = false;
   end_task_ = output_task_ = -1;
   alive_.reset();
-  for (const auto& [node, hook] : outer_hooks_)
-    std::erase_if(node->tensor_pre_hooks(), [hook = hook](const auto& one) { return one.get() == hook; });
+  for (const auto& [weak, hook] : outer_hooks_) {
+    if (const NodePtr node = weak.lock())
+      std::erase_if(node->tensor_pre_hooks(), [hook = hook](const auto& one) { return one.get() == hook; });
+  }
   outer_hooks_.clear();
 }
 

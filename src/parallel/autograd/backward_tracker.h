@@ -54,7 +54,9 @@ class BackwardTracker {
   int output_task_ = -1;          ///< The graph task that reached an output last.
   std::weak_ptr<void> alive_;     ///< Held by graph tasks that will call on_end: expires if they throw.
   bool waits_for_outer_ = false;  ///< A nested backward has ended, and the outer backward has not continued.
-  std::vector<std::pair<NodePtr, const void*>> outer_hooks_;  ///< Added by continues_outside().
+  /// Added by continues_outside(). Does not own nodes: the destructor of a node locks its mutex, under which a backward
+  /// locks ours.
+  std::vector<std::pair<std::weak_ptr<NodePtr::element_type>, const void*>> outer_hooks_;
 };
 
 }  // namespace ddpkit
