@@ -95,4 +95,5 @@ RANK_TEST("activation checkpoints under DistributedDataParallel give the same we
   check(options, plain);
   check(small, sharded({}));
   check(small, sharded({.update_in_backward = true}));
+  if (group.world_size() > 1) check(small, sharded({.shared_weights = true, .update_in_backward = true}));
 }
