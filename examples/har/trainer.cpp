@@ -2,8 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <chrono>
-#include <cmath>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
@@ -12,20 +10,15 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/ddpkit.h>
-#include <ddpkit/train/checkpoint.h>
-#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
-#include <ddpkit/train/progress.h>
-#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/run.h>
 #include <ddpkit/train/seed.h>
-#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "har/dataset.h"
 #include "har/devices.h"
 #include "har/generate.h"
-#include "har/report.h"
 
 namespace har {
 namespace {
@@ -58,7 +51,7 @@ class Trainer {
         dataset_(dataset),
         group_(group),
         places_(places),
-        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        run_(options.run, declared, group),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
         model_(seeded_model()),
@@ -67,33 +60,44 @@ class Trainer {
         sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.run.seed}),
         batch_size_(std::int64_t{options.run.batch_size} * devices_->count()),
         updates_(updates_of(sampler_.num_samples())),
-        scheduler_(*optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = all_devices()}),
-        scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(dataset.classes()) {}
 
   void run() {
-    if (!options_.run.save_dir.empty()) open_folder();
-    if (speaks() && !options_.run.json) print_header();
-    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
-      if (!train_epoch()) break;
-      if (checkpoint_) save();
+    run_.start({.model = *model_,
+                .optimizer = *optimizer_,
+                .updates_per_epoch = updates_,
+                .devices = all_devices(),
+                .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
+                          ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)},
+                .facts_that_may_differ = {"world_size", "devices"}},
+               {{"data_set", dataset_.name},
+                {"train_windows", dataset_.train.size()},
+                {"channels", dataset_.channels()},
+                {"steps", dataset_.steps()},
+                {"classes", dataset_.classes()},
+                {"devices", all_devices()}});
+    if (run_.is_resumed()) {
+      // On another number of devices an epoch has another number of updates. The schedule continues from the same
+      // fraction of the run.
+      sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
+      run_.scheduler().set_step((run_.epoch() + 1) * updates_ - updates_of(sampler_.indices().size()));
     }
-    if (checkpoint_) checkpoint_->wait();
+    if (run_.is_saved() && options_.profile) {
+      timeline_.emplace(group_, std::filesystem::path(options_.run.save_dir) / "trace.json");
+      devices_->set_timeline(*timeline_);
+    }
+    if (run_.prints()) print_header();
+    while (run_.has_epoch() && train_epoch()) run_.save();
+    const bool is_complete = run_.finish();
     if (timeline_) timeline_->write();
-    if (is_stopped_) {
-      if (speaks()) ddpkit::train::log_line("har: " + stop_.describe(info_.step, checkpoint_.has_value()));
-      return;
-    }
+    if (!is_complete) return;
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
-    if (!speaks()) return;
-    if (!options_.run.json) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
-    print_line(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
+    if (run_.prints()) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
+    if (run_.is_main()) print_line(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 
  private:
   int all_devices() const { return devices_->count() * group_.world_size(); }  // Over all ranks.
-  bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
 
   // Returns the updates that `samples` of this rank make.
   std::int64_t updates_of(std::size_t samples) const {
@@ -112,63 +116,6 @@ class Trainer {
     return model;
   }
 
-  // Learning rate by update number. The warm-up begins at the rate for one device (Goyal et al., arXiv 1706.02677).
-  ddpkit::optim::Schedule schedule() const {
-    const std::int64_t total = updates_ * options_.run.epochs;
-    ddpkit::optim::Schedule result;
-    if (options_.run.lr_schedule == "cosine") result = ddpkit::optim::cosine_decay(total);
-    if (options_.run.warmup_epochs == 0) return result;
-    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, all_devices());
-    const auto updates = static_cast<std::int64_t>(static_cast<double>(updates_) * options_.run.warmup_epochs);
-    return result * ddpkit::optim::warmup(updates, scale > 1 ? 1 / scale : 1.0 / 3);
-  }
-
-  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
-
-  // The description of the run. open_folder() names the values that may differ when the run resumes.
-  std::string config() const {
-    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
-    config.update({{"program", "har"},
-                   {"data_set", dataset_.name},
-                   {"train_windows", dataset_.train.size()},
-                   {"channels", dataset_.channels()},
-                   {"steps", dataset_.steps()},
-                   {"classes", dataset_.classes()},
-                   {"precision", amp_name()},
-                   {"world_size", group_.world_size()},
-                   {"devices", all_devices()}});
-    return ddpkit::train::json_text(config);
-  }
-
-  std::vector<ddpkit::train::CheckpointPart> parts() {
-    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
-            ddpkit::train::checkpoint_part("sampler", sampler_),
-            ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)};
-  }
-
-  void open_folder() {
-    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size", "devices"}, group_);
-    checkpoint_.emplace(folder_.checkpoint, group_,
-                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
-    if (folder_.to_resume) {
-      info_ = checkpoint_->load(*model_, *optimizer_, parts());
-      // On another number of devices an epoch has another number of updates. The schedule continues from the same
-      // fraction of the run.
-      sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
-      scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.indices().size()));
-    }
-    if (options_.profile) {
-      timeline_.emplace(group_, std::filesystem::path(options_.run.save_dir) / "trace.json");
-      devices_->set_timeline(*timeline_);
-    }
-    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
-  }
-
-  void save() {
-    info_.config = config();
-    checkpoint_->save(*model_, *optimizer_, info_, parts());
-  }
-
   void print_header() const {
     std::int64_t parameters = 0;
     for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
@@ -185,10 +132,8 @@ class Trainer {
         fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", declared_.text("mode"),
                     parameters, options_.optimizer, options_.run.batch_size,
                     options_.run.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.run.grad_accum_steps),
-                    where, amp_name()));
-    if (folder_.to_resume)
-      print_line(
-          fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
+                    where, run_.precision_name()));
+    run_.print_resumed(fmt::format("epoch {}, step {}", run_.epoch(), run_.step()));
   }
 
   // `number`: index of the batch in the epoch, in this process.
@@ -198,65 +143,37 @@ class Trainer {
     return {.windows = train_.windows.index_select(0, rows), .labels = train_.labels.index_select(0, rows)};
   }
 
-  // Returns false if the run reached its last step before the end of the epoch.
+  // Returns false if the epoch is not complete: see Epoch::next().
   bool train_epoch() {
-    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
+    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
     const std::vector<std::size_t> order = sampler_.indices();
     // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.run.seed, info_.epoch, group_.rank()))
+    if (ddpkit::train::seed_epoch(options_.run.seed, run_.epoch(), group_.rank()))
       metrics_ = ClassificationMetrics(dataset_.classes());
     const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
     model_->train();
     evaluated_.reset();
     const auto samples = static_cast<std::int64_t>(order.size());
-    const std::int64_t batches = (samples + batch_size_ - 1) / batch_size_;
-    const std::int64_t updates = updates_of(order.size());
-    ddpkit::Prefetcher<Batch> loader(batches, [&](std::int64_t number) { return make_batch(indices, number); },
+    ddpkit::Prefetcher<Batch> loader((samples + batch_size_ - 1) / batch_size_,
+                                     [&](std::int64_t number) { return make_batch(indices, number); },
                                      {.num_workers = options_.run.num_workers});
-    ddpkit::train::ProgressBar bar(
-        updates, ddpkit::train::progress_options(
-                     options_.run, fmt::format("Epoch {}/{} Training", info_.epoch + 1, options_.run.epochs), "samples",
-                     static_cast<double>(samples) / static_cast<double>(updates) * group_.world_size(), group_));
-    double lr = 0;
-    const auto start = std::chrono::steady_clock::now();
-    std::int64_t update = 0;
-    const auto save_within_epoch = [&](std::int64_t updates_done) {
-      const std::int64_t taken = updates_done * options_.run.grad_accum_steps * batch_size_;
-      sampler_.set_position(static_cast<std::size_t>(std::min(taken, samples)));
-      save();
-    };
-    for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
-      ddpkit::set_step(info_.step);
+    ddpkit::train::Epoch epoch(run_, updates_of(order.size()), samples * group_.world_size(), "samples");
+    std::int64_t used = 0;
+    while (epoch.next()) {
       std::vector<Batch> parts;
       for (int i = 0; i < options_.run.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));
       }
-      lr = scheduler_.learning_rates().front();
       const at::Tensor loss = train_step(parts);
-      ++info_.step;
-      bar.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
-      if (update + 1 < updates && checkpoint_ && options_.run.save_steps > 0 &&
-          info_.step % options_.run.save_steps == 0)
-        save_within_epoch(update + 1);
+      for (const Batch& part : parts) used += part.size();
+      sampler_.set_position(static_cast<std::size_t>(used));
+      epoch.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
     }
-    // Without a new update, the last checkpoint is already current.
-    if (is_stopped_ && update > 0 && checkpoint_) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    bar.clear();
-    if (is_stopped_) return false;
-    if (!std::isfinite(train.loss)) {
-      throw ddpkit::Error(
-          fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1, options_.run.lr),
-          {.rank = 0});
-    }
-    if (update < updates) return false;
-    ++info_.epoch;
-    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
+    if (!epoch.finish(train.loss)) return false;
+    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
     evaluated_ = evaluate();
-    const std::vector<std::int64_t> memory = ddpkit::train::peak_memory_of_ranks(group_);
-    const std::vector<std::int64_t> on_devices = ddpkit::train::peak_memory_of_devices(places_, group_);
-    if (speaks()) report(train, lr, samples * group_.world_size(), elapsed.count(), memory, on_devices);
+    report(epoch, train, *evaluated_);
     return true;
   }
 
@@ -270,29 +187,22 @@ class Trainer {
       // Each sample has the same weight, also in the last batch of an epoch, which may be smaller.
       const double share = static_cast<double>(batch.size()) / static_cast<double>(samples);
       const Devices::Loss loss = [&](const Devices::Forward& forward, const Batch& part) {
-        const ddpkit::optim::Autocast autocast(part.windows.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
-                                               {.enabled = amp_ != at::kFloat});
+        const ddpkit::optim::Autocast autocast = run_.autocast(part.windows.device());
         const at::Tensor logits = forward(part.windows);
         metrics_.add_predictions(logits, part.labels);
-        return scaler_.scale(torch::cross_entropy_loss(logits, part.labels) * share);
+        return run_.scaler().scale(torch::cross_entropy_loss(logits, part.labels) * share);
       };
-      const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back()) / scaler_.get_scale();
+      const at::Tensor part = devices_->backward(batch, loss, &batch == &batches.back()) / run_.scaler().get_scale();
       mean = mean.defined() ? mean + part : part;
     }
     metrics_.add_loss(mean, samples);
-    scaler_.step(*optimizer_);
-    scaler_.update();
-    scheduler_.step();
+    run_.step_optimizer();
     return mean;
   }
 
   // Evaluates each test window once, each on one rank.
   ClassificationResult evaluate() {
-    const torch::NoGradGuard no_grad;
-    // The statistics of batch normalisation differ between ranks. All ranks evaluate with those of rank 0, which the
-    // checkpoint holds.
-    for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
-    model_->eval();
+    const ddpkit::train::EvaluationScope scope(*model_, group_);
     ClassificationMetrics metrics(dataset_.classes());
     const auto share = ddpkit::train::evaluation_share(test_.size(), group_.rank(), group_.world_size());
     constexpr std::int64_t kBatch = 256;
@@ -305,22 +215,28 @@ class Trainer {
     return metrics.reduce(group_);
   }
 
-  void report(const ClassificationResult& train, double lr, std::int64_t samples, double seconds,
-              const std::vector<std::int64_t>& memory, const std::vector<std::int64_t>& on_devices) {
-    const Epoch epoch{.epoch = info_.epoch,
-                      .epochs = options_.run.epochs,
-                      .step = info_.step,
-                      .devices = all_devices(),
-                      .world_size = group_.world_size(),
-                      .lr = lr,
-                      .samples = samples,
-                      .seconds = seconds,
-                      .peak_memory_bytes = memory,
-                      .peak_device_bytes = on_devices,
-                      .train = train,
-                      .test = *evaluated_};
-    print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
-    if (summary_) write_to(*summary_, epoch);
+  void report(ddpkit::train::Epoch& epoch, const ClassificationResult& train, const ClassificationResult& test) {
+    epoch.report(fmt::format("Train {} | Test {}, F1: {:.4f} | {:.1f} s, {:.0f} samples/s", train.line(), test.line(),
+                             test.macro_f1(), epoch.seconds(), epoch.items_per_second()),
+                 {{"train_loss", train.loss},
+                  {"train_accuracy", train.accuracy},
+                  {"test_loss", test.loss},
+                  {"test_accuracy", test.accuracy},
+                  {"test_macro_f1", test.macro_f1()},
+                  {"test_f1", test.f1()},
+                  {"test_confusion", test.confusion},
+                  {"samples_per_second", epoch.items_per_second()},
+                  {"seconds", epoch.seconds()},
+                  {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
+                  {"peak_device_bytes", ddpkit::train::peak_memory_of_devices(places_, group_)},
+                  {"world_size", group_.world_size()},
+                  {"devices", all_devices()}},
+                 {{"loss/train", train.loss},
+                  {"loss/test", test.loss},
+                  {"accuracy/train", train.accuracy},
+                  {"accuracy/test", test.accuracy},
+                  {"f1/test", test.macro_f1()},
+                  {"training/samples_per_second", epoch.items_per_second()}});
   }
 
   const TrainOptions& options_;
@@ -328,26 +244,18 @@ class Trainer {
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
   std::vector<c10::Device> places_;
-  at::ScalarType amp_;
+  ddpkit::train::Run run_;
   Split train_;
   Split test_;
   std::shared_ptr<Classifier> model_;
   std::unique_ptr<Devices> devices_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ddpkit::DistributedSampler sampler_;
-  std::int64_t batch_size_;  // Of this process, over all its devices.
-  std::int64_t updates_;     // Per epoch.
-  ddpkit::optim::LearningRateScheduler scheduler_;
-  ddpkit::optim::GradScaler scaler_;
-  ClassificationMetrics metrics_;  // Of the current epoch.
-  ddpkit::train::RunFolder folder_;
-  std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;             // The progress of the run.
+  std::int64_t batch_size_;                        // Of this process, over all its devices.
+  std::int64_t updates_;                           // Per epoch.
+  ClassificationMetrics metrics_;                  // Of the current epoch.
   std::optional<ClassificationResult> evaluated_;  // Of the current weights.
   std::optional<ddpkit::Timeline> timeline_;
-  std::optional<ddpkit::train::SummaryWriter> summary_;
-  ddpkit::train::StopSignal stop_{group_};
-  bool is_stopped_ = false;
 };
 
 }  // namespace
