@@ -1,5 +1,9 @@
 #include "video/balance.h"
 
+#include <algorithm>
+
+#include <fmt/format.h>
+
 namespace video {
 
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance) {
@@ -57,6 +61,32 @@ void TrialSampler::save(torch::serialize::OutputArchive& archive) const {
 
 void TrialSampler::load(torch::serialize::InputArchive& archive) {
   std::visit([&](auto& sampler) { sampler.load(archive); }, sampler_);
+}
+
+namespace {
+
+std::size_t widest_of(const std::vector<std::string>& names) {
+  std::size_t widest = 5;
+  for (const std::string& name : names) widest = std::max(widest, std::min<std::size_t>(name.size(), 24));
+  return widest;
+}
+
+}  // namespace
+
+std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights) {
+  const std::size_t classes = set.class_names.size(), widest = widest_of(set.class_names);
+  std::vector<std::int64_t> train(classes), validation(classes);
+  for (const std::size_t i : split.train) ++train[static_cast<std::size_t>(set.trials[i].label)];
+  for (const std::size_t i : split.validation) ++validation[static_cast<std::size_t>(set.trials[i].label)];
+  std::string table = fmt::format("{:{}}  trials   share  training  validation  weight", "class", widest);
+  for (std::size_t k = 0; k < classes; ++k) {
+    const std::int64_t all = train[k] + validation[k];
+    table += fmt::format("\n{:{}}  {:>6}  {:4.1f} %  {:>8}  {:>10}  {:6.3f}", set.class_names[k].substr(0, widest),
+                         widest, all, 100.0 * static_cast<double>(all) / static_cast<double>(set.trials.size()),
+                         train[k], validation[k], weights[k]);
+  }
+  return table + fmt::format("\n{:{}}  {:>6}          {:>8}  {:>10}", "all", widest, set.trials.size(),
+                             split.train.size(), split.validation.size());
 }
 
 }  // namespace video

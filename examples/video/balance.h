@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -17,6 +18,9 @@ namespace video {
 /// Returns weights proportional to the inverse number of `trials` (indices in `set`) of each class. The mean over the
 /// trials is 1. A class without trials has 0. All 1 with kNone. [class]
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance);
+
+/// Formats a table for a terminal: trials of each class in both sets, and the weight of the class. `weights`: [class].
+std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights);
 
 /// This rank's trials of each epoch, in order, the same number on all ranks. Shuffled, or with kSampler drawn by the
 /// weights of their classes. Resumes within an epoch as the samplers do: see DistributedSampler::load().

@@ -2,21 +2,15 @@
 
 #include <torch/torch.h>
 
-#include <chrono>
-#include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include <fmt/format.h>
 
 #include <ddpkit/ddpkit.h>
-#include <ddpkit/train/checkpoint.h>
-#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
-#include <ddpkit/train/progress.h>
-#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/run.h>
 #include <ddpkit/train/seed.h>
-#include <ddpkit/train/stop_signal.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -24,7 +18,6 @@
 #include "video/best.h"
 #include "video/clips.h"
 #include "video/model.h"
-#include "video/report.h"
 
 namespace video {
 namespace {
@@ -44,7 +37,7 @@ class Trainer {
         split_(split),
         loader_(loader),
         group_(group),
-        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        run_(options.run, declared, group),
         class_weights_(weights_of_classes(set, split.train, options.balance)),
         model_(seeded_model()),
         ddp_(model_, group),
@@ -53,31 +46,37 @@ class Trainer {
         sampler_(set, split.train, class_weights_, options.balance, options.run.seed, group),
         batch_size_(options.run.batch_size),
         updates_(updates_of(sampler_.num_samples())),
-        scheduler_(optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = group.world_size()}),
-        scaler_(group, {.enabled = amp_ == at::kHalf}),
         metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
 
   void run() {
-    if (!options_.run.save_dir.empty()) open_folder();
-    if (speaks() && !options_.run.json) print_header();
-    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
-      if (!train_epoch()) break;
+    run_.start(
+        {.model = *model_,
+         .optimizer = optimizer_,
+         .updates_per_epoch = updates_,
+         .devices = group_.world_size(),
+         .state = {ddpkit::train::checkpoint_part("best", best_), ddpkit::train::checkpoint_part("sampler", sampler_),
+                   ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)}},
+        {{"data_set", std::filesystem::weakly_canonical(set_.folder).filename().string()},
+         {"training_trials", split_.train.size()},
+         {"validation_trials", split_.validation.size()},
+         {"class_names", set_.class_names}});
+    if (run_.is_resumed()) {
+      // On another number of ranks an epoch has another number of updates. The schedule continues from the same
+      // fraction of the run.
+      sampler_.set_epoch(run_.epoch());
+      run_.scheduler().set_step((run_.epoch() + 1) * updates_ - updates_of(sampler_.trials().size()));
     }
-    if (checkpoint_) checkpoint_->wait();
-    if (is_stopped_) {
-      if (speaks()) ddpkit::train::log_line("video: " + stop_.describe(info_.step, checkpoint_.has_value()));
-      return;
+    if (run_.prints()) print_header();
+    while (run_.has_epoch() && train_epoch()) {
     }
-    if (best_.epoch() == 0) best_.update(info_.epoch, evaluate());
-    if (!speaks()) return;
-    if (!options_.run.json) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
-    print_line(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
+    if (!run_.finish()) return;
+    if (best_.epoch() == 0) best_.update(run_.epoch(), evaluate());
+    if (run_.prints()) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
+    if (run_.is_main())
+      print_line(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
   }
 
  private:
-  bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
-
   // Returns the updates that `clips` of this rank make.
   std::int64_t updates_of(std::size_t clips) const {
     return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
@@ -94,55 +93,6 @@ class Trainer {
     return model;
   }
 
-  ddpkit::optim::Schedule schedule() const {
-    const ddpkit::optim::Schedule decay = ddpkit::optim::cosine_decay(updates_ * options_.run.epochs);
-    if (options_.run.warmup_epochs == 0) return decay;
-    // The warm-up begins at the rate for one rank (Goyal et al., arXiv 1706.02677).
-    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size());
-    const auto updates = static_cast<std::int64_t>(static_cast<double>(updates_) * options_.run.warmup_epochs);
-    return decay * ddpkit::optim::warmup(updates, scale > 1 ? 1 / scale : 1.0 / 3);
-  }
-
-  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
-
-  std::string config() const {
-    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
-    config.update({{"program", "video"},
-                   {"data_set", std::filesystem::weakly_canonical(set_.folder).filename().string()},
-                   {"training_trials", split_.train.size()},
-                   {"validation_trials", split_.validation.size()},
-                   {"class_names", set_.class_names},
-                   {"precision", amp_name()},
-                   {"world_size", group_.world_size()}});
-    return ddpkit::train::json_text(config);
-  }
-
-  std::vector<ddpkit::train::CheckpointPart> parts() {
-    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
-            ddpkit::train::checkpoint_part("best", best_), ddpkit::train::checkpoint_part("sampler", sampler_),
-            ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)};
-  }
-
-  void open_folder() {
-    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size"}, group_);
-    checkpoint_.emplace(folder_.checkpoint, group_,
-                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
-    if (folder_.to_resume) {
-      info_ = checkpoint_->load(*model_, optimizer_, parts());
-      // On another number of ranks an epoch has another number of updates. The schedule continues from the same
-      // fraction of the run.
-      sampler_.set_epoch(info_.epoch);
-      scheduler_.set_step((info_.epoch + 1) * updates_ - updates_of(sampler_.trials().size()));
-    }
-    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
-  }
-
-  void save(bool is_best) {
-    if (!checkpoint_) return;
-    info_.config = config();
-    checkpoint_->save(*model_, optimizer_, info_, parts(), is_best);
-  }
-
   void print_header() const {
     std::int64_t parameters = 0;
     for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
@@ -155,10 +105,8 @@ class Trainer {
                     parameters, batch_size_, group_.world_size(), group_.world_size() == 1 ? "" : "s",
                     group_.backend_name(), group_.device().str(),
                     options_.run.lr * ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size()),
-                    declared_.text("balance"), amp_name()));
-    if (folder_.to_resume)
-      print_line(
-          fmt::format("resumed from {}, epoch {}, step {}", folder_.checkpoint.string(), info_.epoch, info_.step));
+                    declared_.text("balance"), run_.precision_name()));
+    run_.print_resumed(fmt::format("epoch {}, step {}", run_.epoch(), run_.step()));
   }
 
   ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
@@ -173,73 +121,63 @@ class Trainer {
             {.num_workers = options_.run.num_workers, .prefetch_factor = options_.prefetch_factor}};
   }
 
-  // Returns false if the run reached its last step before the end of the epoch.
+  // Returns false if the epoch is not complete: see Epoch::next().
   bool train_epoch() {
-    sampler_.set_epoch(info_.epoch);
+    sampler_.set_epoch(run_.epoch());
     const std::vector<std::size_t> order = sampler_.trials();
     // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.run.seed, info_.epoch, group_.rank()))
+    if (ddpkit::train::seed_epoch(options_.run.seed, run_.epoch(), group_.rank()))
       metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
     model_->train();
-    const auto samples = static_cast<std::int64_t>(order.size());
-    const std::int64_t updates = updates_of(order.size());
     ddpkit::Prefetcher<Clips> loader = load(
-        order, batch_size_, Variation{.seed = options_.run.seed, .epoch = info_.epoch, .augment = options_.augment});
-    ddpkit::train::ProgressBar bar(
-        updates, ddpkit::train::progress_options(
-                     options_.run, fmt::format("Epoch {}/{} Training", info_.epoch + 1, options_.run.epochs), "clips",
-                     static_cast<double>(samples) / static_cast<double>(updates) * group_.world_size(), group_));
-    double lr = 0;
-    const auto start = std::chrono::steady_clock::now();
-    std::int64_t update = 0;
-    const auto save_within_epoch = [&](std::int64_t updates_done) {
-      sampler_.set_position(static_cast<std::size_t>(updates_done * batch_size_));
-      save(false);
-    };
-    for (; update < updates && !is_out_of_steps() && !(is_stopped_ = stop_.requested()); ++update) {
-      ddpkit::set_step(info_.step);
-      lr = scheduler_.learning_rates().front();
-      const at::Tensor loss = train_step(*loader.next());
-      ++info_.step;
-      bar.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
-      if (update + 1 < updates && options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0)
-        save_within_epoch(update + 1);
+        order, batch_size_, Variation{.seed = options_.run.seed, .epoch = run_.epoch(), .augment = options_.augment});
+    ddpkit::train::Epoch epoch(run_, updates_of(order.size()),
+                               static_cast<std::int64_t>(order.size()) * group_.world_size(), "clips");
+    std::size_t used = 0;
+    while (epoch.next()) {
+      const Clips clips = *loader.next();
+      const at::Tensor loss = train_step(clips);
+      sampler_.set_position(used += static_cast<std::size_t>(clips.size()));
+      epoch.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
     }
-    // Without a new update, the last checkpoint is already current.
-    if (is_stopped_ && update > 0) save_within_epoch(update);
     const ClassificationResult train = metrics_.reduce(group_);
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    const double waited = loader.stats().wait_seconds;
-    bar.clear();
-    if (is_stopped_) return false;
-    if (!std::isfinite(train.loss))
-      throw ddpkit::Error(
-          fmt::format("the loss became {} in epoch {}: lower --lr ({})", train.loss, info_.epoch + 1, options_.run.lr),
-          {.rank = 0});
-    if (update < updates) return false;
-    ++info_.epoch;
-    sampler_.set_epoch(info_.epoch);
+    if (!epoch.finish(train.loss)) return false;
+    sampler_.set_epoch(run_.epoch());
     const ClassificationResult validation = evaluate();
-    const bool is_best = best_.update(info_.epoch, validation);
-    save(is_best);
-    const Epoch epoch{.epoch = info_.epoch,
-                      .epochs = options_.run.epochs,
-                      .step = info_.step,
-                      .world_size = group_.world_size(),
-                      .lr = lr,
-                      .clips = samples * group_.world_size(),
-                      .seconds = elapsed.count(),
-                      .wait_seconds = waited,
-                      .peak_memory_bytes = ddpkit::train::peak_memory_of_ranks(group_),
-                      .train = train,
-                      .validation = validation,
-                      .is_best = is_best};
-    if (speaks()) print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
-    if (speaks() && is_best && checkpoint_ && !options_.run.json)
+    const bool is_best = best_.update(run_.epoch(), validation);
+    run_.save(is_best);
+    report(epoch, train, validation, is_best, loader.stats().wait_seconds);
+    return true;
+  }
+
+  void report(ddpkit::train::Epoch& epoch, const ClassificationResult& train, const ClassificationResult& validation,
+              bool is_best, double wait_seconds) {
+    epoch.report(fmt::format("Train {} | Val {}, F1: {:.4f} | {:.1f} s, {:.1f} clips/s, waited {:.0f}%", train.line(),
+                             validation.line(), validation.macro_f1(), epoch.seconds(), epoch.items_per_second(),
+                             100 * wait_seconds / epoch.seconds()),
+                 {{"train_loss", train.loss},
+                  {"train_accuracy", train.accuracy},
+                  {"validation_loss", validation.loss},
+                  {"validation_accuracy", validation.accuracy},
+                  {"validation_macro_f1", validation.macro_f1()},
+                  {"validation_f1", validation.f1()},
+                  {"validation_confusion", validation.confusion},
+                  {"validation_clips", validation.samples},
+                  {"best", is_best},
+                  {"clips_per_second", epoch.items_per_second()},
+                  {"seconds", epoch.seconds()},
+                  {"wait_seconds", wait_seconds},
+                  {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
+                  {"world_size", group_.world_size()}},
+                 {{"loss/train", train.loss},
+                  {"loss/validation", validation.loss},
+                  {"accuracy/train", train.accuracy},
+                  {"accuracy/validation", validation.accuracy},
+                  {"f1/validation", validation.macro_f1()},
+                  {"training/clips_per_second", epoch.items_per_second()}});
+    if (run_.prints() && is_best && run_.is_saved())
       print_line(fmt::format("  {} Saved best model: best.pt (F1: {:.4f})", ddpkit::train::has_utf8() ? "✓" : "*",
                              validation.macro_f1()));
-    if (summary_) write_to(*summary_, epoch);
-    return true;
   }
 
   at::Tensor train_step(const Clips& clips) {
@@ -247,8 +185,7 @@ class Trainer {
     const at::Tensor labels = clips.labels.to(group_.device());
     at::Tensor loss;
     {
-      const ddpkit::optim::Autocast autocast(group_.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
-                                             {.enabled = amp_ != at::kFloat});
+      const ddpkit::optim::Autocast autocast = run_.autocast(group_.device());
       const at::Tensor logits =
           ddp_(prepare_clips(clips.pixels.to(group_.device()), clips.augmentations)).to(at::kFloat);
       metrics_.add_predictions(logits, labels);
@@ -261,21 +198,15 @@ class Trainer {
       else
         loss = each.mean();
     }
-    scaler_.scale(loss).backward();
+    run_.scaler().scale(loss).backward();
     metrics_.add_loss(loss, clips.size());
-    scaler_.step(optimizer_);
-    scaler_.update();
-    scheduler_.step();
+    run_.step_optimizer();
     return loss.detach();
   }
 
   // Evaluates each validation trial once, each on one rank.
   ClassificationResult evaluate() {
-    const torch::NoGradGuard no_grad;
-    // The statistics of batch normalisation differ between ranks. All ranks evaluate with those of rank 0, which the
-    // checkpoint holds.
-    for (const at::Tensor& buffer : model_->buffers()) group_.broadcast(buffer);
-    model_->eval();
+    const ddpkit::train::EvaluationScope scope(*model_, group_);
     ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
     const auto share = ddpkit::train::evaluation_share(static_cast<std::int64_t>(split_.validation.size()),
                                                        group_.rank(), group_.world_size());
@@ -295,24 +226,16 @@ class Trainer {
   const TrialSplit& split_;
   ClipLoader& loader_;
   ddpkit::ProcessGroup group_;
-  at::ScalarType amp_;
+  ddpkit::train::Run run_;
   std::vector<double> class_weights_;  // [class]
   std::shared_ptr<Classifier> model_;
   ddpkit::DistributedDataParallel<Classifier> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
   TrialSampler sampler_;
   std::int64_t batch_size_;
-  std::int64_t updates_;  // Per epoch.
-  ddpkit::optim::LearningRateScheduler scheduler_;
-  ddpkit::optim::GradScaler scaler_;
+  std::int64_t updates_;           // Per epoch.
   ClassificationMetrics metrics_;  // Of the current epoch.
   Best best_;
-  ddpkit::train::RunFolder folder_;
-  std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;  // The progress of the run.
-  std::optional<ddpkit::train::SummaryWriter> summary_;
-  ddpkit::train::StopSignal stop_{group_};
-  bool is_stopped_ = false;
 };
 
 }  // namespace
