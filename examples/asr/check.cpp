@@ -13,7 +13,6 @@
 #include <ddpkit/train/together.h>
 
 #include "asr/model.h"
-#include "asr/report.h"
 
 namespace asr {
 namespace {

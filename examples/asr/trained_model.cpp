@@ -14,7 +14,6 @@
 #include <ddpkit/train/together.h>
 
 #include "asr/evaluation.h"
-#include "asr/report.h"
 
 namespace asr {
 

@@ -12,19 +12,14 @@
 
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/ddpkit.h>
-#include <ddpkit/train/checkpoint.h>
-#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/main.h>
 #include <ddpkit/train/metrics.h>
-#include <ddpkit/train/progress.h>
-#include <ddpkit/train/run_folder.h>
-#include <ddpkit/train/stop_signal.h>
-#include <ddpkit/train/summary_writer.h>
+#include <ddpkit/train/run.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "asr/evaluation.h"
-#include "asr/report.h"
+#include "asr/faults.h"
 #include "asr/trained_model.h"
 
 namespace asr {
@@ -35,9 +30,21 @@ using ddpkit::train::print_line;
 using Clock = std::chrono::steady_clock;
 using ddpkit::train::UsageError;
 
-double seconds_between(Clock::time_point a, Clock::time_point b) {
-  return std::chrono::duration<double>(b - a).count();
-}
+// Measurements of an epoch on this rank, since this process started the epoch.
+struct Measured {
+  ddpkit::LengthBalance balance;
+  double audio_seconds = 0;               // Trained on.
+  double wait_seconds = 0;                // In which the steps waited for data.
+  double exposed_us = 0;                  // From backward's last gradient to the end of the reduction.
+  std::vector<double> step_seconds = {};  // Waiting for data, forward, backward and update. [step]
+
+  double median_step_seconds() {
+    if (step_seconds.empty()) return 0;
+    const auto middle = step_seconds.begin() + static_cast<std::ptrdiff_t>(step_seconds.size() / 2);
+    std::nth_element(step_seconds.begin(), middle, step_seconds.end());
+    return *middle;
+  }
+};
 
 // Sums over an epoch on one rank.
 struct Sums {
@@ -77,7 +84,7 @@ class Trainer {
       : options_(options),
         declared_(declared),
         group_(group),
-        amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+        run_(options.run, declared, group),
         model_(seeded_model(options, group.device())),
         faults_(options.data.on_bad_data),
         train_(open_dataset(options.data.train, options, *model_, faults_, group)),
@@ -90,84 +97,39 @@ class Trainer {
               .arena_mb =
                   options.arena_mb > 0 ? std::optional<double>(static_cast<double>(options.arena_mb)) : std::nullopt}),
         optimizer_(model_->parameters(),
-                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
-        scheduler_(optimizer_, schedule(), {.scaling = options.run.lr_scaling, .world_size = group.world_size()}),
-        scaler_(group, {.enabled = amp_ == at::kHalf}) {
+                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)) {
     if (!options.data.dev.empty()) dev_ = open_dataset(options.data.dev, options, *model_, faults_, group);
   }
 
   void run() {
-    if (!options_.run.save_dir.empty()) open_folder();
-    if (speaks() && !options_.run.json) print_header();
-    while (info_.epoch < options_.run.epochs && !is_out_of_steps()) {
+    run_.start({.model = *model_,
+                .optimizer = optimizer_,
+                .updates_per_epoch = static_cast<std::int64_t>(sampler_.num_batches()),
+                .devices = group_.world_size(),
+                .most_warmup_start = 1.0 / 3,
+                .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
+                          ddpkit::train::checkpoint_part("sums", sums_, /*of_each_rank=*/true)}},
+               {{"train_utterances", train_->size()}});
+    if (run_.prints()) print_header();
+    while (run_.has_epoch()) {
       const bool is_whole = train_epoch();
-      if (checkpoint_ && (is_whole || is_stopped_ || options_.run.save_steps > 0)) save();
+      if (is_whole || (!run_.is_stopped() && options_.run.save_steps > 0)) run_.save();
       if (!is_whole) break;
     }
-    if (checkpoint_) checkpoint_->wait();
-    if (is_stopped_) {
-      if (speaks()) ddpkit::train::log_line("asr: " + stop_.describe(info_.step, checkpoint_.has_value()));
-      return;
-    }
+    if (!run_.finish()) return;
     const auto faults = faults_.count(group_);
-    if (!speaks()) return;
-    if (!options_.run.json) {
+    if (run_.prints()) {
       for (const Sample& sample : samples_)
         print_line(
             fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
     }
-    print_line(describe(faults));
+    if (run_.is_main()) print_line(describe(faults));
   }
 
  private:
-  bool speaks() const { return group_.rank() == 0; }
-  bool is_out_of_steps() const { return options_.run.max_steps && info_.step >= *options_.run.max_steps; }
-
-  const char* amp_name() const { return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16"; }
-
   std::shared_ptr<Recognizer> converted() {
     if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model_, group_);
     return model_;
-  }
-
-  // Learning rate by update number. The warm-up begins at the rate for one rank (Goyal et al., arXiv 1706.02677).
-  ddpkit::optim::Schedule schedule() const {
-    const auto batches = static_cast<double>(sampler_.num_batches());
-    ddpkit::optim::Schedule result;
-    if (options_.run.lr_schedule == "cosine")
-      result = ddpkit::optim::cosine_decay(static_cast<std::int64_t>(batches) * options_.run.epochs);
-    const auto warmup = static_cast<std::int64_t>(batches * options_.run.warmup_epochs);
-    if (warmup == 0) return result;
-    const double scale = ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size());
-    return result * ddpkit::optim::warmup(warmup, std::min(1.0 / 3, 1 / scale));
-  }
-
-  std::string config() const {
-    nlohmann::json config = nlohmann::json::parse(declared_.resolved());
-    config.update({{"program", "asr"},
-                   {"precision", amp_name()},
-                   {"world_size", group_.world_size()},
-                   {"train_utterances", train_->size()}});
-    return ddpkit::train::json_text(config);
-  }
-
-  std::vector<ddpkit::train::CheckpointPart> parts() {
-    return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_),
-            ddpkit::train::checkpoint_part("sampler", sampler_),
-            ddpkit::train::checkpoint_part("sums", sums_, /*of_each_rank=*/true)};
-  }
-
-  void open_folder() {
-    folder_ = ddpkit::train::open_run_folder(options_.run, declared_, config(), {"world_size"}, group_);
-    checkpoint_.emplace(folder_.checkpoint, group_,
-                        ddpkit::train::CheckpointOptions{.keep = options_.run.save_total_limit});
-    if (folder_.to_resume) info_ = checkpoint_->load(*model_, optimizer_, parts());
-    ddpkit::train::open_summary(summary_, options_.run, folder_, config(), info_.step, group_);
-  }
-
-  void save() {
-    info_.config = config();
-    checkpoint_->save(*model_, optimizer_, info_, parts());
   }
 
   void print_header() const {
@@ -177,8 +139,8 @@ class Trainer {
         "model with {} parameters ({:.2f} M), {} utterances a step on {} rank{} ({}, {}), mixed precision {}",
         parameter_count(*model_), static_cast<double>(parameter_count(*model_)) / 1e6, options_.run.batch_size,
         group_.world_size(), group_.world_size() == 1 ? "" : "s", group_.backend_name(), group_.device().str(),
-        amp_name()));
-    if (folder_.to_resume) print_line(fmt::format("resumed from {}, step {}", folder_.checkpoint.string(), info_.step));
+        run_.precision_name()));
+    run_.print_resumed(fmt::format("step {}", run_.step()));
   }
 
   Augmentation augmentation() const {
@@ -186,84 +148,50 @@ class Trainer {
             .noise_layers = options_.model.dropout > 0 ? options_.model.layers : 0,
             .noise_width = options_.model.width,
             .seed = options_.run.seed,
-            .epoch = info_.epoch};
+            .epoch = run_.epoch()};
   }
 
-  // Returns false if the run reached its last step before the end of the epoch.
+  // Returns false if the epoch is not complete: see Epoch::next().
   bool train_epoch() {
-    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
+    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
     const auto begin = static_cast<std::int64_t>(sampler_.position());
-    const auto total = static_cast<std::int64_t>(sampler_.num_batches());
+    const std::int64_t updates = static_cast<std::int64_t>(sampler_.num_batches()) - begin;
     const auto& batches = sampler_.batches();
     sampler_.set_position(sampler_.position());
     const Augmentation augmentation = this->augmentation();
     model_->train();
-    ddpkit::Prefetcher<Batch> loader(total - begin,
+    ddpkit::Prefetcher<Batch> loader(updates,
                                      [&](std::int64_t number) {
                                        const auto& batch = batches[static_cast<std::size_t>(begin + number)];
                                        return train_->batch(batch.indices, batch.repeated, batch.batch_size,
                                                             augmentation);
                                      },
                                      {.num_workers = options_.run.num_workers});
-    ddpkit::train::ProgressBar bar(
-        total - begin, ddpkit::train::progress_options(
-                           options_.run, fmt::format("Epoch {}/{} Training", info_.epoch + 1, options_.run.epochs),
-                           "utterances", options_.run.batch_size, group_));
-    Epoch epoch{.epochs = options_.run.epochs,
-                .world_size = group_.world_size(),
-                .fullest_over_mean = sampler_.balance().fullest_over_mean,
-                .padding = sampler_.balance().padding};
     if (begin == 0) sums_ = Sums(options_.features.mels);
-    std::vector<double> step_seconds;
-    double exposed_us = 0;
-    const Clock::time_point start = Clock::now();
-    Clock::time_point step_began = start;
-    while (sampler_.position() < sampler_.num_batches() && !is_out_of_steps() && !(is_stopped_ = stop_.requested())) {
-      ddpkit::set_step(info_.step);
+    Measured measured{.balance = sampler_.balance()};
+    ddpkit::train::Epoch epoch(run_, updates, updates * options_.run.batch_size, "utterances");
+    Clock::time_point step_began = Clock::now();
+    while (epoch.next()) {
       const std::optional<Batch> batch = loader.next();
-      epoch.lr = scheduler_.learning_rates().front();
       const double loss = train_step(batch->to(group_.device()));
-      if (info_.epoch == 0) sums_.features.add(batch->sums);
+      if (run_.epoch() == 0) sums_.features.add(batch->sums);
       for (const std::size_t index : batch->utterances)
-        epoch.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
+        measured.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
       sampler_.set_position(sampler_.position() + 1);
-      ++info_.step;
       const auto& stats = ddp_.stats();
-      exposed_us += stats.end_us - stats.last_gradient_us;
-      const Clock::time_point now = Clock::now();
-      step_seconds.push_back(seconds_between(step_began, now));
-      step_began = now;
+      measured.exposed_us += stats.end_us - stats.last_gradient_us;
+      measured.step_seconds.push_back(std::chrono::duration<double>(Clock::now() - step_began).count());
       if (first_step_at_ == 0)
         first_step_at_ = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-      bar.advance([&] { return fmt::format("loss={:.4f}", loss); });
+      epoch.advance([&] { return fmt::format("loss={:.4f}", loss); });
       log_step(loss);
-      if (options_.run.save_steps > 0 && info_.step % options_.run.save_steps == 0 &&
-          sampler_.position() < sampler_.num_batches() && checkpoint_) {
-        save();
-        step_began = Clock::now();
-      }
+      step_began = Clock::now();
     }
-    epoch.seconds = seconds_between(start, Clock::now());
-    epoch.wait_seconds = loader.stats().wait_seconds;
-    bar.clear();
-    const std::vector<double> sums =
-        ddpkit::train::sum_over_ranks({sums_.loss, sums_.utterances, epoch.audio_seconds}, group_);
-    if (sampler_.position() < sampler_.num_batches()) return false;
-    if (info_.epoch == 0) set_feature_statistics();
-    ++info_.epoch;
-    sampler_.set_epoch(static_cast<std::uint64_t>(info_.epoch));
-    epoch.epoch = info_.epoch;
-    epoch.step = info_.step;
-    epoch.train_loss = sums[0] / sums[1];
-    epoch.audio_seconds = sums[2];
-    epoch.first_step_at = first_step_at_;
-    if (!step_seconds.empty()) {
-      std::nth_element(step_seconds.begin(),
-                       step_seconds.begin() + static_cast<std::ptrdiff_t>(step_seconds.size() / 2), step_seconds.end());
-      epoch.median_step_ms = 1e3 * step_seconds[step_seconds.size() / 2];
-      epoch.exchange_exposed_share = exposed_us / 1e6 / epoch.seconds;
-    }
-    report(epoch);
+    measured.wait_seconds = loader.stats().wait_seconds;
+    if (!epoch.finish()) return false;
+    if (run_.epoch() == 1) set_feature_statistics();
+    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
+    report(epoch, measured);
     return true;
   }
 
@@ -280,22 +208,20 @@ class Trainer {
       optimizer_.zero_grad();
       at::Tensor losses;
       {
-        const ddpkit::optim::Autocast autocast(group_.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
-                                               {.enabled = amp_ != at::kFloat});
+        const ddpkit::optim::Autocast autocast = run_.autocast(group_.device());
         losses = ctc_losses(ddp_(batch.features, batch.noise), steps_of(*model_, batch), batch);
       }
       const at::Tensor sum = torch::dot(losses, batch.weights);
       // DistributedDataParallel computes the mean over ranks, but their shares may differ in size.
-      scaler_.scale(sum * (static_cast<double>(group_.world_size()) / static_cast<double>(batch.batch_size)))
+      run_.scaler()
+          .scale(sum * (static_cast<double>(group_.world_size()) / static_cast<double>(batch.batch_size)))
           .backward();
-      scaler_.unscale_(optimizer_);
+      run_.scaler().unscale_(optimizer_);
       const double most = options_.run.max_grad_norm > 0 ? options_.run.max_grad_norm : HUGE_VAL;
       const double norm = ddpkit::optim::clip_grad_norm_(model_->parameters(), most);
       // The gradients and their norm are equal on all ranks, so all ranks take the same branch.
-      if (std::isfinite(norm) || scaler_.is_enabled()) {
-        scaler_.step(optimizer_);
-        scaler_.update();
-        scheduler_.step();
+      if (std::isfinite(norm) || run_.scaler().is_enabled()) {
+        run_.step_optimizer();
         const double loss = sum.item<double>();
         if (std::isfinite(loss)) {
           sums_.loss += loss;
@@ -322,14 +248,15 @@ class Trainer {
       throw ddpkit::Error(
           fmt::format("the {} became NaN or infinite in step {}: {}",
                       sums[0] == 0 ? "gradients, though no utterance's loss," : "loss of every utterance of the batch",
-                      info_.step + 1, advice),
+                      run_.step() + 1, advice),
           {.rank = 0});
     ddpkit::train::run_together(group_, [&] {
       for (std::int64_t row = 0; row < batch.size(); ++row) {
         if (keep[static_cast<std::size_t>(row)]) continue;
         const std::string file = (*train_)[batch.utterances[static_cast<std::size_t>(row)]].where();
-        faults_.add(Fault::kNanLoss, file,
-                    fmt::format("{}: its loss became {} in step {}", file, losses[row].item<double>(), info_.step + 1));
+        faults_.add(
+            Fault::kNanLoss, file,
+            fmt::format("{}: its loss became {} in step {}", file, losses[row].item<double>(), run_.step() + 1));
       }
     });
     batch = batch.keeping(keep);
@@ -337,32 +264,54 @@ class Trainer {
   }
 
   void log_step(double loss) {
-    if (options_.run.logging_steps == 0 || info_.step % options_.run.logging_steps != 0) return;
+    if (options_.run.logging_steps == 0 || run_.step() % options_.run.logging_steps != 0) return;
     const double mean = ddpkit::train::sum_over_ranks({loss}, group_).front();
-    if (!speaks()) return;
+    if (!run_.is_main()) return;
     if (options_.run.json)
-      print_line(nlohmann::ordered_json{{"step", info_.step}, {"loss", mean}}.dump());
+      print_line(nlohmann::ordered_json{{"step", run_.step()}, {"loss", mean}}.dump());
     else
-      print_line(fmt::format("step {}  loss {:.6f}", info_.step, mean));
+      print_line(fmt::format("step {}  loss {:.6f}", run_.step(), mean));
   }
 
-  void report(Epoch& epoch) {
-    if (dev_ && (info_.epoch % options_.evaluation.eval_every == 0 || info_.epoch == options_.run.epochs)) {
-      const EvaluationResult result = evaluate(*model_, *dev_, options_.evaluation, group_);
-      epoch.dev_loss = result.loss;
-      epoch.dev = result.errors;
-      samples_ = result.samples;
+  void report(ddpkit::train::Epoch& epoch, Measured& measured) {
+    std::optional<EvaluationResult> dev;
+    if (dev_ && (run_.epoch() % options_.evaluation.eval_every == 0 || run_.epoch() == options_.run.epochs))
+      dev = evaluate(*model_, *dev_, options_.evaluation, group_);
+    const std::vector<double> sums =
+        ddpkit::train::sum_over_ranks({sums_.loss, sums_.utterances, measured.audio_seconds}, group_);
+    const double train_loss = sums[0] / sums[1], audio_seconds = sums[2], seconds = epoch.seconds();
+    const double step_seconds = measured.median_step_seconds();
+    std::string line = fmt::format("Train Loss: {:.4f}", train_loss);
+    nlohmann::ordered_json json = {{"train_loss", train_loss}};
+    std::vector<std::pair<std::string, double>> scalars = {
+        {"loss/train", train_loss}, {"training/audio_seconds_per_second", audio_seconds / seconds}};
+    if (dev) {
+      const double cer = dev->errors.cer(), wer = dev->errors.wer();
+      line += fmt::format(" | Dev Loss: {:.4f}, CER: {:.2f}%, WER: {:.2f}%", dev->loss, 100 * cer, 100 * wer);
+      json.update(
+          {{"dev_loss", dev->loss}, {"dev_cer", cer}, {"dev_wer", wer}, {"dev_utterances", dev->errors.utterances}});
+      scalars.insert(scalars.end(), {{"loss/dev", dev->loss}, {"error/dev_cer", cer}, {"error/dev_wer", wer}});
+      samples_ = dev->samples;
     }
-    epoch.peak_memory_bytes = ddpkit::train::peak_memory_of_ranks(group_);
-    if (!speaks()) return;
-    print_line(options_.run.json ? as_json(epoch) : as_line(epoch));
-    if (summary_) write_to(*summary_, epoch);
+    json.update({{"seconds", seconds},
+                 {"audio_seconds", audio_seconds},
+                 {"median_step_ms", 1e3 * step_seconds},
+                 {"wait_seconds", measured.wait_seconds},
+                 {"exchange_exposed_share", measured.exposed_us / 1e6 / seconds},
+                 {"first_step_at", first_step_at_},
+                 {"fullest_over_mean", measured.balance.fullest_over_mean},
+                 {"padding", measured.balance.padding},
+                 {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
+                 {"world_size", group_.world_size()}});
+    epoch.report(line + fmt::format(" | {:.1f} s, {:.3f} s/batch, {:.0f}x real time, waited {:.0f}%", seconds,
+                                    step_seconds, audio_seconds / seconds, 100 * measured.wait_seconds / seconds),
+                 json, scalars);
   }
 
   const Options& options_;
   const ddpkit::train::Options& declared_;
   ddpkit::ProcessGroup group_;
-  at::ScalarType amp_;
+  ddpkit::train::Run run_;
   std::shared_ptr<Recognizer> model_;
   Faults faults_;
   std::unique_ptr<Dataset> train_;
@@ -370,17 +319,9 @@ class Trainer {
   ddpkit::LengthBucketedSampler sampler_;
   ddpkit::DistributedDataParallel<Recognizer> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
-  ddpkit::optim::LearningRateScheduler scheduler_;
-  ddpkit::optim::GradScaler scaler_;
-  ddpkit::train::RunFolder folder_;
-  std::optional<ddpkit::train::Checkpoint> checkpoint_;
-  ddpkit::train::CheckpointInfo info_;  // The progress of the run.
-  Sums sums_{options_.features.mels};   // Of this epoch on this rank.
+  Sums sums_{options_.features.mels};  // Of this epoch on this rank.
   double first_step_at_ = 0;
   std::vector<Sample> samples_;
-  std::optional<ddpkit::train::SummaryWriter> summary_;
-  ddpkit::train::StopSignal stop_{group_};
-  bool is_stopped_ = false;
 };
 
 }  // namespace
