@@ -6,7 +6,6 @@
 #include <utility>
 
 #include <ddpkit/optim/clip_grad_norm.h>
-#include <ddpkit/optim/precision.h>
 #include <ddpkit/train/metrics.h>
 
 namespace clstm_ppo {
@@ -49,34 +48,17 @@ struct Learner::Sequences {
   Memory memory;
 };
 
-Learner::Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, std::int64_t rounds,
+Learner::Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, ddpkit::train::Run& run,
                  const ddpkit::ProcessGroup& group)
     : options_(options),
       group_(group),
-      amp_(options.run.amp ? ddpkit::optim::fastest_type(group.device()) : at::kFloat),
+      run_(run),
       model_(std::move(model)),
       ddp_(model_, group),
       optimizer_(model_->parameters(), torch::optim::AdamOptions(options.run.lr).eps(1e-5)),
       batch_(options.run.batch_size / options.sequence),
       batches_((std::int64_t{options.envs} * (options.episode_steps / options.sequence) + batch_ - 1) / batch_),
-      updates_((batches_ + options.run.grad_accum_steps - 1) / options.run.grad_accum_steps),
-      scheduler_(optimizer_, schedule(rounds)),
-      scaler_(group, {.enabled = amp_ == at::kHalf}) {}
-
-ddpkit::optim::Schedule Learner::schedule(std::int64_t rounds) const {
-  if (!options_.lr_decay) return {};
-  return ddpkit::optim::cosine_decay(rounds * options_.ppo_epochs * updates_);
-}
-
-double Learner::lr() const { return scheduler_.learning_rates().front(); }
-
-const char* Learner::amp_name() const {
-  return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16";
-}
-
-std::vector<ddpkit::train::CheckpointPart> Learner::parts() {
-  return {ddpkit::train::checkpoint_part("scheduler", scheduler_), ddpkit::train::checkpoint_part("scaler", scaler_)};
-}
+      updates_((batches_ + options.run.grad_accum_steps - 1) / options.run.grad_accum_steps) {}
 
 PpoLoss Learner::loss_of(const Sequences& sequences, const at::Tensor& which) {
   const auto pick = [&](const at::Tensor& all) { return all.index_select(0, which); };
@@ -85,8 +67,7 @@ PpoLoss Learner::loss_of(const Sequences& sequences, const at::Tensor& which) {
       sequences.windows.index({which.div(sequences.a_row, "floor"), which.remainder(sequences.a_row)});
   const Memory memory{pick_memory(sequences.memory.actor_h), pick_memory(sequences.memory.actor_c),
                       pick_memory(sequences.memory.critic_h), pick_memory(sequences.memory.critic_c)};
-  const ddpkit::optim::Autocast autocast(group_.device(), amp_ == at::kFloat ? at::kBFloat16 : amp_,
-                                         {.enabled = amp_ != at::kFloat});
+  const ddpkit::optim::Autocast autocast = run_.autocast(group_.device());
   const auto [mean, value, log_std, after] = ddp_(windows, memory);
   const at::Tensor log_probability = clstm_ppo::log_probability(pick(sequences.actions), mean.to(at::kFloat), log_std);
   return ppo_loss({.log_probability = log_probability,
@@ -121,19 +102,17 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
         // Each sequence has the same weight, also in the last batch of a pass, which may be smaller.
         const double share = static_cast<double>(batches[i].numel()) / static_cast<double>(count);
         const PpoLoss loss = loss_of(sequences, batches[i]);
-        scaler_.scale(loss.total * share).backward();
+        run_.scaler().scale(loss.total * share).backward();
         sums += share * torch::stack({loss.policy, loss.value, loss.entropy, loss.kl, loss.clipped}).detach();
       }
-      scaler_.unscale_(optimizer_);
+      run_.scaler().unscale_(optimizer_);
       ddpkit::optim::clip_grad_norm_(model_->parameters(), options_.ppo.max_grad_norm);
-      scaler_.step(optimizer_);
-      scaler_.update();
-      scheduler_.step();
+      run_.step_optimizer();
       ++updates;
       continues = after_step();
     }
   }
-  const bool is_complete = updates == updates_ * options_.ppo_epochs;
+  const bool is_complete = updates == updates_per_round();
   sums = sums.to(torch::kCPU) / static_cast<double>(updates * group_.world_size());
   const std::vector<double> means = ddpkit::train::sum_over_ranks(
       std::vector<double>(sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()), group_);

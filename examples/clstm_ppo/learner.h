@@ -6,10 +6,8 @@
 #include <vector>
 
 #include <ddpkit/optim/fused_adam.h>
-#include <ddpkit/optim/grad_scaler.h>
-#include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
-#include <ddpkit/train/checkpoint.h>
+#include <ddpkit/train/run.h>
 
 #include "clstm_ppo/options.h"
 #include "clstm_ppo/report.h"
@@ -25,8 +23,9 @@ class Learner {
     bool is_complete = true;  ///< False if `after_step` stopped the training.
   };
 
-  /// Collective. `model` must already be on its device.
-  Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, std::int64_t rounds,
+  /// Collective. `model` must already be on its device. `run` provides precision and schedule, and must be started
+  /// before learn().
+  Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, ddpkit::train::Run& run,
           const ddpkit::ProcessGroup& group);
 
   /// Makes --ppo-epochs passes over `rollout`, this rank's part. Each update uses the mean loss over --grad-accum-steps
@@ -37,27 +36,22 @@ class Learner {
 
   CascadedLSTM& model() const noexcept { return *model_; }
   torch::optim::Optimizer& optimizer() noexcept { return optimizer_; }
-  double lr() const;
-  const char* amp_name() const;
-  std::vector<ddpkit::train::CheckpointPart> parts();
+  std::int64_t updates_per_round() const { return options_.ppo_epochs * updates_; }
 
  private:
   struct Sequences;
 
-  ddpkit::optim::Schedule schedule(std::int64_t rounds) const;
   PpoLoss loss_of(const Sequences& sequences, const at::Tensor& which);
 
   TrainOptions options_;
   ddpkit::ProcessGroup group_;
-  at::ScalarType amp_;
+  ddpkit::train::Run& run_;
   std::shared_ptr<CascadedLSTM> model_;
   ddpkit::DistributedDataParallel<CascadedLSTM> ddp_;
   ddpkit::optim::FusedAdam optimizer_;
   std::int64_t batch_;    // Sequences per minibatch.
   std::int64_t batches_;  // Per pass.
   std::int64_t updates_;  // Per pass.
-  ddpkit::optim::LearningRateScheduler scheduler_;
-  ddpkit::optim::GradScaler scaler_;
 };
 
 }  // namespace clstm_ppo

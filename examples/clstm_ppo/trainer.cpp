@@ -11,7 +11,6 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/random.h>
-#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "clstm_ppo/device.h"
@@ -37,49 +36,40 @@ void DistributedCLSTMPPOTrainer::initialize() {
       state_->options.data, "data/planted", [](const std::string& path) { generate(path, {}); }, state_->group);
   ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
   state_->make_model();
-  if (!state_->options.run.save_dir.empty()) state_->open_folder();
+  state_->start();
   state_->check_plot();
 }
 
 void DistributedCLSTMPPOTrainer::train() {
   State& state = *state_;
-  if (state.speaks() && !state.options.run.json) state.print_header();
+  ddpkit::train::Run& run = *state.run;
+  if (run.prints()) state.print_header();
   std::optional<TestResult> test;  // Of the current weights.
-  std::int64_t kept_step = state.info.step;
-  state.stop.emplace(state.group);
-  while (state.info.epoch < state.rounds() && !state.is_out_of_steps() && !state.is_stopped) {
+  while (run.has_epoch() && !run.is_stopped()) {
     const auto start = std::chrono::steady_clock::now();
     Round round{.rounds = state.rounds(),
                 .num_episodes = state.options.num_episodes,
                 .world_size = state.group.world_size(),
-                .lr = state.learner->lr()};
+                .lr = run.scheduler().learning_rates().front()};
     const Rollout rollout = run_episode();
-    const std::int64_t before = state.info.epoch;
+    const std::int64_t before = run.epoch();
     round.update = update(rollout);
-    if (state.info.epoch == before) break;  // The run reached its last step or was stopped before the end of the round.
+    if (run.epoch() == before) break;  // The run reached its last step or was stopped before the end of the round.
     round.episode = gather_metrics(rollout);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     test.reset();
-    if (state.options.eval_every > 0 && state.info.epoch % state.options.eval_every == 0) {
+    if (state.options.eval_every > 0 && run.epoch() % state.options.eval_every == 0) {
       test = evaluate();
       round.test_return = test->policy_performance().total_return;
     }
     round.seconds = elapsed.count();
-    round.round = state.info.epoch;
-    round.episodes = state.info.epoch * state.episodes_a_round();
-    round.step = state.info.step;
+    round.round = run.epoch();
+    round.episodes = run.epoch() * state.episodes_a_round();
+    round.step = run.step();
     state.report(round);
     save_checkpoint();
-    kept_step = state.info.step;
   }
-  if (state.checkpoint) state.checkpoint->wait();
-  if (state.is_stopped) {
-    if (state.speaks())
-      ddpkit::train::log_line("clstm_ppo: " + state.stop->describe(kept_step, state.checkpoint.has_value()));
-    return;
-  }
-  state.stop.reset();
-  state.finish(test ? *test : evaluate());
+  if (run.finish()) state.finish(test ? *test : evaluate());
 }
 
 Rollout DistributedCLSTMPPOTrainer::run_episode() {
@@ -102,21 +92,20 @@ Rollout DistributedCLSTMPPOTrainer::run_episode() {
 UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
   State& state = *state_;
   const auto after_step = [&] {
-    ++state.info.step;
+    state.run->note_update();
     if (state.update_hook) state.update_hook();
-    state.is_stopped = state.stop && state.stop->requested();
-    return !state.is_stopped && !state.is_out_of_steps();
+    return !state.run->must_end();
   };
   const Learner::Result result =
       state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)), after_step);
   if (!std::isfinite(result.metrics.policy_loss + result.metrics.value_loss))
-    throw ddpkit::Error(
-        fmt::format("the loss became {} in round {}: lower --lr ({})",
-                    result.metrics.policy_loss + result.metrics.value_loss, state.info.epoch + 1, state.options.run.lr),
-        {.rank = 0});
+    throw ddpkit::Error(fmt::format("the loss became {} in round {}: lower --lr ({})",
+                                    result.metrics.policy_loss + result.metrics.value_loss, state.run->epoch() + 1,
+                                    state.options.run.lr),
+                        {.rank = 0});
   if (!result.is_complete) return result.metrics;
   state.normalizer->update(rollout.states, state.group);
-  ++state.info.epoch;
+  state.run->note_epoch();
   return result.metrics;
 }
 
@@ -140,12 +129,7 @@ EpisodeMetrics DistributedCLSTMPPOTrainer::gather_metrics(const Rollout& rollout
           .cost = sums[5] / sums[0]};
 }
 
-void DistributedCLSTMPPOTrainer::save_checkpoint() {
-  State& state = *state_;
-  if (!state.checkpoint) return;
-  state.info.config = state.config();
-  state.checkpoint->save(state.learner->model(), state.learner->optimizer(), state.info, state.parts());
-}
+void DistributedCLSTMPPOTrainer::save_checkpoint() { state_->run->save(); }
 
 TestResult DistributedCLSTMPPOTrainer::evaluate() const {
   const State& state = *state_;
@@ -153,7 +137,7 @@ TestResult DistributedCLSTMPPOTrainer::evaluate() const {
   TestResult result{.periods_per_year = market.periods_per_year()};
   const auto days = static_cast<std::int64_t>(state.test.days());
   at::Tensor values = torch::empty({days}, torch::kDouble);
-  if (state.speaks()) {
+  if (state.run->is_main()) {
     const Rollout rollout =
         run_episodes(state_->learner->model(), *state.normalizer, market, state.environment, {state.test.first},
                      {.window = state.options.window, .steps = days - 1, .sequence = days}, {});
@@ -172,7 +156,7 @@ TestResult DistributedCLSTMPPOTrainer::evaluate() const {
 
 void DistributedCLSTMPPOTrainer::set_update_hook(std::function<void()> hook) { state_->update_hook = std::move(hook); }
 std::int64_t DistributedCLSTMPPOTrainer::rounds() const { return state_->rounds(); }
-std::int64_t DistributedCLSTMPPOTrainer::round() const { return state_->info.epoch; }
+std::int64_t DistributedCLSTMPPOTrainer::round() const { return state_->run->epoch(); }
 CascadedLSTM& DistributedCLSTMPPOTrainer::model() { return state_->learner->model(); }
 const RunningNormalizer& DistributedCLSTMPPOTrainer::normalizer() const { return *state_->normalizer; }
 

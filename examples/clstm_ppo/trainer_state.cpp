@@ -9,7 +9,6 @@
 #include <fmt/ranges.h>
 
 #include <ddpkit/train/atomic_file.h>
-#include <ddpkit/train/json_text.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -46,32 +45,22 @@ void DistributedCLSTMPPOTrainer::State::make_model() {
       ModelOptions{.state_size = state_size, .assets = assets, .hidden = options.hidden, .log_std = options.log_std});
   model->to(group.device());
   normalizer.emplace(state_size);
-  learner.emplace(options, std::move(model), rounds(), group);
+  options.run.epochs = static_cast<int>(rounds());
+  options.run.lr_schedule = options.lr_decay ? "cosine" : "constant";
+  run.emplace(options.run, declared, group);
+  learner.emplace(options, std::move(model), *run, group);
 }
 
-std::string DistributedCLSTMPPOTrainer::State::config() const {
-  nlohmann::json config = nlohmann::json::parse(declared.resolved());
-  config.update({{"program", "clstm_ppo"},
-                 {"asset_names", market->names()},
-                 {"days", market->days()},
-                 {"first_day", market->date(0)},
-                 {"last_day", market->date(market->days() - 1)},
-                 {"precision", learner->amp_name()},
-                 {"world_size", group.world_size()}});
-  return ddpkit::train::json_text(config);
-}
-
-std::vector<ddpkit::train::CheckpointPart> DistributedCLSTMPPOTrainer::State::parts() {
-  auto parts = learner->parts();
-  parts.push_back(ddpkit::train::checkpoint_part("normalizer", *normalizer));
-  return parts;
-}
-
-void DistributedCLSTMPPOTrainer::State::open_folder() {
-  folder = ddpkit::train::open_run_folder(options.run, declared, config(), {}, group);
-  checkpoint.emplace(folder.checkpoint, group, ddpkit::train::CheckpointOptions{.keep = options.run.save_total_limit});
-  if (folder.to_resume) info = checkpoint->load(learner->model(), learner->optimizer(), parts());
-  ddpkit::train::open_summary(summary, options.run, folder, config(), info.step, group);
+void DistributedCLSTMPPOTrainer::State::start() {
+  run->start({.model = learner->model(),
+              .optimizer = learner->optimizer(),
+              .updates_per_epoch = learner->updates_per_round(),
+              .state = {ddpkit::train::checkpoint_part("normalizer", *normalizer)},
+              .facts_that_may_differ = {}},
+             {{"asset_names", market->names()},
+              {"days", market->days()},
+              {"first_day", market->date(0)},
+              {"last_day", market->date(market->days() - 1)}});
 }
 
 void DistributedCLSTMPPOTrainer::State::print_header() const {
@@ -86,14 +75,14 @@ void DistributedCLSTMPPOTrainer::State::print_header() const {
                   "{} x {}, mixed precision {}",
                   parameters, options.window, options.envs, options.episode_steps, group.world_size(),
                   group.world_size() == 1 ? "" : "s", group.backend_name(), group.device().str(),
-                  options.run.batch_size, options.run.grad_accum_steps, learner->amp_name()));
-  if (folder.to_resume) print_line(fmt::format("resumed from {}, round {}", folder.checkpoint.string(), info.epoch));
+                  options.run.batch_size, options.run.grad_accum_steps, run->precision_name()));
+  run->print_resumed(fmt::format("round {}", run->epoch()));
 }
 
 void DistributedCLSTMPPOTrainer::State::report(const Round& round) {
-  if (!speaks()) return;
+  if (!run->is_main()) return;
   print_line(options.run.json ? as_json(round) : as_line(round));
-  if (summary) write_to(*summary, round);
+  if (run->summary()) write_to(*run->summary(), round);
 }
 
 std::string DistributedCLSTMPPOTrainer::State::plot() const {
@@ -103,17 +92,17 @@ std::string DistributedCLSTMPPOTrainer::State::plot() const {
 
 void DistributedCLSTMPPOTrainer::State::check_plot() const {
   ddpkit::train::run_together(group, [&] {
-    if (speaks() && !plot().empty()) ddpkit::train::AtomicFile probe(plot());
+    if (run->is_main() && !plot().empty()) ddpkit::train::AtomicFile probe(plot());
   });
 }
 
 void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
-  if (speaks()) {
+  if (run->is_main()) {
     print_line(options.run.json ? as_json(result) : as_table(result));
     print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
   }
   ddpkit::train::run_together(group, [&] {
-    if (!speaks() || plot().empty()) return;
+    if (!run->is_main() || plot().empty()) return;
     const std::string text = as_svg(result);
     ddpkit::train::AtomicFile file(plot());
     file.write(text.data(), text.size());

@@ -8,11 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include <ddpkit/train/checkpoint.h>
-#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/run.h>
 #include <ddpkit/train/seed.h>
-#include <ddpkit/train/stop_signal.h>
-#include <ddpkit/train/summary_writer.h>
 
 #include "clstm_ppo/learner.h"
 #include "clstm_ppo/trainer.h"
@@ -24,24 +21,20 @@ struct DistributedCLSTMPPOTrainer::State {
     declare(declared, options);
   }
 
-  bool speaks() const { return group.rank() == 0; }
   std::int64_t episodes_a_round() const { return std::int64_t{options.envs} * group.world_size(); }
   std::int64_t rounds() const { return (options.num_episodes + episodes_a_round() - 1) / episodes_a_round(); }
-  bool is_out_of_steps() const { return options.run.max_steps && info.step >= *options.run.max_steps; }
 
   /// Seed of the current round on this rank. `part` 0: exploration, 1: shuffling.
   std::uint64_t seed(int part) const {
-    return ddpkit::train::epoch_seed(options.run.seed, 2 * info.epoch + part, group.rank());
+    return ddpkit::train::epoch_seed(options.run.seed, 2 * run->epoch() + part, group.rank());
   }
 
   void read_market();
   void make_model();
-  void open_folder();
+  void start();
   std::string plot() const;  ///< File of the equity curve; empty: none.
   void check_plot() const;   ///< Checks that the file is writable.
   void print_header() const;
-  std::string config() const;
-  std::vector<ddpkit::train::CheckpointPart> parts();
   void report(const Round& round);
   void finish(const TestResult& test) const;
 
@@ -52,14 +45,9 @@ struct DistributedCLSTMPPOTrainer::State {
   Period training, test;
   EnvironmentOptions environment;
   std::optional<RunningNormalizer> normalizer;
+  std::optional<ddpkit::train::Run> run;  // An epoch is a round.
   std::optional<Learner> learner;
   std::function<void()> update_hook;
-  ddpkit::train::RunFolder folder;
-  std::optional<ddpkit::train::Checkpoint> checkpoint;
-  ddpkit::train::CheckpointInfo info;  // Rounds finished (epoch) and updates made (step).
-  std::optional<ddpkit::train::SummaryWriter> summary;
-  std::optional<ddpkit::train::StopSignal> stop;  // While train() runs.
-  bool is_stopped = false;
 };
 
 }  // namespace clstm_ppo
