@@ -17,8 +17,9 @@ namespace {
 
 using Tensors = std::vector<torch::Tensor>;
 
+/// `checkpointed`: the loss of the graphed step is under activation_checkpoint().
 template <class Optimizer, class Options>
-void check_against_eager(const Options& options, double tolerance) {
+void check_against_eager(const Options& options, double tolerance, bool checkpointed = false) {
   auto eager = gpu::net(), graphed = gpu::net();
   ddpkit::DistributedDataParallel ddp(graphed, gpu::world_of_one(), gpu::small_buckets());
   Optimizer eager_optimizer(eager->parameters(), options);
@@ -26,7 +27,11 @@ void check_against_eager(const Options& options, double tolerance) {
   ddpkit::optim::GraphedStep step(torch::Device(torch::kCUDA, 0), {&optimizer},
                                   [&](const Tensors& inputs) {
                                     optimizer.zero_grad();
-                                    const auto loss = gpu::loss_of(ddp(inputs[0]));
+                                    const auto output = ddp(inputs[0]);
+                                    const auto loss = checkpointed
+                                                          ? ddpkit::activation_checkpoint({.preserve_rng_state = false},
+                                                                                          gpu::loss_of, output)
+                                                          : gpu::loss_of(output);
                                     loss.backward();
                                     optimizer.step();
                                     return Tensors{loss.detach()};
@@ -71,6 +76,11 @@ TEST_CASE("a captured step trains as the same step does eagerly", "[gpu]") {
   check_against_eager<ddpkit::optim::FusedAdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1), 1e-6);
   check_against_eager<ddpkit::optim::FusedAdam>(torch::optim::AdamOptions(1e-2), 1e-6);
   check_against_eager<ddpkit::optim::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9), 1e-6);
+}
+
+TEST_CASE("a captured step with an activation checkpoint trains as the same step does eagerly", "[gpu]") {
+  NEEDS_GPU();
+  check_against_eager<ddpkit::optim::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9), 1e-6, true);
 }
 
 TEST_CASE("a GraphedStep without an index is on the current device", "[gpu]") {
