@@ -176,10 +176,11 @@ measure() {
   done
 }
 
-# Prints the table of the measured ratios.
+# Prints the table of the measured ratios, losses first.
 ratios_table() {
   printf '| cost | as a share | 1 / share |\n| --- | ---: | ---: |\n'
-  awk -F '\t' '{ printf "| %s | %.3f | %.3g |\n", $1, $2, 1 / $2 }' "$made/measured.tsv"
+  awk -F '\t' '{ rows[$2 <= 1] = rows[$2 <= 1] sprintf("| %s | %.3f | %.3g |\n", $1, $2, 1 / $2) }
+    END { printf "%s%s", rows[0], rows[1] }' "$made/measured.tsv"
   printf '\n'
 }
 
@@ -246,7 +247,8 @@ put_report() {
 `script/bench all` writes this page. All figures except those on GPUs are from one machine. The figures of a section are from one run.
 ddpkit and its peers do the same work, in turns. [benchmarks.md](benchmarks.md) explains the columns and `script/bench check`.
 
-Ratios come first; less is better. Ratios depend on the machine too, but less than times.
+Ratios come first; less is better. Shares above 1 are losses, and the first rows of the table.
+Ratios depend on the machine too, but less than times.
 
 EOF
     printf 'Measured on %s: %s.\n\n' "$1" "$(machine)"
@@ -374,4 +376,5 @@ bench_report() {
       check_ratios "$@"
       ;;
   esac
+  [ "$what" = check ] || "$root/tests/scripts/figures" --write
 }
