@@ -63,7 +63,8 @@ SharedWeights::SharedWeights(std::vector<NamedParameter> parameters, ProcessGrou
   }
   group_.barrier();
   for (const auto& [storage, offset] : std::exchange(storages_, {})) move(storage, offset);
-#if defined(__GLIBC__)
+// ThreadSanitizer replaces malloc. glibc's allocator is then not initialized, and initializing it is not thread-safe.
+#if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
   ::malloc_trim(0);  // Returns the weights' old memory to the operating system.
 #endif
 }
