@@ -212,6 +212,25 @@ RANK_TEST("a silent rank is named when the timeout ends", "[shm][errors]", 2) {
   group.barrier();
 }
 
+RANK_TEST("a rank that comes after the timeout of the others gets their error", "[shm][errors]", 2, 3) {
+  const ProcessGroup inner = another_group(group, "inner", std::chrono::milliseconds(300));
+  // Small tensors are in the control memory: the late rank finds the data of all ranks.
+  const at::Tensor tensor = torch::ones({5}), message = torch::ones({5});
+  if (group.rank() != 1) {
+    const auto error = caught<Timeout>([&] { inner.all_reduce(tensor); });
+    CHECK_THAT(error.what(), ContainsSubstring("waiting for rank 1"));
+    group.barrier();
+  } else {
+    group.barrier();
+    const auto error = caught<Timeout>([&] { inner.all_reduce(tensor); });
+    CHECK_THAT(error.what(), ContainsSubstring("waiting for rank 1"));
+    CHECK(error.context().rank == 1);
+    CHECK(torch::equal(tensor, torch::ones({5})));
+  }
+  caught<Timeout>([&] { inner.check(); });
+  caught<Timeout>([&] { inner.send(message, (inner.rank() + 1) % inner.world_size()); });
+}
+
 RANK_TEST("a rank that aborts sends its reason to the other ranks", "[shm][errors]", 3) {
   const ProcessGroup inner = another_group(group, "inner", std::chrono::seconds(60));
   if (group.rank() == 2) {

@@ -158,6 +158,10 @@ TEST_CASE("a concurrent reader never sees a torn event", "[flight]") {
     CHECK(event->sequence == number);
     CHECK(event->finished);
   }
+  // Half of an event that a second writer has replaced.
+  const std::uint64_t last = watched.page->next - 1;
+  watched.page->slots[last % kEvents].bytes += 1;
+  CHECK_FALSE(watched.page->read(last).has_value());
 }
 
 TEST_CASE("a rank's state names its calls, its history also its activities", "[flight]") {

@@ -111,6 +111,7 @@ struct alignas(kCacheLine) RankBlock {
   std::atomic<std::uint32_t> left{0};                        ///< The rank has left its group without a failure.
   std::atomic<std::uint32_t> failure{0};  ///< FailureKind. Set after the following fields are complete.
   std::int32_t failed_rank{-1};           ///< The rank that caused the failure; -1: none.
+  std::uint64_t failed_sequence{0};       ///< This rank has completed all collectives before it, and no other.
   std::int32_t stack_signal{0};           ///< Signal that makes the process print its stack; 0: none.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
@@ -147,10 +148,11 @@ struct alignas(kCacheLine) ChannelBlock {
 struct alignas(kCacheLine) ControlHead {
   std::uint64_t layout = 0;
   std::uint32_t world_size = 0;
+  std::atomic<std::uint32_t> failures{0};  ///< Number of ranks that have published a failure.
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000005ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000006ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

@@ -47,6 +47,8 @@ bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.p
 
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs&& args) {
   throw_if_failed();
+  // No rank completes a collective in which another rank has failed. A broadcast that its root has completed is none.
+  if (peers_.any_failed()) fail_as_published(collectives_.next_sequence());
   // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
   OperationHandle operation = collectives_.prepare(std::move(args));
   const auto can_post = [&] { return collectives_.can_post(); };
@@ -149,17 +151,20 @@ MessageHandle Engine::post(MessageHandle message) {
   return message;
 }
 
-void Engine::check_peers(const Message* message) {
-  const auto fail_as_published = [&](int r) {
-    if (const auto failure = peers_.failure_of(r)) fail(failure->kind, failure->text, failure->failed_rank);
-  };
+void Engine::fail_as_published(std::uint64_t sequence) {
   for (int r = 0; r < world_size(); ++r) {
-    if (r != rank()) fail_as_published(r);
+    if (r == rank()) continue;
+    const auto failure = peers_.failure_of(r);
+    if (failure && failure->sequence <= sequence) fail(failure->kind, failure->text, failure->failed_rank);
   }
+}
+
+void Engine::check_peers(const Message* message) {
+  fail_as_published();
   const std::vector<int> lost = peers_.lost();
   if (lost.empty()) return;
   // A rank that ended because of another rank's failure has published that failure before.
-  for (const int r : lost) fail_as_published(r);
+  fail_as_published();
   // The operations that the rank completed before its end count, and may be enough.
   progress();
   const auto missing = missing_ranks(peers_, awaited(message));
@@ -181,13 +186,10 @@ void Engine::throw_timeout(const Message* message, std::chrono::milliseconds wai
 }
 
 void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> failed_rank) {
-  Error::Context context{.rank = failed_rank, .call = "collective", .sequence = collectives_.next_sequence()};
-  if (const Operation* oldest = collectives_.oldest()) {
-    context.call = name_of(oldest->header.kind);
-    context.sequence = oldest->header.sequence;
-  }
+  Error::Context context{.rank = failed_rank, .call = "collective", .sequence = first_unfinished()};
+  if (const Operation* oldest = collectives_.oldest()) context.call = name_of(oldest->header.kind);
   failure_ = make_error(kind, text, std::move(context));
-  peers_.publish_failure(kind, text, failed_rank);
+  peers_.publish_failure(kind, text, failed_rank, first_unfinished());
   // The launcher only knows ranks of the world group.
   ring_.fail(kind, ring_.is_world(group_number_) ? failed_rank : std::nullopt);
   std::rethrow_exception(failure_);
@@ -196,7 +198,7 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
 void Engine::abort(const std::string& reason) noexcept {
   const std::unique_lock lock(mutex_);
   if (failure_) return;
-  peers_.publish_failure(FailureKind::kAborted, reason, peers_.named(rank()));
+  peers_.publish_failure(FailureKind::kAborted, reason, peers_.named(rank()), first_unfinished());
   try {
     fail(FailureKind::kAborted, fmt::format("rank {} aborted: {}", peers_.named(rank()), reason), peers_.named(rank()));
   } catch (...) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -118,6 +119,13 @@ class Engine {
   // Failures.
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> failed_rank);
   void throw_if_failed() const;
+  /// Returns the number of the first collective that this rank has not completed.
+  std::uint64_t first_unfinished() const noexcept {
+    const Operation* oldest = collectives_.oldest();
+    return oldest ? oldest->header.sequence : collectives_.next_sequence();
+  }
+  /// Throws the failure that another rank has published, if the rank has not completed the collective `sequence`.
+  void fail_as_published(std::uint64_t sequence = std::numeric_limits<std::uint64_t>::max());
 
   std::chrono::milliseconds timeout_;
   EventRing& ring_ = EventRing::of_process();

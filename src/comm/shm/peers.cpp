@@ -57,6 +57,7 @@ Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::mill
       world_size_(static_cast<int>(pids.size())),
       pids_(std::move(pids)),
       control_(std::move(control)),
+      head_(*reinterpret_cast<ControlHead*>(control_.data())),
       blocks_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead))) {
   try {
     if (world_size_ > 1) join(timeout);
@@ -186,13 +187,16 @@ void Peers::wake_others() const noexcept {
   }
 }
 
-void Peers::publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank) const noexcept {
+void Peers::publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank,
+                            std::uint64_t sequence) const noexcept {
   RankBlock& self = own();
   if (self.failure.load() != 0) return;
   const std::size_t length = std::min(text.size(), self.failure_text.size() - 1);
   std::memcpy(self.failure_text.data(), text.data(), length);
   self.failed_rank = failed_rank.value_or(-1);
+  self.failed_sequence = sequence;
   self.failure.store(static_cast<std::uint32_t>(kind));
+  head_.failures.fetch_add(1);
   wake_others();
 }
 
@@ -203,8 +207,10 @@ std::optional<Peers::Failure> Peers::failure_of(int rank) const {
   const std::string text(theirs.failure_text.data(), strnlen(theirs.failure_text.data(), theirs.failure_text.size()));
   // Only the rank that aborts publishes kAborted.
   if (kind == FailureKind::kAborted)
-    return Failure{FailureKind::kPeerLost, fmt::format("rank {} aborted: {}", named(rank), text), named(rank)};
-  return Failure{kind, text, theirs.failed_rank >= 0 ? std::optional<int>(theirs.failed_rank) : std::nullopt};
+    return Failure{FailureKind::kPeerLost, fmt::format("rank {} aborted: {}", named(rank), text), named(rank),
+                   theirs.failed_sequence};
+  return Failure{kind, text, theirs.failed_rank >= 0 ? std::optional<int>(theirs.failed_rank) : std::nullopt,
+                 theirs.failed_sequence};
 }
 
 void Peers::throw_failure_of(int rank) const {

@@ -80,9 +80,13 @@ class Peers {
     FailureKind kind = FailureKind::kNone;
     std::string text;
     std::optional<int> failed_rank;
+    std::uint64_t sequence = 0;  ///< The rank has completed the collectives before it.
   };
-  /// Publishes this rank's failure; only the first counts.
-  void publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank) const noexcept;
+  /// Returns whether a rank has published a failure. Reads a cache line that nobody writes before.
+  bool any_failed() const noexcept { return head_.failures.load() != 0; }
+  /// Publishes this rank's failure in the collective `sequence`; only the first failure counts.
+  void publish_failure(FailureKind kind, const std::string& text, std::optional<int> failed_rank,
+                       std::uint64_t sequence = 0) const noexcept;
   /// Returns the failure that the rank has published, if any.
   std::optional<Failure> failure_of(int rank) const;
   /// Marks this rank as having left.
@@ -106,6 +110,7 @@ class Peers {
   const int world_size_;
   const std::vector<int> pids_;  ///< [rank]
   Mapping control_;
+  ControlHead& head_;
   RankBlock* const blocks_;            ///< [rank]
   std::vector<Mapping> staging_;       ///< [rank]
   std::vector<Mapping> channels_;      ///< [rank]
