@@ -13,7 +13,8 @@ unset PYTHONDONTWRITEBYTECODE
 torch_version=2.11.0
 cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-cupti==13.0.85")
 # With all dependencies: for the CUDA configuration and the comparisons with Python.
-full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18")
+full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18"
+             "scikit-build-core>=0.10,<1")
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
@@ -22,8 +23,8 @@ packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv 
           libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
 # Headers for the gloo backend. Distributions without them build without that backend.
 optional_packages=(libgloo-dev)
-# Compared with ddpkit in benchmarks, and starts ranks in a test.
-peer_packages=(libopenmpi-dev openmpi-bin)
+# Compared with ddpkit in benchmarks, and starts ranks in a test; headers for the Python package.
+peer_packages=(libopenmpi-dev openmpi-bin python3-dev)
 
 log() { printf '%s\n' "$*" >&2; }
 
