@@ -71,21 +71,13 @@ struct Sums {
   }
 };
 
-std::shared_ptr<Recognizer> seeded_model(const Options& options, c10::Device device) {
-  torch::manual_seed(options.run.seed);
-  auto model = std::make_shared<Recognizer>(model_options(options));
-  model->to(device);
-  return model;
-}
-
 class Trainer {
  public:
-  Trainer(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group)
+  Trainer(const Options& options, const ddpkit::ProcessGroup& group, ddpkit::train::Run& run)
       : options_(options),
-        declared_(declared),
         group_(group),
-        run_(options.run, declared, group),
-        model_(seeded_model(options, group.device())),
+        run_(run),
+        model_(run.make_model([&] { return std::make_shared<Recognizer>(model_options(options)); })),
         faults_(options.data.on_bad_data),
         train_(open_dataset(options.data.train, options, *model_, faults_, group)),
         sampler_(train_->lengths(), group,
@@ -99,18 +91,22 @@ class Trainer {
         optimizer_(model_->parameters(),
                    torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)) {
     if (!options.data.dev.empty()) dev_ = open_dataset(options.data.dev, options, *model_, faults_, group);
+    run_.print(fmt::format("Train utterances: {} ({:.1f} min), dev utterances: {}", train_->size(),
+                           train_->seconds() / 60, dev_ ? dev_->size() : 0));
+    run_.print(fmt::format("Train batches: {}", sampler_.num_batches()));
+    run_.print_batches(0, 0, "", static_cast<double>(options.run.batch_size) / group.world_size());
   }
 
   void run() {
     run_.start({.model = *model_,
                 .optimizer = optimizer_,
+                .model_name = "LMU",
+                .optimizer_name = "adamw",
                 .updates_per_epoch = static_cast<std::int64_t>(sampler_.num_batches()),
-                .devices = group_.world_size(),
                 .most_warmup_start = 1.0 / 3,
                 .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
                           ddpkit::train::checkpoint_part("sums", sums_, /*of_each_rank=*/true)}},
                {{"train_utterances", train_->size()}});
-    if (run_.prints()) print_header();
     while (run_.has_epoch()) {
       const bool is_whole = train_epoch();
       if (is_whole || (!run_.is_stopped() && options_.run.save_steps > 0)) run_.save();
@@ -118,29 +114,16 @@ class Trainer {
     }
     if (!run_.finish()) return;
     const auto faults = faults_.count(group_);
-    if (run_.prints()) {
-      for (const Sample& sample : samples_)
-        print_line(
-            fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
-    }
-    if (run_.is_main()) print_line(describe(faults));
+    for (const Sample& sample : samples_)
+      run_.print(
+          fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
+    run_.print_summary(describe(faults));
   }
 
  private:
   std::shared_ptr<Recognizer> converted() {
     if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model_, group_);
     return model_;
-  }
-
-  void print_header() const {
-    print_line(fmt::format("{}: {} utterances, {:.1f} minutes; dev: {}", options_.data.train, train_->size(),
-                           train_->seconds() / 60, dev_ ? fmt::format("{} utterances", dev_->size()) : "none"));
-    print_line(fmt::format(
-        "model with {} parameters ({:.2f} M), {} utterances a step on {} rank{} ({}, {}), mixed precision {}",
-        parameter_count(*model_), static_cast<double>(parameter_count(*model_)) / 1e6, options_.run.batch_size,
-        group_.world_size(), group_.world_size() == 1 ? "" : "s", group_.backend_name(), group_.device().str(),
-        run_.precision_name()));
-    run_.print_resumed(fmt::format("step {}", run_.step()));
   }
 
   Augmentation augmentation() const {
@@ -309,9 +292,8 @@ class Trainer {
   }
 
   const Options& options_;
-  const ddpkit::train::Options& declared_;
   ddpkit::ProcessGroup group_;
-  ddpkit::train::Run run_;
+  ddpkit::train::Run& run_;
   std::shared_ptr<Recognizer> model_;
   Faults faults_;
   std::unique_ptr<Dataset> train_;
@@ -331,7 +313,9 @@ void train(const Options& options, const ddpkit::train::Options& declared, const
     throw UsageError(
         "data.train is not given (a manifest, or a folder in LibriSpeech's layout), and there is no data/speech; "
         "script/data speech fetches it");
-  Trainer(options, declared, group).run();
+  ddpkit::train::Run run(options.run, declared, group);
+  run.print("Loading data...");
+  Trainer(options, group, run).run();
 }
 
 }  // namespace asr

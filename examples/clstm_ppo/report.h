@@ -1,16 +1,14 @@
-// Tier 0: the standard library only. The output of a run.
+// Tier 0: the standard library only. nlohmann-json is only declared. The output of a run.
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "clstm_ppo/performance.h"
-
-namespace ddpkit::train {
-class SummaryWriter;
-}
 
 namespace clstm_ppo {
 
@@ -50,8 +48,7 @@ struct Round {
   std::int64_t round = 0;  ///< From 1.
   std::int64_t rounds = 0;
   std::int64_t episodes = 0;  ///< So far, over all ranks.
-  std::int64_t num_episodes = 0;
-  std::int64_t step = 0;  ///< Updates so far.
+  std::int64_t step = 0;      ///< Updates so far.
   int world_size = 1;
   double lr = 0;
   double seconds = 0;
@@ -60,15 +57,13 @@ struct Round {
   std::optional<double> test_return = std::nullopt;  ///< Empty if this round had no evaluation.
 };
 
-/// Formats a round as one line of JSON, or as one line of text.
-std::string as_json(const Round& round);
-std::string as_line(const Round& round);
+/// Formats a round as JSON, as a line of text (`num_episodes`: of the whole run), or as scalars for Run::report().
+nlohmann::ordered_json as_json(const Round& round);
+std::string as_line(const Round& round, std::int64_t num_episodes);
+std::vector<std::pair<std::string, double>> scalars_of(const Round& round);
 std::string as_json(const TestResult& test);
 std::string as_table(const TestResult& test);
 /// Draws the equity curves as an SVG document.
 std::string as_svg(const TestResult& test);
-
-/// Writes the scalars of a round with its number of updates as step.
-void write_to(ddpkit::train::SummaryWriter& writer, const Round& round);
 
 }  // namespace clstm_ppo

@@ -32,6 +32,7 @@ DistributedCLSTMPPOTrainer::~DistributedCLSTMPPOTrainer() = default;
 
 void DistributedCLSTMPPOTrainer::initialize() {
   set_up_device(state_->options, state_->group.device());
+  state_->make_run();
   state_->options.data = ddpkit::train::data_folder(
       state_->options.data, "data/planted", [](const std::string& path) { generate(path, {}); }, state_->group);
   ddpkit::train::run_together(state_->group, [&] { state_->read_market(); });
@@ -43,12 +44,10 @@ void DistributedCLSTMPPOTrainer::initialize() {
 void DistributedCLSTMPPOTrainer::train() {
   State& state = *state_;
   ddpkit::train::Run& run = *state.run;
-  if (run.prints()) state.print_header();
   std::optional<TestResult> test;  // Of the current weights.
   while (run.has_epoch() && !run.is_stopped()) {
     const auto start = std::chrono::steady_clock::now();
     Round round{.rounds = state.rounds(),
-                .num_episodes = state.options.num_episodes,
                 .world_size = state.group.world_size(),
                 .lr = run.scheduler().learning_rates().front()};
     const Rollout rollout = run_episode();
@@ -66,7 +65,8 @@ void DistributedCLSTMPPOTrainer::train() {
     round.round = run.epoch();
     round.episodes = run.epoch() * state.episodes_a_round();
     round.step = run.step();
-    state.report(round);
+    run.note_items(round.episode.episodes, round.seconds, "episodes");
+    run.report(as_line(round, state.options.num_episodes), as_json(round), scalars_of(round));
     save_checkpoint();
   }
   if (run.finish()) state.finish(test ? *test : evaluate());
@@ -91,8 +91,11 @@ Rollout DistributedCLSTMPPOTrainer::run_episode() {
 
 UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
   State& state = *state_;
+  ddpkit::train::ProgressBar bar =
+      state.run->bar(state.run->epoch() + 1, "Training", state.learner->updates_per_round());
   const auto after_step = [&] {
     state.run->note_update();
+    bar.advance();
     if (state.update_hook) state.update_hook();
     return !state.run->must_end();
   };

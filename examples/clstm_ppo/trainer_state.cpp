@@ -16,6 +16,13 @@ namespace clstm_ppo {
 
 using ddpkit::train::print_line;
 
+void DistributedCLSTMPPOTrainer::State::make_run() {
+  options.run.epochs = static_cast<int>(rounds());
+  options.run.lr_schedule = options.lr_decay ? "cosine" : "constant";
+  run.emplace(options.run, declared, group);
+  run->print("Loading data...");
+}
+
 void DistributedCLSTMPPOTrainer::State::read_market() {
   const double train_share = 1 - options.test_share;
   const std::int64_t train_days = std::int64_t{options.window} + options.episode_steps;
@@ -40,20 +47,27 @@ void DistributedCLSTMPPOTrainer::State::read_market() {
 void DistributedCLSTMPPOTrainer::State::make_model() {
   const auto assets = static_cast<std::int64_t>(market->assets());
   const auto state_size = static_cast<std::int64_t>(TradingEnvironment::state_size(market->assets()));
-  torch::manual_seed(options.run.seed);
-  auto model = std::make_shared<CascadedLSTM>(
-      ModelOptions{.state_size = state_size, .assets = assets, .hidden = options.hidden, .log_std = options.log_std});
-  model->to(group.device());
+  const std::string_view device = group.device().is_cpu() ? "rank" : "GPU";
+  run->print(fmt::format("{}: {} days of training to {}, {} unseen days to {}{}", fmt::join(market->names(), ", "),
+                         training.days(), market->date(training.last - 1), test.days(), market->date(test.last - 1),
+                         options.shuffle_prices ? "; moves shuffled" : ""));
+  run->print(fmt::format("Rounds: {} of {} episodes ({} per {} x {} {}{})", rounds(), episodes_a_round(), options.envs,
+                         device, group.world_size(), device, group.world_size() == 1 ? "" : "s"));
+  run->print_batches(0, 0, "", 0, "days");
+  auto model = run->make_model([&] {
+    return std::make_shared<CascadedLSTM>(
+        ModelOptions{.state_size = state_size, .assets = assets, .hidden = options.hidden, .log_std = options.log_std});
+  });
   normalizer.emplace(state_size);
-  options.run.epochs = static_cast<int>(rounds());
-  options.run.lr_schedule = options.lr_decay ? "cosine" : "constant";
-  run.emplace(options.run, declared, group);
   learner.emplace(options, std::move(model), *run, group);
 }
 
 void DistributedCLSTMPPOTrainer::State::start() {
   run->start({.model = learner->model(),
               .optimizer = learner->optimizer(),
+              .model_name = "cascaded LSTM",
+              .optimizer_name = "adam",
+              .epoch_name = "Round",
               .updates_per_epoch = learner->updates_per_round(),
               .state = {ddpkit::train::checkpoint_part("normalizer", *normalizer)},
               .facts_that_may_differ = {}},
@@ -61,28 +75,6 @@ void DistributedCLSTMPPOTrainer::State::start() {
               {"days", market->days()},
               {"first_day", market->date(0)},
               {"last_day", market->date(market->days() - 1)}});
-}
-
-void DistributedCLSTMPPOTrainer::State::print_header() const {
-  std::int64_t parameters = 0;
-  for (const at::Tensor& parameter : learner->model().parameters()) parameters += parameter.numel();
-  print_line(fmt::format("{}: {} days of training, {} to {}, then {} unseen to {}{}", fmt::join(market->names(), ", "),
-                         training.days(), market->date(training.first), market->date(training.last - 1), test.days(),
-                         market->date(test.last - 1), options.shuffle_prices ? "; moves shuffled" : ""));
-  print_line(
-      fmt::format("cascaded LSTM with {} parameters, windows of {} days, {} episodes of {} days on each of {} rank{} "
-                  "({}, {}), batch "
-                  "{} x {}, mixed precision {}",
-                  parameters, options.window, options.envs, options.episode_steps, group.world_size(),
-                  group.world_size() == 1 ? "" : "s", group.backend_name(), group.device().str(),
-                  options.run.batch_size, options.run.grad_accum_steps, run->precision_name()));
-  run->print_resumed(fmt::format("round {}", run->epoch()));
-}
-
-void DistributedCLSTMPPOTrainer::State::report(const Round& round) {
-  if (!run->is_main()) return;
-  print_line(options.run.json ? as_json(round) : as_line(round));
-  if (run->summary()) write_to(*run->summary(), round);
 }
 
 std::string DistributedCLSTMPPOTrainer::State::plot() const {
@@ -97,10 +89,7 @@ void DistributedCLSTMPPOTrainer::State::check_plot() const {
 }
 
 void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
-  if (run->is_main()) {
-    print_line(options.run.json ? as_json(result) : as_table(result));
-    print_line(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
-  }
+  if (run->is_main()) print_line(options.run.json ? as_json(result) : as_table(result));
   ddpkit::train::run_together(group, [&] {
     if (!run->is_main() || plot().empty()) return;
     const std::string text = as_svg(result);
@@ -108,6 +97,7 @@ void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
     file.write(text.data(), text.size());
     file.commit();
   });
+  run->print_summary(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
 }
 
 }  // namespace clstm_ppo

@@ -29,13 +29,12 @@ struct DistributedCLSTMPPOTrainer::State {
     return ddpkit::train::epoch_seed(options.run.seed, 2 * run->epoch() + part, group.rank());
   }
 
+  void make_run();
   void read_market();
   void make_model();
   void start();
   std::string plot() const;  ///< File of the equity curve; empty: none.
   void check_plot() const;   ///< Checks that the file is writable.
-  void print_header() const;
-  void report(const Round& round);
   void finish(const TestResult& test) const;
 
   TrainOptions options;

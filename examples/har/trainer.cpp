@@ -13,7 +13,6 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/run.h>
 #include <ddpkit/train/seed.h>
-#include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
 #include "har/dataset.h"
@@ -22,8 +21,6 @@
 
 namespace har {
 namespace {
-
-using ddpkit::train::print_line;
 
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
@@ -42,31 +39,35 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& opti
                                                      torch::optim::AdamWOptions(lr).weight_decay(weight_decay));
 }
 
+constexpr std::int64_t kTestBatch = 256;
+
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const ddpkit::train::Options& declared, const Dataset& dataset,
-          const std::vector<c10::Device>& places, const ddpkit::ProcessGroup& group)
+          const std::vector<c10::Device>& places, const ddpkit::ProcessGroup& group, ddpkit::train::Run& run)
       : options_(options),
         declared_(declared),
         dataset_(dataset),
         group_(group),
         places_(places),
-        run_(options.run, declared, group),
+        run_(run),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
-        model_(seeded_model()),
+        share_(ddpkit::train::evaluation_share(test_.size(), group.rank(), group.world_size())),
+        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.run.seed}),
+        batch_size_(static_cast<std::int64_t>(options.run.batch_size * places.size())),
+        updates_(updates_of(sampler_.num_samples())),
+        model_(make_model()),
         devices_(make_devices(options, places, model_, group)),
         optimizer_(make_optimizer(options, model_->parameters())),
-        sampler_(static_cast<std::size_t>(dataset.train.size()), group, {.seed = options.run.seed}),
-        batch_size_(std::int64_t{options.run.batch_size} * devices_->count()),
-        updates_(updates_of(sampler_.num_samples())),
         metrics_(dataset.classes()) {}
 
   void run() {
     run_.start({.model = *model_,
                 .optimizer = *optimizer_,
+                .model_name = declared_.text("mode"),
+                .optimizer_name = options_.optimizer,
                 .updates_per_epoch = updates_,
-                .devices = all_devices(),
                 .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
                           ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)},
                 .facts_that_may_differ = {"world_size", "devices"}},
@@ -75,7 +76,7 @@ class Trainer {
                 {"channels", dataset_.channels()},
                 {"steps", dataset_.steps()},
                 {"classes", dataset_.classes()},
-                {"devices", all_devices()}});
+                {"devices", run_.devices()}});
     if (run_.is_resumed()) {
       // On another number of devices an epoch has another number of updates. The schedule continues from the same
       // fraction of the run.
@@ -86,54 +87,34 @@ class Trainer {
       timeline_.emplace(group_, std::filesystem::path(options_.run.save_dir) / "trace.json");
       devices_->set_timeline(*timeline_);
     }
-    if (run_.prints()) print_header();
     while (run_.has_epoch() && train_epoch()) run_.save();
     const bool is_complete = run_.finish();
     if (timeline_) timeline_->write();
     if (!is_complete) return;
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
-    if (run_.prints()) print_line(ddpkit::train::confusion_table(test, dataset_.class_names));
-    if (run_.is_main()) print_line(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
+    run_.print(ddpkit::train::confusion_table(test, dataset_.class_names));
+    run_.print_summary(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
   }
 
  private:
-  int all_devices() const { return devices_->count() * group_.world_size(); }  // Over all ranks.
-
   // Returns the updates that `samples` of this rank make.
   std::int64_t updates_of(std::size_t samples) const {
     const std::int64_t batches = (static_cast<std::int64_t>(samples) + batch_size_ - 1) / batch_size_;
     return (batches + options_.run.grad_accum_steps - 1) / options_.run.grad_accum_steps;
   }
 
-  std::shared_ptr<Classifier> seeded_model() const {
-    torch::manual_seed(options_.run.seed);
-    auto model = make_model({.mode = options_.mode,
-                             .channels = dataset_.channels(),
-                             .steps = dataset_.steps(),
-                             .classes = dataset_.classes(),
-                             .dropout = options_.dropout});
-    model->to(group_.device());
-    return model;
-  }
+  std::int64_t test_batches() const { return (share_.size() + kTestBatch - 1) / kTestBatch; }  // Of this rank.
 
-  void print_header() const {
-    std::int64_t parameters = 0;
-    for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
-    print_line(fmt::format("{}: {} training and {} test windows of {} channels x {} steps, {} classes", dataset_.name,
-                           dataset_.train.size(), dataset_.test.size(), dataset_.channels(), dataset_.steps(),
-                           dataset_.classes()));
-    const std::string where =
-        options_.multi_gpu == MultiGpu::kDp || options_.multi_gpu == MultiGpu::kLibTorchDp
-            ? fmt::format("{} replica{} ({}, {})", devices_->count(), devices_->count() == 1 ? "" : "s",
-                          declared_.text("multi_gpu"), group_.device().str())
-            : fmt::format("{} rank{} ({}, {}, {})", group_.world_size(), group_.world_size() == 1 ? "" : "s",
-                          declared_.text("multi_gpu"), group_.backend_name(), group_.device().str());
-    print_line(
-        fmt::format("{} with {} parameters, {}, batch {}{} on each of {}, mixed precision {}", declared_.text("mode"),
-                    parameters, options_.optimizer, options_.run.batch_size,
-                    options_.run.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.run.grad_accum_steps),
-                    where, run_.precision_name()));
-    run_.print_resumed(fmt::format("epoch {}, step {}", run_.epoch(), run_.step()));
+  std::shared_ptr<Classifier> make_model() const {
+    run_.print_batches((static_cast<std::int64_t>(sampler_.num_samples()) + batch_size_ - 1) / batch_size_,
+                       test_batches(), "Test");
+    return run_.make_model([&] {
+      return har::make_model({.mode = options_.mode,
+                              .channels = dataset_.channels(),
+                              .steps = dataset_.steps(),
+                              .classes = dataset_.classes(),
+                              .dropout = options_.dropout});
+    });
   }
 
   // `number`: index of the batch in the epoch, in this process.
@@ -164,10 +145,10 @@ class Trainer {
       for (int i = 0; i < options_.run.grad_accum_steps; ++i) {
         if (auto batch = loader.next()) parts.push_back(std::move(*batch));
       }
-      const at::Tensor loss = train_step(parts);
+      train_step(parts);
       for (const Batch& part : parts) used += part.size();
       sampler_.set_position(static_cast<std::size_t>(used));
-      epoch.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
+      epoch.advance([&] { return metrics_.note(); });
     }
     const ClassificationResult train = metrics_.reduce(group_);
     if (!epoch.finish(train.loss)) return false;
@@ -178,7 +159,7 @@ class Trainer {
   }
 
   // Makes one update with the mean loss over the samples of all `batches`, on all devices of all ranks.
-  at::Tensor train_step(const std::vector<Batch>& batches) {
+  void train_step(const std::vector<Batch>& batches) {
     const auto samples = std::accumulate(batches.begin(), batches.end(), std::int64_t{0},
                                          [](std::int64_t sum, const Batch& batch) { return sum + batch.size(); });
     optimizer_->zero_grad();
@@ -197,20 +178,19 @@ class Trainer {
     }
     metrics_.add_loss(mean, samples);
     run_.step_optimizer();
-    return mean;
   }
 
   // Evaluates each test window once, each on one rank.
   ClassificationResult evaluate() {
     const ddpkit::train::EvaluationScope scope(*model_, group_);
     ClassificationMetrics metrics(dataset_.classes());
-    const auto share = ddpkit::train::evaluation_share(test_.size(), group_.rank(), group_.world_size());
-    constexpr std::int64_t kBatch = 256;
-    for (std::int64_t begin = share.begin; begin < share.end; begin += kBatch) {
-      const std::int64_t end = std::min(begin + kBatch, share.end);
+    ddpkit::train::ProgressBar bar = run_.bar(run_.epoch(), "Test", test_batches());
+    for (std::int64_t begin = share_.begin; begin < share_.end; begin += kTestBatch) {
+      const std::int64_t end = std::min(begin + kTestBatch, share_.end);
       const at::Tensor targets = test_.labels.slice(0, begin, end);
       const at::Tensor logits = model_->forward(test_.windows.slice(0, begin, end));
       metrics.add(logits, targets, torch::cross_entropy_loss(logits, targets));
+      bar.advance();
     }
     return metrics.reduce(group_);
   }
@@ -230,13 +210,14 @@ class Trainer {
                   {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
                   {"peak_device_bytes", ddpkit::train::peak_memory_of_devices(places_, group_)},
                   {"world_size", group_.world_size()},
-                  {"devices", all_devices()}},
+                  {"devices", run_.devices()}},
                  {{"loss/train", train.loss},
                   {"loss/test", test.loss},
                   {"accuracy/train", train.accuracy},
                   {"accuracy/test", test.accuracy},
                   {"f1/test", test.macro_f1()},
                   {"training/samples_per_second", epoch.items_per_second()}});
+    run_.write_file("confusion.svg", ddpkit::train::confusion_svg(test, dataset_.class_names));
   }
 
   const TrainOptions& options_;
@@ -244,15 +225,16 @@ class Trainer {
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
   std::vector<c10::Device> places_;
-  ddpkit::train::Run run_;
+  ddpkit::train::Run& run_;
   Split train_;
   Split test_;
+  ddpkit::train::IndexRange share_;  // Test windows of this rank.
+  ddpkit::DistributedSampler sampler_;
+  std::int64_t batch_size_;  // Of this process, over all its devices.
+  std::int64_t updates_;     // Per epoch.
   std::shared_ptr<Classifier> model_;
   std::unique_ptr<Devices> devices_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  ddpkit::DistributedSampler sampler_;
-  std::int64_t batch_size_;                        // Of this process, over all its devices.
-  std::int64_t updates_;                           // Per epoch.
   ClassificationMetrics metrics_;                  // Of the current epoch.
   std::optional<ClassificationResult> evaluated_;  // Of the current weights.
   std::optional<ddpkit::Timeline> timeline_;
@@ -270,11 +252,16 @@ void train(const TrainOptions& options, const ddpkit::train::Options& declared, 
   const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
   const ddpkit::ProcessGroup group =
       program.init_process_group({.backend = options.run.backend, .device = places.front()});
+  ddpkit::train::Run run(options.run, declared, group, places);
+  run.print("Loading data...");
   const std::string folder = ddpkit::train::data_folder(
       options.data, "data/har", [](const std::string& path) { generate_ucihar(path, {}); }, group);
   Dataset dataset;
   ddpkit::train::run_together(group, [&] { dataset = normalised(read_recordings(folder)); });
-  Trainer(options, declared, dataset, places, group).run();
+  run.print(fmt::format("{}: {} training and {} test windows, {} channels x {} steps, {} classes", dataset.name,
+                        dataset.train.size(), dataset.test.size(), dataset.channels(), dataset.steps(),
+                        dataset.classes()));
+  Trainer(options, declared, dataset, places, group, run).run();
 }
 
 }  // namespace har

@@ -1,7 +1,5 @@
 #include "video/balance.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
 
 namespace video {
@@ -63,30 +61,17 @@ void TrialSampler::load(torch::serialize::InputArchive& archive) {
   std::visit([&](auto& sampler) { sampler.load(archive); }, sampler_);
 }
 
-namespace {
-
-std::size_t widest_of(const std::vector<std::string>& names) {
-  std::size_t widest = 5;
-  for (const std::string& name : names) widest = std::max(widest, std::min<std::size_t>(name.size(), 24));
-  return widest;
-}
-
-}  // namespace
-
-std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights) {
-  const std::size_t classes = set.class_names.size(), widest = widest_of(set.class_names);
-  std::vector<std::int64_t> train(classes), validation(classes);
-  for (const std::size_t i : split.train) ++train[static_cast<std::size_t>(set.trials[i].label)];
-  for (const std::size_t i : split.validation) ++validation[static_cast<std::size_t>(set.trials[i].label)];
-  std::string table = fmt::format("{:{}}  trials   share  training  validation  weight", "class", widest);
-  for (std::size_t k = 0; k < classes; ++k) {
-    const std::int64_t all = train[k] + validation[k];
-    table += fmt::format("\n{:{}}  {:>6}  {:4.1f} %  {:>8}  {:>10}  {:6.3f}", set.class_names[k].substr(0, widest),
-                         widest, all, 100.0 * static_cast<double>(all) / static_cast<double>(set.trials.size()),
-                         train[k], validation[k], weights[k]);
-  }
-  return table + fmt::format("\n{:{}}  {:>6}          {:>8}  {:>10}", "all", widest, set.trials.size(),
-                             split.train.size(), split.validation.size());
+std::string class_table(const TrialSet& set, const std::vector<std::size_t>& trials,
+                        const std::vector<double>& weights) {
+  std::vector<std::int64_t> counts(set.class_names.size());
+  for (const std::size_t i : trials) ++counts[static_cast<std::size_t>(set.trials[i].label)];
+  const std::string rule(60, '=');
+  std::string table = fmt::format("{0}\nClass Distribution and Weights\n{0}\n", rule);
+  for (std::size_t k = 0; k < counts.size(); ++k)
+    table +=
+        fmt::format("Class {} ({:<15}): {:>6} samples ({:5.2f}%) -> weight: {:.4f}\n", k, set.class_names[k], counts[k],
+                    100.0 * static_cast<double>(counts[k]) / static_cast<double>(trials.size()), weights[k]);
+  return table + rule;
 }
 
 }  // namespace video

@@ -19,8 +19,10 @@ namespace video {
 /// trials is 1. A class without trials has 0. All 1 with kNone. [class]
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance);
 
-/// Formats a table for a terminal: trials of each class in both sets, and the weight of the class. `weights`: [class].
-std::string class_table(const TrialSet& set, const TrialSplit& split, const std::vector<double>& weights);
+/// Formats a table for a terminal: how many of `trials` (indices in `set`) each class has, and its weight. `weights`:
+/// [class].
+std::string class_table(const TrialSet& set, const std::vector<std::size_t>& trials,
+                        const std::vector<double>& weights);
 
 /// This rank's trials of each epoch, in order, the same number on all ranks. Shuffled, or with kSampler drawn by the
 /// weights of their classes. Resumes within an epoch as the samplers do: see DistributedSampler::load().

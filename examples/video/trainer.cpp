@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 
 #include <fmt/format.h>
 
@@ -22,38 +23,38 @@
 namespace video {
 namespace {
 
-using ddpkit::train::print_line;
-
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const ddpkit::train::Options& declared, const TrialSet& set,
-          const TrialSplit& split, ClipLoader& loader, const ddpkit::ProcessGroup& group)
+  Trainer(const TrainOptions& options, const TrialSet& set, const TrialSplit& split, ClipLoader& loader,
+          const ddpkit::ProcessGroup& group, ddpkit::train::Run& run)
       : options_(options),
-        declared_(declared),
         set_(set),
         split_(split),
         loader_(loader),
         group_(group),
-        run_(options.run, declared, group),
+        run_(run),
         class_weights_(weights_of_classes(set, split.train, options.balance)),
-        model_(seeded_model()),
-        ddp_(model_, group),
-        optimizer_(model_->parameters(),
-                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
+        share_(ddpkit::train::evaluation_share(static_cast<std::int64_t>(split.validation.size()), group.rank(),
+                                               group.world_size())),
         sampler_(set, split.train, class_weights_, options.balance, options.run.seed, group),
         batch_size_(options.run.batch_size),
         updates_(updates_of(sampler_.num_samples())),
+        model_(make_model()),
+        ddp_(model_, group),
+        optimizer_(model_->parameters(),
+                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
         metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
 
   void run() {
     run_.start(
         {.model = *model_,
          .optimizer = optimizer_,
+         .model_name = "3D-CNN",
+         .optimizer_name = "adamw",
          .updates_per_epoch = updates_,
-         .devices = group_.world_size(),
          .state = {ddpkit::train::checkpoint_part("best", best_), ddpkit::train::checkpoint_part("sampler", sampler_),
                    ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)}},
         {{"data_set", std::filesystem::weakly_canonical(set_.folder).filename().string()},
@@ -66,14 +67,12 @@ class Trainer {
       sampler_.set_epoch(run_.epoch());
       run_.scheduler().set_step((run_.epoch() + 1) * updates_ - updates_of(sampler_.trials().size()));
     }
-    if (run_.prints()) print_header();
     while (run_.has_epoch() && train_epoch()) {
     }
     if (!run_.finish()) return;
     if (best_.epoch() == 0) best_.update(run_.epoch(), evaluate());
-    if (run_.prints()) print_line(ddpkit::train::confusion_table(best_.result(), set_.class_names));
-    if (run_.is_main())
-      print_line(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
+    run_.print(ddpkit::train::confusion_table(best_.result(), set_.class_names));
+    run_.print_summary(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
   }
 
  private:
@@ -82,31 +81,16 @@ class Trainer {
     return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
   }
 
-  std::shared_ptr<Classifier> seeded_model() const {
-    torch::manual_seed(options_.run.seed);
-    auto model =
-        std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
-                                                  .dropout = options_.dropout,
-                                                  .width = options_.width});
-    model->to(group_.device());
+  std::shared_ptr<Classifier> make_model() const {
+    run_.print(class_table(set_, split_.train, class_weights_));
+    run_.print_batches(updates_, updates_of(static_cast<std::size_t>(share_.size())));
+    auto model = run_.make_model([&] {
+      return std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
+                                                       .dropout = options_.dropout,
+                                                       .width = options_.width});
+    });
     if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model, group_);
     return model;
-  }
-
-  void print_header() const {
-    std::int64_t parameters = 0;
-    for (const at::Tensor& parameter : model_->parameters()) parameters += parameter.numel();
-    print_line(fmt::format("{}: {} trials, {} classes, clips of {} frames of {}", set_.folder.string(),
-                           set_.trials.size(), set_.class_names.size(), options_.frames, declared_.text("size")));
-    print_line(class_table(set_, split_, class_weights_));
-    print_line(
-        fmt::format("3D-CNN with {} parameters, batch {} on each of {} rank{} ({}, {}), lr {:.4g}, balance {}, mixed "
-                    "precision {}",
-                    parameters, batch_size_, group_.world_size(), group_.world_size() == 1 ? "" : "s",
-                    group_.backend_name(), group_.device().str(),
-                    options_.run.lr * ddpkit::optim::learning_rate_scale(options_.run.lr_scaling, group_.world_size()),
-                    declared_.text("balance"), run_.precision_name()));
-    run_.print_resumed(fmt::format("epoch {}, step {}", run_.epoch(), run_.step()));
   }
 
   ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
@@ -136,9 +120,9 @@ class Trainer {
     std::size_t used = 0;
     while (epoch.next()) {
       const Clips clips = *loader.next();
-      const at::Tensor loss = train_step(clips);
+      train_step(clips);
       sampler_.set_position(used += static_cast<std::size_t>(clips.size()));
-      epoch.advance([&] { return fmt::format("loss={:.4f}", loss.item<double>()); });
+      epoch.advance([&] { return metrics_.note(); });
     }
     const ClassificationResult train = metrics_.reduce(group_);
     if (!epoch.finish(train.loss)) return false;
@@ -175,12 +159,11 @@ class Trainer {
                   {"accuracy/validation", validation.accuracy},
                   {"f1/validation", validation.macro_f1()},
                   {"training/clips_per_second", epoch.items_per_second()}});
-    if (run_.prints() && is_best && run_.is_saved())
-      print_line(fmt::format("  {} Saved best model: best.pt (F1: {:.4f})", ddpkit::train::has_utf8() ? "✓" : "*",
-                             validation.macro_f1()));
+    if (is_best) run_.print_best(fmt::format("F1: {:.4f}", validation.macro_f1()));
+    run_.write_file("confusion.svg", ddpkit::train::confusion_svg(validation, set_.class_names));
   }
 
-  at::Tensor train_step(const Clips& clips) {
+  void train_step(const Clips& clips) {
     optimizer_.zero_grad();
     const at::Tensor labels = clips.labels.to(group_.device());
     at::Tensor loss;
@@ -201,39 +184,40 @@ class Trainer {
     run_.scaler().scale(loss).backward();
     metrics_.add_loss(loss, clips.size());
     run_.step_optimizer();
-    return loss.detach();
   }
 
   // Evaluates each validation trial once, each on one rank.
   ClassificationResult evaluate() {
     const ddpkit::train::EvaluationScope scope(*model_, group_);
     ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
-    const auto share = ddpkit::train::evaluation_share(static_cast<std::int64_t>(split_.validation.size()),
-                                                       group_.rank(), group_.world_size());
-    const std::vector<std::size_t> mine(split_.validation.begin() + share.begin, split_.validation.begin() + share.end);
+    const std::vector<std::size_t> mine(split_.validation.begin() + share_.begin,
+                                        split_.validation.begin() + share_.end);
+    ddpkit::train::ProgressBar bar =
+        run_.bar(run_.epoch(), "Validation", updates_of(static_cast<std::size_t>(share_.size())));
     ddpkit::Prefetcher<Clips> loader = load(mine, batch_size_, std::nullopt);
     while (const auto clips = loader.next()) {
       const at::Tensor labels = clips->labels.to(group_.device());
       const at::Tensor logits = model_->forward(prepare_clips(clips->pixels.to(group_.device()), {}));
       metrics.add(logits, labels, torch::cross_entropy_loss(logits, labels));
+      bar.advance();
     }
     return metrics.reduce(group_);
   }
 
   const TrainOptions& options_;
-  const ddpkit::train::Options& declared_;
   const TrialSet& set_;
   const TrialSplit& split_;
   ClipLoader& loader_;
   ddpkit::ProcessGroup group_;
-  ddpkit::train::Run run_;
+  ddpkit::train::Run& run_;
   std::vector<double> class_weights_;  // [class]
+  ddpkit::train::IndexRange share_;    // Validation trials of this rank.
+  TrialSampler sampler_;
+  std::int64_t batch_size_;
+  std::int64_t updates_;  // Per epoch.
   std::shared_ptr<Classifier> model_;
   ddpkit::DistributedDataParallel<Classifier> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
-  TrialSampler sampler_;
-  std::int64_t batch_size_;
-  std::int64_t updates_;           // Per epoch.
   ClassificationMetrics metrics_;  // Of the current epoch.
   Best best_;
 };
@@ -242,6 +226,8 @@ class Trainer {
 
 void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
   const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.run.backend});
+  ddpkit::train::Run run(options.run, declared, group);
+  run.print("Loading data...");
   const std::filesystem::path folder = ddpkit::train::data_folder(
       options.data, "data/mouse", [](const std::string& path) { generate(path, {}); }, group);
   DataFaults faults(trials_file(folder), options.on_bad_data);
@@ -262,9 +248,12 @@ void train(const TrainOptions& options, const ddpkit::train::Options& declared, 
   if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
     ddpkit::train::log_line(summary);
   const TrialSplit split = split_by_video(set, options.validation_share, options.run.seed);
-  Trainer(options, declared, set, split, *loader, group).run();
-  if (const std::string summary = faults.summary(0); group.rank() == 0 && !summary.empty() && !options.run.json)
-    print_line(summary);
+  std::set<std::string> videos;
+  for (const Trial& trial : set.trials) videos.insert(trial.video);
+  run.print(fmt::format("Found {} unique videos with {} total trials", videos.size(), set.trials.size()));
+  run.print(fmt::format("Train trials: {}, Val trials: {}", split.train.size(), split.validation.size()));
+  Trainer(options, set, split, *loader, group, run).run();
+  if (const std::string summary = faults.summary(0); !summary.empty()) run.print(summary);
 }
 
 }  // namespace video

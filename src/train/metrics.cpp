@@ -183,27 +183,20 @@ double ClassificationResult::macro_f1() const {
   return sum / classes;
 }
 
-std::string ClassificationResult::line() const {
-  return fmt::format("Loss: {:.4f}, Acc: {:.2f}%", loss, 100 * accuracy);
+std::string ClassificationMetrics::note() const {
+  const at::Tensor all = all_sums();
+  const double* values = all.const_data_ptr<double>();
+  double correct = 0, predicted = 0;
+  for (std::int64_t cell = 0; cell < classes_ * classes_; ++cell) {
+    predicted += values[cell];
+    if (cell % (classes_ + 1) == 0) correct += values[cell];
+  }
+  const double* loss = values + classes_ * classes_;
+  return fmt::format("loss={:.4f}, acc={:.2f}%", loss[0] / loss[1], 100 * correct / predicted);
 }
 
-std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names) {
-  constexpr std::size_t kWidest = 24;
-  std::size_t widest = 5, digits = 2;
-  for (const std::string& name : class_names) widest = std::max(widest, std::min(name.size(), kWidest));
-  for (const auto& row : result.confusion) {
-    for (const std::int64_t count : row) digits = std::max(digits, std::to_string(count).size());
-  }
-  std::string table = fmt::format("{:{}}", "class", widest);
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) table += fmt::format("  {:>{}}", k + 1, digits);
-  table += "      F1   (columns: taken for class number ...)";
-  const std::vector<double> f1 = result.f1();
-  for (std::size_t k = 0; k < result.confusion.size(); ++k) {
-    table += fmt::format("\n{:{}}", class_names[k].substr(0, widest), widest);
-    for (const std::int64_t count : result.confusion[k]) table += fmt::format("  {:>{}}", count, digits);
-    table += fmt::format("  {:6.3f}", f1[k]);
-  }
-  return table + fmt::format("\nmacro F1 {:.3f}", result.macro_f1());
+std::string ClassificationResult::line() const {
+  return fmt::format("Loss: {:.4f}, Acc: {:.2f}%", loss, 100 * accuracy);
 }
 
 }  // namespace ddpkit::train

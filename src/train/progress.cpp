@@ -10,6 +10,8 @@
 
 #include <fmt/format.h>
 
+#include "train/console.h"
+
 namespace ddpkit::train {
 namespace {
 
@@ -23,13 +25,6 @@ bool can_redraw(std::FILE* stream) {
 int columns_of(std::FILE* stream) {
   winsize size{};
   return ::ioctl(::fileno(stream), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
-}
-
-/// Returns "05:07", or "1:05:07" from an hour on.
-std::string time_text(double seconds) {
-  const auto all = static_cast<std::int64_t>(std::clamp(seconds, 0.0, 1e9));
-  if (all < 3600) return fmt::format("{:02}:{:02}", all / 60, all % 60);
-  return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
 }
 
 /// Returns "|##### |" with `width` columns between the lines; blocks and their eighths if the terminal has UTF-8.
@@ -84,9 +79,12 @@ void ProgressBar::draw(const std::string& note, std::chrono::steady_clock::time_
   if (!options_.unit.empty() && seconds > 0)
     facts += fmt::format(", {:.1f} {}/s", done * options_.items_per_step / seconds, options_.unit);
   if (!note.empty()) facts += ", " + note;
-  const std::string before = fmt::format("{}: {:3}%", options_.label, 100 * done_ / total_),
-                    after = fmt::format(" {}/{} [{}]", done_, total_, facts);
+  const std::string before = fmt::format("{}: {:3}%", options_.label, 100 * done_ / total_);
+  std::string after = fmt::format(" {}/{} [{}]", done_, total_, facts);
   const bool is_bar = kind_ == Kind::kBar;
+  if (is_bar && options_.later_steps > 0)
+    after += fmt::format(", run {} left",
+                         time_text(seconds / done * (static_cast<double>(total_ + options_.later_steps) - done)));
   // The terminal may have been closed, which must not end the program.
   if (is_bar) {
     const int rest = columns_of(options_.stream) - static_cast<int>(before.size() + after.size()) - 3;

@@ -1,26 +1,84 @@
 #include <ddpkit/train/run.h>
 
 #include <torch/nn/module.h>
+#include <torch/utils.h>
 
 #include <algorithm>
-#include <cmath>
+#include <cctype>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
 
-#include <ddpkit/comm/trace.h>
-#include <ddpkit/error.h>
 #include <ddpkit/train/json_text.h>
+#include <ddpkit/train/metrics.h>
 #include <ddpkit/train/text.h>
+
+#include "train/console.h"
+#include "train/history.h"
 
 namespace ddpkit::train {
 
-Run::Run(const RunOptions& options, const Options& declared, const ProcessGroup& group)
+Run::Run(const RunOptions& options, const Options& declared, const ProcessGroup& group,
+         std::vector<c10::Device> devices)
     : options_(options),
       declared_(declared),
       group_(group),
+      devices_(devices.empty() ? std::vector<c10::Device>{group.device()} : std::move(devices)),
       amp_(options.amp ? optim::fastest_type(group.device()) : at::kFloat),
-      scaler_(group, {.enabled = amp_ == at::kHalf}) {}
+      scaler_(group, {.enabled = amp_ == at::kHalf}) {
+  const std::string kind = group.device().is_cpu() ? "CPU " : "";
+  print(fmt::format("Distributed training: {} {}{}(s)", this->devices(), kind, device_word(devices_)));
+  print("Using device: " + group.device().str());
+}
+
+Run::~Run() = default;
+
+int Run::devices() const { return static_cast<int>(devices_.size()) * group_.world_size(); }
+
+void Run::print(const std::string& line) const {
+  if (prints()) print_line(line);
+}
+
+void Run::print_batches(std::int64_t train, std::int64_t evaluation, const std::string& evaluation_name,
+                        double batch_size, const std::string& unit) const {
+  const char* word = device_word(devices_);
+  const auto print_one = [&](const std::string& name, std::int64_t each, int times) {
+    if (each > 0) print(fmt::format("{} batches: {} (per {}: ~{})", name, each * times, word, each));
+  };
+  print_one("Train", train, devices());
+  print_one(evaluation_name, evaluation, group_.world_size());  // A process evaluates on one device.
+  const double each = batch_size > 0 ? batch_size : options_.batch_size;
+  const std::string steps = options_.grad_accum_steps == 1 ? "" : fmt::format(" x {} steps", options_.grad_accum_steps);
+  print(fmt::format("Effective batch size: {:.6g}{} ({:.4g}{} per {} x {} {}{})",
+                    each * options_.grad_accum_steps * devices(), unit.empty() ? "" : " " + unit, each, steps, word,
+                    devices(), word, devices() == 1 ? "" : "s"));
+}
+
+void Run::seed_model() const {
+  print("Creating model...");
+  torch::manual_seed(options_.seed);
+}
+
+void Run::print_model(const RunParts& parts) const {
+  std::int64_t parameters = 0;
+  std::size_t bytes = 0;
+  for (const at::Tensor& parameter : parts.model.parameters()) {
+    parameters += parameter.numel();
+    bytes += parameter.nbytes();
+  }
+  const double scale = optim::learning_rate_scale(options_.lr_scaling, devices());
+  const std::string lr = scale == 1 ? fmt::format("{:.4g}", options_.lr)
+                                    : fmt::format("{:.4g} ({:.4g} x {:.4g}, {})", options_.lr * scale, options_.lr,
+                                                  scale, declared_.text("lr_scaling"));
+  print(fmt::format("{}: {} parameters ({:.1f} MB), {}, lr {}, mixed precision {}, backend {}{}, {}", parts.model_name,
+                    count_text(parameters), static_cast<double>(bytes) / 1e6, parts.optimizer_name, lr,
+                    precision_name(), group_.backend_name(), options_.sync_batchnorm ? ", sync_batchnorm" : "",
+                    is_saved() ? "saving to " + options_.save_dir : "without checkpoints"));
+  if (is_resumed())
+    print(fmt::format("resumed from {}, {} {}, step {}", folder_.checkpoint.string(), epoch_word(), epoch(), step()));
+  print("Starting training...");
+}
 
 const char* Run::precision_name() const {
   return amp_ == at::kFloat ? "off" : amp_ == at::kHalf ? "float16" : "bfloat16";
@@ -36,15 +94,17 @@ optim::Schedule Run::schedule(const RunParts& parts) const {
   if (options_.lr_schedule == "cosine") result = optim::cosine_decay(parts.updates_per_epoch * options_.epochs);
   const auto updates = static_cast<std::int64_t>(static_cast<double>(parts.updates_per_epoch) * options_.warmup_epochs);
   if (updates == 0) return result;
-  const double scale = optim::learning_rate_scale(options_.lr_scaling, parts.devices);
+  const double scale = optim::learning_rate_scale(options_.lr_scaling, devices());
   return result * optim::warmup(updates, scale > 1 ? std::min(1 / scale, parts.most_warmup_start) : 1.0 / 3);
 }
 
 void Run::start(const RunParts& parts, const nlohmann::json& facts) {
+  epoch_name_ = parts.epoch_name;
+  start_ = std::chrono::steady_clock::now();
   model_ = &parts.model;
   optimizer_ = &parts.optimizer;
   scheduler_.emplace(parts.optimizer, schedule(parts),
-                     optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = parts.devices});
+                     optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = devices()});
   state_ = {checkpoint_part("scheduler", *scheduler_), checkpoint_part("scaler", scaler_)};
   state_.insert(state_.end(), parts.state.begin(), parts.state.end());
   nlohmann::json config = nlohmann::json::parse(declared_.resolved());
@@ -52,7 +112,7 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   config.update(
       {{"program", declared_.program()}, {"precision", precision_name()}, {"world_size", group_.world_size()}});
   stop_.emplace(group_);
-  if (options_.save_dir.empty()) return;
+  if (options_.save_dir.empty()) return print_model(parts);
   const std::string description = json_text(config);
   folder_ = open_run_folder(options_, declared_, description, parts.facts_that_may_differ, group_);
   checkpoint_.emplace(folder_.checkpoint, group_, CheckpointOptions{.keep = options_.save_total_limit});
@@ -60,6 +120,9 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   info_.config = description;
   kept_step_ = info_.step;
   open_summary(summary_, options_, folder_, description, info_.step, group_);
+  if (is_main()) history_ = std::make_unique<History>(options_.save_dir);
+  if (history_ && is_resumed()) history_->load(info_.step);
+  print_model(parts);
 }
 
 void Run::step_optimizer() {
@@ -82,74 +145,58 @@ bool Run::must_end() {
 bool Run::finish() {
   if (checkpoint_) checkpoint_->wait();
   if (is_stopped_ && is_main())
-    log_line(fmt::format("{}: {}", declared_.program(), stop_->describe(kept_step_, checkpoint_.has_value())));
+    log_line(fmt::format("{}: {}", declared_.program(), stop_->describe(kept_step_, options_.save_dir)));
   return !is_stopped_;
 }
 
-void Run::print_resumed(const std::string& where) const {
-  if (folder_.to_resume) print_line(fmt::format("resumed from {}, {}", folder_.checkpoint.string(), where));
+std::string Run::epoch_word() const {
+  std::string word = epoch_name_;
+  word.front() = static_cast<char>(std::tolower(static_cast<unsigned char>(word.front())));
+  return word;
 }
 
-Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit)
-    : run_(run),
-      updates_(updates),
-      items_(items),
-      bar_(updates,
-           progress_options(run.options_, fmt::format("Epoch {}/{} Training", run.info_.epoch + 1, run.options_.epochs),
-                            unit, static_cast<double>(items) / static_cast<double>(updates), run.group_)) {}
-
-bool Epoch::next() {
-  if (done_ == updates_) return false;
-  if (run_.must_end()) {
-    if (run_.is_stopped_ && done_ > 0) run_.save();  // Without a new update, the last checkpoint is already current.
-    return false;
-  }
-  set_step(run_.info_.step);
-  lr_ = run_.scheduler_->learning_rates().front();
-  return true;
+ProgressBar Run::bar(std::int64_t epoch, const std::string& loop, std::int64_t steps, const std::string& unit,
+                     double items_per_step) const {
+  ProgressOptions options = progress_options(
+      options_, fmt::format("{} {}/{} {}", epoch_name_, epoch, options_.epochs, loop), unit, items_per_step, group_);
+  if (!unit.empty()) options.later_steps = (options_.epochs - epoch) * steps;
+  return ProgressBar(steps, std::move(options));
 }
 
-void Epoch::advance(const std::function<std::string()>& note) {
-  ++done_;
-  run_.note_update();
-  bar_.advance(note);
-  const std::int64_t interval = run_.options_.save_steps;
-  if (done_ < updates_ && interval > 0 && run_.info_.step % interval == 0) run_.save();
+void Run::note_items(std::int64_t items, double seconds, const std::string& unit) {
+  items_ += items;
+  seconds_ += seconds;
+  unit_ = unit;
 }
 
-bool Epoch::finish(double loss) {
-  seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  bar_.clear();
-  if (run_.is_stopped_) return false;
-  if (!std::isfinite(loss))
-    throw Error(
-        fmt::format("the loss became {} in epoch {}: lower --lr ({})", loss, run_.info_.epoch + 1, run_.options_.lr),
-        {.rank = 0});
-  if (done_ < updates_) return false;
-  run_.note_epoch();
-  return true;
+void Run::report(const std::string& line, const nlohmann::ordered_json& values,
+                 const std::vector<std::pair<std::string, double>>& scalars) {
+  if (!is_main()) return;
+  print_line(options_.json ? values.dump() : fmt::format("{} {}/{} - {}", epoch_name_, epoch(), options_.epochs, line));
+  if (history_) history_->add(epoch(), step(), scalars, epoch_word());
+  if (!summary_) return;
+  for (const auto& [tag, value] : scalars) summary_->add_scalar(tag, value, step());
 }
 
-void Epoch::report(const std::string& line, const nlohmann::ordered_json& values,
-                   const std::vector<std::pair<std::string, double>>& scalars) {
-  if (!run_.is_main()) return;
-  const std::int64_t step = run_.info_.step;
-  nlohmann::ordered_json json = {
-      {"epoch", run_.info_.epoch}, {"epochs", run_.options_.epochs}, {"step", step}, {"lr", lr_}};
-  json.update(values);
-  print_line(run_.options_.json ? json.dump()
-                                : fmt::format("Epoch {}/{} - {}", run_.info_.epoch, run_.options_.epochs, line));
-  if (!run_.summary_) return;
-  for (const auto& [tag, value] : scalars) run_.summary_->add_scalar(tag, value, step);
-  run_.summary_->add_scalar("training/lr", lr_, step);
+void Run::print_best(const std::string& score) const {
+  if (is_saved()) print(fmt::format("  {} Saved best model: best.pt ({})", has_utf8() ? "✓" : "*", score));
 }
 
-EvaluationScope::EvaluationScope(torch::nn::Module& model, const ProcessGroup& group)
-    : model_(model), was_training_(model.is_training()) {
-  for (const at::Tensor& buffer : model.buffers()) group.broadcast(buffer);
-  model.eval();
+void Run::write_file(const std::string& name, const std::string& text) const {
+  if (is_main() && is_saved()) write_text(std::filesystem::path(options_.save_dir) / name, text);
 }
 
-EvaluationScope::~EvaluationScope() { model_.train(was_training_); }
+void Run::print_summary(const std::string& result) const {
+  const bool is_cpu = devices_.front().is_cpu();
+  const std::vector<std::int64_t> memory =
+      is_cpu ? peak_memory_of_ranks(group_) : peak_memory_of_devices(devices_, group_);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  print(fmt::format("Training finished: {}, {} in {}{}", number_of(epoch(), epoch_word()), number_of(step(), "update"),
+                    time_text(seconds),
+                    seconds_ > 0 ? fmt::format(" ({:.1f} {}/s)", static_cast<double>(items_) / seconds_, unit_) : ""));
+  print("Peak memory: " + memory_of_each(memory, is_cpu ? "rank" : "GPU"));
+  if (is_saved()) print("Files: " + files_of(options_.save_dir));
+  if (is_main()) print_line(result);
+}
 
 }  // namespace ddpkit::train

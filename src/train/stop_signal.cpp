@@ -82,10 +82,10 @@ bool StopSignal::requested() {
   return agreed_ != 0;
 }
 
-std::string StopSignal::describe(std::int64_t step, bool is_kept) const {
+std::string StopSignal::describe(std::int64_t step, const std::string& save_dir) const {
   const char* name = ::sigabbrev_np(agreed_);
   return fmt::format("stopped by SIG{} after step {}; {}", name ? name : "?", step,
-                     is_kept ? "the same command resumes from there" : "no checkpoint was saved");
+                     save_dir.empty() ? "no checkpoint was saved" : "resume with --save-dir " + save_dir);
 }
 
 }  // namespace ddpkit::train

@@ -32,8 +32,8 @@ TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last",
       for (const char* figure : {"return", "sharpe", "max_drawdown"}) CHECK(test[name][figure].is_number());
     CHECK(test["best_with_the_pattern"]["return"] > 0.2);
     CHECK(run.lines[4] == fmt::format("test return {:+.1f} %", 100 * test["policy"]["return"].get<double>()));
-    CHECK(names_in(folder.path()) ==
-          std::vector<std::string>{"checkpoint.pt", "config.yaml", "equity.svg", "tensorboard"});
+    CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml", "curves.svg",
+                                                              "equity.svg", "metrics.csv", "tensorboard"});
     const std::string plot = read_file(folder / "equity.svg");
     CHECK(plot.starts_with("<svg"));
     CHECK(plot.ends_with("</svg>\n"));

@@ -1,21 +1,33 @@
 // The first commands of a reader: without data, with the names of torchrun and of Python's trainers.
 #include <ddpkit/launch/launcher.h>
 
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include "clstm_ppo/generate.h"
+#include "har/generate.h"
 #include "support/catch.h"
 #include "support/folder.h"
+#include "support/sound.h"
 #include "video/generate.h"
 
 using ddpkit::testing::Folder;
+using ddpkit::testing::read_file;
 
 namespace {
 
 struct Output {
   int exit_code = -1;
-  std::string text;  ///< stdout and stderr.
+  std::string text;    ///< stdout.
+  std::string errors;  ///< stderr.
 
   std::size_t count(const std::string& words) const {
+    const std::string all = text + errors;
     std::size_t found = 0;
-    for (std::size_t at = text.find(words); at != std::string::npos; at = text.find(words, at + 1)) ++found;
+    for (std::size_t at = all.find(words); at != std::string::npos; at = all.find(words, at + 1)) ++found;
     return found;
   }
 };
@@ -24,17 +36,88 @@ struct Output {
 Output run_in(const std::filesystem::path& folder, std::vector<std::string> command) {
   const std::string script =
       "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID; cd \"$0\"; "
-      "exec \"$@\" 2>&1";
+      "exec \"$@\" 2>errors";
   command.insert(command.begin(), {"sh", "-c", script, folder.string()});
   Output output;
-  const auto result = ddpkit::launch({.command = command,
-                                      .ranks = 1,
-                                      .environment = {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", ""}},
-                                      .time_limit = std::chrono::seconds(300),
-                                      .on_output = [&](int, const std::string& text) { output.text += text; }});
+  const auto result =
+      ddpkit::launch({.command = command,
+                      .ranks = 1,
+                      .environment = {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", ""}, {"LC_ALL", "C"}},
+                      .time_limit = std::chrono::seconds(300),
+                      .on_output = [&](int, const std::string& text) { output.text += text; }});
   output.exit_code = result.exit_code();
+  output.errors = read_file(folder / "errors");
   return output;
 }
+
+/// Checks that each line matches the next pattern. A pattern that begins with '*' matches one line or several.
+void check_lines(const std::string& text, const std::vector<std::string>& patterns) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  std::size_t next = 0;
+  for (const std::string& pattern : patterns) {
+    const bool repeats = pattern.starts_with("*");
+    const std::regex expected(repeats ? pattern.substr(1) : pattern);
+    INFO(text << "\nexpected: " << pattern << "\nfound: " << (next < lines.size() ? lines[next] : "the end"));
+    REQUIRE(next < lines.size());
+    REQUIRE(std::regex_match(lines[next], expected));
+    ++next;
+    while (repeats && next < lines.size() && std::regex_match(lines[next], expected)) ++next;
+  }
+  INFO(text);
+  CHECK(next == lines.size());
+}
+
+/// The first lines of a run on CPU ranks.
+std::vector<std::string> first_lines(int ranks) {
+  return {fmt::format("Distributed training: {} CPU rank\\(s\\)", ranks), "Using device: cpu", "Loading data\\.\\.\\."};
+}
+
+/// The line of the effective batch size. `batch`: in front of "per rank".
+std::string batch_line(int ranks, const std::string& all, const std::string& batch) {
+  return fmt::format("Effective batch size: {} \\({} per rank x {} rank{}\\)", all, batch, ranks,
+                     ranks == 1 ? "" : "s");
+}
+
+/// The line of the model, and the last line before the epochs. `rest`: between the size and the precision.
+std::vector<std::string> model_lines(const std::string& name, const std::string& rest) {
+  return {name + ": [0-9.]+[kM] parameters \\([0-9.]+ MB\\), " + rest +
+              ", mixed precision (off|bfloat16), backend shm, saving to runs",
+          "Starting training\\.\\.\\."};
+}
+
+/// The last lines. `epochs`: "2 epochs"; `unit`: of the rate; `result`: the very last line.
+std::vector<std::string> last_lines(int ranks, const std::string& epochs, const std::string& unit,
+                                    const std::string& files, const std::string& result) {
+  return {fmt::format("Training finished: {}, [0-9]+ updates in [0-9]+:[0-9]+ \\([0-9.]+ {}/s\\)", epochs, unit),
+          ranks == 1 ? "Peak memory: rank 0 [0-9]+ MB" : "Peak memory: rank 0 [0-9]+ MB, rank 1 [0-9]+ MB",
+          "Files: runs/\\{" + files + "\\}", result};
+}
+
+std::vector<std::string> joined(const std::vector<std::vector<std::string>>& parts) {
+  std::vector<std::string> all;
+  for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
+  return all;
+}
+
+/// Runs `command` twice in new run folders of `folder`: on one rank and on two that the program starts. Checks the
+/// lines on stdout and that stderr has no error.
+void check_console(const Folder& folder, const std::vector<std::string>& command,
+                   const std::function<std::vector<std::string>(int ranks)>& expected) {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(command, ranks);
+    std::filesystem::remove_all(folder / "runs");
+    const Output run =
+        run_in(folder.path(), joined({command, {"--save-dir", "runs", "--nproc-per-node", std::to_string(ranks)}}));
+    INFO(run.text << run.errors);
+    REQUIRE(run.exit_code == 0);
+    check_lines(run.text, expected(ranks));
+    CHECK(run.errors.empty());
+  }
+}
+
+constexpr const char* kNumber = "-?[0-9.]+";
 
 }  // namespace
 
@@ -46,10 +129,8 @@ TEST_CASE("a trainer without --data generates a data set once, also on ranks tha
   for (const auto& [command, data] : trainers) {
     CAPTURE(command);
     for (const char* ranks : {"2", "1"}) {
-      std::vector<std::string> all = command;
-      all.insert(all.end(), {"--nproc_per_node", ranks});
-      const Output run = run_in(folder.path(), all);
-      INFO(run.text);
+      const Output run = run_in(folder.path(), joined({command, {"--nproc_per_node", ranks}}));
+      INFO(run.text << run.errors);
       CHECK(run.exit_code == 0);
       CHECK(run.count("there is no " + data + ": generating") == (ranks == std::string("2") ? 1 : 0));
       CHECK(run.count("\ntest ") == 1);  // Rank 0 prints the result.
@@ -64,7 +145,7 @@ TEST_CASE("video without --data trains on data/mouse", "[guides]") {
   video::generate(folder / "data/mouse", {.videos = 6, .trials = 60, .least_of_class = 2, .size = {32, 32}});
   const Output run = run_in(folder.path(), {DDPKIT_TEST_VIDEO, "train", "--nproc-per-node", "2", "--epochs", "1",
                                             "--size", "32", "--width", "2", "--check", "index"});
-  INFO(run.text);
+  INFO(run.text << run.errors);
   CHECK(run.exit_code == 0);
   CHECK(run.count("\nbest macro F1 ") == 1);
 }
@@ -82,4 +163,110 @@ TEST_CASE("a launcher that started another number of ranks than asked for is an 
       run_in(folder.path(), {DDPKIT_TEST_DDPKIT, "run", "-n", "2", "--", DDPKIT_TEST_HAR, "--nproc-per-node", "3"});
   CHECK(run.exit_code == 2);
   CHECK(run.count("--nproc-per-node asks for 3 ranks, but the launcher started 2 on this host") > 0);
+}
+
+TEST_CASE("the console of har", "[guides]") {
+  const Folder folder;
+  har::generate_ucihar(folder / "data/har", {.train = 120, .test = 61, .steps = 32});
+  check_console(folder, {DDPKIT_TEST_HAR, "--epochs", "2", "--batch-size", "16"}, [](int ranks) {
+    const std::string part = fmt::format("Loss: {0}, Acc: {0}%", kNumber);
+    return joined(
+        {first_lines(ranks),
+         {"har: 120 training and 61 test windows, 9 channels x 32 steps, 6 classes",
+          fmt::format("Train batches: 8 \\(per rank: ~{}\\)", 8 / ranks),
+          fmt::format("Test batches: {} \\(per rank: ~1\\)", ranks),
+          batch_line(ranks, std::to_string(16 * ranks), "16"), "Creating model\\.\\.\\."},
+         model_lines("cnn", "adamw, lr 0\\.001"),
+         {fmt::format("*Epoch [12]/2 - Train {0} \\| Test {0}, F1: {1} \\| {1} s, [0-9]+ samples/s", part, kNumber),
+          "class .* F1 .*", "*[A-Z_]+( +[0-9]+){6} +[0-9.]+", fmt::format("macro F1 {}", kNumber)},
+         last_lines(ranks, "2 epochs", "samples",
+                    "checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, metrics\\.csv",
+                    "test accuracy [0-9.]+ %")});
+  });
+}
+
+TEST_CASE("the console of video", "[guides]") {
+  const Folder folder;
+  std::filesystem::create_directory(folder / "data");
+  video::generate(folder / "data/mouse", {.videos = 6, .trials = 60, .least_of_class = 2, .size = {32, 32}});
+  check_console(
+      folder, {DDPKIT_TEST_VIDEO, "train", "--epochs", "2", "--size", "32", "--width", "2", "--check", "index"},
+      [](int ranks) {
+        const std::string part = fmt::format("Loss: {0}, Acc: {0}%", kNumber);
+        return joined(
+            {first_lines(ranks),
+             {"Found 6 unique videos with 60 total trials", "Train trials: 50, Val trials: 10", "={60}",
+              "Class Distribution and Weights", "={60}",
+              "*Class [0-7] \\([a-z_]+ *\\): +[0-9]+ samples \\( *[0-9.]+%\\) -> weight: [0-9.]+", "={60}",
+              fmt::format("Train batches: {} \\(per rank: ~{}\\)", ranks == 1 ? 7 : 8, ranks == 1 ? 7 : 4),
+              fmt::format("Val batches: 2 \\(per rank: ~{}\\)", 2 / ranks),
+              batch_line(ranks, std::to_string(8 * ranks), "8"), "Creating model\\.\\.\\."},
+             model_lines("3D-CNN", "adamw, lr 0\\.001"),
+             {fmt::format("Epoch 1/2 - Train {0} \\| Val {0}, F1: {1} \\| {1} s, {1} clips/s, waited [0-9]+%", part,
+                          kNumber),
+              fmt::format("  \\* Saved best model: best\\.pt \\(F1: {}\\)", kNumber), "*Epoch 2/2 - .*|  \\* Saved .*",
+              "class .* F1 .*", "*[a-z_]+( +[0-9]+){8} +[0-9.]+", fmt::format("macro F1 {}", kNumber)},
+             last_lines(ranks, "2 epochs", "clips",
+                        "best\\.pt, checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, "
+                        "metrics\\.csv, tensorboard/",
+                        fmt::format("best macro F1 {} \\(epoch [12]\\)", kNumber))});
+      });
+}
+
+TEST_CASE("the console of asr", "[guides]") {
+  const Folder folder;
+  std::string manifest;
+  for (int i = 0; i < 12; ++i) {
+    const std::string text = i % 2 == 0 ? "abc" : "deab";
+    ddpkit::testing::write_sound(folder / fmt::format("data/speech/{}.wav", i), ddpkit::testing::spoken(text));
+    manifest += nlohmann::json{{"audio_filepath", fmt::format("{}.wav", i)}, {"text", text}}.dump() + "\n";
+  }
+  for (const char* name : {"data/speech/train.jsonl", "data/speech/dev.jsonl"})
+    ddpkit::testing::write_file(folder / name, manifest);
+  check_console(
+      folder,
+      {DDPKIT_TEST_ASR, "--epochs", "2", "training.batch_size=4", "features.sample_rate=8000", "features.mels=24",
+       "model.width=32", "model.strides=[2, 1]", "model.layers=2", "model.memory_channels=4", "model.order=6",
+       "model.theta=12", "evaluation.samples=1"},
+      [](int ranks) {
+        return joined(
+            {first_lines(ranks),
+             {"Creating model\\.\\.\\.", fmt::format("Train utterances: 12 \\({} min\\), dev utterances: 12", kNumber),
+              "Train batches: 3", batch_line(ranks, "4", std::to_string(4 / ranks))},
+             model_lines("LMU", ranks == 1 ? "adamw, lr 0\\.001" : "adamw, lr 0\\.002 \\(0\\.001 x 2, linear\\)"),
+             {fmt::format("*Epoch [12]/2 - Train Loss: {0} \\| Dev Loss: {0}, CER: {0}%, WER: {0}% \\| {0} s, {0} "
+                          "s/batch, [0-9]+x real time, waited [0-9]+%",
+                          kNumber),
+              "[0-9]+\\.wav", "  reference:  [a-e]+", "  hypothesis: .*"},
+             last_lines(ranks, "2 epochs", "utterances", "checkpoint\\.pt, config\\.yaml, curves\\.svg, metrics\\.csv",
+                        "no file skipped")});
+      });
+}
+
+TEST_CASE("the console of clstm_ppo", "[guides]") {
+  const Folder folder;
+  clstm_ppo::generate(folder / "data/planted", {.assets = 2, .days = 500});
+  check_console(
+      folder,
+      {DDPKIT_TEST_CLSTM_PPO, "--num_episodes", "16", "--envs", "4", "--episode-steps", "16", "--sequence", "8",
+       "--window", "6", "--batch_size", "16", "--hidden", "8", "--grad_accum_steps", "2"},
+      [](int ranks) {
+        const int rounds = 4 / ranks;
+        return joined(
+            {first_lines(ranks),
+             {"PLANTED1, PLANTED2: [0-9]+ days of training to [0-9-]+, [0-9]+ unseen days to [0-9-]+",
+              fmt::format("Rounds: {} of {} episodes \\(4 per rank x {} rank{}\\)", rounds, 4 * ranks, ranks,
+                          ranks == 1 ? "" : "s"),
+              batch_line(ranks, fmt::format("{} days", 32 * ranks), "16 x 2 steps"), "Creating model\\.\\.\\."},
+             model_lines("cascaded LSTM", "adam, lr 0\\.002"),
+             {fmt::format(
+                  "*Round [1-4]/{0} - Episodes: [0-9]+/16, Return: [+-]{1}%, Sharpe: [+-]{1}, Drawdown: {1}% \\| "
+                  "Policy Loss: -?{1}, Value Loss: {1} \\| {1} s, {1} episodes/s",
+                  rounds, "[0-9.]+"),
+              "unseen, [0-9]+ days .*", "policy .*", "buy and hold .*", "best with the pattern .*",
+              "the policy earns .*"},
+             last_lines(ranks, fmt::format("{} rounds", rounds), "episodes",
+                        "checkpoint\\.pt, config\\.yaml, curves\\.svg, equity\\.svg, metrics\\.csv",
+                        "test return [+-][0-9.]+ %")});
+      });
 }

@@ -87,7 +87,8 @@ TEST_CASE("the same seed gives the same bits, another seed others", "[har]") {
     const Run run = run_har(2, {"--data", generated(), "--epochs", "2", "--seed", seed, "--save-dir", folder->path()});
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
-    CHECK(names_in(folder->path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml"});
+    CHECK(names_in(folder->path()) ==
+          std::vector<std::string>{"checkpoint.pt", "config.yaml", "confusion.svg", "curves.svg", "metrics.csv"});
   }
   CHECK(same_bits(weights_of(a), weights_of(b)));
   CHECK_FALSE(same_bits(weights_of(a), weights_of(c)));
@@ -174,7 +175,7 @@ TEST_CASE("a file that only one rank finds wrong ends them all", "[har]") {
              " \"$@\"\n");
   std::string output;
   const auto result = ddpkit::launch(
-      {.command = {"sh", folder / "wrapper", "--data", generated()},
+      {.command = {"sh", folder / "wrapper", "--data", generated(), "--json"},
        .ranks = 2,
        .time_limit = std::chrono::seconds(60),
        .stop_on_failure = false,

@@ -23,8 +23,9 @@ TEST_CASE("video trains on one rank and several, and counts each validation clip
     CHECK(clips == 10);  // One of six videos, of ten trials each.
     CHECK(std::isfinite(second["train_loss"].get<double>()));
     CHECK_THAT(run.lines.back(), ContainsSubstring("best macro F1 "));
-    CHECK(names_in(folder.path()) ==
-          std::vector<std::string>{"best.pt", "checkpoint.pt", "config.yaml", "tensorboard"});
+    CHECK(names_in(folder.path()) == std::vector<std::string>{"best.pt", "checkpoint.pt", "config.yaml",
+                                                              "confusion.svg", "curves.svg", "metrics.csv",
+                                                              "tensorboard"});
     CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").epoch == 2);
   }
 }
@@ -40,9 +41,11 @@ TEST_CASE("video prints classes, weights and epochs for a reader, and a config f
   REQUIRE(run.exit_code == 0);
   std::string text;
   for (const std::string& line : run.lines) text += line + "\n";
-  CHECK_THAT(text, ContainsSubstring("60 trials, 8 classes, clips of 17 frames of 32x32"));
-  CHECK_THAT(text, ContainsSubstring("class         trials   share  training  validation  weight\nrest"));
-  CHECK_THAT(text, ContainsSubstring("batch 4 on each of 2 ranks (shm, cpu), lr 0.002, balance sampler"));
+  CHECK_THAT(text, ContainsSubstring("Found 6 unique videos with 60 total trials\nTrain trials: 50, Val trials: 10\n"));
+  CHECK_THAT(text, ContainsSubstring("Class 0 (rest           ):     27 samples (54.00%) -> weight: 0.2315\n"));
+  CHECK_THAT(text, ContainsSubstring("Effective batch size: 8 (4 per rank x 2 ranks)\n"));
+  CHECK_THAT(text, ContainsSubstring("adamw, lr 0.002 (0.001 x 2, linear), mixed precision "));
+  CHECK_THAT(text, ContainsSubstring(", backend shm, sync_batchnorm, saving to " + folder.path().string() + "\n"));
   CHECK_THAT(text, ContainsSubstring("Epoch 1/1 - Train Loss: ") && ContainsSubstring(" | Val Loss: "));
   CHECK_THAT(text, ContainsSubstring("macro F1"));
   const Folder again;

@@ -146,6 +146,7 @@ TEST_CASE("a terminal that goes stops a training, unless it was started to outli
   CHECK_FALSE(stop.requested());
   ::raise(SIGHUP);
   CHECK(stop.requested());
-  CHECK_THAT(stop.describe(7, true), ContainsSubstring("stopped by SIGHUP after step 7"));
-  CHECK_THAT(stop.describe(7, false), ContainsSubstring("; no checkpoint was saved"));
+  CHECK_THAT(stop.describe(7, "runs/1"),
+             ContainsSubstring("stopped by SIGHUP after step 7; resume with --save-dir runs/1"));
+  CHECK_THAT(stop.describe(7, ""), ContainsSubstring("; no checkpoint was saved"));
 }

@@ -64,6 +64,12 @@ TEST_CASE("a terminal sees the bar grow, and a clean line behind it", "[progress
   }
   CHECK(terminal.written() == "\r\033[K");
   ::setenv("LC_ALL", "C.UTF-8", 1);
+  {
+    ProgressBar bar(2, {.later_steps = 4, .stream = terminal.stream(), .interval = milliseconds(0)});
+    bar.advance();
+    CHECK_THAT(terminal.written(), ContainsSubstring("], run 00:"));
+  }
+  CHECK(terminal.written() == "\r\033[K");
   ProgressBar bar(3, {.label = "x", .stream = terminal.stream(), .interval = milliseconds(0)});
   bar.advance();
   CHECK_THAT(terminal.written(), ContainsSubstring("x:  33%|█") && ContainsSubstring("| 1/3 ["));

@@ -63,6 +63,10 @@ struct ClassificationResult {
 /// Returns the confusion matrix and the F1 of each class, as a table for a terminal. `class_names`: [class].
 std::string confusion_table(const ClassificationResult& result, const std::vector<std::string>& class_names);
 
+/// Returns the confusion matrix as an SVG document. Rows are true classes; a darker cell is a larger share of its row.
+/// `class_names`: [class].
+std::string confusion_svg(const ClassificationResult& result, const std::vector<std::string>& class_names);
+
 /// Accumulates a classifier's results on the devices of its batches. Does not wait for a device before reduce(). add()
 /// is thread-safe: the counts do not depend on the order of the calls, but the last bits of the loss do.
 class ClassificationMetrics {
@@ -83,6 +87,9 @@ class ClassificationMetrics {
 
   /// Returns the results of all ranks so far; the same bits on each rank. Collective, one all-reduce.
   ClassificationResult reduce(const ProcessGroup& group) const;
+
+  /// Returns this rank's results so far, for a ProgressBar: "loss=0.4521, acc=78.23%". Waits for the devices.
+  std::string note() const;
 
   /// Saves this rank's sums, to resume within an epoch. Makes the class a CheckpointPart with of_each_rank.
   void save(torch::serialize::OutputArchive& archive) const;

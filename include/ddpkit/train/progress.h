@@ -14,9 +14,11 @@ bool has_utf8();
 
 /// Options of ProgressBar.
 struct ProgressOptions {
-  std::string label = {};      ///< Text before the bar.
-  std::string unit = {};       ///< Name of the items that the rate counts: "clips". Empty: no rate.
-  double items_per_step = 1;   ///< Items of all ranks in a step.
+  std::string label = {};     ///< Text before the bar.
+  std::string unit = {};      ///< Name of the items that the rate counts: "clips". Empty: no rate.
+  double items_per_step = 1;  ///< Items of all ranks in a step.
+  std::int64_t later_steps =
+      0;                       ///< Steps of the run after this bar; above 0, the bar also shows the time left for all.
   bool enabled = true;         ///< False: write nothing. Set it to true on one rank only.
   bool heartbeat = false;      ///< True: without a terminal, write a line after 10 s and then every 30 s.
   std::FILE* stream = stderr;  ///< Output. A bar needs a terminal.

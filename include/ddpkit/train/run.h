@@ -1,11 +1,13 @@
 // Tier 1: ATen/core/Tensor.h, through grad_scaler.h. nlohmann-json is only declared.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -29,12 +31,16 @@ class Module;
 
 namespace ddpkit::train {
 
+class History;
+
 /// The objects and numbers of a training that Run needs.
 struct RunParts {
   torch::nn::Module& model;            ///< Without a wrapper, on its device.
   torch::optim::Optimizer& optimizer;  ///< Of the model.
+  std::string model_name = "model";    ///< In the first lines: "3D-CNN".
+  std::string optimizer_name = {};     ///< In the first lines: "adamw".
+  std::string epoch_name = "Epoch";    ///< The word for an epoch in lines, such as "Round".
   std::int64_t updates_per_epoch = 0;  ///< In a whole epoch.
-  int devices = 1;                     ///< Over all ranks: for RunOptions::lr_scaling.
   /// Upper limit of the factor with which a scaled learning rate begins its warm-up.
   double most_warmup_start = 1;
   /// Other state to save, such as a sampler. Run adds "scheduler" and "scaler".
@@ -43,11 +49,14 @@ struct RunParts {
   std::vector<std::string> facts_that_may_differ = {"world_size"};
 };
 
-/// The surroundings of a training loop: precision, learning rate, checkpoints, stop signal and TensorBoard. The loop
-/// belongs to the user. Each part is also usable alone: GradScaler, LearningRateScheduler, open_run_folder(),
-/// Checkpoint, StopSignal, ProgressBar, SummaryWriter.
+/// The surroundings of a training loop: precision, learning rate, checkpoints, stop signal, console, curves and
+/// TensorBoard. The loop belongs to the user. Each part is also usable alone: GradScaler, LearningRateScheduler,
+/// open_run_folder(), Checkpoint, StopSignal, ProgressBar, SummaryWriter. docs/trainers.md shows the console.
 ///
 ///     Run run(options, declared, group);
+///     run.print("Loading data...");
+///     ...
+///     run.print_batches(batches_per_epoch);
 ///     run.start({.model = *model, .optimizer = optimizer, .updates_per_epoch = n, .state = {...}}, {{"data", name}});
 ///     while (run.has_epoch()) {
 ///       sampler.set_epoch(run.epoch());
@@ -64,19 +73,43 @@ struct RunParts {
 ///       epoch.report(...);
 ///     }
 ///     if (!run.finish()) return;  // Stopped by a signal.
+///     run.print_summary("test accuracy 94.1 %");
 class Run {
  public:
-  /// `options` and `declared` (with all options of the program) must outlive the run.
-  Run(const RunOptions& options, const Options& declared, const ProcessGroup& group);
+  /// Prints the number of devices and the device of rank 0. `options` and `declared` (with all options of the program)
+  /// must outlive the run. `devices`: of this process; empty: the group's device.
+  Run(const RunOptions& options, const Options& declared, const ProcessGroup& group,
+      std::vector<c10::Device> devices = {});
+  ~Run();
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  /// Prints the batches of an epoch and the effective batch size. `train` and `evaluation`: batches per device; 0: not
+  /// printed. `evaluation_name`: "Val" or "Test". `batch_size`: samples per device and batch; 0:
+  /// RunOptions::batch_size. `unit`: the name of the samples, printed if it is not empty.
+  void print_batches(std::int64_t train, std::int64_t evaluation = 0, const std::string& evaluation_name = "Val",
+                     double batch_size = 0, const std::string& unit = "") const;
+
+  /// Prints "Creating model...", seeds the random generators with RunOptions::seed, and returns make() on the device of
+  /// the group: the same weights on all ranks.
+  template <class Make>
+  auto make_model(const Make& make) const {
+    seed_model();
+    auto model = make();
+    model->to(group_.device());
+    return model;
+  }
 
   /// Creates the learning rate scheduler and installs the handlers of StopSignal. With RunOptions::save_dir, opens the
   /// folder and resumes the run in it: loads model, optimizer, state and progress. `facts`: a JSON object that
-  /// describes the run together with the options; Run adds "program", "precision" and "world_size". Collective. Throws
-  /// InvalidArgument as open_run_folder() does. The objects in `parts` must outlive the run.
+  /// describes the run together with the options; Run adds "program", "precision" and "world_size". Prints the model,
+  /// and from where the run resumes. Collective. Throws InvalidArgument as open_run_folder() does. The objects in
+  /// `parts` must outlive the run.
   void start(const RunParts& parts, const nlohmann::json& facts);
 
   bool is_main() const { return group_.rank() == 0; }                ///< Rank 0 prints and writes files.
   bool prints() const { return is_main() && !options_.json; }        ///< Rank 0 prints text, not JSON.
+  int devices() const;                                               ///< Over all ranks.
   std::int64_t epoch() const noexcept { return info_.epoch; }        ///< Epochs finished.
   std::int64_t step() const noexcept { return info_.step; }          ///< Updates made.
   bool is_resumed() const { return folder_.to_resume.has_value(); }  ///< start() has loaded a checkpoint.
@@ -112,21 +145,45 @@ class Run {
   /// update.
   bool must_end();
 
-  /// Returns the writer of rank 0; null on other ranks and without TensorBoard.
-  SummaryWriter* summary() noexcept { return summary_ ? &*summary_ : nullptr; }
+  /// Prints a line on rank 0, but not with RunOptions::json.
+  void print(const std::string& line) const;
 
-  /// Prints "resumed from FILE, WHERE" if the run resumed. Rank 0 calls it.
-  void print_resumed(const std::string& where) const;
+  /// Returns the bar of a loop within epoch `epoch` (from 1): "Epoch 1/30 Validation". See progress_options().
+  ProgressBar bar(std::int64_t epoch, const std::string& loop, std::int64_t steps, const std::string& unit = "",
+                  double items_per_step = 1) const;
+
+  /// Adds to the items and seconds of the summary. `unit`: "clips". Only a loop without Epoch calls it.
+  void note_items(std::int64_t items, double seconds, const std::string& unit);
+
+  /// Reports the epoch that ended last. Rank 0 prints "Epoch 1/30 - LINE", or with RunOptions::json `values`. Rank 0
+  /// writes `scalars` (tag and value) to TensorBoard, metrics.csv and curves.svg. Tags with the same part before '/'
+  /// share a chart. A loop with Epoch calls Epoch::report().
+  void report(const std::string& line, const nlohmann::ordered_json& values,
+              const std::vector<std::pair<std::string, double>>& scalars);
+
+  /// Prints that save() has kept the best checkpoint so far, if the run has a folder. `score`: "F1: 0.6821".
+  void print_best(const std::string& score) const;
+
+  /// Writes a text file into the run's folder, atomically, on rank 0.
+  void write_file(const std::string& name, const std::string& text) const;
+
+  /// Prints the last lines: number of epochs and updates, time, rate, peak memory of each rank or GPU, files, and
+  /// `result`. With RunOptions::json only `result`. Collective.
+  void print_summary(const std::string& result) const;
 
  private:
   friend class Epoch;
 
   bool is_out_of_steps() const { return options_.max_steps && info_.step >= *options_.max_steps; }
   optim::Schedule schedule(const RunParts& parts) const;
+  void seed_model() const;
+  std::string epoch_word() const;  // "epoch"
+  void print_model(const RunParts& parts) const;
 
   const RunOptions& options_;
   const Options& declared_;
   ProcessGroup group_;
+  std::vector<c10::Device> devices_;  // Of this process.
   at::ScalarType amp_;
   optim::GradScaler scaler_;
   std::optional<optim::LearningRateScheduler> scheduler_;
@@ -139,7 +196,12 @@ class Run {
   std::optional<SummaryWriter> summary_;
   std::optional<StopSignal> stop_;
   bool is_stopped_ = false;
-  std::int64_t kept_step_ = 0;  // Step of the last save().
+  std::int64_t kept_step_ = 0;        // Step of the last save().
+  std::unique_ptr<History> history_;  // Only on rank 0 of a run with a folder.
+  std::string epoch_name_, unit_;     // "Epoch"; "clips".
+  std::int64_t items_ = 0;            // Trained on by all ranks since start().
+  double seconds_ = 0;                // Time of these items.
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
 /// The updates of one epoch, or of the rest of an epoch within which the run resumed. Counts the updates and times
@@ -165,14 +227,15 @@ class Epoch {
   double seconds() const noexcept { return seconds_; }  ///< Time of the updates, set by finish().
   double items_per_second() const noexcept { return static_cast<double>(items_) / seconds_; }  ///< Of all ranks.
 
-  /// Prints on rank 0 "Epoch 1/30 - LINE", or with RunOptions::json a line of JSON with epoch, epochs, step, lr and
-  /// `values`. Writes `scalars` and the learning rate to TensorBoard. Call it after finish().
+  /// Calls Run::report(). Adds epoch, epochs, step and lr to `values`, and the learning rate to `scalars`. Call it
+  /// after finish().
   void report(const std::string& line, const nlohmann::ordered_json& values,
               const std::vector<std::pair<std::string, double>>& scalars);
 
  private:
   Run& run_;
   std::int64_t updates_, items_, done_ = 0;
+  std::string unit_;
   double lr_ = 0, seconds_ = 0;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   ProgressBar bar_;

@@ -29,9 +29,9 @@ class StopSignal {
   /// Collective: every rank calls it once per step. The ranks communicate a few times per second, not in each step.
   bool requested();
 
-  /// Returns "stopped by SIGTERM after step 7; the same command resumes from there". Call it after requested() has
-  /// returned true. `is_kept`: there is a checkpoint.
-  std::string describe(std::int64_t step, bool is_kept) const;
+  /// Returns "stopped by SIGTERM after step 7; resume with --save-dir runs/1". Call it after requested() has returned
+  /// true. `save_dir`: folder of the checkpoint; empty: there is none.
+  std::string describe(std::int64_t step, const std::string& save_dir) const;
 
  private:
   std::unique_ptr<ProcessGroup> group_;
