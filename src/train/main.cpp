@@ -7,9 +7,12 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <future>
 #include <memory>
 #include <new>
+#include <nlohmann/json.hpp>
+#include <regex>
 #include <string_view>
 #include <system_error>
 #include <thread>
@@ -18,6 +21,7 @@
 
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/process_start.h>
+#include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/launch.h>
 #include <ddpkit/train/text.h>
 
@@ -26,6 +30,7 @@ namespace {
 
 constexpr int kFailed = 1;
 constexpr int kWrongUsage = 2;
+constexpr int kKilled = 128;  ///< Plus the number of the signal.
 constexpr std::chrono::milliseconds kTimeToSpeak{500};
 constexpr std::chrono::milliseconds kTimeToStartAndSpeak{3000};
 constexpr std::chrono::milliseconds kStoreLimit{1000};
@@ -107,21 +112,82 @@ void silence_c10d() {
   if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = kErrorsOnly;
 }
 
-int report(const std::string& program, const std::exception_ptr& exception, const Program& state) {
+// Returns "cuda:2 is out of memory (4.25 GiB wanted, 1.10 GiB free)" for LibTorch's message, which has many sentences.
+std::string out_of_memory(const std::string& message) {
+  static const std::regex kWanted("[Tt]ried to allocate ([0-9.]+ [A-Za-z]+)"), kGpu("GPU ([0-9]+) has"),
+      kFree("of which ([0-9.]+ [A-Za-z]+) is free");
+  std::smatch gpu, wanted, free;
+  if (!std::regex_search(message, wanted, kWanted)) return "out of memory";
+  std::string text =
+      std::regex_search(message, gpu, kGpu) ? fmt::format("cuda:{} is out of memory", gpu.str(1)) : "out of memory";
+  text += fmt::format(" ({} wanted", wanted.str(1));
+  if (std::regex_search(message, free, kFree)) text += fmt::format(", {} free", free.str(1));
+  return text + ")";
+}
+
+bool is_out_of_memory(const c10::Error& error) {
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) ||
+         std::string_view(error.what_without_backtrace()).find("DefaultCPUAllocator") != std::string_view::npos;
+}
+
+// For an error of memory, returns the options that reduce it: ": reduce --batch-size (2048) or raise
+// --grad-accum-steps".
+std::string memory_advice(const std::exception_ptr& error, const Options& options) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& torch_error) {
+    if (!is_out_of_memory(torch_error)) return {};
+  } catch (const std::bad_alloc&) {
+  } catch (...) {
+    return {};
+  }
+  try {
+    const nlohmann::json values = nlohmann::json::parse(options.resolved());
+    // asr has two batch sizes.
+    const auto batch = values.find(values.contains("batch_size") ? "batch_size" : "training.batch_size");
+    if (batch == values.end()) return {};
+    return fmt::format(": reduce --batch-size ({}){}", batch->dump(),
+                       values.contains("grad_accum_steps") ? " or raise --grad-accum-steps" : "");
+  } catch (const std::bad_alloc&) {
+    return {};
+  }
+}
+
+// If the run folder holds a checkpoint, prints the option that resumes the run.
+void print_resume(const Options& options) {
+  try {
+    const std::string folder = nlohmann::json::parse(options.resolved()).value("save_dir", "");
+    if (folder.empty()) return;
+    const CheckpointInfo info = read_checkpoint_info(std::filesystem::path(folder) / "checkpoint.pt");
+    log_line(fmt::format("{}: resume with --save-dir {} (epoch {}, step {})", options.program(), folder, info.epoch,
+                         info.step));
+  } catch (const std::exception&) {
+    // No checkpoint yet: there is nothing to resume.
+  }
+}
+
+// `is_self_launched`: this program has started the ranks, and reports a killed rank last.
+int report(const Options& options, const std::exception_ptr& exception, const Program& state, bool is_self_launched) {
   silence_c10d();
-  const std::string sentence = one_sentence(exception);
+  const std::string& program = options.program();
+  const std::string sentence = one_sentence(exception) + memory_advice(exception, options);
   int code = kFailed;
   bool speaks = false;
+  bool is_resumable = true;
   bool may_be_alone = !state.group();
   try {
     std::rethrow_exception(exception);
   } catch (const UsageError&) {
     code = kWrongUsage;
+    is_resumable = false;
     may_be_alone = false;  // All ranks have the same arguments.
     speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
   } catch (const RendezvousError&) {
     speaks = true;
   } catch (const Error& error) {
+    // The same command would fail again after an error of the caller.
+    is_resumable =
+        !dynamic_cast<const InvalidArgument*>(&error) && !(is_self_launched && dynamic_cast<const PeerLost*>(&error));
     speaks = state.group() ? is_ours_to_report(&error, sentence, *state.group()) : speaks_for_host();
   } catch (...) {
     speaks = state.group() ? is_ours_to_report(nullptr, sentence, *state.group()) : speaks_for_host();
@@ -129,6 +195,7 @@ int report(const std::string& program, const std::exception_ptr& exception, cons
   std::fflush(stdout);
   if (speaks) {
     log_line(fmt::format("{}: {}", program, sentence));
+    if (is_resumable) print_resume(options);
   } else {
     // A launcher ends all ranks when the first rank exits. This rank waits until the reporting rank has printed. The
     // launcher's signal also ends the sleep.
@@ -152,6 +219,7 @@ std::string one_sentence(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const c10::Error& torch_error) {
     text = on_one_line(without_backtrace(torch_error.what_without_backtrace()));
+    if (is_out_of_memory(torch_error)) text = out_of_memory(text);
   } catch (const std::bad_alloc&) {
     text = "out of memory";
   } catch (const std::exception& other) {
@@ -179,11 +247,12 @@ int run_main(Options& options, int argc, const char* const* argv, const std::fun
     } else {
       if (launch) exit_code = launch_ranks(*launch, options.program(), argc, argv);
       if (!exit_code) body(program);
+      if (exit_code.value_or(0) > kKilled) print_resume(options);
     }
     check_stdout();
     return exit_code.value_or(0);
   } catch (...) {
-    return report(options.program(), std::current_exception(), program);
+    return report(options, std::current_exception(), program, launch && !launch->nproc_per_node.empty());
   }
 }
 

@@ -270,3 +270,34 @@ TEST_CASE("the console of clstm_ppo", "[guides]") {
                         "test return [+-][0-9.]+ %")});
       });
 }
+
+TEST_CASE("a training that is killed or stopped ends with the option that resumes it", "[guides]") {
+  const Folder folder;
+  har::generate_ucihar(folder / "data/har", {.train = 40, .test = 12, .steps = 32});
+  // Signals rank 1, a child of the launching program, when there is a checkpoint.
+  const std::string script =
+      "signal=$1; shift; \"$@\" & launcher=$!; until [ -e runs/checkpoint.pt ]; do sleep 0.05; kill -0 $launcher || "
+      "exit; "
+      "done; read -r first second rest </proc/$launcher/task/$launcher/children; kill -$signal $second; wait $launcher";
+  for (const auto& [signal, code, last] :
+       {std::tuple{"KILL", 137, "har: resume with --save-dir runs \\(epoch [0-9]+, step [0-9]+\\)"},
+        std::tuple{"TERM", 0, "har: stopped by SIGTERM after step [0-9]+; resume with --save-dir runs"}}) {
+    CAPTURE(signal);
+    std::filesystem::remove_all(folder / "runs");
+    const Output run = run_in(folder.path(), {"sh", "-c", script, "sh", signal, DDPKIT_TEST_HAR, "--epochs", "1000000",
+                                              "--save-dir", "runs", "--nproc-per-node", "2"});
+    INFO(run.errors);
+    CHECK(run.exit_code == code);
+    std::vector<std::string> lines;
+    std::istringstream stream(run.errors);
+    for (std::string line; std::getline(stream, line);) lines.push_back(line);
+    REQUIRE_FALSE(lines.empty());
+    CHECK(std::regex_match(lines.back(), std::regex(last)));
+    CHECK(run.count("resume with") == 1);
+  }
+  const Output resumed = run_in(folder.path(), {DDPKIT_TEST_HAR, "--epochs", "1000000", "--max-steps", "1",
+                                                "--save-dir", "runs", "--nproc-per-node", "2"});
+  INFO(resumed.text << resumed.errors);
+  CHECK(resumed.exit_code == 0);
+  CHECK(resumed.count("\nresumed from runs/checkpoint.pt, epoch ") == 1);
+}

@@ -4,12 +4,15 @@
 #include <ATen/ops/zeros.h>
 #include <signal.h>
 
+#include <cstdint>
 #include <cstdio>
+#include <new>
 #include <stdexcept>
 #include <string>
 
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/run_options.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -21,6 +24,9 @@ int main(int argc, char** argv) {
   app.add("how", &how, "Kind of failure");
   app.add("at_rank", &at_rank, "-1: all");
   app.add("file", &file, "File to write");
+  ddpkit::train::RunOptions run;
+  run.batch_size = 2048;
+  ddpkit::train::declare(app, run);
   return ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     if (how == "usage") throw ddpkit::train::UsageError("a wrong option");
     if (how == "early") throw ddpkit::InvalidArgument("before the rendezvous");
@@ -49,6 +55,13 @@ int main(int argc, char** argv) {
     }
     if (ours && how == "alone") throw ddpkit::InvalidArgument("a fault of one rank");
     if (ours && how == "torch") TORCH_CHECK(false, "torch does not like this");
+    if (ours && how == "gpu-memory")
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false,
+          "CUDA out of memory. Tried to allocate 4.25 GiB. GPU 2 has a total capacity of 79.25 GiB of which "
+          "1.10 GiB is free. Including non-PyTorch memory, this process has 78 GiB memory in use.");
+    if (ours && how == "cpu-memory") at::zeros({std::int64_t{1} << 45});
+    if (ours && how == "memory") throw std::bad_alloc();
     if (ours && how == "out-of-range") std::string().at(3);
     if (ours && how == "killed") raise(SIGKILL);
     if (ours && how == "unknown") throw 42;

@@ -80,6 +80,13 @@ TEST_CASE("an error of one rank is reported by that rank, and ends all ranks", "
     }
   }
   CHECK(fail(2, "torch", 1).text == "failing: torch does not like this\n");
+  CHECK(fail(2, "gpu-memory", 1).text ==
+        "failing: cuda:2 is out of memory (4.25 GiB wanted, 1.10 GiB free): reduce --batch-size (2048) or raise "
+        "--grad-accum-steps\n");
+  CHECK(fail(1, "cpu-memory").text ==
+        "failing: out of memory (140737488355328 bytes wanted): reduce --batch-size (2048) or raise "
+        "--grad-accum-steps\n");
+  CHECK(fail(1, "memory").text == "failing: out of memory: reduce --batch-size (2048) or raise --grad-accum-steps\n");
 }
 
 TEST_CASE("a rank that was killed is named by one of the others", "[main]") {
