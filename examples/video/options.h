@@ -21,8 +21,7 @@ enum class Balance {
 
 /// The options of `video`.
 struct TrainOptions {
-  ddpkit::train::RunOptions run = {
-      .epochs = 90, .batch_size = 8, .warmup_epochs = 2, .amp = false, .num_workers = 1, .tensorboard = true};
+  ddpkit::train::RunOptions run = {.epochs = 90, .batch_size = 8, .warmup_epochs = 2, .amp = false, .num_workers = 1};
 
   std::string data;  ///< Folder with trials.csv and videos; empty: data/mouse, a synthetic set.
   std::vector<std::string> classes;

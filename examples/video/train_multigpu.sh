@@ -28,11 +28,10 @@ for program in "$video" "$ddpkit"; do
 done
 
 gpus=0
-names="no GPU: ranks on the CPU"
-if command -v nvidia-smi >/dev/null 2>&1 && listed=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null); then
-  gpus=$(grep -c . <<<"$listed" || true)
+listed=
+if command -v nvidia-smi >/dev/null 2>&1 && listed=$(nvidia-smi -L 2>/dev/null); then
+  gpus=$(grep -c '^GPU' <<<"$listed" || true)  # Not the MIG devices below them.
   if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
-  names="$gpus x $(head -n 1 <<<"$listed")"
 fi
 if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
   die "$ranks ranks, but this host shows $gpus GPU(s): one rank a GPU"
@@ -50,7 +49,14 @@ while is_taken "$port"; do
 done
 [ "$port" -eq "$wanted" ] || printf 'Port %s is taken: using %s\n' "$wanted" "$port" >&2
 
-line=$(printf '=%.0s' {1..64})
-printf '%s\nVideo behaviour training\n  ranks    %s\n  devices  %s\n  port     %s\n  options  %s\n%s\n' \
-  "$line" "$ranks" "$names" "$port" "${*:-none}" "$line"
+line=$(printf '=%.0s' {1..42})
+{
+  printf '%s\nMulti-GPU Training Launcher\n%s\n' "$line" "$line"
+  if [ "$gpus" -gt 0 ]; then
+    printf 'Number of GPUs: %s\nAvailable GPUs:\n%s\n' "$ranks" "$listed"
+  else
+    printf 'Number of ranks: %s (CPU)\n' "$ranks"
+  fi
+  echo "Launching distributed training..."
+} >&2
 exec "$ddpkit" run -n "$ranks" --master-port "$port" -- "$video" train "$@"

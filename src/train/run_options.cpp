@@ -79,7 +79,9 @@ void declare(Options& options, RunOptions& run) {
   options.add("overwrite", &run.overwrite, "Replace the run in save_dir, except what a restarted job wrote")
       .excludes("resume")
       .may_differ();
-  options.add("tensorboard", &run.tensorboard, "Write events to SAVE_DIR/tensorboard").needs("save_dir").may_differ();
+  options.add("tensorboard", &run.tensorboard, "Write TensorBoard events to SAVE_DIR/logs")
+      .needs("save_dir")
+      .may_differ();
   options.add("logging_steps", &run.logging_steps, "Print the loss every N updates; 0: never")
       .at_least(0)
       .also("log_steps")
@@ -136,7 +138,7 @@ void open_summary(std::optional<SummaryWriter>& summary, const RunOptions& run, 
                   const std::string& config, std::int64_t step, const ProcessGroup& group) {
   run_together(group, [&] {
     if (!run.tensorboard || group.rank() != 0) return;
-    summary.emplace(std::filesystem::path(run.save_dir) / "tensorboard", folder.to_resume ? step + 1 : 0);
+    summary.emplace(std::filesystem::path(run.save_dir) / "logs", folder.to_resume ? step + 1 : 0);
     summary->add_text("config", "```\n" + json_text(nlohmann::json::parse(config), 2) + "\n```", step);
   });
 }

@@ -13,8 +13,8 @@ TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last",
   for (const int ranks : {0, 2}) {
     const Folder folder;
     const int episodes = 8 * std::max(ranks, 1) * 3 - 1;  // The last round is complete nevertheless.
-    const Run run = run_clstm_ppo(ranks, with({"--num_episodes", std::to_string(episodes), "--save_dir", folder.path(),
-                                               "--tensorboard", "--evaluate-every=2"}));
+    const Run run = run_clstm_ppo(
+        ranks, with({"--num_episodes", std::to_string(episodes), "--save_dir", folder.path(), "--evaluate-every=2"}));
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
     REQUIRE(run.lines.size() == 5);
@@ -32,8 +32,8 @@ TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last",
       for (const char* figure : {"return", "sharpe", "max_drawdown"}) CHECK(test[name][figure].is_number());
     CHECK(test["best_with_the_pattern"]["return"] > 0.2);
     CHECK(run.lines[4] == fmt::format("test return {:+.1f} %", 100 * test["policy"]["return"].get<double>()));
-    CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml", "curves.svg",
-                                                              "equity.svg", "metrics.csv", "tensorboard"});
+    CHECK(names_in(folder.path()) ==
+          std::vector<std::string>{"checkpoint.pt", "config.yaml", "curves.svg", "equity.svg", "logs", "metrics.csv"});
     const std::string plot = read_file(folder / "equity.svg");
     CHECK(plot.starts_with("<svg"));
     CHECK(plot.ends_with("</svg>\n"));

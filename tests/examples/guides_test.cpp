@@ -180,7 +180,7 @@ TEST_CASE("the console of har", "[guides]") {
          {fmt::format("*Epoch [12]/2 - Train {0} \\| Test {0}, F1: {1} \\| {1} s, [0-9]+ samples/s", part, kNumber),
           "class .* F1 .*", "*[A-Z_]+( +[0-9]+){6} +[0-9.]+", fmt::format("macro F1 {}", kNumber)},
          last_lines(ranks, "2 epochs", "samples",
-                    "checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, metrics\\.csv",
+                    "checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, logs/, metrics\\.csv",
                     "test accuracy [0-9.]+ %")});
   });
 }
@@ -207,8 +207,8 @@ TEST_CASE("the console of video", "[guides]") {
               fmt::format("  \\* Saved best model: best\\.pt \\(F1: {}\\)", kNumber), "*Epoch 2/2 - .*|  \\* Saved .*",
               "class .* F1 .*", "*[a-z_]+( +[0-9]+){8} +[0-9.]+", fmt::format("macro F1 {}", kNumber)},
              last_lines(ranks, "2 epochs", "clips",
-                        "best\\.pt, checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, "
-                        "metrics\\.csv, tensorboard/",
+                        "best\\.pt, checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, logs/, "
+                        "metrics\\.csv",
                         fmt::format("best macro F1 {} \\(epoch [12]\\)", kNumber))});
       });
 }
@@ -238,8 +238,8 @@ TEST_CASE("the console of asr", "[guides]") {
                           "s/batch, [0-9]+x real time, waited [0-9]+%",
                           kNumber),
               "[0-9]+\\.wav", "  reference:  [a-e]+", "  hypothesis: .*"},
-             last_lines(ranks, "2 epochs", "utterances", "checkpoint\\.pt, config\\.yaml, curves\\.svg, metrics\\.csv",
-                        "no file skipped")});
+             last_lines(ranks, "2 epochs", "utterances",
+                        "checkpoint\\.pt, config\\.yaml, curves\\.svg, logs/, metrics\\.csv", "no file skipped")});
       });
 }
 
@@ -266,7 +266,7 @@ TEST_CASE("the console of clstm_ppo", "[guides]") {
               "unseen, [0-9]+ days .*", "policy .*", "buy and hold .*", "best with the pattern .*",
               "the policy earns .*"},
              last_lines(ranks, fmt::format("{} rounds", rounds), "episodes",
-                        "checkpoint\\.pt, config\\.yaml, curves\\.svg, equity\\.svg, metrics\\.csv",
+                        "checkpoint\\.pt, config\\.yaml, curves\\.svg, equity\\.svg, logs/, metrics\\.csv",
                         "test return [+-][0-9.]+ %")});
       });
 }

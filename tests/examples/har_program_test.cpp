@@ -87,8 +87,8 @@ TEST_CASE("the same seed gives the same bits, another seed others", "[har]") {
     const Run run = run_har(2, {"--data", generated(), "--epochs", "2", "--seed", seed, "--save-dir", folder->path()});
     INFO(run.errors);
     REQUIRE(run.exit_code == 0);
-    CHECK(names_in(folder->path()) ==
-          std::vector<std::string>{"checkpoint.pt", "config.yaml", "confusion.svg", "curves.svg", "metrics.csv"});
+    CHECK(names_in(folder->path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml", "confusion.svg",
+                                                               "curves.svg", "logs", "metrics.csv"});
   }
   CHECK(same_bits(weights_of(a), weights_of(b)));
   CHECK_FALSE(same_bits(weights_of(a), weights_of(c)));
@@ -165,7 +165,7 @@ TEST_CASE("a loss that is no number ends the run before it replaces a checkpoint
   CHECK(run.exit_code == 1);
   CHECK_THAT(run.errors, ContainsSubstring("har: the loss became") && ContainsSubstring("lower --lr"));
   CHECK(std::count(run.errors.begin(), run.errors.end(), '\n') == 1);
-  CHECK(names_in(folder.path()) == std::vector<std::string>{"config.yaml"});
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"config.yaml", "logs"});
 }
 
 TEST_CASE("a file that only one rank finds wrong ends them all", "[har]") {

@@ -36,13 +36,16 @@ TEST_CASE("train_multigpu.sh trains, and uses another port if its port is in use
   auto listener = std::make_unique<ddpkit::testing::TakenPort>();
   const std::string port = std::to_string(listener->port());
 
+  const std::string line = std::string(42, '=') + "\n";
   Arguments arguments = joined({"2"}, joined(quick(), {"--epochs", "1"}));
   const Output taken = run_script(arguments, port);
   listener.reset();
   INFO(taken.text);
   CHECK(taken.exit_code == 0);
   CHECK_THAT(taken.text, ContainsSubstring("Port " + port + " is taken: using ") &&
-                             ContainsSubstring("Video behaviour training\n  ranks    2\n") &&
+                             ContainsSubstring("Multi-GPU Training Launcher\n" + line +
+                                               "Number of ranks: 2 (CPU)\nLaunching distributed "
+                                               "training...\n") &&
                              ContainsSubstring("\"world_size\":2") && ContainsSubstring("best macro F1"));
 }
 

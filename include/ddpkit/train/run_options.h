@@ -47,7 +47,7 @@ struct RunOptions {
   int save_total_limit = 1;                              ///< See CheckpointOptions::keep.
   bool resume = false;                                   ///< See RunFolderOptions.
   bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
-  bool tensorboard = false;                              ///< Write events to SAVE_DIR/tensorboard.
+  bool tensorboard = true;                               ///< Write TensorBoard events to SAVE_DIR/logs.
   std::int64_t logging_steps = 0;                        ///< Print the loss every N updates; 0: never.
   bool json = false;                                     ///< Print one JSON line per epoch instead of the table.
   std::string progress = "auto";                         ///< Or "bar", "lines", "off"; see progress_options().
