@@ -29,8 +29,8 @@ struct Series {
 
 /// A line chart with a grid and a legend.
 struct Chart {
-  std::string title;
-  std::vector<Series> series;
+  std::string title;                                         ///< Text above the chart.
+  std::vector<Series> series;                                ///< Curves, drawn in this order.
   std::vector<std::pair<double, std::string>> x_ticks = {};  ///< Values and their texts; empty: round numbers.
 };
 
