@@ -4,6 +4,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include <fmt/format.h>
+
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
@@ -22,6 +24,7 @@ struct Trained {
   at::Tensor weight;
   std::int64_t step = 0;
   double lr = 0;
+  std::vector<double> lrs = {};  // Of the last update of each epoch.
 };
 
 // Trains on 24 samples, 2 per update and rank. `loss`: the mean loss that the loop reports.
@@ -43,6 +46,7 @@ Trained train(const ddpkit::ProcessGroup& group, RunOptions options, double loss
              .updates_per_epoch = static_cast<std::int64_t>(sampler.num_samples()) / 2,
              .state = {ddpkit::train::checkpoint_part("sampler", sampler)}},
             {{"data", "test"}});
+  std::vector<double> lrs;
   while (run.has_epoch()) {
     sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
     const std::vector<std::size_t> order = sampler.indices();
@@ -57,11 +61,15 @@ Trained train(const ddpkit::ProcessGroup& group, RunOptions options, double loss
       epoch.advance();
     }
     if (!epoch.finish(loss)) break;
+    lrs.push_back(epoch.lr());
     sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
     run.save();
+    epoch.report("a line", {{"loss", loss}}, {{"loss/train", loss}});
+    run.write_file("picture.svg", std::to_string(run.epoch()));
   }
   CHECK(run.finish());
-  return {model->weight.detach().clone(), run.step(), run.scheduler().learning_rates().front()};
+  run.print_summary("the result");
+  return {model->weight.detach().clone(), run.step(), run.scheduler().learning_rates().front(), lrs};
 }
 
 }  // namespace
@@ -80,6 +88,12 @@ RANK_TEST("a run that max_steps ends within an epoch resumes there, with the sam
   const Trained resumed = train(group, {.save_dir = folder, .resume = true});
   CHECK(resumed.step == whole.step);
   CHECK(torch::equal(resumed.weight, whole.weight));
+  // The first epoch is of the run that was cut, the second of the resumed run.
+  CHECK(ddpkit::testing::read_file(folder + "/metrics.csv") ==
+        fmt::format("epoch,step,loss/train,training/lr\n1,{},0.5,{}\n2,{},0.5,{}\n", updates, whole.lrs.at(0),
+                    2 * updates, whole.lrs.at(1)));
+  CHECK(ddpkit::testing::read_file(folder + "/curves.svg").starts_with("<svg"));
+  CHECK(ddpkit::testing::read_file(folder + "/picture.svg") == "2");
   group.barrier();  // Rank 0 removes the folder.
 }
 
