@@ -1,0 +1,286 @@
+#include "parallel/sharding/parameter_shards.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <ddpkit/error.h>
+
+#include "parallel/sharding/gathered_use.h"
+#include "tensor/tensor_memory.h"
+
+namespace ddpkit {
+namespace {
+
+/// Whatever the calling operation's mode is, the shards and gathered memory are ordinary tensors without history.
+struct PlainTensors {
+  c10::InferenceMode no_inference{false};
+  at::NoGradGuard no_grad;
+};
+
+}  // namespace
+
+class ParameterShards::Unit final : public GatheredMemory {
+ public:
+  struct Block {
+    FlatLayout layout;
+    std::vector<std::size_t> members;  ///< Indices in `parameters`. [position]
+    at::Tensor shard;                  ///< This rank's elements.
+    at::Tensor flat = {};              ///< All elements, while the unit is whole.
+
+    at::Tensor own_part(const at::Tensor& tensor, std::size_t position, int rank) const {
+      const FlatLayout::Range range = layout.range(position, rank);
+      return tensor.narrow(0, range.in_tensor, range.count);
+    }
+    at::Tensor piece(std::size_t position, int rank) const {
+      const FlatLayout::Range range = layout.range(position, rank);
+      return shard.narrow(0, range.in_shard, range.count);
+    }
+    at::Tensor gathered(std::size_t position) const {
+      return flat.narrow(0, layout.offsets[position], layout.numels[position]);
+    }
+  };
+
+  explicit Unit(ParameterShards& shards) : shards_(shards) {}
+
+  void acquire(const char* operation, bool writes) override {
+    shards_.check_scope(*this, operation);
+    // release() of the unit first closes the unit and then looks at the pins.
+    ++pins;
+    if (is_open) {
+      touched.store(++shards_.clock_, std::memory_order_relaxed);
+    } else {
+      try {
+        shards_.make_whole(*this);
+      } catch (...) {
+        --pins;
+        throw;
+      }
+    }
+    if (writes) is_written = true;
+  }
+
+  void release() noexcept override {
+    --pins;
+    if (shards_.whole_ > shards_.window_) shards_.trim();
+  }
+
+  std::string name;
+  std::size_t index = 0;
+  bool stays_whole = false;
+  std::vector<Block> blocks;
+  std::vector<GatheredParameter> parameters;
+  bool is_whole = false;
+  std::atomic<bool> is_open{false};  ///< Whole, and not being released.
+  std::atomic<bool> is_written{false};
+  std::atomic<int> pins{0};
+  std::atomic<std::uint64_t> touched{0};
+  std::uint64_t gathers = 0;
+
+ private:
+  ParameterShards& shards_;
+};
+
+ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr<ShardTransport> transport,
+                                 std::size_t window)
+    : transport_(std::move(transport)), window_(window) {
+  const PlainTensors plain;
+  const int rank = transport_->rank();
+  for (ShardedUnit& planned : units) {
+    const auto unit = std::make_shared<Unit>(*this);
+    unit->name = std::move(planned.name);
+    unit->index = units_.size();
+    unit->stays_whole = planned.stays_whole;
+    // All shards are copied before the first parameter loses its memory.
+    for (ShardedBlock& given : planned.blocks) {
+      const auto options = given.parameters.at(0).tensor.options().requires_grad(false);
+      Unit::Block block{.layout = std::move(given.layout), .members = {}, .shard = {}};
+      block.shard = at::zeros({block.layout.shard_numel}, options);  // Padding is sent too.
+      for (std::size_t i = 0; i < given.parameters.size(); ++i)
+        block.piece(i, rank).copy_(block.own_part(in_order(given.parameters[i].tensor), i, rank));
+      unit->blocks.push_back(std::move(block));
+    }
+    units_.push_back(unit);
+  }
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    Unit& unit = *units_[u];
+    for (std::size_t b = 0; b < units[u].blocks.size(); ++b) {
+      for (NamedParameter& parameter : units[u].blocks[b].parameters) {
+        places_[parameter.tensor.unsafeGetTensorImpl()] = {
+            .unit = &unit, .block = b, .position = unit.blocks[b].members.size()};
+        unit.blocks[b].members.push_back(unit.parameters.size());
+        unit.parameters.emplace_back(std::move(parameter.name), std::move(parameter.tensor), units_[u]);
+      }
+    }
+  }
+}
+
+ParameterShards::~ParameterShards() {
+  for (const auto& unit : units_) {
+    for (GatheredParameter& parameter : unit->parameters) parameter.detach();
+  }
+}
+
+at::Tensor ParameterShards::piece(const at::Tensor& parameter) const {
+  const Place& place = places_.at(parameter.unsafeGetTensorImpl());
+  return place.unit->blocks[place.block].piece(place.position, transport_->rank());
+}
+
+// ---- uses
+
+void ParameterShards::check_scope(const Unit& unit, const char* operation) const {
+  if (scopes_ > 0 || torch::autograd::get_current_graph_task_id() >= 0) return;
+  throw InvalidArgument(fmt::format(
+      "a parameter of unit {} is sharded over {} ranks, and {} used it outside the forward pass and backward: use "
+      "parameters on all ranks within gathering() or whole() of FullyShardedDataParallel",
+      unit.name, transport_->world_size(), operation));
+}
+
+void ParameterShards::make_whole(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  unit.touched = ++clock_;
+  if (unit.is_whole) return;
+  const PlainTensors plain;
+  adopt(unit);
+  if (!unit.stays_whole) {
+    while (whole_ >= window_ && release_oldest()) {
+    }
+  }
+  std::vector<at::Tensor> flats, shards;
+  for (const Unit::Block& block : unit.blocks) {
+    flats.push_back(at::empty({block.layout.numel}, block.shard.options()));
+    shards.push_back(block.shard);
+  }
+  transport_->gather({.unit = unit.index, .updates = updates_}, flats, shards);
+  ++unit.gathers;
+  for (std::size_t b = 0; b < flats.size(); ++b) {
+    Unit::Block& block = unit.blocks[b];
+    block.flat = std::move(flats[b]);
+    for (std::size_t i = 0; i < block.members.size(); ++i)
+      unit.parameters[block.members[i]].attach(block.gathered(i).data_ptr());
+  }
+  unit.is_whole = true;
+  if (!unit.stays_whole) most_whole_ = std::max(most_whole_, ++whole_);
+  unit.is_open = true;
+}
+
+/// An operation needed more units than the window has.
+void ParameterShards::trim() noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    const PlainTensors plain;
+    while (whole_ > window_ && release_oldest()) {
+    }
+  } catch (...) {
+    // The unit that could not be released stays whole, and the next gather tries again.
+  }
+}
+
+bool ParameterShards::release_oldest() {
+  Unit* oldest = nullptr;
+  for (const auto& unit : units_) {
+    if (unit->is_whole && !unit->stays_whole && unit->pins == 0 && (!oldest || unit->touched < oldest->touched))
+      oldest = unit.get();
+  }
+  return oldest && release(*oldest);
+}
+
+/// Returns false if an operation uses the unit.
+bool ParameterShards::release(Unit& unit) {
+  if (!unit.is_whole) return true;
+  unit.is_open = false;
+  if (unit.pins > 0) {  // A thread that pins the unit from now on sees that it is closed, and waits for the mutex.
+    unit.is_open = true;
+    return false;
+  }
+  try {
+    adopt(unit);
+    for (Unit::Block& block : unit.blocks) {
+      for (std::size_t i = 0; unit.is_written && i < block.members.size(); ++i)
+        block.piece(i, transport_->rank()).copy_(block.own_part(block.gathered(i), i, transport_->rank()));
+    }
+  } catch (...) {
+    unit.is_open = true;
+    throw;
+  }
+  unit.is_written = false;
+  for (GatheredParameter& parameter : unit.parameters) parameter.detach();
+  for (Unit::Block& block : unit.blocks) block.flat.reset();
+  unit.is_whole = false;
+  if (!unit.stays_whole) --whole_;
+  return true;
+}
+
+void ParameterShards::adopt(Unit& unit) {
+  for (Unit::Block& block : unit.blocks) {
+    for (std::size_t i = 0; i < block.members.size(); ++i) {
+      GatheredParameter& parameter = unit.parameters[block.members[i]];
+      if (!parameter.is_replaced()) continue;
+      const at::Tensor values = parameter.replacing_values();
+      block.piece(i, transport_->rank()).copy_(block.own_part(values, i, transport_->rank()));
+      if (unit.is_whole) block.gathered(i).copy_(values);
+      parameter.restore();
+    }
+  }
+}
+
+void ParameterShards::adopt() {
+  const std::lock_guard lock(mutex_);
+  const PlainTensors plain;
+  for (const auto& unit : units_) adopt(*unit);
+}
+
+void ParameterShards::gather_all() {
+  std::size_t pinned = 0;
+  try {
+    for (; pinned < units_.size(); ++pinned) units_[pinned]->acquire("whole", /*writes=*/true);
+  } catch (...) {
+    while (pinned > 0) units_[--pinned]->release();
+    throw;
+  }
+}
+
+void ParameterShards::release_all() noexcept {
+  for (const auto& unit : units_) {
+    unit->is_written = true;
+    unit->release();
+  }
+}
+
+void ParameterShards::before_update() {
+  const std::lock_guard lock(mutex_);
+  const PlainTensors plain;
+  for (const auto& unit : units_) {
+    adopt(*unit);
+    if (!release(*unit))
+      throw InvalidArgument(fmt::format(
+          "unit {} is in use, so the weights cannot be updated: end the scope of whole() before step()", unit->name));
+  }
+}
+
+std::vector<ParameterShards::UnitStats> ParameterShards::stats() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<UnitStats> all;
+  for (const auto& unit : units_) {
+    UnitStats stats{.name = unit->name, .parameters = unit->parameters.size(), .gathers = unit->gathers};
+    for (const Unit::Block& block : unit->blocks)
+      stats.bytes += static_cast<std::size_t>(block.layout.numel) * block.shard.element_size();
+    all.push_back(std::move(stats));
+  }
+  return all;
+}
+
+std::size_t ParameterShards::whole() const { return whole_; }
+
+std::size_t ParameterShards::most_whole() const {
+  const std::lock_guard lock(mutex_);
+  return most_whole_;
+}
+
+}  // namespace ddpkit
