@@ -27,6 +27,7 @@
 #include <ddpkit/parallel/comm_hooks.h>
 #include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/fully_sharded_data_parallel.h>
 #include <ddpkit/parallel/join.h>
 #include <ddpkit/parallel/power_sgd.h>
 #include <ddpkit/parallel/pytree.h>

@@ -16,6 +16,7 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 
 #include "optim/optimizer_archive.h"
+#include "parallel/sharding/gathered_use.h"
 #include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
 
@@ -186,6 +187,8 @@ void FusedOptimizer::Impl::step(double factor) {
       if (!gradient.defined()) continue;
       if (gradient.layout() != at::kStrided)
         refuse(parameter, g, i, "has a sparse gradient: give it to torch::optim::SGD, or make its layer not sparse");
+      if (GatheredParameter::is_gathered(parameter))
+        refuse(parameter, g, i, "is sharded by FullyShardedDataParallel: use a ShardedOptimizer of it");
       Algorithm::Update& update = layout.updates.emplace_back();
       update.original = update.parameter = parameter;
       if (!slot.dense) {

@@ -53,7 +53,8 @@ Shards::Shards(const Reducer& reducer, ProcessGroup process_group, const Groups&
       update_in_backward(updates_in_backward),
       factory(std::move(make)),
       parameters(parameters_of(reducer)),
-      defaults(std::move(default_options)) {
+      defaults(std::move(default_options)),
+      sharded(parameter_shards_of(reducer)) {
   const at::NoGradGuard no_grad;
   make_plan(reducer);
   check_same_on_all_ranks(group, "ShardedOptimizer", [&] {
@@ -91,6 +92,12 @@ std::string Shards::find_error(const Groups& whole_groups, bool shared_weights) 
   if (shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
     return fmt::format("shared_weights needs the shm backend on one host; this group has {} on {}",
                        group.backend_name(), group.device().str());
+  if (sharded) {
+    if (shared_weights || update_in_backward)
+      return fmt::format("{} does not support the sharded weights of FullyShardedDataParallel",
+                         shared_weights ? "shared_weights" : "update_in_backward");
+    return {};
+  }
   for (const NamedParameter& parameter : parameters) {
     if (!parameter.tensor.is_non_overlapping_and_dense())
       return fmt::format("parameter {} is not dense in memory: it cannot be sharded (make it contiguous)",
@@ -117,9 +124,13 @@ void Shards::cut(const Groups& whole_groups) {
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].tensor;
-    places[i].data = parameter.const_data_ptr();
     places[i].sizes = parameter.sizes().vec();
     places[i].strides = parameter.strides().vec();
+    if (sharded) {
+      pieces.push_back(sharded->piece(parameter));
+      continue;
+    }
+    places[i].data = parameter.const_data_ptr();
     const FlatLayout::Range& own = places[i].own;
     pieces.push_back(weights ? weights->piece(i, own.in_tensor, own.count) : piece_of(i));
   }
@@ -136,7 +147,7 @@ at::Tensor Shards::piece_of(std::size_t index) const {
 }
 
 void Shards::gather_weights() const {
-  if (group.world_size() == 1) return;
+  if (group.world_size() == 1 || sharded) return;
   for (std::size_t b = 0; b < plan.size(); ++b) {
     const FlatLayout& layout = layouts[b];
     const at::TensorOptions kind = pieces[plan[b][0]].options();
@@ -162,6 +173,7 @@ void Shards::gather_weights() const {
 }
 
 void Shards::follow_parameters() {
+  if (sharded) return sharded->adopt();
   const at::NoGradGuard no_grad;
   try {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -222,10 +234,12 @@ void Shards::check_groups() const {
 
 void Shards::update(double factor) {
   check_groups();
+  if (sharded) sharded->before_update();
   {
     const auto lent = lend_groups();
     inner->step_scaled(factor);
   }
+  if (sharded) sharded->after_update();
   // Pieces have separate version counters, but autograd saved the parameter.
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     if (pieces[i].grad().defined()) parameters[i].tensor.unsafeGetTensorImpl()->bump_version();

@@ -18,6 +18,7 @@
 #include "optim/fused_optimizer.h"
 
 #include "parallel/ddp/shard_output.h"
+#include "parallel/sharding/parameter_shards.h"
 #include "parallel/sharding/shared_weights.h"
 
 namespace ddpkit::optim {
@@ -89,8 +90,9 @@ class Shards final : public ShardOutput {
   std::vector<std::vector<std::size_t>> group_of;  ///< Parameters of each group. [group][position]
   Groups groups;                                   ///< Groups of the pieces, with the options of the owner's groups.
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-  std::unique_ptr<SharedWeights> weights;  ///< Null if every rank has private weights.
-  std::unique_ptr<FusedOptimizer> inner;   ///< The optimizer of the pieces.
+  std::unique_ptr<SharedWeights> weights;    ///< Null if every rank has private weights.
+  std::shared_ptr<ParameterShards> sharded;  ///< Null if every rank has whole weights.
+  std::unique_ptr<FusedOptimizer> inner;     ///< The optimizer of the pieces.
   std::unique_ptr<FusedOptimizer> consolidated;
   bool dropped = false;  ///< zero_grad() was called since follow_active_ranks().
 

@@ -19,6 +19,7 @@
 #include "parallel/join.h"
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
+#include "parallel/sharding/gathered_use.h"
 
 namespace ddpkit {
 namespace {
@@ -183,6 +184,11 @@ DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup 
     std::unordered_set<std::string> unknown(options.parameters_to_ignore.begin(), options.parameters_to_ignore.end());
     parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
     buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
+    for (const auto& [name, tensor] : parameters) {
+      if (GatheredParameter::is_gathered(tensor))
+        throw InvalidArgument(fmt::format(
+            "parameter {} is sharded by FullyShardedDataParallel: a module can be in only one of the two", name));
+    }
     if (!unknown.empty())
       throw InvalidArgument(fmt::format("parameters_to_ignore names {}, but the module has no such parameter or buffer",
                                         fmt::join(unknown, ", ")));

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <limits>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -13,6 +15,7 @@
 
 #include "parallel/ddp/debug.h"
 #include "parallel/model_agreement.h"
+#include "parallel/sharding/parameter_shards.h"
 
 namespace ddpkit {
 namespace {
@@ -102,6 +105,7 @@ void Reducer::Impl::prepare_for_forward(bool expects_backward) {
     if (!in_backward) follow_shard_output();
     if (!in_backward && synchronize && expects_backward) used_.count_forward();
   }
+  if (parameter_shards_ && !in_backward) parameter_shards_->adopt();
   if (const auto output = shard_output_.lock(); output && !in_backward) output->follow_parameters();
   const std::lock_guard lock(mutex_);
   hooks_->refresh();
@@ -133,7 +137,7 @@ void Reducer::Impl::register_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   require_no_backward("a communication hook");
   run_on_all_ranks(group_, "register_comm_hook", [&] {
-    if (hook && !shard_output_.expired())
+    if (hook && (parameter_shards_ || !shard_output_.expired()))
       throw InvalidArgument("gradients are sharded, but a communication hook needs whole gradients");
   });
   const bool same_memory = static_cast<bool>(comm_hook_) == static_cast<bool>(hook);
@@ -176,6 +180,24 @@ void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output)
     if (self->hooks_->replaced()) return ShardOutput::State::kNoReducer;
     return self->shard_output_.lock() == output.lock() ? ShardOutput::State::kActive : ShardOutput::State::kReplaced;
   };
+}
+
+std::vector<FlatLayout> Reducer::Impl::use_units(std::vector<std::size_t> unit_of) {
+  const std::lock_guard lock(mutex_);
+  unit_of_ = std::move(unit_of);
+  use_plan(plan_units(), /*sharded=*/false);
+  log_plan("buckets of units");
+  return layouts_of(plan, group_.world_size());
+}
+
+void Reducer::Impl::set_parameter_shards(std::shared_ptr<ParameterShards> shards) {
+  const std::lock_guard lock(mutex_);
+  parameter_shards_ = std::move(shards);
+}
+
+std::shared_ptr<ParameterShards> Reducer::Impl::parameter_shards() const {
+  const std::lock_guard lock(mutex_);
+  return parameter_shards_;
 }
 
 void Reducer::Impl::set_timeline(std::optional<Timeline> timeline, std::uint64_t write_after) {
@@ -227,6 +249,7 @@ std::vector<std::size_t> Reducer::Impl::current_order() const {
 
 /// `order`: all dense parameters, in reverse order of their gradients.
 BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) const {
+  if (!unit_of_.empty()) return plan_units();
   std::vector<ParameterInfo> infos;
   for (const std::size_t index : order) {
     const at::Tensor& tensor = dense_[index].tensor;
@@ -239,6 +262,29 @@ BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool 
   for (auto& members : buckets) {
     for (std::size_t& index : members) index = order[index];
   }
+  return buckets;
+}
+
+/// Buckets are in the order of their last gradients.
+BucketPlan Reducer::Impl::plan_units() const {
+  std::map<std::size_t, std::vector<std::size_t>> members_of;  // [unit]
+  for (std::size_t i = 0; i < dense_.size(); ++i) members_of[unit_of_[i]].push_back(i);
+  BucketPlan buckets;
+  for (const auto& [unit, members] : members_of) {
+    std::vector<ParameterInfo> infos;
+    for (const std::size_t index : members) {
+      const at::Tensor& tensor = dense_[index].tensor;
+      infos.push_back({.numel = static_cast<std::size_t>(tensor.numel()),
+                       .dtype = tensor.scalar_type(),
+                       .device = tensor.device()});
+    }
+    constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
+    for (auto& bucket : plan_buckets(infos, kNoCap, kNoCap)) {
+      for (std::size_t& position : bucket) position = members[position];
+      buckets.push_back(std::move(bucket));
+    }
+  }
+  std::stable_sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.back() > b.back(); });
   return buckets;
 }
 
@@ -291,7 +337,7 @@ void Reducer::Impl::note_arrival(std::size_t index) {
 /// reverse registration order. As in Python, not if each backward may use other parameters. The buckets of shards stay:
 /// optimizer state has the same layout.
 void Reducer::Impl::rebuild() {
-  if (rebuilds != 0 || storage_->sharded() || used_.policy() == UnusedPolicy::kFind) return;
+  if (rebuilds != 0 || storage_->sharded() || !unit_of_.empty() || used_.policy() == UnusedPolicy::kFind) return;
   ++rebuilds;
   auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
   std::reverse(order.begin(), order.end());
@@ -326,6 +372,10 @@ std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
 
 const std::vector<NamedParameter>& parameters_of(const Reducer& reducer) {
   return Reducer::Impl::of(reducer).parameters();
+}
+
+std::shared_ptr<ParameterShards> parameter_shards_of(const Reducer& reducer) {
+  return Reducer::Impl::of(reducer).parameter_shards();
 }
 
 void ShardOutput::make_plan(const Reducer& reducer) { Reducer::Impl::of(reducer).plan_shards(*this); }

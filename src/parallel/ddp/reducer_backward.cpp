@@ -16,6 +16,7 @@
 #include "parallel/ddp/sparse_gradient.h"
 #include "parallel/join.h"
 #include "parallel/model_agreement.h"
+#include "parallel/sharding/parameter_shards.h"
 
 namespace ddpkit {
 namespace {
@@ -98,14 +99,18 @@ void Reducer::Impl::reset() noexcept {
 /// collective. Has no effect if the error came from other ranks, because the group has already ended.
 void Reducer::Impl::abort_group(const std::string& where) noexcept {
   reset();
+  const auto abort = [this](const std::string& reason) {
+    group_.abort(reason);
+    if (parameter_shards_) parameter_shards_->abort(reason);
+  };
   try {
     try {
       throw;
     } catch (const std::exception& error) {
-      group_.abort(fmt::format("backward on rank {} failed {}: {}", group_.rank(), where, error.what()));
+      abort(fmt::format("backward on rank {} failed {}: {}", group_.rank(), where, error.what()));
     }
   } catch (...) {
-    group_.abort("backward failed");
+    abort("backward failed");
   }
 }
 
@@ -240,7 +245,8 @@ void Reducer::Impl::note_finished() {
 void Reducer::Impl::deliver_early() {
   note_finished();
   while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
-  if (!storage_->in_place()) return;
+  // With sharded parameters, a gather on another rank may come before the bucket that this rank would wait for.
+  if (!storage_->in_place() || parameter_shards_) return;
   std::size_t under_way = 0;
   for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
   while (under_way > kShardedBytesUnderWay) {

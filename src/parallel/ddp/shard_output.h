@@ -15,11 +15,15 @@
 
 namespace ddpkit {
 
+class ParameterShards;
 class Reducer;
 
 /// Returns the parameters with requires_grad, with the indices of Reducer::buckets(). Dense parameters come first.
 /// [param]
 const std::vector<NamedParameter>& parameters_of(const Reducer& reducer);
+
+/// Returns the shards of the parameters. Null if each rank has whole parameters.
+std::shared_ptr<ParameterShards> parameter_shards_of(const Reducer& reducer);
 
 /// Receives shards of the averaged gradients from a Reducer. The parameters then have no gradient.
 struct ShardOutput {

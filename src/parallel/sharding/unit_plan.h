@@ -18,7 +18,7 @@ struct UnitPlan {
   bool is_root = false;
 };
 
-/// Pure function: returns the same on every rank. `patterns`: names of modules, in which the part `*` stands for any
+/// Pure function: returns the same on every rank. `patterns`: names of modules, in which the part `*` matches any
 /// name, as "blocks.*". Empty: the children of the outermost ModuleList, ModuleDict and Sequential. A parameter belongs
 /// to the innermost unit, and a tied parameter to the first unit that has it. Parameters in no unit are the root's,
 /// which is the last unit. A unit of fewer than `min_bytes` bytes is merged with the next one. Throws InvalidArgument

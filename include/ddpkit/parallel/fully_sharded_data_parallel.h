@@ -1,0 +1,167 @@
+// Tier 2: torch/nn/module.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+namespace ddpkit {
+
+class ParameterShards;
+
+/// Options of FullyShardedDataParallel. All ranks pass the same.
+struct FullyShardedOptions {
+  /// Names of the modules that are gathered one at a time; the part `*` matches any name, as "blocks.*". Empty: the
+  /// children of the outermost ModuleList, ModuleDict and Sequential. The parameters of no unit are the root's.
+  std::vector<std::string> units = {};
+  /// A unit smaller than this, in MiB, is merged with the next one.
+  double min_unit_mb = 1;
+  /// True: one unit at a time is whole, and backward gathers the units again (ZeRO stage 3). False: units stay whole
+  /// from forward to step(), which saves the second gather.
+  bool reshard_after_forward = true;
+  /// See DistributedDataParallelOptions.
+  /// @{
+  bool find_unused_parameters = false;
+  bool broadcast_buffers = true;
+  /// @}
+};
+
+/// A unit of FullyShardedDataParallel.
+struct FullyShardedUnit {
+  std::string name;            ///< Of its module: "blocks.0", "blocks.0 to blocks.3" after a merge, or "root".
+  std::size_t bytes = 0;       ///< Of its parameters, with padding.
+  std::size_t parameters = 0;  ///< Number of parameters.
+  std::uint64_t gathers = 0;   ///< Number of times that the unit was gathered.
+};
+
+/// The part of FullyShardedDataParallel that does not depend on the module's type.
+class FullyShardedDataParallelBase : public DistributedDataParallelBase {
+ public:
+  /// Scope in which the parameters may be used outside forward and backward. The FullyShardedDataParallel must outlive
+  /// it.
+  class [[nodiscard]] Gathering {
+   public:
+    ~Gathering();
+    Gathering(Gathering&&) noexcept = default;  ///< Scopes can be moved, for example into a std::optional.
+    Gathering& operator=(Gathering&&) = delete;
+
+   private:
+    friend class FullyShardedDataParallelBase;
+    Gathering(std::shared_ptr<ParameterShards> shards, bool whole);
+    std::shared_ptr<ParameterShards> shards_;
+    bool whole_;
+  };
+
+  ~FullyShardedDataParallelBase() override;
+
+  /// In the scope, each unit is gathered when it is used. All ranks must use the same units in the same order, and
+  /// write the same values.
+  Gathering gathering();
+  /// Collective. Gathers all units, which stay whole until the scope ends. In the scope, the parameters are ordinary
+  /// tensors: torch::save() works, and one rank alone may run module().forward(). All ranks must write the same values.
+  Gathering whole();
+
+  /// Returns the units in the order in which forward is expected to use them, the root last. [unit]
+  std::vector<FullyShardedUnit> units() const;
+
+ protected:
+  /// Collective. See FullyShardedDataParallel.
+  FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group,
+                               const FullyShardedOptions& options);
+  FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) noexcept;
+  FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) noexcept;
+
+ private:
+  void join_begin() override;
+
+  std::shared_ptr<ParameterShards> shards_;
+};
+
+/// ZeRO stage 3 (Rajbhandari and others, arXiv 1910.02054): each rank keeps a shard of the parameters, the gradients
+/// and the optimizer's state. A unit, such as a block of a transformer, is gathered when an operation uses one of its
+/// parameters, and released when another unit is used. The result is that of DistributedDataParallel.
+///
+///     ddpkit::FullyShardedDataParallel fsdp(model, group);
+///     ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(fsdp, torch::optim::AdamWOptions(1e-3));
+///     torch::cross_entropy_loss(fsdp(batch.data), batch.target).backward();
+///     optimizer.step();
+///
+/// The model needs no change: every operation on a parameter or a view of it gathers the unit, also in functions other
+/// than forward() that the module's forward calls. Train with a ShardedOptimizer. Without one, backward leaves whole
+/// averaged gradients in the parameters.
+///
+/// Outside fsdp(), backward and the scopes of gathering() and whole(), the use of a parameter throws InvalidArgument,
+/// which names the unit and the operation: other ranks would wait for this rank in the gather, or not gather at all.
+/// Ranks that use units in different orders throw CollectiveMismatch, which names both units.
+///
+/// Under no_sync(), backward accumulates whole gradients, which need as much memory as without sharding. Without it,
+/// each backward adds to the sharded gradients.
+///
+/// Parameters on the CPU only. Not supported: join(), communication hooks, sparse gradients, and the options
+/// update_in_backward and shared_weights of ShardedOptimizer. They throw InvalidArgument. The weights are lost when the
+/// FullyShardedDataParallel is destroyed: save them before.
+template <class M>
+class FullyShardedDataParallel : public FullyShardedDataParallelBase {
+ public:
+  /// Collective. Broadcasts rank 0's parameters and buffers, and shards the parameters. Set every `requires_grad`
+  /// before. Throws ModelMismatch on all ranks if the models differ. Throws InvalidArgument on all ranks for a
+  /// parameter that is not dense, not on the CPU, shares memory with another tensor, or is sharded already.
+  FullyShardedDataParallel(std::shared_ptr<M> module, const ProcessGroup& group,
+                           const FullyShardedOptions& options = {})
+      : FullyShardedDataParallelBase(*module, group, options), module_(std::move(module)) {}
+
+  /// Takes a module made with TORCH_MODULE.
+  template <class Holder>
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(
+      const Holder& holder, const ProcessGroup& group, const FullyShardedOptions& options = {})
+      : FullyShardedDataParallel(holder.ptr(), group, options) {}
+
+  /// Calls the module's forward with the same arguments and result. Collective.
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    const Gathering scope = gathering();
+    before_forward();
+    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
+      module_->forward(std::forward<Args>(args)...);
+      record_forward();
+    } else {
+      decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
+      after_forward(outputs);
+      return outputs;
+    }
+  }
+  /// Same as forward().
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  /// Returns the module without the wrapper.
+  M& module() noexcept { return *module_; }
+  const M& module() const noexcept { return *module_; }  ///< The same module.
+  /// Returns a pointer to the module. The wrapper and its caller own the module together.
+  const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
+
+ private:
+  std::shared_ptr<M> module_;
+};
+
+/// FullyShardedDataParallel of a holder has the type of the holder's module.
+template <class Holder>
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(const Holder&,
+                                                                                                  const ProcessGroup&)
+->FullyShardedDataParallel<typename Holder::ContainedType>;
+/// FullyShardedDataParallel of a holder has the type of the holder's module.
+template <class Holder>
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(const Holder&,
+                                                                                                  const ProcessGroup&,
+                                                                                                  FullyShardedOptions)
+->FullyShardedDataParallel<typename Holder::ContainedType>;
+
+}  // namespace ddpkit
