@@ -94,6 +94,7 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
       group_->check();
     } else if (event_ != kNoEvent) {  // On a device, only the guard knows when the call ends.
       EventRing::of_process().finish(event_);
+      if (group_->guard_) group_->guard_->note_end(event_);
     }
     return result;
   }

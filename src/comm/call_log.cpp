@@ -40,6 +40,12 @@ bool CallLog::look() {
   return !calls_.empty();
 }
 
+void CallLog::note_end(std::uint64_t index) {
+  const std::lock_guard lock(mutex_);
+  const auto call = std::find_if(calls_.rbegin(), calls_.rend(), [=](const Call& one) { return one.index == index; });
+  if (call != calls_.rend()) call->has_ended = [] { return true; };
+}
+
 std::optional<CallLog::Late> CallLog::late(std::chrono::milliseconds timeout) const {
   const std::lock_guard lock(mutex_);
   // A call may wait for earlier calls.

@@ -28,6 +28,9 @@ class CallLog {
   bool add(std::uint64_t index, const Event& event, std::function<bool()> has_ended);
   /// Returns whether calls are in progress.
   bool look();
+  /// Releases `has_ended` of a call that has ended. It may hold a weak pointer to the call, and LibTorch keeps the
+  /// members of an object, here the tensors, until its last weak pointer is released.
+  void note_end(std::uint64_t index);
   std::optional<Late> late(std::chrono::milliseconds timeout) const;
 
   /// Returns the number of collectives called.

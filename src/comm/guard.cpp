@@ -274,6 +274,8 @@ void GroupGuard::watch(std::uint64_t index, const Event& event, std::function<bo
   if (calls_.add(index, event, std::move(has_ended))) wake();
 }
 
+void GroupGuard::note_end(std::uint64_t index) { calls_.note_end(index); }
+
 bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
   const auto deadline = Clock::now() + limit;
   const bool has_failed = failed_;  // After a failure, the guard itself waits here.

@@ -63,6 +63,8 @@ class GroupGuard {
 
   /// Adds a started call of this rank; see CallLog::add().
   void watch(std::uint64_t index, const Event& event, std::function<bool()> has_ended);
+  /// The call has ended; see CallLog::note_end().
+  void note_end(std::uint64_t index);
   /// Returns whether this rank's calls end within `limit`, without a failure.
   bool is_idle(std::chrono::milliseconds limit);
 

@@ -21,30 +21,30 @@ class FlatStorage final : public BucketStorage {
 
   void lay_out(const BucketPlan& plan, const std::vector<FlatLayout>& layouts, bool sharded) override {
     sharded_ = sharded;
+    temporary_ = sharded && group_.device().is_cpu();
+    plan_ = plan;
+    layouts_ = layouts;
     copies_in_.assign(plan.size(), {});
     shards_.assign(plan.size(), {});
-    buffers_.clear();
+    buffers_.assign(plan.size(), {});
     for (std::size_t b = 0; b < plan.size(); ++b) {
-      const at::ScalarType dtype = entries_[plan[b][0]].parameter.scalar_type();
-      const at::Tensor& buffer = buffers_.emplace_back(group_.allocate({layouts[b].numel}, dtype));
-      buffer.zero_();
-      for (std::size_t i = 0; i < plan[b].size(); ++i) {
-        Entry& entry = entries_[plan[b][i]];
-        entry.bucket = b;
-        entry.view = alias(buffer, layouts[b].offsets[i], entry.parameter.sizes(), entry.strides);
+      for (const std::size_t param : plan[b]) {
+        entries_[param].bucket = b;
+        entries_[param].view.reset();
       }
+      if (!temporary_) use_buffer(b, group_.allocate({layouts[b].numel}, dtype_of_bucket(b)).zero_());
     }
   }
 
   void add(std::size_t param, const at::Tensor&) override {
-    const Entry& entry = entries_[param];
+    const Entry& entry = entry_with_view(param);
     const at::Tensor& gradient = entry.parameter.grad();
     if (!gradient.defined()) return add_unused(param);
     if (!is_at(gradient, entry.view)) copies_in_[entry.bucket].add(entry.view, gradient);
   }
 
   void add_unused(std::size_t param) override {
-    const Entry& entry = entries_[param];
+    const Entry& entry = entry_with_view(param);
     copy_or_zero(entry.view, entry.parameter.grad());
   }
 
@@ -66,7 +66,13 @@ class FlatStorage final : public BucketStorage {
 
   void flush_copies_out() override { copies_out_.flush(); }
 
-  at::Tensor take_shard(std::size_t bucket) override { return std::exchange(shards_[bucket], {}); }
+  at::Tensor take_shard(std::size_t bucket) override {
+    if (temporary_) {
+      buffers_[bucket].reset();
+      for (const std::size_t param : plan_[bucket]) entries_[param].view.reset();
+    }
+    return std::exchange(shards_[bucket], {});
+  }
 
   void reset() noexcept override {
     for (CopyList& copies : copies_in_) copies.clear();
@@ -88,8 +94,32 @@ class FlatStorage final : public BucketStorage {
     at::Tensor view = {};  ///< The gradient's part of the buffer.
   };
 
+  at::ScalarType dtype_of_bucket(std::size_t bucket) const {
+    return entries_[plan_[bucket][0]].parameter.scalar_type();
+  }
+
+  void use_buffer(std::size_t bucket, const at::Tensor& buffer) {
+    buffers_[bucket] = buffer;
+    for (std::size_t i = 0; i < plan_[bucket].size(); ++i) {
+      Entry& entry = entries_[plan_[bucket][i]];
+      entry.view = alias(buffer, layouts_[bucket].offsets[i], entry.parameter.sizes(), entry.strides);
+    }
+  }
+
+  const Entry& entry_with_view(std::size_t param) {
+    const Entry& entry = entries_[param];
+    if (!entry.view.defined())
+      use_buffer(entry.bucket, at::zeros({layouts_[entry.bucket].numel}, dtype_of_bucket(entry.bucket)));
+    return entry;
+  }
+
   ProcessGroup group_;
   bool as_bucket_view_;
+  /// Whole gradients of a sharded bucket live only until their shard is taken. On a device, streams would have to
+  /// finish with the memory first, so the buffers stay.
+  bool temporary_ = false;
+  BucketPlan plan_;
+  std::vector<FlatLayout> layouts_;  ///< [bucket]
   std::vector<Entry> entries_;       ///< [param]
   std::vector<at::Tensor> buffers_;  ///< [bucket]
   std::vector<CopyList> copies_in_;  ///< [bucket]
