@@ -118,6 +118,17 @@ TEST_CASE("torch::load and set_data into a sharded module are adopted", "[fsdp]"
   CHECK_THROWS_WITH(shards.shards->adopt(), ContainsSubstring("parameter weight is now [6, 5]"));
 }
 
+TEST_CASE("a tensor that set_() gives the memory of a sharded parameter gathers it too", "[fsdp]") {
+  torch::nn::Linear model(6, 5);
+  const auto weight = model->weight.detach().clone();
+  ShardedModel shards(*model, {});
+  at::Tensor other = torch::empty({0});
+  other.set_(model->weight.detach());
+  shards.release();
+  CHECK(torch::equal(other, weight));
+  CHECK(shards.ranks->gathers == 2);
+}
+
 TEST_CASE("the clone of a sharded module is whole and plain", "[fsdp]") {
   torch::nn::Linear model(6, 5);
   const auto weight = model->weight.detach().clone();
