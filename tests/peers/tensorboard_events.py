@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as folder:
     first = run(*common, "--max-steps", "14")
     second = run(*common)
     assert [line["epoch"] for line in first + second] == [1, 2, 3, 4], (first, second)
-    events = EventAccumulator(f"{save}/tensorboard").Reload()
+    events = EventAccumulator(f"{save}/logs").Reload()
     tags = {"loss/train": "train_loss", "loss/test": "test_loss", "accuracy/train": "train_accuracy",
             "accuracy/test": "test_accuracy", "f1/test": "test_macro_f1", "training/lr": "lr",
             "training/samples_per_second": "samples_per_second"}
