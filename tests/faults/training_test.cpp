@@ -30,6 +30,10 @@ class SmallDisk {
   bool mounted_ = false;
 };
 
+/// All files of har's run folder.
+const std::vector<std::string> kFiles = {"checkpoint.pt", "config.yaml", "confusion.svg", "curves.svg", "logs",
+                                         "metrics.csv"};
+
 }  // namespace
 
 TEST_CASE("a run with restarts that loses ranks ends with the weights of one never disturbed", "[faults]") {
@@ -95,7 +99,7 @@ TEST_CASE("a disk that is full or read-only keeps the last checkpoint and is nam
   CHECK(full.wait() == 1);
   CHECK_THAT(full.err(), ContainsSubstring("No space left on device"));
   CHECK(ddpkit::train::read_checkpoint_info(folder / "small" / "checkpoint.pt").epoch == 1);
-  CHECK(names_in(folder / "small") == std::vector<std::string>{"checkpoint.pt", "config.yaml"});
+  CHECK(names_in(folder / "small") == kFiles);
   add_row("disk full", "named, the last checkpoint kept, no rest", full.seconds());
 
   disk.make_read_only();
@@ -113,6 +117,6 @@ TEST_CASE("a half-written checkpoint of a dead run does not matter", "[faults]")
   write_file(folder / "checkpoint.pt.tmp", "half of a checkpoint");
   FaultRun run(training(folder.path(), {"--epochs", "1", "--json"}));
   CHECK(run.wait() == 0);
-  CHECK(names_in(folder.path()) == std::vector<std::string>{"checkpoint.pt", "config.yaml"});
+  CHECK(names_in(folder.path()) == kFiles);
   add_row("half-written checkpoint of a dead run", "replaced, and nothing of it stays", run.seconds());
 }
