@@ -1,9 +1,9 @@
 // The extension module of the Python package ddpkit_torch: creates the shm backend for torch.distributed.
 #include <ddpkit/comm/shm_backend.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 PYBIND11_MODULE(_backend, module) {
   module.def(

@@ -31,8 +31,8 @@ class SmallDisk {
 };
 
 /// All files of har's run folder.
-const std::vector<std::string> kFiles = {"checkpoint.pt", "config.yaml", "confusion.svg", "curves.svg", "logs",
-                                         "metrics.csv"};
+const std::vector<std::string> kFiles = {"checkpoint.pt", "config.yaml", "confusion.svg",
+                                         "curves.svg",    "logs",        "metrics.csv"};
 
 }  // namespace
 
