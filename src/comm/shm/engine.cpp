@@ -47,7 +47,7 @@ bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.p
 
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs&& args) {
   throw_if_failed();
-  // No rank completes a collective in which another rank has failed. A broadcast that its root has completed is none.
+  // A rank does not start a collective in which another rank has failed. The others may have completed earlier ones.
   if (peers_.any_failed()) fail_as_published(collectives_.next_sequence());
   // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
   OperationHandle operation = collectives_.prepare(std::move(args));

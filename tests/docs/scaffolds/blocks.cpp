@@ -20,5 +20,6 @@ void run(ddpkit::ProcessGroup group) {
   {
     // The block.
   }
-  ddpkit::docs::require(batch.data.size(0) == batch.target.size(0) && group.world_size() == 2, "all is there");
+  ddpkit::docs::require(batch.data.size(0) == batch.target.size(0) && group.world_size() == 2,
+                        "the objects of the page exist");
 }

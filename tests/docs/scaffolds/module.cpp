@@ -12,5 +12,5 @@ void run(ddpkit::ProcessGroup group) {
   for (const auto& parameter : model->parameters())
     ddpkit::docs::require(parameter.isfinite().all().item<bool>(), "the weights are finite");
   ddpkit::docs::require(batch.data.size(0) == batch.target.size(0) && optimizer.param_groups().size() == 1,
-                        "all is there");
+                        "the objects of the page exist");
 }
