@@ -67,7 +67,7 @@ ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, OpType type, std::vector<a
 
 ShmWork::~ShmWork() {
   end_event();
-  if (opType_ != OpType::SEND || exception_ || pending_.empty() || !engine_->is_of_this_process()) return;
+  if (has_ended_ || opType_ != OpType::SEND || exception_ || pending_.empty() || !engine_->is_of_this_process()) return;
   try {
     if (!engine_->test(pending_[0])) engine_->finish_in_background(pending_[0]);
   } catch (...) {
@@ -104,6 +104,7 @@ bool ShmWork::isCompleted() {
     for (const auto& pending : pending_) {
       if (!engine_->test(pending)) return false;
     }
+    has_ended_ = true;
     end_event();
   } catch (...) {
     fail();
@@ -121,6 +122,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
     fail();
     throw;
   }
+  has_ended_ = true;
   end_event();
   return true;
 }

@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -44,6 +45,7 @@ class ShmWork : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   std::chrono::milliseconds timeout_;
   const bool has_event_;
+  std::atomic<bool> has_ended_ = false;             ///< All operations have completed.
   c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< Guarded by c10d::Work's mutex_, like exception_.
 };
 
