@@ -221,13 +221,14 @@ void OpenGroups::end() {
   }
 }
 
-/// ProcessGroupNCCL reads these variables, so this is called before the first one is created.
+/// ProcessGroupNCCL and NCCL read these variables, so this is called before the first group is created.
 void set_defaults() {
   constexpr std::pair<const char*, const char*> kDefaults[] = {
       {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},       // 1: the ranks poll rank 0's store each second, also after its end.
       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Otherwise c10d's watchdog kills the process.
       {"TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"},   // The same, if the device is lost.
       {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"},  // Otherwise the watchdog sleeps one minute after a failure.
+      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},  // Collectives of several groups run in the order of their calls.
       {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false"}};  // send() and recv() would print a warning.
   static const bool once = [&] {
     for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);
