@@ -1,17 +1,12 @@
 #include "comm/guard.h"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <sstream>
 #include <string_view>
 #include <utility>
 
@@ -22,44 +17,18 @@
 #include <ddpkit/error.h>
 
 #include "comm/roll_call.h"
-#include "comm/sockets.h"
 #include "comm/timeout.h"
 #include "comm/trace/event_ring.h"
 
 namespace ddpkit {
 namespace {
 
-/// Lines are sent in one piece and never block, because they are shorter than the buffer of a socket.
-constexpr std::size_t kMostText = 2000;
-constexpr std::chrono::milliseconds kLook(20);
+/// Interval of look(), while calls are in progress and otherwise.
+constexpr std::chrono::milliseconds kLook(20), kIdleLook(100);
 /// How long rank 0 waits for answers about a late call, and the other ranks wait for rank 0.
 constexpr std::chrono::milliseconds kAnswerLimit(300), kVerdictLimit(1000);
 /// A backend may report a lost connection before the guard detects the end of the rank.
 constexpr std::chrono::milliseconds kErrorDelay(200);
-
-void send_line(int fd, const std::string& line) noexcept {
-  static_cast<void>(::send(fd, line.data(), line.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
-}
-
-/// Makes the kernel close a connection to an unreachable host.
-void keep_alive(int fd) noexcept {
-  const int on = 1, idle = 5, interval = 5, count = 3;
-  ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-}
-
-std::string line_of(const GroupGuard::Failure& failure) {
-  return fmt::format("fail {} {} {}\n", static_cast<int>(failure.kind), failure.failed_rank, failure.text);
-}
-
-std::string new_token() {
-  std::uint64_t words[2] = {};
-  if (::getrandom(words, sizeof words, 0) != sizeof words) throw Error("getrandom() gives no random numbers");
-  return fmt::format("{:016x}{:016x}", words[0], words[1]);
-}
 
 }  // namespace
 
@@ -84,33 +53,6 @@ GroupGuard::GroupGuard(const c10::intrusive_ptr<c10d::Store>& store, const Launc
 }
 
 GroupGuard::~GroupGuard() { stop(); }
-
-std::string GroupGuard::listen(const LaunchEnvironment& environment) {
-  const bool one_host = environment.local_world_size == ranks_;
-  const std::string address = one_host ? usable_loopback("127.0.0.1") : address_towards(environment.master_addr);
-  if (address.empty()) return {};  // There is no route to the other hosts.
-  const auto port = listen_on(address, listener_);
-  if (!port)
-    throw RendezvousError(fmt::format("rank {} cannot listen on {}: {}", name_, address, std::strerror(errno)));
-  token_ = new_token();
-  return fmt::format("{} {} {} {} {}", address, *port, token_, name_, ::getpid());
-}
-
-void GroupGuard::connect(const std::string& offer) {
-  if (offer.empty()) return;
-  std::istringstream words(offer);
-  std::string address, port;
-  Peer peer;
-  words >> address >> port >> token_ >> peer.name >> peer.pid;
-  peer.fd = connect_to(address, port, timeout_);
-  if (peer.fd < 0)
-    throw RendezvousError(
-        fmt::format("rank {} cannot reach rank {} at {}:{}: {}", name_, peer.name, address, port, std::strerror(errno)),
-        {.rank = name_, .call = "rendezvous"});
-  keep_alive(peer.fd);
-  send_line(peer.fd, fmt::format("hello {} {} {}\n", token_, name_, ::getpid()));
-  peers_.push_back(std::move(peer));
-}
 
 void GroupGuard::start(Actions actions) {
   actions_ = std::move(actions);
@@ -176,98 +118,19 @@ void GroupGuard::run() {
   while (!stops_) {
     descriptors = {{wake_, POLLIN, 0}, {listener_, POLLIN, 0}};  // A negative descriptor is never ready.
     for (const Peer& peer : peers_) descriptors.push_back({peer.fd, POLLIN, 0});
-    ::poll(descriptors.data(), descriptors.size(), soon ? static_cast<int>(kLook.count()) : -1);
+    const auto limit = soon ? kLook : kIdleLook;
+    ::poll(descriptors.data(), descriptors.size(), static_cast<int>(limit.count()));
     std::uint64_t count = 0;
     static_cast<void>(!::read(wake_, &count, sizeof count));
     if (stops_) return;
     for (std::size_t i = 2; i < descriptors.size(); ++i) {
       Peer& peer = peers_[i - 2];
-      if (descriptors[i].revents == 0 || read(peer)) continue;
-      const std::lock_guard lock(mutex_);
-      ::close(std::exchange(peer.fd, -1));
+      if (descriptors[i].revents != 0 && !read(peer)) disconnect(peer);
     }
     if (descriptors[1].revents != 0) accept();
     soon = look();
     if (failed_ && !std::exchange(aborted, true)) actions_.abort();
   }
-}
-
-void GroupGuard::accept() {
-  const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) return;
-  keep_alive(fd);
-  const std::lock_guard lock(mutex_);
-  peers_.push_back({.fd = fd});
-}
-
-bool GroupGuard::read(Peer& peer) {
-  char bytes[4096];
-  const ssize_t count = ::recv(peer.fd, bytes, sizeof bytes, MSG_DONTWAIT);
-  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-  if (count <= 0) {
-    if (peer.name >= 0)
-      fail({FailureKind::kPeerLost, peer.name, fmt::format("rank {} (pid {}) has ended", peer.name, peer.pid)});
-    return false;
-  }
-  peer.unread.append(bytes, static_cast<std::size_t>(count));
-  for (std::size_t end; (end = peer.unread.find('\n')) != std::string::npos;) {
-    const std::string line = peer.unread.substr(0, end + 1);
-    peer.unread.erase(0, end + 1);
-    if (!take(peer, line)) return false;
-  }
-  return peer.unread.size() < 2 * kMostText;
-}
-
-bool GroupGuard::take(Peer& peer, const std::string& line) {
-  std::istringstream words(line);
-  std::string word;
-  words >> word;
-  if (peer.name < 0) return word == "hello" && take_hello(peer, words);
-  if (word == "bye") return false;
-  if (word == "end") {
-    const std::lock_guard lock(mutex_);
-    peer.ends = true;
-    if (!leads_) all_end_ = true;
-  }
-  if (word == "fail") take_failure(peer, words, line);
-  if (word == "late" || word == "where") {
-    LateCall late;
-    words >> late.name >> late.number >> late.kind;
-    std::getline(words >> std::ws, late.text);
-    if (word == "late") {
-      ask(std::move(late));
-    } else {
-      send_line(peer.fd, fmt::format("here {}\n", answer_to(late)));
-    }
-  }
-  if (word == "here") {
-    peer.answer.emplace();
-    std::getline(words >> std::ws, *peer.answer);
-  }
-  return true;
-}
-
-bool GroupGuard::take_hello(Peer& peer, std::istream& words) {
-  std::string token;
-  int name = -1, pid = 0;
-  if (!(words >> token >> name >> pid) || token != token_) return false;
-  const std::lock_guard lock(mutex_);
-  peer.pid = pid;
-  peer.name = name;
-  const bool complete = std::ranges::count_if(peers_, [](const Peer& each) { return each.name >= 0; }) == ranks_ - 1;
-  if (complete) ::close(std::exchange(listener_, -1));
-  if (failed_) send_line(peer.fd, line_of(failure_));  // The peer connected after the failure.
-  return true;
-}
-
-void GroupGuard::take_failure(Peer& peer, std::istream& words, const std::string& line) {
-  int kind = 0;
-  Failure failure;
-  words >> kind >> failure.failed_rank;
-  std::getline(words >> std::ws, failure.text);
-  failure.kind = static_cast<FailureKind>(kind);
-  note(failure);
-  send_to_all(line, &peer);
 }
 
 void GroupGuard::watch(std::uint64_t index, const Event& event, std::function<bool()> has_ended) {
@@ -287,6 +150,7 @@ bool GroupGuard::is_idle(std::chrono::milliseconds limit) {
 bool GroupGuard::look() {
   const bool is_busy = calls_.look();
   if (failed_) return false;
+  look_for_ended_peers();
   if (leads_ && ends_ && !all_end_) look_for_end();
   if (is_busy) look_for_error();
   if (late_) judge();
@@ -308,6 +172,14 @@ void GroupGuard::look_for_end() {
   if (std::ranges::count_if(peers_, &Peer::ends) != ranks_ - 1) return;
   send_to_all("end\n");
   all_end_ = true;
+}
+
+void GroupGuard::look_for_ended_peers() {
+  for (Peer& peer : peers_) {
+    if (peer.fd < 0 || !peer.process || peer.process->alive()) continue;
+    if (read(peer)) fail_as_ended(peer);  // Unless its last line was "bye".
+    disconnect(peer);
+  }
 }
 
 void GroupGuard::look_for_error() {
@@ -365,19 +237,12 @@ void GroupGuard::fail(const Failure& failure) noexcept {
   shown.text.resize(std::min(shown.text.size(), kMostText));
   std::ranges::replace(shown.text, '\n', ' ');
   if (!note(shown)) return;
-  send_to_all(line_of(shown));
+  send_to_all(shown.line());
   wake();
 }
 
 void GroupGuard::abort(const std::string& reason) noexcept {
   fail({FailureKind::kAborted, name_, fmt::format("rank {} aborted: {}", name_, reason)});
-}
-
-void GroupGuard::send_to_all(const std::string& line, const Peer* but) noexcept {
-  const std::lock_guard lock(mutex_);
-  for (const Peer& peer : peers_) {
-    if (&peer != but && peer.name >= 0 && peer.fd >= 0) send_line(peer.fd, line);
-  }
 }
 
 void GroupGuard::throw_failure(std::chrono::milliseconds patience) const {

@@ -17,6 +17,7 @@
 #include <ddpkit/comm/environment.h>
 
 #include "comm/call_log.h"
+#include "comm/shm/process_watch.h"
 #include "comm/trace/event_ring.h"
 
 namespace c10d {
@@ -26,7 +27,8 @@ class Store;
 namespace ddpkit {
 
 /// A thread with a TCP connection to the guard of rank 0; on rank 0, to the guards of all other ranks. If a process
-/// ends, the kernel closes its connection without a "bye" line, so the guard detects it immediately. A rank that fails
+/// ends, the kernel closes its connection without a "bye" line. On one host, the guard also watches the processes,
+/// because the kernel closes the connections of a large process late. A rank that fails
 /// sends the reason to rank 0, which forwards it. If a collective takes longer than the timeout, rank 0 asks all ranks
 /// for their state.
 class GroupGuard {
@@ -35,6 +37,8 @@ class GroupGuard {
     FailureKind kind = FailureKind::kNone;
     int failed_rank = -1;  ///< Rank as in messages (`name` below); -1: none.
     std::string text = {};
+    /// Returns the line for the other ranks.
+    std::string line() const;
   };
   struct Actions {
     /// Ends the collectives of this rank. Called once, after the first failure, on the guard's thread.
@@ -77,13 +81,16 @@ class GroupGuard {
 
  private:
   using Clock = std::chrono::steady_clock;
+  /// Lines are sent in one piece and never block, because they are shorter than the buffer of a socket.
+  static constexpr std::size_t kMostText = 2000;
   struct Peer {
     int fd = -1;    ///< -1: disconnected.
     int name = -1;  ///< -1: no "hello" line received yet.
     int pid = 0;
     std::string unread = {};
-    std::optional<std::string> answer = {};  ///< Answer about `late_`; empty text: this peer is not the cause.
-    bool ends = false;                       ///< It has called end().
+    std::optional<std::string> answer = {};         ///< Answer about `late_`; empty text: this peer is not the cause.
+    bool ends = false;                              ///< It has called end().
+    std::optional<shm::ProcessWatch> process = {};  ///< Only on one host.
   };
   /// A call that exceeded its timeout. On rank 0: of any rank.
   struct LateCall {
@@ -98,14 +105,20 @@ class GroupGuard {
   void connect(const std::string& offer);
   void run();
   void accept();
+  /// Reads the process of a peer from its line.
+  static bool read_process(std::istream& words, Peer& peer);
   /// Returns false at the end of the connection.
   bool read(Peer& peer);
+  void fail_as_ended(const Peer& peer);
   bool take(Peer& peer, const std::string& line);
   bool take_hello(Peer& peer, std::istream& words);
   void take_failure(Peer& peer, std::istream& words, const std::string& line);
   /// Returns whether to call look() again soon.
   bool look();
   void look_for_error();
+  /// Finds ended processes whose connections the kernel has not closed yet, because it still frees their memory.
+  void look_for_ended_peers();
+  void disconnect(Peer& peer);
   void ask(LateCall late);
   /// Returns this rank's answer about a late call.
   std::string answer_to(const LateCall& late) const;

@@ -1,6 +1,7 @@
 // c10d's backends do not report another rank's failure; ddpkit's guard does.
 #include <signal.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <functional>
@@ -98,4 +99,24 @@ TEST_CASE("a rank that is killed ends the gloo collectives of the others", "[ran
     CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));
   };
   ddpkit::testing::on_ranks("a rank that is killed ends the gloo collectives of the others", 3, body, {.doomed = {1}});
+}
+
+TEST_CASE("a killed rank is detected while another process holds its connections", "[ranks][guard]") {
+  // As long as the kernel frees the memory of a large process, its connections stay open too.
+  const auto body = [](ProcessGroup& group) {
+    const ProcessGroup inner = group_of("gloo", group, std::chrono::minutes(10));
+    inner.barrier();
+    if (group.rank() == 1) {
+      if (::fork() == 0) {
+        for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) ::close(fd);
+        ::alarm(30);
+        ::pause();
+      }
+      ::raise(SIGKILL);
+    }
+    const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(10), 1);
+    CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));
+  };
+  ddpkit::testing::on_ranks("a killed rank is detected while another process holds its connections", 3, body,
+                            {.doomed = {1}});
 }

@@ -66,7 +66,8 @@ Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Pop
   return mapping;
 }
 
-ProcessWatch::ProcessWatch(int pid) : pid_(pid) {}
+LifePage life_page() { return {}; }
+ProcessWatch::ProcessWatch(int pid, LifePage) : pid_(pid) {}
 ProcessWatch::~ProcessWatch() = default;
 ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept : pid_(other.pid_) {}
 ProcessWatch& ProcessWatch::operator=(ProcessWatch&& other) noexcept {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 
+#include "comm/shm/process_watch.h"
 #include "comm/trace/event_ring.h"
 
 namespace ddpkit::shm {
@@ -115,6 +116,7 @@ struct alignas(kCacheLine) RankBlock {
   std::int32_t stack_signal{0};           ///< Signal that makes the process print its stack; 0: none.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
+  LifePage life;
   std::array<std::uint64_t, 16> cores{};  ///< Bit mask of the cores that the rank may use.
   std::array<char, 472> failure_text{};
 
@@ -152,7 +154,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000006ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000007ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

@@ -88,6 +88,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   RankBlock& self = own();
   self.staging_fd = staging.descriptor();
   self.channels_fd = channels.descriptor();
+  self.life = life_page();
   self.stack_signal = EventRing::of_process().stack_signal();
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -101,6 +102,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   CPU_ZERO(&all);
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
+    watches_[index] = ProcessWatch(pid(r), block(r).life);
     if (r != rank_) {
       staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Populate::kEager);
       channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Populate::kLazy);

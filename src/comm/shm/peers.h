@@ -93,7 +93,7 @@ class Peers {
   void leave() const noexcept;
   /// Returns the number of ranks that have published a failure or left. It never decreases.
   int ended() const noexcept;
-  /// Returns the other ranks that have left or whose processes have ended. Makes a system call per rank.
+  /// Returns the other ranks that have left or whose processes have ended.
   std::vector<int> lost() const;
   /// Makes a rank print its stack to stderr, unless a launcher reads the recorder and requests the stacks.
   void request_stack(int rank) const noexcept;
