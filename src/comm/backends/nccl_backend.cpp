@@ -228,7 +228,7 @@ void set_defaults() {
       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},  // Otherwise c10d's watchdog kills the process.
       {"TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"},   // The same, if the device is lost.
       {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"},  // Otherwise the watchdog sleeps one minute after a failure.
-      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},  // Collectives of several groups run in the order of their calls.
+      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},             // Collectives of several groups run in the order of their calls.
       {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false"}};  // send() and recv() would print a warning.
   static const bool once = [&] {
     for (const auto& [name, value] : kDefaults) ::setenv(name, value, /*overwrite=*/0);
