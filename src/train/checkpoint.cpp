@@ -1,5 +1,6 @@
 #include <ddpkit/train/checkpoint.h>
 
+#include <c10/util/ScopeExit.h>
 #include <sys/resource.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -18,8 +19,10 @@
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
+#include "parallel/sharding/parameter_shards.h"
 #include "train/checkpoint_archive.h"
 #include "train/checkpoint_files.h"
+#include "train/checkpoint_shards.h"
 #include "train/rank_state.h"
 #include "train/sealed_file.h"
 
@@ -54,7 +57,8 @@ void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module&
 
 CheckpointInfo read_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts) {
-  return restore_archive(path.string(), read_file_bytes(path, kWhat), module, optimizer, parts, 0, 1);
+  const std::string bytes = read_file_bytes(path, kWhat);
+  return read_archive(path.string(), bytes, module, optimizer, parts, 0, 1)();
 }
 
 CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
@@ -65,10 +69,23 @@ CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Mod
     if (group.rank() == 0) bytes = read_file_bytes(path, kWhat);
   });
   bytes = broadcast_bytes(group, std::move(bytes));
-  CheckpointInfo info;
-  run_together(group, [&] {
-    info = restore_archive(path.string(), bytes, module, optimizer, parts, group.rank(), group.world_size());
+  // A file of an unsharded run has whole parameters.
+  ParameterShards* shards = parameter_shards_of(optimizer);
+  if (shards && (!shards_of_archive(path.string(), bytes).empty() || !shards->try_release())) shards = nullptr;
+  if (shards) shards->enter();
+  const auto leave = c10::make_scope_exit([&] {
+    if (shards) shards->leave();
   });
+  if (shards) shards->gather_all();
+  const auto release = c10::make_scope_exit([&] {
+    if (shards) shards->release_all();
+  });
+  CheckpointInfo info;
+  std::function<CheckpointInfo()> put;
+  run_together(group, [&] {
+    put = read_archive(path.string(), bytes, module, optimizer, parts, group.rank(), group.world_size());
+  });
+  run_together(group, [&] { info = put(); });
   return info;
 }
 
@@ -107,12 +124,24 @@ Checkpoint::~Checkpoint() {
 
 void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                       const CheckpointInfo& info, const std::vector<CheckpointPart>& parts, bool is_best) {
+  CheckpointFiles files{.path = path_, .keep = options_.keep, .step = info.step};
+  if (is_best) files.best = path_.parent_path() / options_.best_name;
+  if (options_.sharded) {
+    const std::vector<std::string> shards = write_shards(path_, module, optimizer, info.step, *group_);
+    const std::vector<std::string> states = gather_rank_states(module, parts, *group_, /*check_parameters=*/false);
+    run_together(*group_, [&] {
+      if (group_->rank() != 0) return;
+      // All shards are on the disk: now the index replaces the one of the previous checkpoint.
+      write_checkpoint_files(
+          files, [&](const Sink& sink) { write_index(sink, module, optimizer, info, parts, states, shards); });
+      remove_other_shards(path_, shards_beside(path_, path_.parent_path() / options_.best_name));
+    });
+    return;
+  }
   const std::vector<std::string> states = prepare(module, optimizer, parts, *group_, options_.check_parameters);
   run_together(*group_, [&] {
     if (group_->rank() != 0) return;
     writer_->finish();
-    CheckpointFiles files{.path = path_, .keep = options_.keep, .step = info.step};
-    if (is_best) files.best = path_.parent_path() / options_.best_name;
     if (!options_.asynchronous) {
       write_checkpoint_files(files,
                              [&](const Sink& sink) { write_archive(sink, module, optimizer, info, parts, states); });

@@ -24,6 +24,7 @@
 
 #include "optim/shards.h"
 #include "train/archive_writer.h"
+#include "train/checkpoint_shards.h"
 #include "train/generator_seed.h"
 #include "train/rank_state.h"
 #include "train/sealed_file.h"
@@ -35,6 +36,7 @@ using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
 constexpr std::string_view kFormat = "ddpkit checkpoint 2";
+constexpr std::string_view kShardedFormat = "ddpkit sharded checkpoint 1";
 constexpr std::string_view kZipStart = "PK\x03\x04";
 constexpr std::string_view kZipEnd = "PK\x05\x06";
 
@@ -55,6 +57,7 @@ std::string kind_of(const torch::optim::Optimizer& optimizer) {
 struct OpenCheckpoint {
   InputArchive archive;
   CheckpointInfo info;
+  std::vector<std::string> shards;  ///< Names of files; empty if the archive has model and optimizer.
 };
 
 class Bytes : public caffe2::serialize::ReadAdapterInterface {
@@ -104,8 +107,13 @@ OpenCheckpoint open_checkpoint(const std::string& path, const std::string& bytes
     refuse_code(path, bytes);
     checkpoint.archive.load_from(bytes.data(), bytes.size());
     c10::IValue value;
-    if (!checkpoint.archive.try_read("format", value) || !value.isString() || value.toStringRef() != kFormat)
+    if (!checkpoint.archive.try_read("format", value) || !value.isString() ||
+        (value.toStringRef() != kFormat && value.toStringRef() != kShardedFormat))
       throw InvalidArgument(fmt::format("{} is a torch archive, but not a checkpoint that this version wrote", path));
+    if (value.toStringRef() == kShardedFormat) {
+      checkpoint.archive.read("shards", value);
+      for (const c10::IValue& name : value.toListRef()) checkpoint.shards.push_back(name.toStringRef());
+    }
     checkpoint.archive.read("epoch", value);
     checkpoint.info.epoch = value.toInt();
     checkpoint.archive.read("step", value);
@@ -180,6 +188,23 @@ void match_module(const std::string& path, InputArchive& archive, const std::str
   }
 }
 
+// Pairs every buffer with its value in the index of a sharded checkpoint.
+void match_buffers(const std::string& path, InputArchive& archive, torch::nn::Module& module,
+                   std::vector<Restored>& restored) {
+  std::size_t number = 0;
+  for (const auto& item : module.named_buffers()) {
+    at::Tensor value;
+    if (!archive.try_read(fmt::format("buffer_{}", number++), value, /*is_buffer=*/true) ||
+        value.sizes() != item.value().sizes() || value.scalar_type() != item.value().scalar_type())
+      throw_other_model(path, fmt::format("its buffer {} differs", item.key()));
+    restored.push_back({item.value(), value});
+  }
+}
+
+[[noreturn]] void throw_damaged(const std::string& path) {
+  throw InvalidArgument(fmt::format("the checkpoint {} is damaged: torch cannot read it", path));
+}
+
 // Reads the state of this rank.
 RankState match_rank_state(const std::string& path, InputArchive& archive, torch::nn::Module& module,
                            const std::vector<CheckpointPart>& parts, int rank) {
@@ -195,62 +220,82 @@ CheckpointInfo info_of_archive(const std::string& path, const std::string& bytes
   return open_checkpoint(path, bytes).info;
 }
 
-CheckpointInfo restore_archive(const std::string& path, const std::string& bytes, torch::nn::Module& module,
-                               torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts, int rank,
-                               int world_size) {
-  OpenCheckpoint checkpoint = open_checkpoint(path, bytes);
-  std::vector<Restored> restored;
-  c10::IValue kind;
-  std::optional<RankState> rank_state;
+std::vector<std::string> shards_of_archive(const std::string& path, const std::string& bytes) {
+  return open_checkpoint(path, bytes).shards;
+}
+
+std::function<CheckpointInfo()> read_archive(const std::string& path, const std::string& bytes,
+                                             torch::nn::Module& module, torch::optim::Optimizer& optimizer,
+                                             const std::vector<CheckpointPart>& parts, int rank, int world_size) {
+  struct State {
+    OpenCheckpoint checkpoint;
+    std::vector<Restored> restored;
+    std::optional<ShardsToRestore> shards;
+    InputArchive optimizer;
+    std::vector<InputArchive> parts;
+    std::optional<RankState> rank_state;
+  };
+  const auto state = std::make_shared<State>();
+  OpenCheckpoint& checkpoint = state->checkpoint = open_checkpoint(path, bytes);
   try {
-    InputArchive model;
-    checkpoint.archive.read("model", model);
-    match_module(path, model, "", module, restored);
+    if (checkpoint.shards.empty()) {
+      InputArchive model;
+      checkpoint.archive.read("model", model);
+      match_module(path, model, "", module, state->restored);
+    } else {
+      match_buffers(path, checkpoint.archive, module, state->restored);
+      state->shards = read_shards(path, checkpoint.shards, module, optimizer, rank, world_size);
+    }
+    c10::IValue kind;
     checkpoint.archive.read("optimizer_kind", kind);
     if (kind_named(kind.toStringRef()) != kind_of(optimizer)) {
       throw InvalidArgument(fmt::format("the checkpoint {} was made with {}, this run uses {}", path,
                                         kind.toStringRef(), kind_of(optimizer)));
     }
-    InputArchive state;
-    checkpoint.archive.read("optimizer", state);
-    std::vector<InputArchive> archives(parts.size());
+    if (!state->shards) checkpoint.archive.read("optimizer", state->optimizer);
+    state->parts.resize(parts.size());
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (!parts[i].of_each_rank && !checkpoint.archive.try_read("part_" + parts[i].name, archives[i]))
+      if (!parts[i].of_each_rank && !checkpoint.archive.try_read("part_" + parts[i].name, state->parts[i]))
         throw InvalidArgument(fmt::format("the checkpoint {} has no {}, which this run needs", path, parts[i].name));
     }
     if (checkpoint.info.ranks == world_size)
-      rank_state = match_rank_state(path, checkpoint.archive, module, parts, rank);
-    optim::load_archive(optimizer, state);
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (!parts[i].of_each_rank) parts[i].load(archives[i]);
-    }
+      state->rank_state = match_rank_state(path, checkpoint.archive, module, parts, rank);
   } catch (const c10::Error&) {
-    throw InvalidArgument(fmt::format("the checkpoint {} is damaged: torch cannot read it", path));
+    throw_damaged(path);
   }
-  const at::NoGradGuard no_grad;
-  for (const Restored& tensor : restored) at::Tensor(tensor.target).copy_(tensor.value);
-  if (rank_state)
-    rank_state->put_into_place();
-  else
-    note_restored_generators(std::nullopt);
-  return checkpoint.info;
+  return [state, path, &optimizer, &parts] {
+    try {
+      if (state->shards)
+        state->shards->put_optimizer();
+      else
+        optim::load_archive(optimizer, state->optimizer);
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        if (!parts[i].of_each_rank) parts[i].load(state->parts[i]);
+      }
+    } catch (const c10::Error&) {
+      throw_damaged(path);
+    }
+    const at::NoGradGuard no_grad;
+    if (state->shards) state->shards->put_parameters();
+    for (const Restored& tensor : state->restored) at::Tensor(tensor.target).copy_(tensor.value);
+    if (state->rank_state)
+      state->rank_state->put_into_place();
+    else
+      note_restored_generators(std::nullopt);
+    return state->checkpoint.info;
+  };
 }
 
-void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
-                   const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
-                   const std::vector<std::string>& rank_states) {
-  OutputArchive archive;
-  archive.write("format", c10::IValue(std::string(kFormat)));
+namespace {
+
+/// Writes what both kinds of archives have, and closes the archive.
+void write_rest(const Sink& sink, OutputArchive& archive, const torch::optim::Optimizer& optimizer,
+                const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
+                const std::vector<std::string>& rank_states) {
   archive.write("epoch", c10::IValue(info.epoch));
   archive.write("step", c10::IValue(info.step));
   archive.write("config", c10::IValue(info.config));
-  OutputArchive model(archive.compilation_unit());
-  module.save(model);
-  archive.write("model", model);
   archive.write("optimizer_kind", c10::IValue(kind_of(optimizer)));
-  OutputArchive state(archive.compilation_unit());
-  optimizer.save(state);
-  archive.write("optimizer", state);
   for (const CheckpointPart& part : parts) {
     if (part.of_each_rank) continue;
     OutputArchive nested(archive.compilation_unit());
@@ -268,6 +313,34 @@ void write_archive(const Sink& sink, const torch::nn::Module& module, const torc
   ArchiveWriter writer(sink);
   archive.save_to([&](const void* data, std::size_t bytes) { return writer.write(data, bytes); });
   writer.finish();
+}
+
+}  // namespace
+
+void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
+                   const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
+                   const std::vector<std::string>& rank_states) {
+  OutputArchive archive;
+  archive.write("format", c10::IValue(std::string(kFormat)));
+  OutputArchive model(archive.compilation_unit());
+  module.save(model);
+  archive.write("model", model);
+  OutputArchive state(archive.compilation_unit());
+  optimizer.save(state);
+  archive.write("optimizer", state);
+  write_rest(sink, archive, optimizer, info, parts, rank_states);
+}
+
+void write_index(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
+                 const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,
+                 const std::vector<std::string>& rank_states, const std::vector<std::string>& shards) {
+  OutputArchive archive;
+  std::size_t number = 0;
+  for (const at::Tensor& buffer : module.buffers())
+    archive.write(fmt::format("buffer_{}", number++), buffer.detach(), /*is_buffer=*/true);
+  archive.write("format", c10::IValue(std::string(kShardedFormat)));
+  archive.write("shards", c10::IValue(c10::List<std::string>(at::ArrayRef<std::string>(shards))));
+  write_rest(sink, archive, optimizer, info, parts, rank_states);
 }
 
 }  // namespace ddpkit::train

@@ -15,6 +15,9 @@
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/text.h>
 
+#include "train/checkpoint_archive.h"
+#include "train/checkpoint_shards.h"
+
 namespace ddpkit::train {
 namespace {
 
@@ -41,6 +44,11 @@ std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) 
   return found;
 }
 
+/// Throws InvalidArgument if the file or one of its shards is damaged.
+void check_checkpoint(const fs::path& path) {
+  check_shards(path, shards_of_archive(path.string(), read_file_bytes(path, "checkpoint")));
+}
+
 }  // namespace
 
 void write_checkpoint_files(const CheckpointFiles& files, const std::function<void(const Sink&)>& write) {
@@ -62,10 +70,25 @@ void write_checkpoint_files(const CheckpointFiles& files, const std::function<vo
   }
 }
 
+std::vector<std::string> shards_beside(const fs::path& path, const fs::path& best) {
+  std::vector<fs::path> checkpoints{path, best};
+  for (const auto& [step, older] : older_ones(path)) checkpoints.push_back(older);
+  std::vector<std::string> names;
+  for (const fs::path& checkpoint : checkpoints) {
+    try {
+      const auto shards = shards_of_archive(checkpoint.string(), read_file_bytes(checkpoint, "checkpoint"));
+      names.insert(names.end(), shards.begin(), shards.end());
+    } catch (const InvalidArgument&) {
+      continue;
+    }
+  }
+  return names;
+}
+
 std::optional<fs::path> newest_good_checkpoint(const fs::path& path) {
   for (const auto& [step, older] : older_ones(path)) {
     try {
-      read_checkpoint_info(older);
+      check_checkpoint(older);
       return older;
     } catch (const InvalidArgument&) {
       continue;
@@ -77,7 +100,7 @@ std::optional<fs::path> newest_good_checkpoint(const fs::path& path) {
 bool recover_checkpoint(const std::filesystem::path& path) {
   std::string damage;
   try {
-    read_checkpoint_info(path);
+    check_checkpoint(path);
     return false;
   } catch (const InvalidArgument& error) {
     if (std::error_code ignored; !fs::exists(path, ignored)) return false;

@@ -14,6 +14,7 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/text.h>
 
+#include "train/checkpoint_shards.h"
 #include "train/console.h"
 #include "train/history.h"
 
@@ -115,7 +116,9 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   if (options_.save_dir.empty()) return print_model(parts);
   const std::string description = json_text(config);
   folder_ = open_run_folder(options_, declared_, description, parts.facts_that_may_differ, group_);
-  checkpoint_.emplace(folder_.checkpoint, group_, CheckpointOptions{.keep = options_.save_total_limit});
+  checkpoint_.emplace(
+      folder_.checkpoint, group_,
+      CheckpointOptions{.keep = options_.save_total_limit, .sharded = parameter_shards_of(*optimizer_) != nullptr});
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
   info_.config = description;
   kept_step_ = info_.step;

@@ -75,7 +75,9 @@ void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module&
 CheckpointInfo read_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                torch::optim::Optimizer& optimizer, const std::vector<CheckpointPart>& parts = {});
 
-/// Loads a checkpoint on all ranks. Collective: rank 0 reads the file and sends it, so only its host needs the file.
+/// Loads a checkpoint on all ranks. Collective: rank 0 reads the file and sends it, so only its host needs the file. Of
+/// a sharded checkpoint, each rank reads the files of the shards that it needs. It can be loaded on any number of
+/// ranks, also without FullyShardedDataParallel.
 CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                torch::optim::Optimizer& optimizer, const ProcessGroup& group,
                                const std::vector<CheckpointPart>& parts = {});
@@ -93,6 +95,10 @@ struct CheckpointOptions {
   /// Throw ModelMismatch on all ranks, before writing, if parameters differ between ranks. The checkpoint has rank 0's
   /// values. Set it to false only if ranks have different values on purpose, for example with `parameters_to_ignore`.
   bool check_parameters = true;
+  /// With a ShardedOptimizer of a FullyShardedDataParallel: each rank writes its shards to a file in the folder
+  /// STEM.shards beside PATH, and PATH names these files. No rank needs the memory of the whole model, and save() and
+  /// load() need no scope of whole(). All ranks need the same folder. save() waits for the files.
+  bool sharded = false;
   std::string best_name = "best.pt";  ///< Name of the best checkpoint, beside PATH.
 };
 

@@ -132,6 +132,11 @@ at::Tensor ParameterShards::piece(const at::Tensor& parameter) const {
   return place.unit->blocks[place.block].piece(place.position, transport_->rank());
 }
 
+FlatLayout::Range ParameterShards::range(const at::Tensor& parameter) const {
+  const Place& place = places_.at(parameter.unsafeGetTensorImpl());
+  return place.unit->blocks[place.block].layout.range(place.position, transport_->rank());
+}
+
 // ---- uses
 
 void ParameterShards::check_scope(const Unit& unit, const char* operation) const {
@@ -253,15 +258,23 @@ void ParameterShards::release_all() noexcept {
   }
 }
 
-void ParameterShards::before_update() {
+/// Returns the first unit that is in use; null if all are released.
+const ParameterShards::Unit* ParameterShards::release_units() {
   const std::lock_guard lock(mutex_);
   const PlainTensors plain;
   for (const auto& unit : units_) {
     adopt(*unit);
-    if (!release(*unit))
-      throw InvalidArgument(fmt::format(
-          "unit {} is in use, so the weights cannot be updated: end the scope of whole() before step()", unit->name));
+    if (!release(*unit)) return unit.get();
   }
+  return nullptr;
+}
+
+bool ParameterShards::try_release() { return release_units() == nullptr; }
+
+void ParameterShards::before_update() {
+  if (const Unit* unit = release_units())
+    throw InvalidArgument(fmt::format(
+        "unit {} is in use, so the weights cannot be updated: end the scope of whole() before step()", unit->name));
 }
 
 std::vector<ParameterShards::UnitStats> ParameterShards::stats() const {

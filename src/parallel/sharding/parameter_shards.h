@@ -68,6 +68,8 @@ class ParameterShards {
 
   /// Returns a view of the parameter's elements in this rank's shard, one-dimensional.
   at::Tensor piece(const at::Tensor& parameter) const;
+  /// Returns which elements these are.
+  FlatLayout::Range range(const at::Tensor& parameter) const;
 
   /// Parameters can be used between enter() and leave(), in forward passes for example. In backward they always can.
   void enter() noexcept { ++scopes_; }
@@ -83,6 +85,8 @@ class ParameterShards {
   /// Releases all units. The shards then have all writes, and may be updated. Throws InvalidArgument within
   /// gather_all().
   void before_update();
+  /// The same. Returns false within gather_all().
+  bool try_release();
   void after_update() noexcept { ++updates_; }
 
   void abort(const std::string& reason) noexcept { transport_->abort(reason); }
@@ -107,6 +111,7 @@ class ParameterShards {
   void trim() noexcept;
   bool release_oldest();
   bool release(Unit& unit);
+  const Unit* release_units();
   void adopt(Unit& unit);
 
   std::unique_ptr<ShardTransport> transport_;
