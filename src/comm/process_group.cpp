@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <mutex>
 #include <string_view>
+#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -47,6 +50,14 @@ struct ProcessGroup::State {
     }
   };
 
+  void abort(const std::string& reason) noexcept {
+    if (!shut_down) backend->abort_group(reason);
+    const std::lock_guard lock(parts_mutex);
+    for (const auto& part : parts) {
+      if (const auto alive = part.lock()) alive->abort(reason);
+    }
+  }
+
   /// Throws if shutdown() has ended the group.
   Backend& open() const {
     if (shut_down) throw Error(kShutDown);
@@ -62,6 +73,8 @@ struct ProcessGroup::State {
   std::atomic<int> splits = 0;
   std::atomic<bool> shut_down = false;
   pid_t process = ::getpid();
+  std::mutex parts_mutex = {};
+  std::vector<std::weak_ptr<State>> parts = {};  ///< Results of split().
 };
 
 const c10::intrusive_ptr<Backend>& Backend::of(const ProcessGroup& group) noexcept { return group.state_->backend; }
@@ -242,7 +255,11 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
   } else {
     find_place_on_host(*store, environment);
   }
-  return ProcessGroup(backend.subgroup(store, ranks, environment), store, device(), environment);
+  ProcessGroup part(backend.subgroup(store, ranks, environment), store, device(), environment);
+  const std::lock_guard lock(state_->parts_mutex);
+  std::erase_if(state_->parts, [](const auto& earlier) { return earlier.expired(); });
+  state_->parts.push_back(part.state_);
+  return part;
 }
 
 std::vector<std::string> ProcessGroup::all_gather_bytes(std::string_view bytes) const {
@@ -279,9 +296,7 @@ at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) c
 
 void ProcessGroup::check() const { state_->open().check(); }
 
-void ProcessGroup::abort(const std::string& reason) const noexcept {
-  if (!state_->shut_down) state_->backend->abort_group(reason);
-}
+void ProcessGroup::abort(const std::string& reason) const noexcept { state_->abort(reason); }
 
 bool ProcessGroup::shutdown(std::chrono::milliseconds limit) const {
   if (limit.count() <= 0)

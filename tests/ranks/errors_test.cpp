@@ -231,6 +231,18 @@ RANK_TEST("a rank that comes after the timeout of the others gets their error", 
   caught<Timeout>([&] { inner.send(message, (inner.rank() + 1) % inner.world_size()); });
 }
 
+RANK_TEST("a rank that aborts sends its reason to the groups of split()", "[shm][errors]", 3) {
+  const ProcessGroup inner = another_group(group, "inner", std::chrono::seconds(60));
+  const ProcessGroup all = inner.split({0, 1, 2}).value(), again = all.split({0, 1, 2}).value();
+  if (group.rank() == 2) {
+    inner.abort("the loss is NaN");
+  } else {
+    for (const ProcessGroup& part : {all, again})
+      CHECK(caught<PeerLost>([&] { part.barrier(); }).what() == std::string("rank 2 aborted: the loss is NaN"));
+  }
+  group.barrier();
+}
+
 RANK_TEST("a rank that aborts sends its reason to the other ranks", "[shm][errors]", 3) {
   const ProcessGroup inner = another_group(group, "inner", std::chrono::seconds(60));
   if (group.rank() == 2) {
