@@ -61,7 +61,12 @@ struct JoinContext::Message {
 JoinContext::JoinContext(ProcessGroup group, std::vector<Joinable*> joinables, const JoinOptions& options)
     : group_(std::move(group)), joinables_(std::move(joinables)), options_(options) {
   Contexts::all().set(group_.backend().get(), this);
-  for (Joinable* joinable : joinables_) joinable->join_begin();
+  try {
+    for (Joinable* joinable : joinables_) joinable->join_begin();
+  } catch (...) {
+    Contexts::all().set(group_.backend().get(), nullptr);
+    throw;
+  }
 }
 
 JoinContext::~JoinContext() { Contexts::all().set(group_.backend().get(), nullptr); }

@@ -12,6 +12,7 @@
 #include <ddpkit/parallel/fully_sharded_data_parallel.h>
 #include <ddpkit/parallel/join.h>
 
+#include "parallel/join.h"
 #include "ranks/comparisons.h"
 #include "ranks/fully_sharded_models.h"
 #include "support/catch.h"
@@ -270,11 +271,22 @@ RANK_TEST("FullyShardedDataParallel refuses what it does not support", "[fsdp]",
   model->register_module("sparse", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 3).sparse(true)));
   refuses(model, {}, "the gradient of parameter sparse.weight is sparse");
 
+  if (group.world_size() > 1) {
+    model = mlp();
+    if (group.rank() == 1) {
+      auto& weight = model->layers[2]->as<torch::nn::Linear>()->weight;
+      weight.set_data(weight.detach().t().contiguous().t());
+    }
+    refuses(model, {}, "parameter layers.2.weight with strides");
+  }
+
   model = mlp();
   FullyShardedDataParallel fsdp(model, group);
   refuses(model, {}, "parameter layers.0.weight is sharded already");
   if (group.world_size() > 1) {
     CHECK_THROWS_WITH(ddpkit::join(fsdp, [] {}), ContainsSubstring("join() does not support FullyShardedDataParallel"));
+    CHECK(ddpkit::JoinContext::of(fsdp) == nullptr);
+    CHECK(ddpkit::JoinContext::running(group) == nullptr);
     CHECK_THROWS_AS(ddpkit::DistributedDataParallel(model, group), InvalidArgument);
   }
   CHECK_THROWS_WITH(fsdp.register_comm_hook(ddpkit::comm_hooks::fp16_compress(group)),

@@ -131,8 +131,12 @@ torch::nn::Module& checked(torch::nn::Module& module, const ProcessGroup& group,
             item.key()));
     }
     static_cast<void>(plan_units(module, options.units, min_bytes));
-    return fmt::format("units [{}], min_unit_mb {}, reshard_after_forward {}", fmt::join(options.units, ", "),
-                       options.min_unit_mb, options.reshard_after_forward);
+    std::string text = fmt::format("units [{}], min_unit_mb {}, reshard_after_forward {}\n",
+                                   fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward);
+    // Shards have the parameters' memory order.
+    for (const auto& item : module.named_parameters())
+      text += fmt::format("parameter {} with strides [{}]\n", item.key(), fmt::join(item.value().strides(), ", "));
+    return text;
   });
   return module;
 }
