@@ -7,7 +7,7 @@ using nlohmann::json;
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Node, kind, dtype, layout, layout_rank, tie, tie_by, uses, when, sparse,
                                                 checkpoint, recomputed, frozen, ignored, detach)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Wrapper, kind, bucket_cap_mb, arena, view, find_unused, static_graph,
-                                                broadcast_buffers, hook, output)
+                                                broadcast_buffers, hook, output, units, min_unit_mb, reshard, scope)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(OptimizerChoice, kind, engine, groups, momentum, weight_decay, nesterov,
                                                 amsgrad, maximize, in_backward, own_weights, scaler, schedule)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Event, kind, slots, how, node, rank, value, counts)

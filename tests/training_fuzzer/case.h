@@ -31,7 +31,7 @@ struct Node {
 };
 
 struct Wrapper {
-  std::string kind = "ddp";  ///< Or data_parallel: one process, `world` replicas.
+  std::string kind = "ddp";  ///< fsdp; or data_parallel: one process, `world` replicas.
   double bucket_cap_mb = 25;
   bool arena = true;
   bool view = false;
@@ -40,6 +40,10 @@ struct Wrapper {
   bool broadcast_buffers = true;
   std::string hook = "none";      ///< all_reduce, fp16, bf16, power_sgd, own, stats (own, and enables statistics).
   std::string output = "tensor";  ///< tuple, map, opaque.
+  std::string units = "";         ///< Of fsdp; each: every child of the model, even: each second one, empty: none.
+  double min_unit_mb = 1;
+  bool reshard = true;          ///< reshard_after_forward.
+  std::string scope = "whole";  ///< In which the program reads and writes parameters; gathering: only between steps.
 };
 
 struct OptimizerChoice {
@@ -85,6 +89,11 @@ struct Case {
   std::vector<Event> events = {};
 };
 
+inline bool is_fully_sharded(const Case& drawn) { return drawn.wrapper.kind == "fsdp"; }
+/// Returns whether a new wrapper needs a new optimizer.
+inline bool wraps_with_optimizer(const Case& drawn) {
+  return drawn.optimizer.engine == "sharded" || is_fully_sharded(drawn);
+}
 /// Returns whether weights change within backward.
 inline bool updates_in_backward(const Case& drawn) {
   return drawn.optimizer.in_backward && drawn.optimizer.engine == "sharded";

@@ -36,6 +36,13 @@ constexpr Clause kClauses[] = {
     {"optimizer.engine=sharded", "node.sparse", "is sparse"},
     {"optimizer.engine=sharded", "event.kind=freeze", "is in no parameter group"},
     {"optimizer.engine=sharded", "how=sliced", "its memory must be its own"},
+    // docs/fsdp.md: limits of FullyShardedDataParallel.
+    {"wrapper.kind=fsdp", "layout=flat", "shares its memory with another tensor"},
+    {"wrapper.kind=fsdp", "layout=sliced", "is not dense in memory"},
+    {"wrapper.kind=fsdp", "node.sparse", "is sparse"},
+    {"wrapper.kind=fsdp", "optimizer.in_backward", "update_in_backward"},
+    {"wrapper.kind=fsdp", "optimizer.engine=sharded", "shared_weights does not support"},
+    {"wrapper.kind=fsdp", "event.kind=join", "join() does not support FullyShardedDataParallel"},
     // JoinState passes the state of averaged parameters only.
     {"node.ignored", "event.kind=join", "does not average a parameter"},
     {"event.kind=add_group", "event.kind=join", "does not average a parameter"},
@@ -81,6 +88,11 @@ bool wraps_untrained_model(const Case& drawn) {
 }  // namespace
 
 bool may_refuse(const Case& drawn, const std::string& message) {
+  // docs/fsdp.md: only a ShardedOptimizer can update the shards.
+  if (is_fully_sharded(drawn) && drawn.optimizer.engine != "sharded" &&
+      (message.find("is sharded by FullyShardedDataParallel") != std::string::npos ||
+       message.find("used it outside the forward pass and backward") != std::string::npos))
+    return true;
   if (message.find("needs a module with at least one parameter") != std::string::npos)
     return wraps_untrained_model(drawn);
   const auto all = features(drawn);

@@ -31,6 +31,10 @@ class Drawer {
  private:
   bool is_half() const { return case_.dtype == "f16" || case_.dtype == "bf16"; }
   bool is_data_parallel() const { return case_.wrapper.kind == "data_parallel"; }
+  bool is_fsdp() const { return is_fully_sharded(case_); }
+  bool differs_by_rank() const {
+    return any_node(&Node::when, std::string("by_rank")) || any_node(&Node::when, std::string("rank_0"));
+  }
   bool has(const char* kind) const {
     return std::any_of(case_.nodes.begin(), case_.nodes.end(), [&](const Node& node) { return node.kind == kind; });
   }
@@ -41,7 +45,10 @@ class Drawer {
 
   void draw_ranks() {
     case_.world = dice_.percent(70) ? 2 : dice_.one_of({3, 3, 4, 4, 1});
-    if (dice_.percent(12)) case_.wrapper.kind = "data_parallel";
+    if (dice_.percent(12))
+      case_.wrapper.kind = "data_parallel";
+    else if (dice_.percent(25))
+      case_.wrapper.kind = "fsdp";
     if (!is_data_parallel() && dice_.percent(12)) case_.backend = dice_.word({"gloo", "hierarchical"});
     const int type = dice_.below(100);
     case_.dtype = type < 60 ? "f64" : type < 80 ? "f32" : type < 88 ? "bf16" : "f16";
@@ -62,7 +69,11 @@ class Drawer {
                               "layer_norm", "batch_norm", "batch_norm", "sync_batch_norm", "lstm", "complex", "mask"});
     }
     if (is_data_parallel() && node.kind == "sync_batch_norm") node.kind = "batch_norm";
+    if (is_fsdp() && node.kind == "complex") node.kind = "matmul";  // ShardedOptimizer has no complex types.
     if (dice_.percent(20)) node.layout = dice_.word({"transposed", "channels_last", "sliced", "flat"});
+    // Refused, so most cases would end at once.
+    if (is_fsdp() && (node.layout == "sliced" || node.layout == "flat") && dice_.percent(90))
+      node.layout = "transposed";
     if (!node.layout.empty() && !is_data_parallel() && dice_.percent(40)) node.layout_rank = dice_.below(case_.world);
     if (node.layout == "flat") node.layout_rank = -1;
     if (node.kind == "linear" && index > 0 && dice_.percent(25)) {
@@ -72,7 +83,7 @@ class Drawer {
     }
     if (dice_.percent(12)) node.uses = 2;
     if (!is_data_parallel() && dice_.percent(6)) node.when = dice_.word({"never", "even_steps", "rank_0", "by_rank"});
-    if (node.kind == "embedding") node.sparse = dice_.percent(40);
+    if (node.kind == "embedding") node.sparse = dice_.percent(is_fsdp() ? 4 : 40);
     if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm" &&
         case_.autocast.empty())  // The tests' checkpoint does not restore autocast.
       node.checkpoint = true;
@@ -81,7 +92,8 @@ class Drawer {
       node.recomputed = dice_.percent(10);
     node.frozen = dice_.percent(5);
     // The reference gives sync_batch_norm's gradients to one rank's parameters.
-    node.ignored = !is_data_parallel() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
+    node.ignored =
+        !is_data_parallel() && !is_fsdp() && node.tie < 0 && node.kind != "sync_batch_norm" && dice_.percent(4);
     node.detach = dice_.percent(2);
     if (case_.dtype == "f64" && dice_.percent(6) && (node.kind == "linear" || node.kind == "matmul"))
       node.dtype = dice_.word({"f32", "bf16"});
@@ -103,11 +115,24 @@ class Drawer {
     const bool unused = !std::all_of(case_.nodes.begin(), case_.nodes.end(),
                                      [](const Node& node) { return node.when == "always" && !node.detach; });
     wrapper.find_unused = dice_.percent(unused ? 85 : 20);
+    if (is_fsdp()) return draw_sharding();
     wrapper.static_graph = !unused && !wrapper.find_unused && dice_.percent(20);
     if (dice_.percent(15) && case_.magnitude == 1)
       wrapper.hook = dice_.word({"all_reduce", "fp16", "bf16", "power_sgd", "own"});
     if (wrapper.hook == "own" && dice_.percent(3)) wrapper.hook = "stats";
     wrapper.output = dice_.percent(80) ? "tensor" : dice_.word({"tuple", "map", "opaque"});
+  }
+
+  void draw_sharding() {
+    Wrapper& wrapper = case_.wrapper;
+    wrapper = {
+        .kind = wrapper.kind, .find_unused = wrapper.find_unused, .broadcast_buffers = wrapper.broadcast_buffers};
+    wrapper.output = dice_.percent(80) ? "tensor" : dice_.word({"tuple", "map", "opaque"});
+    // Ranks must use the units in the same order.
+    if (!differs_by_rank()) wrapper.units = dice_.word({"", "each", "each", "each", "even"});
+    wrapper.min_unit_mb = dice_.one_of({0.0, 0.0, 0.0, 0.0001, 1.0});
+    wrapper.reshard = dice_.percent(70);
+    wrapper.scope = dice_.word({"whole", "gathering"});
   }
 
   void draw_optimizer() {
@@ -119,6 +144,7 @@ class Drawer {
     const int engine = dice_.below(100);
     choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
     if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
+    if (is_fsdp() && !sparse && dice_.percent(90)) choice.engine = "sharded";  // step() refuses the other ones.
     if (has("complex") && choice.engine != "torch") choice.engine = "torch";
     // Adam divides by the size of the gradients, so rounding errors become as large as gradients.
     choice.kind = sparse || coarse ? "sgd" : dice_.word({"sgd", "adam", "adamw"});
@@ -133,8 +159,8 @@ class Drawer {
     if (!sparse) choice.weight_decay = dice_.percent(25) ? 0.1 : 0;
     choice.maximize = choice.engine != "torch" && dice_.percent(10);
     if (choice.engine == "sharded") {
-      choice.in_backward = dice_.percent(20);
-      choice.own_weights = dice_.percent(30);
+      choice.in_backward = dice_.percent(is_fsdp() ? 2 : 20);
+      choice.own_weights = dice_.percent(is_fsdp() ? 98 : 30);
     }
     choice.scaler =
         !has("complex") && !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
@@ -255,7 +281,7 @@ class Drawer {
         return draw_step();
       case 16:
       case 17: {
-        if (is_data_parallel() || case_.optimizer.scaler) return draw_step();
+        if (is_data_parallel() || case_.optimizer.scaler || (is_fsdp() && dice_.percent(90))) return draw_step();
         Event join{.kind = "join"};
         if (dice_.percent(30)) join.how = "active";
         for (int rank = 0; rank < case_.world; ++rank) join.counts.push_back(dice_.below(4));
@@ -266,9 +292,7 @@ class Drawer {
       case 18:
         if (is_data_parallel() || case_.optimizer.in_backward) return draw_step();
         // Ranks with different graphs would call collectives that do not match. Gloo then terminates the process.
-        if (case_.backend != "shm" &&
-            (any_node(&Node::when, std::string("by_rank")) || any_node(&Node::when, std::string("rank_0"))))
-          return draw_step();
+        if (case_.backend != "shm" && differs_by_rank()) return draw_step();
         add({.kind = "throw",
              .how = case_.wrapper.hook == "none"
                         ? dice_.word({"forward", "backward"})
@@ -277,7 +301,7 @@ class Drawer {
              .rank = dice_.percent(70) ? -1 : dice_.below(case_.world)});
         return draw_step();
       case 19:
-        if (!is_data_parallel() && case_.optimizer.engine != "sharded")
+        if (!is_data_parallel() && !is_fsdp() && case_.optimizer.engine != "sharded")
           add({.kind = "hook", .how = dice_.word({"all_reduce", "own", "none_again"})});
         return draw_step();
       case 20:  // As in programs that scale gradients themselves.

@@ -29,6 +29,7 @@ struct Options {
   double minutes = 0;
   std::string replay;
   std::string known;
+  std::string feature;
   bool threads = false;
   bool print = false;
 };
@@ -95,10 +96,12 @@ int draw_and_run(const Options& options) {
     Known& one = known[name];
     if (++one.times == 1) one = {.times = 1, .first = number, .seconds = seconds_since(start)};
   };
-  std::uint64_t unknown = 0, not_repeated = 0;
+  std::uint64_t unknown = 0, not_repeated = 0, count = 0;
   for (; options.cases == 0 || number < options.first + options.cases; ++number) {
     if (options.minutes > 0 && seconds_since(start) > 60 * options.minutes) break;
     const Case drawn = draw(seed, number);
+    if (!options.feature.empty() && !features(drawn).contains(options.feature)) continue;
+    ++count;
     const Verdict verdict = pool.run(drawn);
     ++verdicts[verdict.kind];
     if (options.print) fmt::print("{} {} {}: {}\n", number, verdict.kind, verdict.detail, to_json(drawn).dump());
@@ -124,7 +127,6 @@ int draw_and_run(const Options& options) {
                again.detail);
     std::fflush(stdout);
   }
-  const std::uint64_t count = number - options.first;
   fmt::print("{} cases in {:.0f} s ({:.0f} a minute):", count, seconds_since(start),
              60 * static_cast<double>(count) / seconds_since(start));
   for (const auto& [kind, times] : verdicts) fmt::print(" {} {}", times, kind);
@@ -153,6 +155,7 @@ int main(int argc, char** argv) {
   app.add("minutes", &options.minutes, "Stop after N minutes; 0: after the cases");
   app.add("replay", &options.replay, "Run a stored case, or a folder of them, instead");
   app.add("known", &options.known, "Folder of stored cases: faults that they explain are counted, not shrunk");
+  app.add("feature", &options.feature, "Run only the cases with this feature, such as wrapper.kind=fsdp");
   app.add("threads", &options.threads, "Ranks are threads of one process, for ThreadSanitizer; all cases use shm");
   app.add("print", &options.print, "Print the verdict of each case");
   try {

@@ -48,6 +48,10 @@ void RankTraining::start() {
 
 void RankTraining::wrap() {
   const Wrapper& wrapper = drawn_.wrapper;
+  if (is_fully_sharded(drawn_)) {
+    ddp_ = fully_sharded();
+    return;
+  }
   DistributedDataParallelOptions options;
   options.bucket_cap_mb = options.first_bucket_cap_mb = wrapper.bucket_cap_mb;
   options.broadcast_buffers = wrapper.broadcast_buffers;
@@ -59,6 +63,24 @@ void RankTraining::wrap() {
   options.arena_mb = 4;
   ddp_ = std::make_unique<Wrapped>(model_, group_, options);
   set_hook(hook_);
+}
+
+std::unique_ptr<DistributedDataParallelBase> RankTraining::fully_sharded() {
+  const Wrapper& wrapper = drawn_.wrapper;
+  FullyShardedOptions options{.min_unit_mb = wrapper.min_unit_mb,
+                              .reshard_after_forward = wrapper.reshard,
+                              .find_unused_parameters = wrapper.find_unused,
+                              .broadcast_buffers = wrapper.broadcast_buffers};
+  const auto children = model_->named_children();
+  for (std::size_t i = 0; i < children.size() && !wrapper.units.empty(); ++i)
+    if (wrapper.units == "each" || i % 2 == 0) options.units.push_back(children[i].key());
+  return std::make_unique<FullySharded>(model_, group_, options);
+}
+
+std::optional<RankTraining::FullySharded::Gathering> RankTraining::scope(bool whole) const {
+  if (!is_fully_sharded(drawn_)) return std::nullopt;
+  auto& fsdp = static_cast<FullySharded&>(*ddp_);
+  return whole || drawn_.wrapper.scope == "whole" ? fsdp.whole() : fsdp.gathering();
 }
 
 void RankTraining::set_hook(const std::string& name) {
@@ -102,11 +124,17 @@ void RankTraining::make_scheduler() {
 
 at::Tensor RankTraining::output_of(const Batch& batch) {
   if (data_parallel_) return data_parallel_->forward(batch);
+  if (is_fully_sharded(drawn_)) return output_of(static_cast<FullySharded&>(*ddp_), batch);
+  return output_of(static_cast<Wrapped&>(*ddp_), batch);
+}
+
+template <class Wrapper>
+at::Tensor RankTraining::output_of(Wrapper& wrapper, const Batch& batch) {
   const std::string& output = drawn_.wrapper.output;
-  if (output == "tuple") return std::get<1>(ddp_->forward(batch, AsTuple()))[0];
-  if (output == "map") return ddp_->forward(batch, AsMap()).at("output");
-  if (output == "opaque") return ddp_->forward(batch, AsOpaque()).value;
-  return ddp_->forward(batch);
+  if (output == "tuple") return std::get<1>(wrapper.forward(batch, AsTuple()))[0];
+  if (output == "map") return wrapper.forward(batch, AsMap()).at("output");
+  if (output == "opaque") return wrapper.forward(batch, AsOpaque()).value;
+  return wrapper.forward(batch);
 }
 
 at::Tensor RankTraining::forward(const Event& event) {
@@ -233,7 +261,10 @@ void RankTraining::throw_within(const Event& event) {
 void RankTraining::perform(std::uint32_t number, const Event& event) {
   event_ = number;
   if (replaces(event)) graphs_.clear();
-  if (change_model(*model_, event, rank_)) {
+  if (changes_model(event)) {
+    // Only whole parameters have a pointer. A write on one rank alone must not gather.
+    const auto within = scope(event.how == "pointer" || event.kind == "set_layout" || event.kind == "cast");
+    change_model(*model_, event, rank_);
     graphs_.clear();
   } else if (event.kind == "zero") {
     zero(event.how);
@@ -265,7 +296,12 @@ void RankTraining::perform(std::uint32_t number, const Event& event) {
 }
 
 void RankTraining::report_all(bool gradients, Kind gradient) {
-  report_model(report, event_, *model_, gradients, gradient);
+  if (hides_weights(drawn_, drawn_.events[event_])) {
+    report_model(report, event_, *model_, gradients, gradient);
+  } else {
+    const auto within = scope(false);
+    report_model(report, event_, *model_, gradients, gradient);
+  }
   if (drawn_.events[event_].kind != "step") return;
   if (!optimizer_.sharded) return report_state(report, event_, *optimizer_.base, *model_);
   for (int rank = 0; rank < drawn_.world; ++rank) {  // consolidate: one rank at a time has the complete state.

@@ -11,6 +11,7 @@
 #include <ddpkit/optim/learning_rate.h>
 #include <ddpkit/parallel/data_parallel.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/fully_sharded_data_parallel.h>
 
 #include "optimizers.h"
 #include "training.h"
@@ -28,14 +29,21 @@ class RankTraining {
 
  private:
   using Wrapped = DistributedDataParallel<Model>;
+  using FullySharded = FullyShardedDataParallel<Model>;
 
   void wrap();
+  std::unique_ptr<DistributedDataParallelBase> fully_sharded();
+  /// In which the program may use the parameters of a FullyShardedDataParallel. `whole`: also if the case has another
+  /// scope.
+  std::optional<FullySharded::Gathering> scope(bool whole) const;
   void make_optimizer();
   void make_scheduler();
   void set_hook(const std::string& name);
 
   at::Tensor forward(const Event& event);
   at::Tensor output_of(const Batch& batch);
+  template <class Wrapper>
+  at::Tensor output_of(Wrapper& wrapper, const Batch& batch);
   void backward(const Event& event);
   void zero(const std::string& how);
   void clip(const Event& event);
@@ -43,6 +51,7 @@ class RankTraining {
   void join(const Event& event);
   void throw_within(const Event& event);
   void wrap_again(const std::string& how);
+  void copy_model();
   void optimizer_again(const std::string& how);
   void save_load(const std::string& how);
   void add_group();
@@ -53,7 +62,7 @@ class RankTraining {
   ProcessGroup group_;
   std::string folder_;
   std::shared_ptr<Model> model_;
-  std::unique_ptr<Wrapped> ddp_;
+  std::unique_ptr<DistributedDataParallelBase> ddp_;  ///< Wrapped or FullySharded.
   std::unique_ptr<DataParallel<Model>> data_parallel_;
   Optimizer optimizer_;
   std::unique_ptr<optim::LearningRateScheduler> scheduler_;

@@ -17,13 +17,15 @@ namespace ddpkit::fuzz {
 /// old_first: destroys the old wrapper, and with it a sharded optimizer, before creating the new wrapper.
 /// under_optimizer: destroys only the wrapper first.
 void RankTraining::wrap_again(const std::string& how) {
-  const bool sharded = optimizer_.sharded != nullptr;
-  if (sharded) has_gradients_ = false;
+  const bool again = wraps_with_optimizer(drawn_);
+  if (again) has_gradients_ = false;
+  const auto old_model = model_;
+  if (is_fully_sharded(drawn_)) copy_model();
   if (how == "old_first" || how == "under_optimizer") {
-    if (sharded && how == "old_first") optimizer_ = {};
+    if (again && how == "old_first") optimizer_ = {};
     ddp_.reset();
     wrap();
-    if (sharded) make_optimizer();
+    if (again) make_optimizer();
     return;
   }
   auto old = std::move(ddp_);
@@ -31,9 +33,25 @@ void RankTraining::wrap_again(const std::string& how) {
     wrap();
   } catch (...) {
     ddp_ = std::move(old);  // A sharded optimizer still needs it.
+    model_ = old_model;
     throw;
   }
-  if (sharded) make_optimizer();  // The assignment destroys the old optimizer before the old wrapper.
+  if (again) make_optimizer();  // The assignment destroys the old optimizer before the old wrapper.
+}
+
+/// The weights of a FullyShardedDataParallel are lost with it, so the program copies them to another model.
+void RankTraining::copy_model() {
+  const auto copy = std::make_shared<Model>(drawn_, rank_, group_, false);
+  const auto within = scope(false);
+  const torch::NoGradGuard no_grad;
+  const auto from = model_->named_parameters();
+  for (const auto& item : copy->named_parameters()) {
+    item.value().copy_(from[item.key()]);
+    item.value().set_requires_grad(from[item.key()].requires_grad());
+  }
+  for (const auto& item : copy->named_buffers()) item.value().copy_(model_->named_buffers()[item.key()]);
+  copy->held = model_->held;
+  model_ = copy;
 }
 
 void RankTraining::optimizer_again(const std::string& how) {
@@ -47,6 +65,7 @@ void RankTraining::optimizer_again(const std::string& how) {
 /// schedule_after: the same with a scheduler created after load(). checkpoint: saves and loads a checkpoint file.
 void RankTraining::save_load(const std::string& how) {
   if (how == "checkpoint") {
+    const auto within = scope(true);
     const std::string path = folder_ + "/checkpoint.pt";
     train::save_checkpoint(path, *model_, *optimizer_.base, {}, group_);
     train::load_checkpoint(path, *model_, *optimizer_.base, group_);

@@ -47,7 +47,7 @@ void Reference::make_optimizers() {
   for (Player& player : players_)
     player.optimizer = make_torch_optimizer(drawn_.optimizer, optimizer_parameters(*player.model, false));
   // A new sharded optimizer has no gradient slices yet.
-  if (drawn_.optimizer.engine == "sharded") drop_gradients();
+  if (wraps_with_optimizer(drawn_)) drop_gradients();
   set_rates();
 }
 
@@ -111,9 +111,9 @@ void Reference::join(const Event& event) {
 }
 
 void Reference::perform(const Event& event) {
-  bool changed = true;
-  for (std::size_t r = 0; r < players_.size(); ++r)
-    changed = change_model(*players_[r].model, event, static_cast<int>(r));
+  const bool changed = changes_model(event);
+  for (std::size_t r = 0; r < players_.size() && changed; ++r)
+    change_model(*players_[r].model, event, static_cast<int>(r));
   if (changed || replaces(event)) graphs_.clear();
   const std::vector<bool> all(players_.size(), true);
   if (event.kind == "zero") {
@@ -150,7 +150,7 @@ void Reference::perform(const Event& event) {
     if (wants_step(drawn_, event, has_gradients_, norm_)) step();
   } else if (event.kind == "wrap_again") {
     wrap();
-    if (drawn_.optimizer.engine == "sharded") make_optimizers();
+    if (wraps_with_optimizer(drawn_)) make_optimizers();
   } else if (event.kind == "optimizer_again") {
     make_optimizers();
   } else if (event.kind == "join") {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include <ddpkit/error.h>
 
@@ -19,11 +20,13 @@ void write_through_pointer(const at::Tensor& parameter) {
 
 }  // namespace
 
-bool change_model(Model& model, const Event& event, int rank) {
-  if (event.kind == "cast") {
-    model.cast(at::kFloat);
-    return true;
-  }
+bool changes_model(const Event& event) {
+  static const std::set<std::string> kinds{"freeze", "unfreeze", "set_layout", "write", "cast", "edit_gradients"};
+  return kinds.contains(event.kind);
+}
+
+void change_model(Model& model, const Event& event, int rank) {
+  if (event.kind == "cast") return model.cast(at::kFloat);
   if (event.kind == "edit_gradients") {
     const torch::NoGradGuard no_grad;
     for (const at::Tensor& parameter : model.distinct_parameters()) {
@@ -34,10 +37,9 @@ bool change_model(Model& model, const Event& event, int rank) {
       else
         gradient.mul_(0.5);
     }
-    return true;
+    return;
   }
   const bool freeze = event.kind == "freeze";
-  if (!freeze && event.kind != "unfreeze" && event.kind != "set_layout" && event.kind != "write") return false;
   const torch::NoGradGuard no_grad;
   const auto node = static_cast<std::size_t>(event.node);
   if (event.kind == "set_layout") {
@@ -55,7 +57,6 @@ bool change_model(Model& model, const Event& event, int rank) {
         parameter.mul_(0.75);
     }
   }
-  return true;
 }
 
 bool reports_gradients(const Case& drawn, const Event& event) {
@@ -64,16 +65,21 @@ bool reports_gradients(const Case& drawn, const Event& event) {
          !(is_local(event) && std::any_of(drawn.nodes.begin(), drawn.nodes.end(), normalises));
 }
 
+bool hides_weights(const Case& drawn, const Event& event) {
+  if (is_fully_sharded(drawn) && drawn.wrapper.scope == "gathering")
+    return event.kind == "forward" || event.kind == "backward";
+  return updates_in_backward(drawn) && event.kind == "backward";
+}
+
 void report_model(Report& report, std::uint32_t event, Model& model, bool gradients, Kind gradient) {
   const auto ignored = model.ignored_names();
   const auto is_ignored = [&](const std::string& name) {
     return std::find(ignored.begin(), ignored.end(), name) != ignored.end();
   };
-  const bool updating = updates_in_backward(model.drawn()) && model.drawn().events[event].kind == "backward";
+  const bool hidden = hides_weights(model.drawn(), model.drawn().events[event]);
   for (const auto& item : model.named_parameters()) {
     const bool own = is_ignored(item.key());
-    if (!updating)
-      report_tensor(report, event, own ? Kind::kLocal : Kind::kWeight, "weight " + item.key(), item.value());
+    if (!hidden) report_tensor(report, event, own ? Kind::kLocal : Kind::kWeight, "weight " + item.key(), item.value());
     if (gradients)
       report_tensor(report, event, own ? Kind::kLocal : gradient, "gradient " + item.key(), item.value().grad());
   }

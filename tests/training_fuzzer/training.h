@@ -21,11 +21,14 @@ Report run_rank(const Case& drawn, int rank, const std::string& folder);
 /// with other signs, to measure the effect on results.
 std::vector<Report> run_reference(const Case& drawn, std::uint64_t run);
 
-/// Executes events that change only the model: freeze, unfreeze, set_layout, write, cast, edit_gradients. Returns false
-/// for others.
-bool change_model(Model& model, const Event& event, int rank);
-/// Reports weights and buffers; with `gradients` also gradients, of kind `gradient`.
-/// Omits the weights if backward updates them: another rank's part may come later, at the latest in step().
+/// Returns whether the event changes only the model: freeze, unfreeze, set_layout, write, cast, edit_gradients.
+bool changes_model(const Event& event);
+/// Executes such an event.
+void change_model(Model& model, const Event& event, int rank);
+/// Returns whether the program does not read the weights after the event: backward updates them, and another rank's
+/// part may come later, at the latest in step(); or the case does not gather them within a step.
+bool hides_weights(const Case& drawn, const Event& event);
+/// Reports buffers, and weights unless they are hidden; with `gradients` also gradients, of kind `gradient`.
 void report_model(Report& report, std::uint32_t event, Model& model, bool gradients, Kind gradient);
 /// Returns the parameters in the case's optimizer.
 std::vector<at::Tensor> optimizer_parameters(Model& model, bool as_listed);
