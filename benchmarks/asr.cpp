@@ -65,7 +65,7 @@ std::vector<std::string> command_of(bool is_python, const Options& options) {
                                       "--json",
                                       "data.train=" + options.data,
                                       "data.dev=",
-                                      "run.save_dir=",
+                                      "--no-save",
                                       "training.epochs=" + epochs,
                                       "training.batch_size=" + batch,
                                       "training.amp=false",

@@ -36,6 +36,7 @@ std::vector<double> run(const Options& options, const std::string& data, int ran
                                       std::to_string(kEpisodes * ranks * (options.updates + 1)),
                                       "--lr",
                                       "2e-3",
+                                      "--no-save",
                                       "--json"};
   std::vector<double> rates;
   int round = 0;

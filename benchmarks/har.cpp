@@ -88,7 +88,7 @@ void run(const System& system, const Options& options, Measured& measured) {
     add({options.data, epochs, batch, system.way == Way::kPythonDp ? ids : "ddp"});
   } else {
     add({options.har, "--data", options.data, "--epochs", epochs, "--batch-size", batch, "--mode", "cnn", "--no-amp",
-         "--json", "--multi-gpu"});
+         "--json", "--no-save", "--multi-gpu"});
     if (system.way == Way::kDdp)
       add({"ddp"});
     else if (system.way == Way::kLibTorchDp)

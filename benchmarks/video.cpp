@@ -145,10 +145,10 @@ class Bench {
   }
   Result both(bool python, int size) const {
     if (python) return run(peer("both", size, options_.batch_size, 1), options_.ranks);
-    return run(
-        {options_.video, "--data", options_.data, "--size", std::to_string(size), "--batch-size",
-         std::to_string(options_.batch_size), "--epochs", "3", "--check", "index", "--num-workers", "1", "--json"},
-        options_.ranks);
+    return run({options_.video, "--data", options_.data, "--size", std::to_string(size), "--batch-size",
+                std::to_string(options_.batch_size), "--epochs", "3", "--check", "index", "--num-workers", "1",
+                "--json", "--no-save"},
+               options_.ranks);
   }
 
  private:

@@ -5,43 +5,39 @@
 
 #include <cerrno>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <system_error>
-#include <utility>
 
-/// A folder that appears atomically. commit() gives path() its final name; without commit(), the destructor removes it.
-/// Until then it is in a private folder next to the name, NAME.partial-XXXXXX.
-class NewFolder {
- public:
-  /// `name` must not exist, or be an empty folder. Throws std::filesystem::filesystem_error.
-  explicit NewFolder(const std::filesystem::path& name) : name_(name.has_filename() ? name : name.parent_path()) {
-    if (name_.has_parent_path()) std::filesystem::create_directories(name_.parent_path());
-    std::string own = name_.string() + ".partial-XXXXXX";
-    if (!::mkdtemp(own.data()))
-      throw std::filesystem::filesystem_error("mkdtemp", name_, std::error_code(errno, std::generic_category()));
-    own_ = own;
-    // mkdtemp()'s folder is private; the content must have the user's default permissions.
-    path_ = own_ / "content";
-    try {
-      std::filesystem::create_directory(path_);
-    } catch (...) {
-      remove();
-      throw;
+#include <ddpkit/error.h>
+
+/// Creates the folder `name` with the files that fill(PATH) writes into PATH, atomically: until fill() returns, the
+/// files are in a private folder next to the name, NAME.partial-XXXXXX. Throws InvalidArgument if `name` exists and is
+/// not an empty folder, Error with the system's reason, and the errors of fill(). Then no file remains.
+inline void write_new_folder(const std::filesystem::path& name,
+                             const std::function<void(const std::filesystem::path& path)>& fill) {
+  namespace fs = std::filesystem;
+  if (fs::exists(name) && (!fs::is_directory(name) || !fs::is_empty(name)))
+    throw ddpkit::InvalidArgument(name.string() + " exists and is not an empty folder: nothing was written");
+  struct Removed {
+    ~Removed() {
+      std::error_code none;
+      if (!path.empty()) fs::remove_all(path, none);
     }
+    fs::path path;
+  } own;
+  try {
+    const fs::path last = name.has_filename() ? name : name.parent_path();
+    if (last.has_parent_path()) fs::create_directories(last.parent_path());
+    std::string partial = last.string() + ".partial-XXXXXX";
+    if (!::mkdtemp(partial.data()))
+      throw fs::filesystem_error("mkdtemp", last, std::error_code(errno, std::generic_category()));
+    own.path = partial;
+    // mkdtemp()'s folder is private; the content must have the user's default permissions.
+    fs::create_directory(own.path / "content");
+    fill(own.path / "content");
+    fs::rename(own.path / "content", last);
+  } catch (const fs::filesystem_error& error) {
+    throw ddpkit::Error("cannot write " + name.string() + ": " + error.code().message());
   }
-  ~NewFolder() { remove(); }
-  NewFolder(const NewFolder&) = delete;
-  NewFolder& operator=(const NewFolder&) = delete;
-
-  const std::filesystem::path& path() const noexcept { return path_; }
-  /// Throws std::filesystem::filesystem_error.
-  void commit() { std::filesystem::rename(path_, name_); }
-
- private:
-  void remove() noexcept {
-    std::error_code none;
-    std::filesystem::remove_all(own_, none);
-  }
-
-  std::filesystem::path name_, own_, path_;
-};
+}

@@ -33,7 +33,10 @@ ddpkit::ProcessGroup join(ddpkit::train::Program& program, const asr::Options& o
   if (!options.distributed && ranks > 1)
     throw ddpkit::train::UsageError(
         fmt::format("distributed.enabled is false, but the launcher started {} ranks", ranks));
-  return program.init_process_group({.backend = options.run.backend});
+  const bool is_on_cpu = options.run.launch.num_gpus == 0;
+  const ddpkit::InitOptions init{.backend = options.run.backend,
+                                 .device = is_on_cpu ? std::optional<at::Device>(at::kCPU) : std::nullopt};
+  return options.distributed ? program.join(options.run, init) : program.init_process_group(init);
 }
 
 void transcribe(const asr::Options& given, const Transcription& transcription) {
@@ -91,5 +94,5 @@ int main(int argc, char** argv) {
     }
     asr::train(asr, options, group);
   };
-  return ddpkit::train::run_main(options, argc, argv, body, &asr.run.launch);
+  return ddpkit::train::run_main(options, argc, argv, body);
 }

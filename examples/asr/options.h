@@ -33,7 +33,8 @@ struct Options {
                                    .lr_scaling = ddpkit::optim::LearningRateScaling::kLinear,
                                    .warmup_epochs = 1,
                                    .max_grad_norm = 1,
-                                   .num_workers = 1};
+                                   .num_workers = 1,
+                                   .launch = {.num_gpus = -1}};
   DataOptions data;
   FeatureOptions features;
   ModelOptions model;  ///< Use model_options(), which adds the number of bands.

@@ -10,6 +10,7 @@
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/main.h>
+#include <ddpkit/train/run_folder.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -32,15 +33,12 @@ std::unique_ptr<Dataset> open_dataset(const std::string& path, const Options& op
       faults, group);
 }
 
-std::int64_t parameter_count(const torch::nn::Module& module) {
-  std::int64_t count = 0;
-  for (const at::Tensor& parameter : module.parameters()) count += parameter.numel();
-  return count;
-}
-
 TrainedModel load_model(const std::string& save_dir) {
-  if (save_dir.empty()) throw ddpkit::train::UsageError("--save-dir FOLDER is required: the folder of the run to use");
-  const std::filesystem::path checkpoint = std::filesystem::path(save_dir) / "checkpoint.pt";
+  const std::filesystem::path folder =
+      save_dir.empty() ? ddpkit::train::last_run_folder("asr") : std::filesystem::path(save_dir);
+  if (folder.empty())
+    throw ddpkit::train::UsageError("there is no run in checkpoints/asr; name the run to use with --save-dir FOLDER");
+  const std::filesystem::path checkpoint = folder / "checkpoint.pt";
   nlohmann::json json = nlohmann::json::parse(ddpkit::train::read_checkpoint_info(checkpoint).config);
   if (!json.is_object() || json.value("program", "") != "asr")
     throw ddpkit::InvalidArgument(fmt::format("{} belongs to a run of another program", checkpoint.string()));

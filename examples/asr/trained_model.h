@@ -14,15 +14,12 @@ namespace asr {
 std::unique_ptr<Dataset> open_dataset(const std::string& path, const Options& options, const Recognizer& model,
                                       Faults& faults, const ddpkit::ProcessGroup& group);
 
-/// Returns the number of parameters of a module.
-std::int64_t parameter_count(const torch::nn::Module& module);
-
 /// The model of a checkpoint in eval mode, and the options of its training.
 struct TrainedModel {
   std::shared_ptr<Recognizer> model;
   Options options;
 };
-/// Throws InvalidArgument if `save_dir` holds no run of this program.
+/// `save_dir`: folder of a run; empty: the last run. Throws InvalidArgument if it holds no run of this program.
 TrainedModel load_model(const std::string& save_dir);
 
 /// Computes the error rates of the model in run.save_dir on its dev and test sets, or on the sets that `given` names.

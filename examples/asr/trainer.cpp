@@ -276,16 +276,13 @@ class Trainer {
       scalars.insert(scalars.end(), {{"loss/dev", dev->loss}, {"error/dev_cer", cer}, {"error/dev_wer", wer}});
       samples_ = dev->samples;
     }
-    json.update({{"seconds", seconds},
-                 {"audio_seconds", audio_seconds},
+    json.update({{"audio_seconds", audio_seconds},
                  {"median_step_ms", 1e3 * step_seconds},
                  {"wait_seconds", measured.wait_seconds},
                  {"exchange_exposed_share", measured.exposed_us / 1e6 / seconds},
                  {"first_step_at", first_step_at_},
                  {"fullest_over_mean", measured.balance.fullest_over_mean},
-                 {"padding", measured.balance.padding},
-                 {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
-                 {"world_size", group_.world_size()}});
+                 {"padding", measured.balance.padding}});
     epoch.report(line + fmt::format(" | {:.1f} s, {:.3f} s/batch, {:.0f}x real time, waited {:.0f}%", seconds,
                                     step_seconds, audio_seconds / seconds, 100 * measured.wait_seconds / seconds),
                  json, scalars);
@@ -308,7 +305,7 @@ class Trainer {
 
 }  // namespace
 
-void train(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group) {
+void train(Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group) {
   if (options.data.train.empty())
     throw UsageError(
         "data.train is not given (a manifest, or a folder in LibriSpeech's layout), and there is no data/speech; "

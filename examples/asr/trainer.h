@@ -11,6 +11,6 @@ namespace asr {
 
 /// Trains on all ranks of the job. `declared`: of declare(). Rank 0 prints to stdout; after the last epoch, also the
 /// number of skipped files. Throws ddpkit::Error.
-void train(const Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group);
+void train(Options& options, const ddpkit::train::Options& declared, const ddpkit::ProcessGroup& group);
 
 }  // namespace asr

@@ -18,20 +18,22 @@ c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvir
 }
 
 c10::Device choose_device(const TrainOptions& options, const ddpkit::LaunchEnvironment& environment, int there) {
-  if (options.num_gpus > there)
-    throw UsageError(fmt::format("--num-gpus {}: this host shows {}", options.num_gpus,
-                                 there == 0 ? "none" : fmt::format("{}", there)));
-  const int gpus = options.num_gpus < 0 ? there : options.num_gpus;
+  const int num_gpus = options.run.launch.num_gpus.value_or(-1);
+  if (num_gpus > there)
+    throw UsageError(
+        fmt::format("--num-gpus {}: this host shows {}", num_gpus, there == 0 ? "none" : fmt::format("{}", there)));
+  const int gpus = num_gpus < 0 ? there : num_gpus;
   const std::string& backend = options.run.backend;
   const bool on_cpu = backend == "shm" || backend == "gloo" || backend == "hierarchical";
-  if (options.num_gpus > 0 && on_cpu)
-    throw UsageError(fmt::format("--num-gpus {}: --backend {} trains on the CPU; use nccl", options.num_gpus, backend));
+  if (num_gpus > 0 && on_cpu)
+    throw UsageError(fmt::format("--num-gpus {}: --backend {} trains on the CPU; use nccl", num_gpus, backend));
   if (gpus == 0 || on_cpu) return c10::kCPU;
-  if (environment.local_world_size < options.num_gpus)
-    throw UsageError(fmt::format(
-        "--num-gpus {0}: only {1} rank{2} on this host, one per GPU; start {0} with "
-        "ddpkit run -n {0}",
-        options.num_gpus, environment.local_world_size, environment.local_world_size == 1 ? " runs" : "s run"));
+  // Without a launcher, this program starts the ranks.
+  if (environment.launcher != "none" && environment.local_world_size < num_gpus)
+    throw UsageError(
+        fmt::format("--num-gpus {0}: only {1} rank{2} on this host, one per GPU; start {0} with "
+                    "ddpkit run -n {0}",
+                    num_gpus, environment.local_world_size, environment.local_world_size == 1 ? " runs" : "s run"));
   if (environment.local_world_size > gpus)
     throw UsageError(fmt::format("{} ranks on this host, but only {} GPU{} for them: one rank a GPU",
                                  environment.local_world_size, gpus, gpus == 1 ? "" : "s"));

@@ -4,12 +4,13 @@
 #include <chrono>
 #include <cmath>
 #include <numbers>
-#include <system_error>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
 #include <ddpkit/train/random.h>
+
+#include "new_folder.h"
 
 namespace clstm_ppo {
 namespace {
@@ -50,13 +51,9 @@ std::vector<PriceSeries> generate_prices(const GenerateOptions& options) {
 }
 
 void generate(const std::filesystem::path& folder, const GenerateOptions& options) {
-  std::error_code error;
-  if (std::filesystem::exists(folder, error))
-    throw ddpkit::InvalidArgument(fmt::format("{} is there already: name a new folder", folder.string()));
-  std::filesystem::create_directories(folder, error);
-  if (error)
-    throw ddpkit::InvalidArgument(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
-  for (const PriceSeries& one : generate_prices(options)) write_prices(folder / (one.name + ".csv"), one);
+  write_new_folder(folder, [&](const std::filesystem::path& path) {
+    for (const PriceSeries& one : generate_prices(options)) write_prices(path / (one.name + ".csv"), one);
+  });
 }
 
 }  // namespace clstm_ppo

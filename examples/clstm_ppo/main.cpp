@@ -22,5 +22,5 @@ int main(int argc, char** argv) {
     trainer.initialize();
     trainer.train();
   };
-  return ddpkit::train::run_main(options, argc, argv, body, &ppo.run.launch);
+  return ddpkit::train::run_main(options, argc, argv, body);
 }

@@ -52,9 +52,6 @@ void declare(ddpkit::train::Options& options, TrainOptions& ppo) {
   options.add("max_grad_norm", &ppo.ppo.max_grad_norm, "Clip the gradient norm to X").between(1e-6, 1e6);
 
   options.section("distributed");
-  options.add("num_gpus", &ppo.num_gpus, "GPUs to use per host, one per rank; -1: all; 0: the CPU")
-      .between(-1, 1024)
-      .may_differ();
   options.add("threads", &ppo.threads, "Threads per rank on the CPU; these LSTMs are too small for several threads")
       .between(1, 1024)
       .may_differ();

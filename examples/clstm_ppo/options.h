@@ -16,7 +16,7 @@ namespace clstm_ppo {
 /// The options of `clstm_ppo`.
 struct TrainOptions {
   /// The batch size is in days.
-  ddpkit::train::RunOptions run = {.batch_size = 128, .lr = 2e-3, .grad_accum_steps = 4};
+  ddpkit::train::RunOptions run = {.batch_size = 128, .lr = 2e-3, .grad_accum_steps = 4, .launch = {.num_gpus = -1}};
 
   std::string data;                 ///< Folder of NAME.csv; empty: data/planted, a synthetic market.
   std::vector<std::string> assets;  ///< Names of files in the folder; empty: all.
@@ -28,7 +28,6 @@ struct TrainOptions {
   double cost = 0.001;
   double turbulence_share = 0.99;  ///< Share of training days that count as calm; 1: all days.
 
-  int num_gpus = -1;        ///< Per host; -1: all.
   int num_episodes = 5000;  ///< Over all ranks.
   int envs = 16;            ///< Parallel episodes per rank and round.
   int episode_steps = 128;

@@ -20,8 +20,7 @@ namespace clstm_ppo {
 
 DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, ddpkit::train::Program& program)
     : DistributedCLSTMPPOTrainer(
-          options, program.init_process_group({.backend = options.run.backend,
-                                               .device = choose_device(options, ddpkit::read_launch_environment())})) {}
+          options, program.join(options.run, {.device = choose_device(options, ddpkit::read_launch_environment())})) {}
 
 DistributedCLSTMPPOTrainer::DistributedCLSTMPPOTrainer(const TrainOptions& options, const ddpkit::ProcessGroup& group) {
   check_options(options);

@@ -78,7 +78,7 @@ void DistributedCLSTMPPOTrainer::State::start() {
 }
 
 std::string DistributedCLSTMPPOTrainer::State::plot() const {
-  if (!options.plot.empty() || options.run.save_dir.empty()) return options.plot;
+  if (!options.plot.empty() || !options.run.save) return options.plot;
   return (std::filesystem::path(options.run.save_dir) / "equity.svg").string();
 }
 
@@ -92,10 +92,7 @@ void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
   if (run->is_main()) print_line(options.run.json ? as_json(result) : as_table(result));
   ddpkit::train::run_together(group, [&] {
     if (!run->is_main() || plot().empty()) return;
-    const std::string text = as_svg(result);
-    ddpkit::train::AtomicFile file(plot());
-    file.write(text.data(), text.size());
-    file.commit();
+    ddpkit::train::write_text(plot(), as_svg(result));
   });
   run->print_summary(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
 }

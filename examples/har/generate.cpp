@@ -2,17 +2,16 @@
 
 #include <array>
 #include <cmath>
-#include <fstream>
 #include <iterator>
 #include <numbers>
 #include <random>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
+#include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/random.h>
 
 #include "har/ucihar.h"
@@ -22,6 +21,7 @@ namespace har {
 namespace {
 
 using ddpkit::train::Random;
+using ddpkit::train::write_text;
 
 namespace fs = std::filesystem;
 
@@ -65,13 +65,6 @@ Window make_window(const Activity& activity, int steps, Random& random) {
   return window;
 }
 
-void write_text(const fs::path& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) throw ddpkit::Error(fmt::format("cannot write {}", path.string()));
-}
-
 void write_split(const fs::path& root, const std::string& name, int windows, int first_subject, int subjects, int steps,
                  Random& random) {
   fs::create_directories(root / name / "Inertial Signals");
@@ -103,22 +96,14 @@ void generate_ucihar(const fs::path& folder, const GenerateOptions& options) {
         fmt::format("cannot generate {} training and {} test windows of {} steps: each must be at least 1",
                     options.train, options.test, options.steps));
   }
-  if (fs::exists(folder) && (!fs::is_directory(folder) || !fs::is_empty(folder))) {
-    throw ddpkit::InvalidArgument(
-        fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
-  }
-  try {
-    NewFolder made(folder);
+  write_new_folder(folder, [&](const fs::path& path) {
     Random random(options.seed);
-    write_split(made.path(), "train", options.train, 1, 21, options.steps, random);
-    write_split(made.path(), "test", options.test, 22, 9, options.steps, random);
+    write_split(path, "train", options.train, 1, 21, options.steps, random);
+    write_split(path, "test", options.test, 22, 9, options.steps, random);
     std::string names;
     for (std::size_t i = 0; i < kActivities.size(); ++i) names += fmt::format("{} {}\n", i + 1, kActivities[i].name);
-    write_text(made.path() / "activity_labels.txt", names);
-    made.commit();
-  } catch (const fs::filesystem_error& error) {
-    throw ddpkit::Error(fmt::format("cannot write {}: {}", folder.string(), error.code().message()));
-  }
+    write_text(path / "activity_labels.txt", names);
+  });
 }
 
 }  // namespace har

@@ -26,5 +26,5 @@ int main(int argc, char** argv) {
     if (generate.is_chosen()) return har::generate_ucihar(folder, set);
     har::train(har, options, program);
   };
-  return ddpkit::train::run_main(options, argc, argv, body, &har.run.launch);
+  return ddpkit::train::run_main(options, argc, argv, body);
 }

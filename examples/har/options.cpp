@@ -16,7 +16,7 @@ void declare(ddpkit::train::Options& options, TrainOptions& har) {
   options.add("optimizer", &har.optimizer, "adamw, adam or sgd").one_of({"adam", "adamw", "sgd"});
   options.add("momentum", &har.momentum, "Momentum of sgd").between(0, 1);
   ddpkit::train::declare(options, har.run);
-  options.remove({"max_grad_norm", "sync_batchnorm", "logging_steps"});
+  options.remove({"max_grad_norm", "num_gpus", "sync_batchnorm", "logging_steps"});
   options.section("distributed");
   options
       .add("multi_gpu", &har.multi_gpu,
@@ -33,7 +33,6 @@ void declare(ddpkit::train::Options& options, TrainOptions& har) {
       .may_differ();
   options.section("run");
   options.add("profile", &har.profile, "Write SAVE_DIR/trace.json of all ranks: open it in ui.perfetto.dev")
-      .needs("save_dir")
       .may_differ();
 }
 

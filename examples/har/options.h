@@ -20,7 +20,7 @@ enum class MultiGpu {
 
 /// The options of `har`.
 struct TrainOptions {
-  ddpkit::train::RunOptions run = {.epochs = 30, .batch_size = 16};
+  ddpkit::train::RunOptions run = {.epochs = 20, .batch_size = 32};
   std::string data;  ///< Folder of the data set; empty: data/har, a synthetic set.
 
   MultiGpu multi_gpu = MultiGpu::kDdp;

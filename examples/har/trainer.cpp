@@ -49,7 +49,6 @@ class Trainer {
         declared_(declared),
         dataset_(dataset),
         group_(group),
-        places_(places),
         run_(run),
         train_(dataset.train.to(group.device())),
         test_(dataset.test.to(group.device())),
@@ -204,13 +203,7 @@ class Trainer {
                   {"test_accuracy", test.accuracy},
                   {"test_macro_f1", test.macro_f1()},
                   {"test_f1", test.f1()},
-                  {"test_confusion", test.confusion},
-                  {"samples_per_second", epoch.items_per_second()},
-                  {"seconds", epoch.seconds()},
-                  {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
-                  {"peak_device_bytes", ddpkit::train::peak_memory_of_devices(places_, group_)},
-                  {"world_size", group_.world_size()},
-                  {"devices", run_.devices()}},
+                  {"test_confusion", test.confusion}},
                  {{"loss/train", train.loss},
                   {"loss/test", test.loss},
                   {"accuracy/train", train.accuracy},
@@ -224,7 +217,6 @@ class Trainer {
   const ddpkit::train::Options& declared_;
   const Dataset& dataset_;
   ddpkit::ProcessGroup group_;
-  std::vector<c10::Device> places_;
   ddpkit::train::Run& run_;
   Split train_;
   Split test_;
@@ -242,7 +234,9 @@ class Trainer {
 
 }  // namespace
 
-void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
+void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
+  if (options.profile && !options.run.save)
+    throw UsageError("--profile writes into the run folder, which --no-save disables");
   const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
   if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
     throw UsageError(
@@ -250,8 +244,7 @@ void train(const TrainOptions& options, const ddpkit::train::Options& declared, 
                     "use --multi-gpu ddp",
                     declared.text("multi_gpu"), environment.world_size));
   const std::vector<c10::Device> places = choose_devices(options, environment.local_rank, environment.local_world_size);
-  const ddpkit::ProcessGroup group =
-      program.init_process_group({.backend = options.run.backend, .device = places.front()});
+  const ddpkit::ProcessGroup group = program.join(options.run, {.device = places.front()});
   ddpkit::train::Run run(options.run, declared, group, places);
   run.print("Loading data...");
   const std::string folder = ddpkit::train::data_folder(

@@ -7,8 +7,8 @@
 
 namespace har {
 
-/// Trains and evaluates on all ranks of the job. `declared`: of declare(). Rank 0 prints to stdout; the last line is
-/// "test accuracy NN.N %". Throws ddpkit::Error.
-void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
+/// Trains and evaluates on all ranks of the job. `declared`: of declare(options). Rank 0 prints to stdout; the last
+/// line is "test accuracy NN.N %". Throws ddpkit::Error.
+void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
 
 }  // namespace har

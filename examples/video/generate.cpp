@@ -1,15 +1,14 @@
 #include "video/generate.h"
 
 #include <algorithm>
-#include <fstream>
 #include <numeric>
-#include <system_error>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/data/prefetcher.h>
 #include <ddpkit/error.h>
+#include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/progress.h>
 #include <ddpkit/train/random.h>
 #include <ddpkit/train/seed.h>
@@ -23,12 +22,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void write_text(const fs::path& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) throw ddpkit::Error(fmt::format("cannot write {}", path.string()));
-}
+using ddpkit::train::write_text;
 
 // Returns the lines of trials.csv for this video.
 std::string make_video(const fs::path& root, int number, const std::vector<Behaviour>& trials,
@@ -93,10 +87,6 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
                     "one frame",
                     options.trials, options.trial_frames, options.videos));
   const std::vector<int> counts = trials_of_classes(options.trials, options.least_of_class);
-  if (fs::exists(folder) && (!fs::is_directory(folder) || !fs::is_empty(folder)))
-    throw ddpkit::InvalidArgument(
-        fmt::format("{} exists and is not an empty folder: nothing was written", folder.string()));
-
   std::vector<Behaviour> all;
   for (std::size_t k = 0; k < counts.size(); ++k)
     all.insert(all.end(), static_cast<std::size_t>(counts[k]), static_cast<Behaviour>(k));
@@ -105,13 +95,12 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
   std::vector<std::vector<Behaviour>> dealt(static_cast<std::size_t>(options.videos));
   for (std::size_t i = 0; i < all.size(); ++i) dealt[i % dealt.size()].push_back(all[i]);
 
-  try {
-    NewFolder made(folder);
-    fs::create_directories(made.path() / "videos");
+  write_new_folder(folder, [&](const fs::path& path) {
+    fs::create_directories(path / "videos");
     ddpkit::Prefetcher<std::string> videos(
         options.videos,
         [&](std::int64_t number) {
-          return make_video(made.path(), static_cast<int>(number), dealt[static_cast<std::size_t>(number)], options);
+          return make_video(path, static_cast<int>(number), dealt[static_cast<std::size_t>(number)], options);
         },
         {.num_workers = options.threads > 0 ? options.threads : ddpkit::available_cores()});
     ddpkit::train::ProgressBar bar(options.videos, {.label = "videos"});
@@ -121,14 +110,11 @@ void generate(const fs::path& folder, const GenerateOptions& options) {
       bar.advance();
     }
     bar.clear();
-    write_text(made.path() / "trials.csv", csv);
+    write_text(path / "trials.csv", csv);
     std::string names;
     for (const BehaviourClass& behaviour : kBehaviours) names += fmt::format("{}\n", behaviour.name);
-    write_text(made.path() / "classes.txt", names);
-    made.commit();
-  } catch (const fs::filesystem_error& error) {
-    throw ddpkit::Error(fmt::format("cannot write {}: {}", folder.string(), error.code().message()));
-  }
+    write_text(path / "classes.txt", names);
+  });
 }
 
 }  // namespace video

@@ -20,5 +20,5 @@ int main(int argc, char** argv) {
     if (generate.is_chosen()) return video::generate(folder, set);
     video::train(video, options, program);
   };
-  return ddpkit::train::run_main(options, argc, argv, body, &video.run.launch);
+  return ddpkit::train::run_main(options, argc, argv, body);
 }

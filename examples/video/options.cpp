@@ -65,8 +65,9 @@ void declare(Options& options, TrainOptions& video) {
               "Class balancing: none, loss (weights) or sampler (rare classes are drawn more often)");
   options.add("augment", &video.augment, "Random mirroring, shift and brightness per clip");
   ddpkit::train::declare(options, video.run);
+  options.at("batch_size").help("Clips per batch on each device; on the CPU 8 by default");
   options.at("num_workers").help("Threads per rank that decode; 0: the training thread decodes");
-  options.remove({"lr_schedule", "max_grad_norm", "grad_accum_steps", "logging_steps"});
+  options.remove({"lr_schedule", "max_grad_norm", "grad_accum_steps", "num_gpus", "logging_steps"});
 }
 
 void declare(Options& options, std::string& folder, GenerateOptions& set) {

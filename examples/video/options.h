@@ -21,7 +21,8 @@ enum class Balance {
 
 /// The options of `video`.
 struct TrainOptions {
-  ddpkit::train::RunOptions run = {.epochs = 90, .batch_size = 8, .warmup_epochs = 2, .amp = false, .num_workers = 1};
+  /// On the CPU, train() sets a batch size that is not given to 8.
+  ddpkit::train::RunOptions run = {.epochs = 100, .batch_size = 128, .warmup_epochs = 2, .num_workers = 4};
 
   std::string data;  ///< Folder with trials.csv and videos; empty: data/mouse, a synthetic set.
   std::vector<std::string> classes;

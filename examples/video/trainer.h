@@ -9,6 +9,6 @@ namespace video {
 
 /// Trains and evaluates on all ranks of the job. Rank 0 prints to stdout; the last line is "best macro F1 0.NNN (epoch
 /// N)". Throws ddpkit::Error.
-void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
+void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
 
 }  // namespace video

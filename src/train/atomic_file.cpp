@@ -123,4 +123,10 @@ void AtomicFile::give_name(const std::filesystem::path& path, const std::filesys
   sync_folder_of(name);
 }
 
+void write_text(const std::filesystem::path& path, const std::string& text) {
+  AtomicFile file(path);
+  file.write(text.data(), text.size());
+  file.commit();
+}
+
 }  // namespace ddpkit::train

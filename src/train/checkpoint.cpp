@@ -125,7 +125,11 @@ Checkpoint::~Checkpoint() {
 void Checkpoint::save(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                       const CheckpointInfo& info, const std::vector<CheckpointPart>& parts, bool is_best) {
   CheckpointFiles files{.path = path_, .keep = options_.keep, .step = info.step};
-  if (is_best) files.best = path_.parent_path() / options_.best_name;
+  if (is_best) {
+    files.best = path_.parent_path() / options_.best_name;
+    files.best_epoch_stem = options_.best_epoch_stem;
+    files.best_epoch = info.epoch - 1;
+  }
   if (options_.sharded) {
     const std::vector<std::string> shards = write_shards(path_, module, optimizer, info.step, *group_);
     const std::vector<std::string> states = gather_rank_states(module, parts, *group_, /*check_parameters=*/false);

@@ -27,12 +27,12 @@ fs::path numbered(const fs::path& path, std::int64_t step) {
   return path.parent_path() / fmt::format("{}-{}{}", path.stem().string(), step, path.extension().string());
 }
 
-// Returns the files named by numbered(), newest first.
-std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) {
+// Returns the files START + number + END beside `path`, the highest number first.
+std::vector<std::pair<std::int64_t, fs::path>> numbered_files(const fs::path& path, const std::string& start,
+                                                              const std::string& end) {
   std::vector<std::pair<std::int64_t, fs::path>> found;
   const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
   std::error_code error;
-  const std::string start = path.stem().string() + "-", end = path.extension().string();
   for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
     if (!name.starts_with(start) || !name.ends_with(end) || name.size() <= start.size() + end.size()) continue;
@@ -42,6 +42,11 @@ std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) 
   }
   std::sort(found.rbegin(), found.rend());
   return found;
+}
+
+// Returns the files named by numbered(), newest first.
+std::vector<std::pair<std::int64_t, fs::path>> older_ones(const fs::path& path) {
+  return numbered_files(path, path.stem().string() + "-", path.extension().string());
 }
 
 /// Throws InvalidArgument if the file or one of its shards is damaged.
@@ -58,8 +63,16 @@ void write_checkpoint_files(const CheckpointFiles& files, const std::function<vo
   seal.finish();
   // `path` is written last, so it is never newer than the other names.
   if (files.best) file.commit_as(*files.best);
+  const std::string best_of_epoch = fmt::format("{}{}.pt", files.best_epoch_stem, files.best_epoch);
+  if (!files.best_epoch_stem.empty()) file.commit_as(files.path.parent_path() / best_of_epoch);
   if (files.keep > 1) file.commit_as(numbered(files.path, files.step));
   file.commit();
+  if (!files.best_epoch_stem.empty()) {
+    std::error_code ignored;
+    for (const auto& [epoch, path] : numbered_files(files.path, files.best_epoch_stem, ".pt")) {
+      if (epoch != files.best_epoch) fs::remove(path, ignored);
+    }
+  }
   if (files.keep == 1) return;
   const auto older = older_ones(files.path);
   // Removes checkpoints of later steps: the run abandoned them when it resumed from an earlier step.

@@ -17,6 +17,8 @@ struct CheckpointFiles {
   int keep = 1;  ///< See CheckpointOptions.
   std::int64_t step = 0;
   std::optional<std::filesystem::path> best = std::nullopt;  ///< Also write the new checkpoint to this path.
+  std::string best_epoch_stem = {};                          ///< See CheckpointOptions. Empty unless `best` is set.
+  std::int64_t best_epoch = 0;
 };
 
 /// Writes the archive from `write` and its seal to all names of the new checkpoint, `path` last. Then removes

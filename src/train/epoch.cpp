@@ -9,6 +9,7 @@
 
 #include <ddpkit/comm/trace.h>
 #include <ddpkit/error.h>
+#include <ddpkit/train/metrics.h>
 
 namespace ddpkit::train {
 
@@ -58,6 +59,12 @@ void Epoch::report(const std::string& line, const nlohmann::ordered_json& values
   nlohmann::ordered_json json = {
       {"epoch", run_.info_.epoch}, {"epochs", run_.options_.epochs}, {"step", run_.info_.step}, {"lr", lr_}};
   json.update(values);
+  json.update({{unit_ + "_per_second", items_per_second()},
+               {"seconds", seconds_},
+               {"peak_memory_bytes", peak_memory_of_ranks(run_.group_)},
+               {"peak_device_bytes", peak_memory_of_devices(run_.devices_, run_.group_)},
+               {"world_size", run_.group_.world_size()},
+               {"devices", run_.devices()}});
   std::vector<std::pair<std::string, double>> all = scalars;
   all.emplace_back("training/lr", lr_);
   run_.report(line, json, all);

@@ -28,12 +28,6 @@ Number parsed(const CsvRecord& record, std::size_t column) {
 
 }  // namespace
 
-void write_text(const std::filesystem::path& path, const std::string& text) {
-  AtomicFile file(path);
-  file.write(text.data(), text.size());
-  file.commit();
-}
-
 void History::load(std::int64_t step) {
   const std::filesystem::path path = folder_ / "metrics.csv";
   if (!std::filesystem::exists(path)) return;

@@ -36,7 +36,4 @@ class History {
   std::vector<Row> rows_;
 };
 
-/// Writes `text` to a file atomically.
-void write_text(const std::filesystem::path& path, const std::string& text);
-
 }  // namespace ddpkit::train

@@ -9,6 +9,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/launch/launcher.h>
 #include <ddpkit/parse_number.h>
+#include <ddpkit/train/run_options.h>
 #include <ddpkit/train/text.h>
 
 namespace ddpkit::train {
@@ -20,6 +21,11 @@ void declare(Options& options, SelfLaunchOptions& launch) {
           "nproc_per_node", rank_count(launch.nproc_per_node), [&launch] { return launch.nproc_per_node; },
           "Ranks that this program starts on this host: N, gpu, cpu (cores), or auto")
       .also("spawn")
+      .may_differ();
+  options
+      .add("num_gpus", &launch.num_gpus,
+           "GPUs to use on this host, one per rank; this program starts the ranks; -1: all; 0: the CPU")
+      .between(-1, 1024)
       .may_differ();
   options.add("nnodes", &launch.nnodes, "Number of hosts; the program is started once on each host")
       .between(1, 65536)
@@ -52,14 +58,30 @@ int count_ranks(const std::string& text, int gpus) {
   return ranks;
 }
 
-std::optional<int> launch_ranks(const SelfLaunchOptions& launch, const std::string& program, int argc,
-                                const char* const* argv) {
-  if (launch.nproc_per_node.empty()) {
-    if (launch.nnodes > 1) throw UsageError("--nnodes needs --nproc-per-node: the number of ranks on each host");
-    return std::nullopt;
-  }
-  const int ranks = count_ranks(launch.nproc_per_node, static_cast<int>(torch::cuda::device_count()));
+namespace {
+
+// Returns the number of ranks that `run` asks for; 0 if it starts none.
+int ranks_to_start(const RunOptions& run, const LaunchEnvironment& environment) {
+  const SelfLaunchOptions& launch = run.launch;
+  const auto gpus = [] { return static_cast<int>(torch::cuda::device_count()); };
+  if (!launch.nproc_per_node.empty()) return count_ranks(launch.nproc_per_node, gpus());
+  if (launch.nnodes > 1) throw UsageError("--nnodes needs --nproc-per-node: the number of ranks on each host");
+  const bool is_on_cpu = run.backend == "shm" || run.backend == "gloo" || run.backend == "hierarchical";
+  if (!launch.num_gpus || is_on_cpu || environment.launcher != "none") return 0;
+  if (*launch.num_gpus > gpus())
+    throw UsageError(fmt::format("--num-gpus {}: this host shows {}", *launch.num_gpus,
+                                 gpus() == 0 ? "none" : fmt::format("{}", gpus())));
+  const int ranks = *launch.num_gpus < 0 ? gpus() : *launch.num_gpus;
+  return ranks > 1 ? ranks : 0;
+}
+
+}  // namespace
+
+std::optional<int> launch_ranks(const RunOptions& run, const std::string& program, int argc, const char* const* argv) {
+  const SelfLaunchOptions& launch = run.launch;
   const LaunchEnvironment environment = read_launch_environment();
+  const int ranks = ranks_to_start(run, environment);
+  if (ranks == 0) return std::nullopt;
   if (environment.launcher != "none") {
     if (environment.local_world_size == ranks) return std::nullopt;
     throw UsageError(fmt::format("--nproc-per-node asks for {} ranks, but the launcher started {} on this host", ranks,
@@ -73,6 +95,7 @@ std::optional<int> launch_ranks(const SelfLaunchOptions& launch, const std::stri
                               .master_port = launch.master_port,
                               .forward_signals = true};
   local.command.insert(local.command.end(), argv + 1, argv + argc);
+  if (launch.nproc_per_node.empty()) local.command.push_back(fmt::format("--nproc-per-node={}", ranks));
   const LaunchResult result = ddpkit::launch(local);
   // A rank that exited with an error code has already reported the error.
   if (result.first_failure && (result.first_failure->signal != 0 || result.first_failure->exit_code == 0))

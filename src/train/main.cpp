@@ -23,6 +23,8 @@
 #include <ddpkit/process_start.h>
 #include <ddpkit/train/checkpoint.h>
 #include <ddpkit/train/launch.h>
+#include <ddpkit/train/run_folder.h>
+#include <ddpkit/train/run_options.h>
 #include <ddpkit/train/text.h>
 
 namespace ddpkit::train {
@@ -153,21 +155,30 @@ std::string memory_advice(const std::exception_ptr& error, const Options& option
   }
 }
 
-// If the run folder holds a checkpoint, prints the option that resumes the run.
-void print_resume(const Options& options) {
+// If the run folder holds a checkpoint, prints the option that resumes the run. A program that has started its ranks
+// does not know the folder that rank 0 has chosen: it is the last one, with a checkpoint since `start`.
+void print_resume(const std::string& program, const RunOptions* run, std::filesystem::file_time_type start) {
+  if (!run || !run->save) return;
   try {
-    const std::string folder = nlohmann::json::parse(options.resolved()).value("save_dir", "");
-    if (folder.empty()) return;
-    const CheckpointInfo info = read_checkpoint_info(std::filesystem::path(folder) / "checkpoint.pt");
-    log_line(fmt::format("{}: resume with --save-dir {} (epoch {}, step {})", options.program(), folder, info.epoch,
+    const std::filesystem::path folder =
+        run->save_dir.empty() ? last_run_folder(program) : std::filesystem::path(run->save_dir);
+    const std::filesystem::path checkpoint = folder / "checkpoint.pt";
+    if (run->save_dir.empty() && std::filesystem::last_write_time(checkpoint) < start) return;
+    const CheckpointInfo info = read_checkpoint_info(checkpoint);
+    log_line(fmt::format("{}: resume with --save-dir {} (epoch {}, step {})", program, folder.string(), info.epoch,
                          info.step));
   } catch (const std::exception&) {
     // No checkpoint yet: there is nothing to resume.
   }
 }
 
-// `is_self_launched`: this program has started the ranks, and reports a killed rank last.
-int report(const Options& options, const std::exception_ptr& exception, const Program& state, bool is_self_launched) {
+// The exit code of ranks that Program::join() has started.
+struct RanksEnded {
+  int exit_code;
+};
+
+int report(const Options& options, const std::exception_ptr& exception, const Program& state,
+           std::filesystem::file_time_type start) {
   silence_c10d();
   const std::string& program = options.program();
   const std::string sentence = one_sentence(exception) + memory_advice(exception, options);
@@ -175,6 +186,8 @@ int report(const Options& options, const std::exception_ptr& exception, const Pr
   bool speaks = false;
   bool is_resumable = true;
   bool may_be_alone = !state.group();
+  // The program that has started the ranks reports a killed rank last.
+  const bool is_self_launched = state.run() && !state.run()->launch.nproc_per_node.empty();
   try {
     std::rethrow_exception(exception);
   } catch (const UsageError&) {
@@ -195,7 +208,7 @@ int report(const Options& options, const std::exception_ptr& exception, const Pr
   std::fflush(stdout);
   if (speaks) {
     log_line(fmt::format("{}: {}", program, sentence));
-    if (is_resumable) print_resume(options);
+    if (is_resumable) print_resume(program, state.run(), start);
   } else {
     // A launcher ends all ranks when the first rank exits. This rank waits until the reporting rank has printed. The
     // launcher's signal also ends the sleep.
@@ -235,24 +248,34 @@ ProcessGroup Program::init_process_group(const InitOptions& options) {
   return *group_;
 }
 
-int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body,
-             const SelfLaunchOptions* launch) noexcept {
+ProcessGroup Program::join(const RunOptions& run, InitOptions options) {
+  run_ = &run;
+  if (const std::optional<int> exit_code = launch_ranks(run, name_, argc_, argv_)) throw RanksEnded{*exit_code};
+  options.backend = run.backend;
+  return init_process_group(options);
+}
+
+int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {
+  const auto start = std::filesystem::file_time_type::clock::now();
   prepare_process();
-  Program program;
+  Program program(options.program(), argc, argv);
   try {
     const std::string help = options.parse(argc, argv);
-    std::optional<int> exit_code;
+    int exit_code = 0;
     if (!help.empty()) {
       if (speaks_for_host()) std::fputs(help.c_str(), stdout);
     } else {
-      if (launch) exit_code = launch_ranks(*launch, options.program(), argc, argv);
-      if (!exit_code) body(program);
-      if (exit_code.value_or(0) > kKilled) print_resume(options);
+      try {
+        body(program);
+      } catch (const RanksEnded& ranks) {
+        exit_code = ranks.exit_code;
+        if (exit_code > kKilled) print_resume(options.program(), program.run(), start);
+      }
     }
     check_stdout();
-    return exit_code.value_or(0);
+    return exit_code;
   } catch (...) {
-    return report(options, std::current_exception(), program, launch && !launch->nproc_per_node.empty());
+    return report(options, std::current_exception(), program, start);
   }
 }
 

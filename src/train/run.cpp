@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/text.h>
@@ -20,8 +21,7 @@
 
 namespace ddpkit::train {
 
-Run::Run(const RunOptions& options, const Options& declared, const ProcessGroup& group,
-         std::vector<c10::Device> devices)
+Run::Run(RunOptions& options, const Options& declared, const ProcessGroup& group, std::vector<c10::Device> devices)
     : options_(options),
       declared_(declared),
       group_(group),
@@ -113,12 +113,13 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   config.update(
       {{"program", declared_.program()}, {"precision", precision_name()}, {"world_size", group_.world_size()}});
   stop_.emplace(group_);
-  if (options_.save_dir.empty()) return print_model(parts);
+  if (!options_.save) return print_model(parts);
   const std::string description = json_text(config);
   folder_ = open_run_folder(options_, declared_, description, parts.facts_that_may_differ, group_);
-  checkpoint_.emplace(
-      folder_.checkpoint, group_,
-      CheckpointOptions{.keep = options_.save_total_limit, .sharded = parameter_shards_of(*optimizer_) != nullptr});
+  checkpoint_.emplace(folder_.checkpoint, group_,
+                      CheckpointOptions{.keep = options_.save_total_limit,
+                                        .best_epoch_stem = "best_model_epoch",
+                                        .sharded = parameter_shards_of(*optimizer_) != nullptr});
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
   info_.config = description;
   kept_step_ = info_.step;
@@ -148,7 +149,8 @@ bool Run::must_end() {
 bool Run::finish() {
   if (checkpoint_) checkpoint_->wait();
   if (is_stopped_ && is_main())
-    log_line(fmt::format("{}: {}", declared_.program(), stop_->describe(kept_step_, options_.save_dir)));
+    log_line(
+        fmt::format("{}: {}", declared_.program(), stop_->describe(kept_step_, is_saved() ? options_.save_dir : "")));
   return !is_stopped_;
 }
 
@@ -182,7 +184,8 @@ void Run::report(const std::string& line, const nlohmann::ordered_json& values,
 }
 
 void Run::print_best(const std::string& score) const {
-  if (is_saved()) print(fmt::format("  {} Saved best model: best.pt ({})", has_utf8() ? "✓" : "*", score));
+  if (is_saved())
+    print(fmt::format("  {} Saved best model: best_model_epoch{}.pt ({})", has_utf8() ? "✓" : "*", epoch() - 1, score));
 }
 
 void Run::write_file(const std::string& name, const std::string& text) const {

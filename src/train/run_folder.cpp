@@ -110,7 +110,41 @@ std::optional<CheckpointInfo> find_run(const fs::path& checkpoint, const std::st
   return info;
 }
 
+// Returns the highest N of the folders run-N; 0 if there are none.
+std::int64_t last_run(const fs::path& runs) {
+  std::int64_t last = 0, number = 0;
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(runs, error); !error && entry != decltype(entry)(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name.starts_with("run-") && parse_number(name.substr(4), number)) last = std::max(last, number);
+  }
+  return last;
+}
+
+fs::path runs_of(const std::string& program) { return fs::path("checkpoints") / program; }
+
 }  // namespace
+
+fs::path default_run_folder(const std::string& program, bool resume) {
+  if (resume || number_in_environment("TORCHELASTIC_RESTART_COUNT") > 0) {
+    if (const fs::path last = last_run_folder(program); !last.empty()) return last;
+    if (resume) throw InvalidArgument(fmt::format("cannot resume: {} holds no run", runs_of(program).string()));
+  }
+  const fs::path runs = runs_of(program);
+  std::error_code error;
+  fs::create_directories(runs, error);
+  for (std::int64_t number = last_run(runs) + 1; !error; ++number) {
+    const fs::path folder = runs / fmt::format("run-{}", number);
+    if (fs::create_directory(folder, error)) return folder;  // Not if another process has just created it.
+  }
+  throw InvalidArgument(fmt::format("cannot make a folder in {} ({}): name one with --save-dir, or use --no-save",
+                                    runs.string(), error.message()));
+}
+
+fs::path last_run_folder(const std::string& program) {
+  const std::int64_t last = last_run(runs_of(program));
+  return last == 0 ? fs::path() : runs_of(program) / fmt::format("run-{}", last);
+}
 
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group) {

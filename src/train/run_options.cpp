@@ -62,26 +62,22 @@ void declare(Options& options, RunOptions& run) {
   declare(options, run.launch);
 
   options.section("run");
-  options.add("save_dir", &run.save_dir, "Folder of the run's checkpoint; without it none is written").may_differ();
+  options.add("save", &run.save, "Write checkpoints, records and pictures into the run folder").may_differ();
+  options.add("save_dir", &run.save_dir, "Run folder; by default a new folder checkpoints/PROGRAM/run-N").may_differ();
   options.add("save_steps", &run.save_steps, "Also save a checkpoint every N updates; 0: only after each epoch")
       .at_least(0)
       .also("checkpoint_steps")
-      .needs("save_dir")
       .may_differ();
   options.add("save_total_limit", &run.save_total_limit, "Keep the last N checkpoints")
       .at_least(1)
       .also("keep_checkpoints")
-      .needs("save_dir")
       .may_differ();
-  options.add("resume", &run.resume, "Fail if save_dir has no run to resume (default: resume if there is one)")
-      .needs("save_dir")
+  options.add("resume", &run.resume, "Fail if there is no run in save_dir; without save_dir, resume the last run")
       .may_differ();
   options.add("overwrite", &run.overwrite, "Replace the run in save_dir, except what a restarted job wrote")
       .excludes("resume")
       .may_differ();
-  options.add("tensorboard", &run.tensorboard, "Write TensorBoard events to SAVE_DIR/logs")
-      .needs("save_dir")
-      .may_differ();
+  options.add("tensorboard", &run.tensorboard, "Write TensorBoard events to SAVE_DIR/logs").may_differ();
   options.add("logging_steps", &run.logging_steps, "Print the loss every N updates; 0: never")
       .at_least(0)
       .also("log_steps")
@@ -115,8 +111,15 @@ ProgressOptions progress_options(const RunOptions& run, const std::string& label
           .heartbeat = run.progress == "lines" || (is_auto && !run.json)};
 }
 
-RunFolder open_run_folder(const RunOptions& run, const Options& options, const std::string& config,
+RunFolder open_run_folder(RunOptions& run, const Options& options, const std::string& config,
                           const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group) {
+  if (run.save_dir.empty()) {
+    std::string folder;
+    run_together(group, [&] {
+      if (group.rank() == 0) folder = default_run_folder(options.program(), run.resume).string();
+    });
+    run.save_dir = broadcast_bytes(group, folder);
+  }
   std::vector<std::string> may_differ = options.keys_that_may_differ();
   may_differ.insert(may_differ.end(), facts_that_may_differ.begin(), facts_that_may_differ.end());
   const RunFolder folder = open_run_folder(
@@ -127,9 +130,7 @@ RunFolder open_run_folder(const RunOptions& run, const Options& options, const s
     const nlohmann::json values = nlohmann::json::parse(options.resolved());
     for (const auto& [key, value] : values.items())
       text += fmt::format("{}: {}\n", key, json_text(value));  // JSON values are valid YAML.
-    AtomicFile file(std::filesystem::path(run.save_dir) / "config.yaml");
-    file.write(text.data(), text.size());
-    file.commit();
+    write_text(std::filesystem::path(run.save_dir) / "config.yaml", text);
   });
   return folder;
 }

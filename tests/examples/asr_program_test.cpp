@@ -165,7 +165,7 @@ TEST_CASE("batch norm over all ranks trains", "[asr]") {
 
 TEST_CASE("the full model has 7.16 M parameters, and prints the number", "[asr]") {
   const Run run = run_asr(1, {"--config", DDPKIT_TEST_CONFIGS "/base_config.yaml", "data.train=" + corpus(),
-                              "data.dev=", "--max-steps", "1", "run.save_dir="});
+                              "data.dev=", "--max-steps", "1", "--no-save"});
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   const std::string start = "LMU: ";

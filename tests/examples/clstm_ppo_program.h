@@ -43,6 +43,7 @@ inline const std::string& generated() {
 /// round and rank.
 inline TrainOptions quick_options() {
   TrainOptions options;
+  options.run.save = false;
   options.run.batch_size = 16;
   options.run.lr = 1e-2;
   options.data = generated();

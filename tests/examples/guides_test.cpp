@@ -1,11 +1,15 @@
 // The first commands of a reader: without data, with the names of torchrun and of Python's trainers.
 #include <ddpkit/launch/launcher.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <sstream>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ddpkit/comm/environment.h>
 
 #include "clstm_ppo/generate.h"
 #include "har/generate.h"
@@ -39,12 +43,15 @@ Output run_in(const std::filesystem::path& folder, std::vector<std::string> comm
       "exec \"$@\" 2>errors";
   command.insert(command.begin(), {"sh", "-c", script, folder.string()});
   Output output;
-  const auto result =
-      ddpkit::launch({.command = command,
-                      .ranks = 1,
-                      .environment = {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", ""}, {"LC_ALL", "C"}},
-                      .time_limit = std::chrono::seconds(300),
-                      .on_output = [&](int, const std::string& text) { output.text += text; }});
+  const auto result = ddpkit::launch({.command = command,
+                                      .ranks = 1,
+                                      .environment = {{"OMP_NUM_THREADS", "1"},
+                                                      {"CUDA_VISIBLE_DEVICES", ""},
+                                                      {"LC_ALL", "C"},
+                                                      {"VIDEO", DDPKIT_TEST_VIDEO},
+                                                      {"DDPKIT", DDPKIT_TEST_DDPKIT}},
+                                      .time_limit = std::chrono::seconds(300),
+                                      .on_output = [&](int, const std::string& text) { output.text += text; }});
   output.exit_code = result.exit_code();
   output.errors = read_file(folder / "errors");
   return output;
@@ -116,6 +123,22 @@ void check_console(const Folder& folder, const std::vector<std::string>& command
     CHECK(run.errors.empty());
   }
 }
+
+/// Writes 12 recordings of two words, with the manifests of script/data speech.
+void write_speech(const std::filesystem::path& folder) {
+  std::string manifest;
+  for (int i = 0; i < 12; ++i) {
+    const std::string text = i % 2 == 0 ? "abc" : "deab";
+    ddpkit::testing::write_sound(folder / fmt::format("{}.wav", i), ddpkit::testing::spoken(text));
+    manifest += nlohmann::json{{"audio_filepath", fmt::format("{}.wav", i)}, {"text", text}}.dump() + "\n";
+  }
+  for (const char* name : {"train.jsonl", "dev.jsonl"}) ddpkit::testing::write_file(folder / name, manifest);
+}
+
+/// Options of a small model of asr, as YAML.
+const std::vector<std::string> kSmallSpeech = {
+    "features.sample_rate: 8000", "features.mels: 24", "model.width: 32", "model.strides: [2, 1]", "model.layers: 2",
+    "model.memory_channels: 4",   "model.order: 6",    "model.theta: 12"};
 
 constexpr const char* kNumber = "-?[0-9.]+";
 
@@ -193,36 +216,30 @@ TEST_CASE("the console of video", "[guides]") {
       folder, {DDPKIT_TEST_VIDEO, "train", "--epochs", "2", "--size", "32", "--width", "2", "--check", "index"},
       [](int ranks) {
         const std::string part = fmt::format("Loss: {0}, Acc: {0}%", kNumber);
-        return joined(
-            {first_lines(ranks),
-             {"Found 6 unique videos with 60 total trials", "Train trials: 50, Val trials: 10", "={60}",
-              "Class Distribution and Weights", "={60}",
-              "*Class [0-7] \\([a-z_]+ *\\): +[0-9]+ samples \\( *[0-9.]+%\\) -> weight: [0-9.]+", "={60}",
-              fmt::format("Train batches: {} \\(per rank: ~{}\\)", ranks == 1 ? 7 : 8, ranks == 1 ? 7 : 4),
-              fmt::format("Val batches: 2 \\(per rank: ~{}\\)", 2 / ranks),
-              batch_line(ranks, std::to_string(8 * ranks), "8"), "Creating model\\.\\.\\."},
-             model_lines("3D-CNN", "adamw, lr 0\\.001"),
-             {fmt::format("Epoch 1/2 - Train {0} \\| Val {0}, F1: {1} \\| {1} s, {1} clips/s, waited [0-9]+%", part,
-                          kNumber),
-              fmt::format("  \\* Saved best model: best\\.pt \\(F1: {}\\)", kNumber), "*Epoch 2/2 - .*|  \\* Saved .*",
-              "class .* F1 .*", "*[a-z_]+( +[0-9]+){8} +[0-9.]+", fmt::format("macro F1 {}", kNumber)},
-             last_lines(ranks, "2 epochs", "clips",
-                        "best\\.pt, checkpoint\\.pt, config\\.yaml, confusion\\.svg, curves\\.svg, logs/, "
-                        "metrics\\.csv",
-                        fmt::format("best macro F1 {} \\(epoch [12]\\)", kNumber))});
+        return joined({first_lines(ranks),
+                       {"Found 6 unique videos with 60 total trials", "Train trials: 50, Val trials: 10", "={60}",
+                        "Class Distribution and Weights", "={60}",
+                        "*Class [0-7] \\([a-z_]+ *\\): +[0-9]+ samples \\( *[0-9.]+%\\) -> weight: [0-9.]+", "={60}",
+                        fmt::format("Train batches: {} \\(per rank: ~{}\\)", ranks == 1 ? 7 : 8, ranks == 1 ? 7 : 4),
+                        fmt::format("Val batches: 2 \\(per rank: ~{}\\)", 2 / ranks),
+                        batch_line(ranks, std::to_string(8 * ranks), "8"), "Creating model\\.\\.\\."},
+                       model_lines("3D-CNN", "adamw, lr 0\\.001"),
+                       {fmt::format("Epoch 1/2 - Train {0} \\| Val {0}, F1: {1} \\| {1} s, {1} clips/s, waited [0-9]+%",
+                                    part, kNumber),
+                        fmt::format("  \\* Saved best model: best_model_epoch[01]\\.pt \\(F1: {}\\)", kNumber),
+                        "*Epoch 2/2 - .*|  \\* Saved .*", "class .* F1 .*", "*[a-z_]+( +[0-9]+){8} +[0-9.]+",
+                        fmt::format("macro F1 {}", kNumber)},
+                       last_lines(ranks, "2 epochs", "clips",
+                                  "best\\.pt, best_model_epoch[01]\\.pt, checkpoint\\.pt, config\\.yaml, "
+                                  "confusion\\.svg, curves\\.svg, logs/, "
+                                  "metrics\\.csv",
+                                  fmt::format("best macro F1 {} \\(epoch [12]\\)", kNumber))});
       });
 }
 
 TEST_CASE("the console of asr", "[guides]") {
   const Folder folder;
-  std::string manifest;
-  for (int i = 0; i < 12; ++i) {
-    const std::string text = i % 2 == 0 ? "abc" : "deab";
-    ddpkit::testing::write_sound(folder / fmt::format("data/speech/{}.wav", i), ddpkit::testing::spoken(text));
-    manifest += nlohmann::json{{"audio_filepath", fmt::format("{}.wav", i)}, {"text", text}}.dump() + "\n";
-  }
-  for (const char* name : {"data/speech/train.jsonl", "data/speech/dev.jsonl"})
-    ddpkit::testing::write_file(folder / name, manifest);
+  write_speech(folder / "data/speech");
   check_console(
       folder,
       {DDPKIT_TEST_ASR, "--epochs", "2", "training.batch_size=4", "features.sample_rate=8000", "features.mels=24",
@@ -271,21 +288,98 @@ TEST_CASE("the console of clstm_ppo", "[guides]") {
       });
 }
 
+TEST_CASE("the commands of the guides run as printed", "[guides]") {
+  const Folder folder;
+  har::generate_ucihar(folder / "data/har", {.train = 120, .test = 61, .steps = 32});
+  video::generate(folder / "data/mouse", {.videos = 6, .trials = 60, .least_of_class = 2, .size = {32, 32}});
+  clstm_ppo::generate(folder / "data/planted", {.assets = 2, .days = 500});
+  write_speech(folder / "data/speech");
+  // A config makes the runs short. All options of the commands stay.
+  ddpkit::testing::write_file(folder / "har.yaml", "max_steps: 2\n");
+  ddpkit::testing::write_file(folder / "video.yaml", "{max_steps: 2, size: 32, width: 2, check: index}\n");
+  ddpkit::testing::write_file(folder / "clstm_ppo.yaml", "{max_steps: 2, envs: 2, hidden: 8}\n");
+  ddpkit::testing::write_file(folder / "asr.yaml",
+                              fmt::format("{{max_steps: 2, {}}}\n", fmt::join(kSmallSpeech, ", ")));
+  const std::string script = DDPKIT_TEST_VIDEO_FOLDER "/train_multigpu.sh";
+  const std::vector<std::string> har = {DDPKIT_TEST_HAR}, video = {DDPKIT_TEST_VIDEO}, asr = {DDPKIT_TEST_ASR},
+                                 clstm_ppo = {DDPKIT_TEST_CLSTM_PPO};
+  struct Command {
+    std::vector<std::string> words;
+    std::string config;
+    int ranks;
+  };
+  const std::vector<Command> commands = {
+      {har, "har", 1},
+      {joined({har, {"--multi-gpu", "none"}}), "har", 1},
+      {joined({har, {"--multi-gpu", "dp", "--epochs", "20", "--batch-size", "32"}}), "har", 1},
+      {joined({har, {"--multi-gpu", "ddp", "--nproc-per-node", "2", "--epochs", "20"}}), "har", 2},
+      {joined({har, {"--grad-accum-steps", "4", "--warmup-epochs", "5", "--lr-scaling", "linear"}}), "har", 1},
+      {video, "video", 1},
+      {joined({video, {"--nproc_per_node=2"}}), "video", 2},
+      {{script, "2"}, "video", 2},
+      {joined({clstm_ppo, {"--num_gpus", "-1", "--num_episodes", "5000", "--batch_size", "128"}}), "clstm_ppo", 1},
+      {joined({clstm_ppo, {"--num_gpus=0", "--nproc_per_node=2"}}), "clstm_ppo", 2},
+      {asr, "asr", 1},
+      {joined({asr, {"--num-gpus", "-1"}}), "asr", 1},
+      {joined({asr, {"--spawn", "2", "training.batch_size=4", "training.lr=2e-3"}}), "asr", 2}};
+  for (const Command& command : commands) {
+    CAPTURE(command.words);
+    const Output run = run_in(folder.path(), joined({command.words, {"--config", command.config + ".yaml"}}));
+    INFO(run.text << run.errors);
+    CHECK(run.exit_code == 0);
+    CHECK(run.count("Training finished: ") == 1);
+    CHECK(run.count(fmt::format("saving to checkpoints/{}/run-", command.config)) == 1);
+    // DataParallel on the CPU has a replica per core.
+    const bool is_dp = std::find(command.words.begin(), command.words.end(), "dp") != command.words.end();
+    CHECK(run.text.starts_with(
+        fmt::format("Distributed training: {} CPU ", is_dp ? ddpkit::available_cores() : command.ranks)));
+  }
+  for (const char* ranks : {"1", "2"}) {
+    const Output check = run_in(folder.path(), joined({asr, {"check", "--nproc-per-node", ranks}}));
+    CHECK(check.exit_code == 0);
+    CHECK(check.count("the distributed set-up works") == 1);
+  }
+}
+
+TEST_CASE("each run without --save-dir gets its own folder", "[guides]") {
+  const Folder folder;
+  har::generate_ucihar(folder / "data/har", {.train = 40, .test = 12, .steps = 32});
+  const auto run = [&](const std::vector<std::string>& more) {
+    const Output output = run_in(folder.path(), joined({{DDPKIT_TEST_HAR, "--epochs", "1"}, more}));
+    INFO(output.text << output.errors);
+    CHECK(output.exit_code == 0);
+    return output;
+  };
+  const std::filesystem::path runs = folder / "checkpoints/har";
+  CHECK(run({"--no-save"}).count("without checkpoints") == 1);
+  CHECK_FALSE(std::filesystem::exists(folder / "checkpoints"));
+  CHECK(run({}).count("saving to checkpoints/har/run-1") == 1);
+  CHECK(run({"--lr", "0.01", "--nproc-per-node", "2"}).count("\nFiles: checkpoints/har/run-2/{checkpoint.pt, ") == 1);
+  const std::string first = read_file(runs / "run-1/checkpoint.pt"), second = read_file(runs / "run-2/checkpoint.pt");
+  // The last run is complete: there is nothing to train.
+  CHECK(run({"--lr", "0.01", "--resume"}).count("resumed from checkpoints/har/run-2/checkpoint.pt, epoch 1") == 1);
+  CHECK(run({"--config", "checkpoints/har/run-1/config.yaml"}).count("resumed from checkpoints/har/run-1") == 1);
+  CHECK(read_file(runs / "run-1/checkpoint.pt") == first);
+  CHECK(read_file(runs / "run-2/checkpoint.pt") == second);
+  CHECK(ddpkit::testing::names_in(runs) == std::vector<std::string>{"run-1", "run-2"});
+}
+
 TEST_CASE("a training that is killed or stopped ends with the option that resumes it", "[guides]") {
   const Folder folder;
   har::generate_ucihar(folder / "data/har", {.train = 40, .test = 12, .steps = 32});
   // Signals rank 1, a child of the launching program, when there is a checkpoint.
   const std::string script =
-      "signal=$1; shift; \"$@\" & launcher=$!; until [ -e runs/checkpoint.pt ]; do sleep 0.05; kill -0 $launcher || "
-      "exit; "
-      "done; read -r first second rest </proc/$launcher/task/$launcher/children; kill -$signal $second; wait $launcher";
+      "signal=$1; shift; \"$@\" & launcher=$!; until [ -e checkpoints/har/run-1/checkpoint.pt ]; do sleep 0.05; "
+      "kill -0 $launcher || exit; done; read -r first second rest </proc/$launcher/task/$launcher/children; kill "
+      "-$signal $second; wait $launcher";
   for (const auto& [signal, code, last] :
-       {std::tuple{"KILL", 137, "har: resume with --save-dir runs \\(epoch [0-9]+, step [0-9]+\\)"},
-        std::tuple{"TERM", 0, "har: stopped by SIGTERM after step [0-9]+; resume with --save-dir runs"}}) {
+       {std::tuple{"KILL", 137, "har: resume with --save-dir checkpoints/har/run-1 \\(epoch [0-9]+, step [0-9]+\\)"},
+        std::tuple{"TERM", 0,
+                   "har: stopped by SIGTERM after step [0-9]+; resume with --save-dir checkpoints/har/run-1"}}) {
     CAPTURE(signal);
-    std::filesystem::remove_all(folder / "runs");
+    std::filesystem::remove_all(folder / "checkpoints");
     const Output run = run_in(folder.path(), {"sh", "-c", script, "sh", signal, DDPKIT_TEST_HAR, "--epochs", "1000000",
-                                              "--save-dir", "runs", "--nproc-per-node", "2"});
+                                              "--nproc-per-node", "2"});
     INFO(run.errors);
     CHECK(run.exit_code == code);
     std::vector<std::string> lines;
@@ -295,9 +389,9 @@ TEST_CASE("a training that is killed or stopped ends with the option that resume
     CHECK(std::regex_match(lines.back(), std::regex(last)));
     CHECK(run.count("resume with") == 1);
   }
-  const Output resumed = run_in(folder.path(), {DDPKIT_TEST_HAR, "--epochs", "1000000", "--max-steps", "1",
-                                                "--save-dir", "runs", "--nproc-per-node", "2"});
+  const Output resumed = run_in(
+      folder.path(), {DDPKIT_TEST_HAR, "--epochs", "1000000", "--max-steps", "1", "--resume", "--nproc-per-node", "2"});
   INFO(resumed.text << resumed.errors);
   CHECK(resumed.exit_code == 0);
-  CHECK(resumed.count("\nresumed from runs/checkpoint.pt, epoch ") == 1);
+  CHECK(resumed.count("\nresumed from checkpoints/har/run-1/checkpoint.pt, epoch ") == 1);
 }

@@ -100,7 +100,7 @@ TEST_CASE("devices that do not fit are refused", "[har]") {
   refused({"--gpu-ids", "-1"}, "--gpu-ids");
   refused({"--grad-accum-steps", "0"}, "--grad-accum-steps");
   refused({"--lr-scaling", "quadratic"}, "--lr-scaling must be one of none, linear, sqrt");
-  refused({"--profile"}, "--save-dir");
+  refused({"--profile", "--no-save"}, "--profile writes into the run folder, which --no-save disables");
   if (torch::cuda::device_count() == 0)
     refused({"--gpu-ids", "0,9"}, "--gpu-ids 0,9: there is no GPU 0: this host shows none");
   if (torch::cuda::device_count() == 1) {

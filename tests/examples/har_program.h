@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
+
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/train/checkpoint.h>
 
@@ -34,8 +36,18 @@ struct Run : ddpkit::testing::ProgramRun {
   }
 };
 
+/// Adds a batch size for the small data sets of the tests, unless `arguments` name one or a config.
+inline Arguments with_batch_size(Arguments arguments) {
+  const auto names_one = [](const std::string& argument) {
+    return argument.starts_with("--batch-size") || argument == "--config";
+  };
+  if (std::none_of(arguments.begin(), arguments.end(), names_one))
+    arguments = joined(arguments, {"--batch-size", "16"});
+  return arguments;
+}
+
 inline Run run_har(int ranks, const Arguments& arguments, std::optional<Kill> kill = std::nullopt) {
-  return {ddpkit::testing::run_program(DDPKIT_TEST_HAR, ranks, arguments, kill)};
+  return {ddpkit::testing::run_program(DDPKIT_TEST_HAR, ranks, with_batch_size(arguments), kill)};
 }
 
 /// The data set of all tests of this process: 120 training and 61 test windows of 64 steps.
@@ -62,7 +74,7 @@ inline std::vector<at::Tensor> weights_of(const Folder& save_dir,
 /// Checks that the program exits with `code` and prints one sentence, once.
 inline void check_refused(const Arguments& arguments, int code, const std::string& message,
                           const std::vector<int>& worlds = {1}) {
-  ddpkit::testing::check_program_refuses(DDPKIT_TEST_HAR, arguments, code, message, worlds);
+  ddpkit::testing::check_program_refuses(DDPKIT_TEST_HAR, with_batch_size(arguments), code, message, worlds);
 }
 
 }  // namespace har::testing

@@ -24,7 +24,7 @@ void check_basic_motions(const std::vector<int>& worlds, const std::vector<const
   for (const int ranks : worlds) {
     for (const char* seed : seeds) {
       CAPTURE(ranks, seed);
-      const Run run = run_har(ranks, {"--data", data, "--seed", seed});
+      const Run run = run_har(ranks, {"--data", data, "--epochs", "30", "--seed", seed});
       INFO(run.errors);
       REQUIRE(run.exit_code == 0);
       CHECK(run.accuracy() >= 95);

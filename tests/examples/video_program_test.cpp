@@ -23,8 +23,10 @@ TEST_CASE("video trains on one rank and several, and counts each validation clip
     CHECK(clips == 10);  // One of six videos, of ten trials each.
     CHECK(std::isfinite(second["train_loss"].get<double>()));
     CHECK_THAT(run.lines.back(), ContainsSubstring("best macro F1 "));
-    CHECK(names_in(folder.path()) == std::vector<std::string>{"best.pt", "checkpoint.pt", "config.yaml",
+    const std::string best = fmt::format("best_model_epoch{}.pt", second["best"].get<bool>() ? 1 : 0);
+    CHECK(names_in(folder.path()) == std::vector<std::string>{"best.pt", best, "checkpoint.pt", "config.yaml",
                                                               "confusion.svg", "curves.svg", "logs", "metrics.csv"});
+    CHECK(read_file(folder / best) == read_file(folder / "best.pt"));
     CHECK(ddpkit::train::read_checkpoint_info(folder / "checkpoint.pt").epoch == 2);
   }
 }

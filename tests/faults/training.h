@@ -14,8 +14,9 @@ inline std::vector<std::string> training(const std::filesystem::path& folder, co
                                          const std::vector<std::string>& launcher = {}, int ranks = 2) {
   std::vector<std::string> arguments = {"run", "-n", std::to_string(ranks)};
   arguments.insert(arguments.end(), launcher.begin(), launcher.end());
-  for (const std::string& argument : {std::string("--"), std::string(DDPKIT_TEST_HAR), std::string("--data"),
-                                      har::testing::generated(), std::string("--save-dir"), folder.string()})
+  for (const std::string& argument :
+       {std::string("--"), std::string(DDPKIT_TEST_HAR), std::string("--data"), har::testing::generated(),
+        std::string("--save-dir"), folder.string(), std::string("--batch-size"), std::string("16")})
     arguments.push_back(argument);
   arguments.insert(arguments.end(), options.begin(), options.end());
   return arguments;

@@ -33,6 +33,7 @@ Trained train(const ddpkit::ProcessGroup& group, RunOptions options, double loss
   options.lr = 1e-2;
   options.amp = false;
   options.progress = "off";
+  options.save = !options.save_dir.empty();
   ddpkit::train::Options declared("mine", "A test.");
   ddpkit::train::declare(declared, options);
   torch::manual_seed(3);

@@ -45,12 +45,12 @@ struct Kill {
   const std::filesystem::path* at_write_of = nullptr;
 };
 
-/// Runs under a launcher with `ranks` ranks; without a launcher for 0 ranks.
+/// Runs in a temporary folder, under a launcher with `ranks` ranks; without a launcher for 0 ranks.
 inline ProgramRun run_program(const std::string& program, int ranks, const Arguments& arguments,
                               std::optional<Kill> kill = std::nullopt) {
   const Folder folder;
   const std::string errors = (folder / "errors").string();
-  std::string script = "NAME=${RANK:-0}; ";
+  std::string script = fmt::format("NAME=${{RANK:-0}}; cd '{}'; ", folder.path().string());
   if (ranks == 0) script += "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; ";
   if (kill && kill->at_write_of) {
     write_file(folder / "start", "");

@@ -113,8 +113,9 @@ TEST_CASE("the model gives the same in one call, step by step, and from a saved 
 
 TEST_CASE("N GPUs need N ranks on the host", "[clstm_ppo]") {
   clstm_ppo::TrainOptions options;
-  options.num_gpus = 4;
-  const ddpkit::LaunchEnvironment alone;
+  options.run.launch.num_gpus = 4;
+  ddpkit::LaunchEnvironment alone;
+  alone.launcher = "torchrun";
   ddpkit::LaunchEnvironment last;
   last.rank = last.local_rank = 3;
   last.world_size = last.local_world_size = 4;
@@ -125,7 +126,7 @@ TEST_CASE("N GPUs need N ranks on the host", "[clstm_ppo]") {
   CHECK(clstm_ppo::choose_device(options, last, 8) == c10::Device(c10::kCUDA, 3));
   options.run.backend = "gloo";
   CHECK_THROWS_WITH(clstm_ppo::choose_device(options, last, 8), ContainsSubstring("--backend gloo trains on the CPU"));
-  options.num_gpus = -1;
+  options.run.launch.num_gpus = -1;
   CHECK(clstm_ppo::choose_device(options, last, 8) == c10::kCPU);
   options.run.backend.clear();
   CHECK(clstm_ppo::choose_device(options, alone, 8) == c10::Device(c10::kCUDA, 0));

@@ -96,7 +96,7 @@ TEST_CASE("a synthetic market is the same from file and from memory, and has the
   const Folder folder;
   const GenerateOptions options{.assets = 2, .days = 6000, .seed = 4};
   generate(folder / "set", options);
-  CHECK_THROWS_WITH(generate(folder / "set", options), ContainsSubstring("is there already"));
+  CHECK_THROWS_WITH(generate(folder / "set", options), ContainsSubstring("exists and is not an empty folder"));
   const auto series = generate_prices(options);
   const auto read = joined(read_price_folder(folder / "set", {}));
   REQUIRE(read.size() == 2);

@@ -308,16 +308,17 @@ RANK_TEST("the last checkpoints and the best one stay", "[checkpoint]", 1, 2) {
     std::filesystem::create_directories(path.parent_path());
     write_file(path.parent_path() / "checkpoint-x.pt", "not ours");
     {
-      Checkpoint checkpoint(path, group, {.keep = 2, .asynchronous = asynchronous});
-      for (int i = 1; i <= 4; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = 10 * i}, {}, i == 2);
+      Checkpoint checkpoint(path, group, {.keep = 2, .asynchronous = asynchronous, .best_epoch_stem = "best-"});
+      for (int i = 1; i <= 4; ++i) checkpoint.save(*net, optimizer, {.epoch = i, .step = 10 * i}, {}, i == 1 || i == 2);
       checkpoint.wait();
     }
     if (group.rank() > 0) continue;
-    CHECK(names_in(path.parent_path()) == std::vector<std::string>{"best.pt", "checkpoint-30.pt", "checkpoint-40.pt",
-                                                                   "checkpoint-x.pt", "checkpoint.pt"});
+    CHECK(names_in(path.parent_path()) == std::vector<std::string>{"best-1.pt", "best.pt", "checkpoint-30.pt",
+                                                                   "checkpoint-40.pt", "checkpoint-x.pt",
+                                                                   "checkpoint.pt"});
     CHECK(read_checkpoint_info(path).step == 40);
     CHECK(read_checkpoint_info(path.parent_path() / "checkpoint-30.pt").step == 30);
-    CHECK(read_checkpoint_info(path.parent_path() / "best.pt").step == 20);
+    for (const char* best : {"best.pt", "best-1.pt"}) CHECK(read_checkpoint_info(path.parent_path() / best).step == 20);
   }
   CHECK_THROWS_AS(Checkpoint(folder / "c", group, {.keep = 0}), ddpkit::InvalidArgument);
 }

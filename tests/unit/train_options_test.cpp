@@ -104,7 +104,7 @@ TEST_CASE("a name has dashes or underscores, a section or none, and aliases", "[
     CAPTURE(argument);
     CHECK(parse_run({argument}).batch_size == 3);
   }
-  CHECK(parse_run({"--checkpoint-steps", "2", "--save-dir", "x"}).save_steps == 2);
+  CHECK(parse_run({"--checkpoint-steps", "2"}).save_steps == 2);
   CHECK(parse_run({"training.clip_norm=2"}).max_grad_norm == 2);
   CHECK(parse_run({"run.log_steps=2"}).logging_steps == 2);
   CHECK(parse_run({"data.workers=2"}).num_workers == 2);
@@ -197,7 +197,6 @@ TEST_CASE("a wrong option is one sentence that names it", "[options]") {
   CHECK_THROWS_WITH(parse_run({"--lr"}), "--lr needs a value");
   CHECK_THROWS_WITH(parse_run({"--save-dir", "--json"}), "--save-dir needs a value");
   CHECK_THROWS_WITH(parse_run({"--lr", "1", "--lr", "2"}), "'--lr' is given twice");
-  CHECK_THROWS_WITH(parse_run({"--resume"}), "--resume needs --save-dir");
   CHECK_THROWS_WITH(parse_run({"--save-dir", "x", "--resume", "--overwrite"}), "--overwrite excludes --resume");
 }
 

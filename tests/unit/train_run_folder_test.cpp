@@ -67,6 +67,29 @@ TEST_CASE("a new folder is made, with nothing in it yet", "[run_folder]") {
                     ContainsSubstring("cannot resume") && ContainsSubstring("holds no run"));
 }
 
+TEST_CASE("runs without a name get numbered folders", "[run_folder]") {
+  const Folder folder;
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::current_path(folder.path());
+  CHECK(last_run_folder("mine").empty());
+  CHECK_THROWS_WITH(default_run_folder("mine", true), "cannot resume: checkpoints/mine holds no run");
+  CHECK(default_run_folder("mine", false) == "checkpoints/mine/run-1");
+  std::filesystem::create_directory("checkpoints/mine/run-9");
+  write_file("checkpoints/mine/run-10", "");
+  std::filesystem::create_directory("checkpoints/mine/run-x");
+  CHECK(default_run_folder("mine", false) == "checkpoints/mine/run-11");
+  CHECK(default_run_folder("mine", true) == "checkpoints/mine/run-11");
+  CHECK(default_run_folder("other", false) == "checkpoints/other/run-1");
+  ::setenv("TORCHELASTIC_RESTART_COUNT", "1", 1);
+  CHECK(default_run_folder("mine", false) == "checkpoints/mine/run-11");
+  ::unsetenv("TORCHELASTIC_RESTART_COUNT");
+  std::filesystem::remove_all("checkpoints");
+  write_file(folder / "checkpoints", "");
+  CHECK_THROWS_WITH(default_run_folder("mine", false),
+                    ContainsSubstring("cannot make a folder in checkpoints/mine") && ContainsSubstring("--no-save"));
+  std::filesystem::current_path(before);
+}
+
 TEST_CASE("another run is neither replaced nor resumed by accident", "[run_folder]") {
   const Run run(3);
   const std::string other = R"({"epochs":3,"lr":0.2,"world_size":1})";

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <string>
 
 namespace ddpkit::train {
 
@@ -39,5 +40,8 @@ class AtomicFile {
   std::filesystem::path temporary_;
   int descriptor_ = -1;
 };
+
+/// Writes `text` to a file atomically. Throws as AtomicFile does.
+void write_text(const std::filesystem::path& path, const std::string& text);
 
 }  // namespace ddpkit::train

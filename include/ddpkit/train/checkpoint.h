@@ -100,6 +100,8 @@ struct CheckpointOptions {
   /// load() need no scope of whole(). All ranks need the same folder. save() waits for the files.
   bool sharded = false;
   std::string best_name = "best.pt";  ///< Name of the best checkpoint, beside PATH.
+  /// If not empty, the best checkpoint also has the name STEM + N + ".pt". N is the index of its epoch, from 0.
+  std::string best_epoch_stem = {};
 };
 
 /// The checkpoints of a run: the last ones and the best, written in the background. If the process is killed at any

@@ -77,9 +77,9 @@ struct RunParts {
 class Run {
  public:
   /// Prints the number of devices and the device of rank 0. `options` and `declared` (with all options of the program)
-  /// must outlive the run. `devices`: of this process; empty: the group's device.
-  Run(const RunOptions& options, const Options& declared, const ProcessGroup& group,
-      std::vector<c10::Device> devices = {});
+  /// must outlive the run; start() sets an empty RunOptions::save_dir. `devices`: of this process; empty: the group's
+  /// device.
+  Run(RunOptions& options, const Options& declared, const ProcessGroup& group, std::vector<c10::Device> devices = {});
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
@@ -100,7 +100,7 @@ class Run {
     return model;
   }
 
-  /// Creates the learning rate scheduler and installs the handlers of StopSignal. With RunOptions::save_dir, opens the
+  /// Creates the learning rate scheduler and installs the handlers of StopSignal. With RunOptions::save, opens the run
   /// folder and resumes the run in it: loads model, optimizer, state and progress. `facts`: a JSON object that
   /// describes the run together with the options; Run adds "program", "precision" and "world_size". Prints the model,
   /// and from where the run resumes. Collective. Throws InvalidArgument as open_run_folder() does. The objects in
@@ -130,7 +130,8 @@ class Run {
   /// Returns whether an epoch remains, within RunOptions::epochs and max_steps.
   bool has_epoch() const { return info_.epoch < options_.epochs && !is_out_of_steps(); }
 
-  /// Saves a checkpoint in the background; with `is_best` also as best.pt. Does nothing without a folder. Collective.
+  /// Saves a checkpoint in the background; with `is_best` also as best.pt and
+  /// best_model_epochN.pt (N from 0). Does nothing without a folder. Collective.
   /// Throws the error of the previous checkpoint.
   void save(bool is_best = false);
 
@@ -180,7 +181,7 @@ class Run {
   std::string epoch_word() const;  // "epoch"
   void print_model(const RunParts& parts) const;
 
-  const RunOptions& options_;
+  RunOptions& options_;
   const Options& declared_;
   ProcessGroup group_;
   std::vector<c10::Device> devices_;  // Of this process.
@@ -227,8 +228,8 @@ class Epoch {
   double seconds() const noexcept { return seconds_; }  ///< Time of the updates, set by finish().
   double items_per_second() const noexcept { return static_cast<double>(items_) / seconds_; }  ///< Of all ranks.
 
-  /// Calls Run::report(). Adds epoch, epochs, step and lr to `values`, and the learning rate to `scalars`. Call it
-  /// after finish().
+  /// Calls Run::report(). Adds progress, learning rate, time, rate, memory and number of ranks to `values`, and the
+  /// learning rate to `scalars`. Call it after finish(). Collective.
   void report(const std::string& line, const nlohmann::ordered_json& values,
               const std::vector<std::pair<std::string, double>>& scalars);
 

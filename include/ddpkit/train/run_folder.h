@@ -42,4 +42,12 @@ struct RunFolder {
 RunFolder open_run_folder(const std::filesystem::path& folder, const std::string& config,
                           const RunFolderOptions& options, const ProcessGroup& group);
 
+/// Returns the folder of a run that names none: checkpoints/PROGRAM/run-N below the working directory. Creates a folder
+/// with a new number. With `resume`, and in a job that a launcher restarts, returns the last folder instead. Throws
+/// InvalidArgument if there is nothing to resume.
+std::filesystem::path default_run_folder(const std::string& program, bool resume);
+
+/// Returns the folder checkpoints/PROGRAM/run-N with the highest number; empty if there is none.
+std::filesystem::path last_run_folder(const std::string& program);
+
 }  // namespace ddpkit::train

@@ -42,7 +42,8 @@ struct RunOptions {
   std::string backend = {};                              ///< See InitOptions::backend.
   bool sync_batchnorm = false;                           ///< Synchronizes batch norm over all ranks.
   SelfLaunchOptions launch = {};                         ///< The ranks that the program starts.
-  std::string save_dir = {};                             ///< Folder of the run's checkpoint; empty: no checkpoint.
+  bool save = true;                                      ///< False: the run writes no files.
+  std::string save_dir = {};                             ///< Folder of the run; empty: see default_run_folder().
   std::int64_t save_steps = 0;                           ///< Updates between checkpoints within an epoch; 0: none.
   int save_total_limit = 1;                              ///< See CheckpointOptions::keep.
   bool resume = false;                                   ///< See RunFolderOptions.
@@ -66,10 +67,10 @@ std::string data_folder(const std::string& named, const std::string& standard,
 ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,
                                  double items_per_step, const ProcessGroup& group);
 
-/// Opens run.save_dir with open_run_folder(), and writes config.yaml, which --config reads. `config`: a JSON object of
-/// options.resolved() and of facts about the data. `facts_that_may_differ`: keys of facts that a resumed run may
-/// change.
-RunFolder open_run_folder(const RunOptions& run, const Options& options, const std::string& config,
+/// Opens run.save_dir with open_run_folder(), and writes config.yaml, which --config reads. If save_dir is empty, first
+/// sets it to default_run_folder(). `config`: a JSON object of options.resolved() and of facts about the data.
+/// `facts_that_may_differ`: keys of facts that a resumed run may change.
+RunFolder open_run_folder(RunOptions& run, const Options& options, const std::string& config,
                           const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group);
 
 /// Opens the TensorBoard events of rank 0 with run.tensorboard, and writes `config` to them. `step`: the number of
