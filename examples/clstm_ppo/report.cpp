@@ -62,16 +62,16 @@ std::string as_line(const Round& round, std::int64_t num_episodes) {
 }
 
 std::vector<std::pair<std::string, double>> scalars_of(const Round& round) {
-  std::vector<std::pair<std::string, double>> scalars = {{"episode/return", round.episode.total_return},
-                                                         {"episode/sharpe", round.episode.sharpe},
-                                                         {"episode/max_drawdown", round.episode.max_drawdown},
+  std::vector<std::pair<std::string, double>> scalars = {{"return/training", round.episode.total_return},
+                                                         {"sharpe/training", round.episode.sharpe},
+                                                         {"drawdown/training", round.episode.max_drawdown},
                                                          {"loss/policy", round.update.policy_loss},
                                                          {"loss/value", round.update.value_loss},
                                                          {"policy/entropy", round.update.entropy},
                                                          {"policy/kl", round.update.kl},
                                                          {"policy/clip_share", round.update.clip_share},
                                                          {"training/lr", round.lr}};
-  if (round.test_return) scalars.emplace_back("test/return", *round.test_return);
+  if (round.test_return) scalars.emplace_back("return/unseen", *round.test_return);
   return scalars;
 }
 

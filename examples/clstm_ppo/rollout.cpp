@@ -85,6 +85,7 @@ Rollout run_episodes(CascadedLSTM& model, const RunningNormalizer& normalizer, c
     log_probability.push_back(clstm_ppo::log_probability(action, means.squeeze(1), log_std));
     rewards.push_back(episodes.step(action.to(torch::kCPU).contiguous()));
     actions.push_back(std::move(action));
+    if (options.after_step) options.after_step();
   }
   rollout.states = episodes.states().to(device);
   rollout.windows = normalizer(rollout.states).unfold(1, options.window, 1).transpose(2, 3);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -29,6 +30,7 @@ struct RolloutOptions {
   std::int64_t window = 16;    ///< Days in the model's window.
   std::int64_t steps = 128;    ///< Days per episode; a multiple of `sequence`.
   std::int64_t sequence = 16;  ///< Days between saved memories, from which training starts its sequences.
+  std::function<void()> after_step = nullptr;  ///< Called after each day.
 };
 
 /// Runs one episode from each of `first_days`. Draws the actions with `exploration`, which gives the same actions on

@@ -82,10 +82,13 @@ Rollout DistributedCLSTMPPOTrainer::run_episode() {
   for (int episode = 0; episode < state.options.envs; ++episode)
     first_days.push_back(
         first + static_cast<std::size_t>(random.below(static_cast<std::int64_t>(state.training.last - steps - first))));
-  return run_episodes(
-      state_->learner->model(), *state.normalizer, *state.market, state.environment, first_days,
-      {.window = state.options.window, .steps = state.options.episode_steps, .sequence = state.options.sequence},
-      at::make_generator<at::CPUGeneratorImpl>(seed));
+  ddpkit::train::ProgressBar bar = state_->run->bar(state.run->epoch() + 1, "Episodes", state.options.episode_steps);
+  return run_episodes(state_->learner->model(), *state.normalizer, *state.market, state.environment, first_days,
+                      {.window = state.options.window,
+                       .steps = state.options.episode_steps,
+                       .sequence = state.options.sequence,
+                       .after_step = [&bar] { bar.advance(); }},
+                      at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
 UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
