@@ -118,8 +118,8 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   folder_ = open_run_folder(options_, declared_, description, parts.facts_that_may_differ, group_);
   checkpoint_.emplace(folder_.checkpoint, group_,
                       CheckpointOptions{.keep = options_.save_total_limit,
-                                        .best_epoch_stem = "best_model_epoch",
-                                        .sharded = parameter_shards_of(*optimizer_) != nullptr});
+                                        .sharded = parameter_shards_of(*optimizer_) != nullptr,
+                                        .best_epoch_stem = "best_model_epoch"});
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
   info_.config = description;
   kept_step_ = info_.step;
