@@ -81,8 +81,10 @@ class DistributedDataParallelBase : public Joinable {
                               const DistributedDataParallelOptions& options);
   DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept;
   DistributedDataParallelBase& operator=(DistributedDataParallelBase&&) noexcept;
-  /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast.
-  void before_forward();
+  struct NoScope {};
+  /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast. The result
+  /// must live until the forward pass has ended.
+  NoScope before_forward();
   /// Must be called after each forward pass, with its result.
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
@@ -103,42 +105,22 @@ class DistributedDataParallelBase : public Joinable {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Trains one copy of `module` per rank. The result is that of one process with the batches of all ranks. The gradient
-/// after backward is the mean of the ranks' gradients, bit-identical on all ranks. The all-reduce overlaps with
-/// backward.
-///
-///     ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 50});
-///     auto loss = torch::cross_entropy_loss(ddp(batch.data), batch.target);
-///     loss.backward();
-///
-/// The caller keeps using the module: save it, name its parameters, and pass them to an optimizer as without wrapping.
-/// Before wrapping, move the module to its device and set every `requires_grad`.
-template <class M>
-class DistributedDataParallel : public DistributedDataParallelBase {
+/// The module, and forward(), of DistributedDataParallel and FullyShardedDataParallel. `Base` does not depend on the
+/// module's type.
+template <class M, class Base>
+class ModuleWrapper : public Base {
  public:
-  /// Collective. Broadcasts rank 0's parameters and buffers. Throws ModelMismatch on all ranks if their names, shapes
-  /// or types differ between ranks; the error names the first difference.
-  DistributedDataParallel(std::shared_ptr<M> module, ProcessGroup group,
-                          const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallelBase(*module, std::move(group), options), module_(std::move(module)) {}
-
-  /// Takes a module made with TORCH_MODULE.
-  template <class Holder>
-  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
-      const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
-
-  /// Calls the module's forward with the same arguments and result. Collective in training mode if there are buffers to
-  /// broadcast.
+  /// Calls the module's forward with the same arguments and result. Collective with FullyShardedDataParallel, and in
+  /// training mode if there are buffers to broadcast.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    before_forward();
+    [[maybe_unused]] const auto scope = this->before_forward();
     if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
       module_->forward(std::forward<Args>(args)...);
-      record_forward();
+      this->record_forward();
     } else {
       decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
-      after_forward(outputs);
+      this->after_forward(outputs);
       return outputs;
     }
   }
@@ -154,19 +136,45 @@ class DistributedDataParallel : public DistributedDataParallelBase {
   /// Returns a pointer to the module. The wrapper and its caller own the module together.
   const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
 
+ protected:
+  /// Collective.
+  template <class Options>
+  ModuleWrapper(std::shared_ptr<M> module, ProcessGroup group, const Options& options)
+      : Base(*module, std::move(group), options), module_(std::move(module)) {}
+
  private:
   std::shared_ptr<M> module_;
 };
 
-/// DistributedDataParallel of a holder has the type of the holder's module.
-template <class Holder>
-requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(const Holder&,
-                                                                                                 ProcessGroup)
-->DistributedDataParallel<typename Holder::ContainedType>;
+/// Trains one copy of `module` per rank. The result is that of one process with the batches of all ranks. The gradient
+/// after backward is the mean of the ranks' gradients, bit-identical on all ranks. The all-reduce overlaps with
+/// backward.
+///
+///     ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 50});
+///     auto loss = torch::cross_entropy_loss(ddp(batch.data), batch.target);
+///     loss.backward();
+///
+/// The caller keeps using the module: save it, name its parameters, and pass them to an optimizer as without wrapping.
+/// Before wrapping, move the module to its device and set every `requires_grad`.
+template <class M>
+class DistributedDataParallel : public ModuleWrapper<M, DistributedDataParallelBase> {
+ public:
+  /// Collective. Broadcasts rank 0's parameters and buffers. Throws ModelMismatch on all ranks if their names, shapes
+  /// or types differ between ranks; the error names the first difference.
+  DistributedDataParallel(std::shared_ptr<M> module, ProcessGroup group,
+                          const DistributedDataParallelOptions& options = {})
+      : ModuleWrapper<M, DistributedDataParallelBase>(std::move(module), std::move(group), options) {}
+  /// Takes a module made with TORCH_MODULE.
+  template <class Holder>
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
+      const Holder& holder, ProcessGroup group, const DistributedDataParallelOptions& options = {})
+      : DistributedDataParallel(holder.ptr(), std::move(group), options) {}
+};
+
 /// DistributedDataParallel of a holder has the type of the holder's module.
 template <class Holder>
 requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> DistributedDataParallel(
-    const Holder&, ProcessGroup, DistributedDataParallelOptions)
+    const Holder&, ProcessGroup, DistributedDataParallelOptions = {})
 ->DistributedDataParallel<typename Holder::ContainedType>;
 
 /// Throws ModelMismatch on all ranks if a parameter that `ddp` averages has other values on one rank, and names it.

@@ -76,6 +76,8 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
                                const FullyShardedOptions& options);
   FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) noexcept;
   FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) noexcept;
+  /// See DistributedDataParallelBase.
+  Gathering before_forward();
 
  private:
   void join_begin() override;
@@ -107,61 +109,24 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
 /// update_in_backward and shared_weights of ShardedOptimizer. They throw InvalidArgument. The weights are lost when the
 /// FullyShardedDataParallel is destroyed: save them before.
 template <class M>
-class FullyShardedDataParallel : public FullyShardedDataParallelBase {
+class FullyShardedDataParallel : public ModuleWrapper<M, FullyShardedDataParallelBase> {
  public:
   /// Collective. Broadcasts rank 0's parameters and buffers, and shards the parameters. Set every `requires_grad`
   /// before. Throws ModelMismatch on all ranks if the models differ. Throws InvalidArgument on all ranks for a
   /// parameter that is not dense, not on the CPU, shares memory with another tensor, or is sharded already.
-  FullyShardedDataParallel(std::shared_ptr<M> module, const ProcessGroup& group,
-                           const FullyShardedOptions& options = {})
-      : FullyShardedDataParallelBase(*module, group, options), module_(std::move(module)) {}
-
+  FullyShardedDataParallel(std::shared_ptr<M> module, ProcessGroup group, const FullyShardedOptions& options = {})
+      : ModuleWrapper<M, FullyShardedDataParallelBase>(std::move(module), std::move(group), options) {}
   /// Takes a module made with TORCH_MODULE.
   template <class Holder>
   requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(
-      const Holder& holder, const ProcessGroup& group, const FullyShardedOptions& options = {})
-      : FullyShardedDataParallel(holder.ptr(), group, options) {}
-
-  /// Calls the module's forward with the same arguments and result. Collective.
-  template <class... Args>
-  decltype(auto) forward(Args&&... args) {
-    const Gathering scope = gathering();
-    before_forward();
-    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
-      module_->forward(std::forward<Args>(args)...);
-      record_forward();
-    } else {
-      decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
-      after_forward(outputs);
-      return outputs;
-    }
-  }
-  /// Same as forward().
-  template <class... Args>
-  decltype(auto) operator()(Args&&... args) {
-    return forward(std::forward<Args>(args)...);
-  }
-
-  /// Returns the module without the wrapper.
-  M& module() noexcept { return *module_; }
-  const M& module() const noexcept { return *module_; }  ///< The same module.
-  /// Returns a pointer to the module. The wrapper and its caller own the module together.
-  const std::shared_ptr<M>& module_ptr() const noexcept { return module_; }
-
- private:
-  std::shared_ptr<M> module_;
+      const Holder& holder, ProcessGroup group, const FullyShardedOptions& options = {})
+      : FullyShardedDataParallel(holder.ptr(), std::move(group), options) {}
 };
 
 /// FullyShardedDataParallel of a holder has the type of the holder's module.
 template <class Holder>
-requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(const Holder&,
-                                                                                                  const ProcessGroup&)
-->FullyShardedDataParallel<typename Holder::ContainedType>;
-/// FullyShardedDataParallel of a holder has the type of the holder's module.
-template <class Holder>
-requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(const Holder&,
-                                                                                                  const ProcessGroup&,
-                                                                                                  FullyShardedOptions)
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> FullyShardedDataParallel(
+    const Holder&, ProcessGroup, FullyShardedOptions = {})
 ->FullyShardedDataParallel<typename Holder::ContainedType>;
 
 }  // namespace ddpkit

@@ -289,7 +289,10 @@ DistributedDataParallelBase::~DistributedDataParallelBase() = default;
 DistributedDataParallelBase::DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept = default;
 DistributedDataParallelBase& DistributedDataParallelBase::operator=(DistributedDataParallelBase&&) noexcept = default;
 
-void DistributedDataParallelBase::before_forward() { impl_->before_forward(*this); }
+DistributedDataParallelBase::NoScope DistributedDataParallelBase::before_forward() {
+  impl_->before_forward(*this);
+  return {};
+}
 void DistributedDataParallelBase::record_forward() { impl_->record_forward(); }
 const ProcessGroup& DistributedDataParallelBase::group() const noexcept { return impl_->group; }
 Reducer& DistributedDataParallelBase::reducer() noexcept { return *impl_->reducer; }

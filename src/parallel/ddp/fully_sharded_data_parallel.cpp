@@ -211,6 +211,12 @@ FullyShardedDataParallelBase& FullyShardedDataParallelBase::operator=(FullyShard
 FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::gathering() { return {shards_, false}; }
 FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::whole() { return {shards_, true}; }
 
+FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::before_forward() {
+  Gathering scope = gathering();
+  DistributedDataParallelBase::before_forward();
+  return scope;
+}
+
 std::vector<FullyShardedUnit> FullyShardedDataParallelBase::units() const {
   std::vector<FullyShardedUnit> units;
   for (auto& stats : shards_->stats())
