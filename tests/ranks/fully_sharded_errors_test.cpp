@@ -51,10 +51,13 @@ struct Job {
   ShardedOptimizer<FusedAdamW> optimizer;
 };
 
-void check_mismatch(ProcessGroup& group) {
+/// Rank 1 uses two blocks in another order, after `steps` steps with the order of rank 0.
+void check_mismatch_after(ProcessGroup& group, int steps) {
   const std::string text = [&] {
     try {
-      Job job(group, [&](Transformer& model) { model.gpt->swaps = group.rank() == 1; });
+      Job job(group);
+      for (int step = 0; step < steps; ++step) job.train();
+      job.model->gpt->swaps = group.rank() == 1;
       job.train();
     } catch (const CollectiveMismatch& error) {
       CHECK(error.context().rank == 1);
@@ -66,6 +69,10 @@ void check_mismatch(ProcessGroup& group) {
   CHECK(text.find("rank 0 uses unit gpt.blocks.1 and rank 1 uses unit gpt.blocks.2") != std::string::npos);
 }
 
+void check_mismatch(ProcessGroup& group) { check_mismatch_after(group, 0); }
+/// Rank 0 has the next block already, and gathers the one after it.
+void check_mismatch_ahead(ProcessGroup& group) { check_mismatch_after(group, 2); }
+
 }  // namespace
 
 RANK_TEST("fully sharded blocks of one size in another order on one rank are an error", "[fsdp]", 2, 3) {
@@ -75,6 +82,11 @@ RANK_TEST("fully sharded blocks of one size in another order on one rank are an 
 TEST_CASE("fully sharded blocks in another order through gloo are an error", "[ranks][fsdp][gloo]") {
   ddpkit::testing::on_ranks("fully sharded blocks in another order through gloo are an error", {2, 3}, check_mismatch,
                             {.backend = "gloo"});
+}
+
+TEST_CASE("fully sharded blocks in another order while units are gathered ahead are an error", "[ranks][fsdp][gloo]") {
+  ddpkit::testing::on_ranks("fully sharded blocks in another order while units are gathered ahead are an error", {2, 3},
+                            check_mismatch_ahead, {.backend = "gloo"});
 }
 
 RANK_TEST("a rank that skips a step of a fully sharded model is an error", "[fsdp]", 2, 3) {
@@ -186,23 +198,29 @@ RANK_TEST("torch::save within whole() writes the fully sharded weights", "[fsdp]
   CHECK(torch::equal(ddpkit::testing::flat_parameters(*loaded), ddpkit::testing::flat_parameters(*job.model)));
 }
 
-RANK_TEST("after an exception in forward or backward on all ranks the next fully sharded step is right", "[fsdp]", 1, 2,
-          3) {
-  Job job(group);
-  const auto alone = maker<Transformer>(at::kDouble)();
-  FusedAdamW optimizer(alone->parameters(), torch::optim::AdamWOptions(1e-2));
-  job.model->gpt->throws_at = 2;
-  CHECK_THROWS_WITH(job.backward(), ContainsSubstring("forward failed"));
-  job.model->gpt->throws_at = -1;
-  for (int step = 0; step < 3; ++step) {
-    optimizer.zero_grad();
-    backward_alone(*alone, step, group.world_size(), group.rank(), at::kDouble);
-    optimizer.step();
-    job.train(step);
-  }
-  const auto whole = job.fsdp.whole();
-  CHECK(largest_difference(ddpkit::testing::flat_parameters(*job.model), ddpkit::testing::flat_parameters(*alone)) <
-        1e-10);
+TEST_CASE("after an exception in forward on all ranks the next fully sharded step is right", "[ranks][fsdp]") {
+  const auto body = [](ProcessGroup& group) {
+    Job job(group);
+    const auto alone = maker<Transformer>(at::kDouble)();
+    FusedAdamW optimizer(alone->parameters(), torch::optim::AdamWOptions(1e-2));
+    for (int step = 0; step < 4; ++step) {
+      if (step % 2 == 0) {  // From the second time on, block 2 is being gathered.
+        job.model->gpt->throws_at = 2;
+        CHECK_THROWS_WITH(job.backward(), ContainsSubstring("forward failed"));
+        job.model->gpt->throws_at = -1;
+      }
+      optimizer.zero_grad();
+      backward_alone(*alone, step, group.world_size(), group.rank(), at::kDouble);
+      optimizer.step();
+      job.train(step);
+    }
+    const auto whole = job.fsdp.whole();
+    CHECK(largest_difference(ddpkit::testing::flat_parameters(*job.model), ddpkit::testing::flat_parameters(*alone)) <
+          1e-10);
+  };
+  for (const char* backend : {"shm", "gloo"})
+    ddpkit::testing::on_ranks("after an exception in forward on all ranks the next fully sharded step is right",
+                              {1, 2, 3}, body, {.backend = backend});
 }
 
 namespace {
@@ -260,6 +278,7 @@ RANK_TEST("FullyShardedDataParallel refuses what it does not support", "[fsdp]",
     CHECK_THROWS_WITH((FullyShardedDataParallel(model, group, options)), ContainsSubstring(text));
   };
   refuses(mlp(), {.min_unit_mb = -1}, "min_unit_mb is -1 MiB");
+  refuses(mlp(), {.prefetch = -1}, "prefetch is -1 units");
   refuses(mlp(), {.units = {"blocks.*"}}, "units has \"blocks.*\"");
   auto model = mlp();
   const at::Tensor view = model->layers[0]->as<torch::nn::Linear>()->weight.detach();

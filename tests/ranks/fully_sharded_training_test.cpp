@@ -30,6 +30,7 @@ struct Training {
   double max_norm = 0;
   int accumulate = 1;    ///< Backwards per step.
   bool no_sync = false;  ///< In all but the last backward of a step.
+  std::function<void(LossModel& model, int step)> before_step = {};
 };
 
 /// Compares with the same training in one process: losses, clipped norms, and the weights and buffers at the end.
@@ -43,6 +44,9 @@ void check_trains_as_alone(ProcessGroup& group, const MakeModel& make_model, con
   for (int step = 0; step < kSteps; ++step) {
     alone_optimizer.zero_grad();
     optimizer.zero_grad();
+    for (LossModel* one : {alone.get(), model.get()}) {
+      if (training.before_step) training.before_step(*one, step);
+    }
     for (int part = 0; part < training.accumulate; ++part) {
       const int batch = step * training.accumulate + part;
       const double expected = backward_alone(*alone, batch, group.world_size(), group.rank(), training.dtype);
@@ -98,6 +102,58 @@ TEST_CASE("fully sharded models train as one process through hierarchical", "[ra
   ddpkit::testing::on_ranks("fully sharded models train as one process through hierarchical", {2},
                             [](ProcessGroup& group) { check_trains_as_alone(group, maker<Transformer>(at::kDouble)); },
                             {.backend = "hierarchical"});
+}
+
+namespace {
+
+/// Training through gloo, with units gathered ahead. The order of units changes between steps.
+void check_prefetches(ProcessGroup& group) {
+  for (const int prefetch : {0, 1, 2}) {
+    INFO("prefetch " << prefetch);
+    const Training training{.options = {.min_unit_mb = 0, .prefetch = prefetch}};
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble), training);
+    Training swaps = training;
+    swaps.before_step = [](LossModel& model, int step) { model.as<Transformer>()->gpt->swaps = step / 3 % 2 != 0; };
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble), swaps);
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble, [](Transformer& model) { model.checkpoint(); }),
+                          training);
+  }
+}
+
+/// The units of a transformer of 4 blocks are gathered once in forward, and again in backward if they were released.
+void check_gathers(ProcessGroup& group) {
+  for (const int prefetch : {0, 1, 2}) {
+    INFO("prefetch " << prefetch);
+    const auto model = maker<Transformer>(at::kDouble)();
+    FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0, .prefetch = prefetch});
+    ShardedOptimizer<FusedAdamW> optimizer(fsdp, kAdamW);
+    const auto gathers = [&] {
+      std::uint64_t sum = 0;
+      for (const auto& unit : fsdp.units()) sum += unit.gathers;
+      return sum;
+    };
+    for (int step = 0; step < 4; ++step) {
+      const std::uint64_t before = gathers();
+      fsdp(model->input(step, group.rank(), at::kDouble)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      const int window = group.backend_name() == "shm" ? 1 : 1 + prefetch;
+      CHECK(gathers() - before == static_cast<std::uint64_t>(9 - window));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fully sharded units are gathered ahead through gloo", "[ranks][fsdp][gloo]") {
+  ddpkit::testing::on_ranks("fully sharded units are gathered ahead through gloo", {2, 3}, check_prefetches,
+                            {.backend = "gloo"});
+}
+
+TEST_CASE("gathering fully sharded units ahead gathers none twice", "[ranks][fsdp][gloo]") {
+  for (const char* backend : {"shm", "gloo", "hierarchical"})
+    ddpkit::testing::on_ranks("gathering fully sharded units ahead gathers none twice", 2, check_gathers,
+                              {.backend = backend});
 }
 
 RANK_TEST("fully sharded training clips and accumulates gradients", "[fsdp]", 2, 3) {
@@ -188,8 +244,16 @@ struct Experts final : LossModel {
 
 }  // namespace
 
-RANK_TEST("ranks may use different parameters of a fully sharded unit", "[fsdp]", 2, 3) {
-  const FullyShardedOptions options{.units = {"blocks.*"}, .min_unit_mb = 0, .find_unused_parameters = true};
-  check_trains_as_alone(group, maker<Experts>(at::kDouble), {.options = options});
-  check_trains_as_alone(group, maker<Experts>(at::kDouble), {.options = options, .accumulate = 3, .no_sync = true});
+TEST_CASE("ranks may use different parameters of a fully sharded unit", "[ranks][fsdp]") {
+  for (const char* backend : {"shm", "gloo"}) {
+    ddpkit::testing::on_ranks("ranks may use different parameters of a fully sharded unit", {2, 3},
+                              [](ProcessGroup& group) {
+                                const FullyShardedOptions options{
+                                    .units = {"blocks.*"}, .min_unit_mb = 0, .find_unused_parameters = true};
+                                check_trains_as_alone(group, maker<Experts>(at::kDouble), {.options = options});
+                                check_trains_as_alone(group, maker<Experts>(at::kDouble),
+                                                      {.options = options, .accumulate = 3, .no_sync = true});
+                              },
+                              {.backend = backend});
+  }
 }

@@ -66,20 +66,21 @@ TEST_CASE("sharded parameters give the same gradients on any number of ranks", "
   for (const int ranks : {1, 2, 3, 8}) {
     for (const std::size_t window : {1, 2, 3}) {
       for (const int rank : {0, ranks - 1}) {
-        INFO(ranks << " ranks, window " << window << ", rank " << rank);
-        Pair pair;
-        ShardedModel sharded(*pair.sharded, {.ranks = ranks, .window = window, .rank = rank});
-        for (int step = 0; step < 3; ++step) {
-          pair.zero_grad();
-          sharded.ranks->gathers = 0;
-          pair.check([&](GptImpl& model) { loss_of(model, token_ids(step)).backward(); });
-          // 6 blocks and the root in forward; in backward the blocks that have been released.
-          CHECK(sharded.ranks->gathers == 13 - static_cast<int>(window));
-          CHECK(sharded.shards->whole() == window);
-          sharded.release();
-          CHECK(sharded.shards->whole() == 0);
+        for (const std::size_t prefetch : {std::size_t{0}, window - 1}) {
+          INFO(ranks << " ranks, window " << window << ", prefetch " << prefetch << ", rank " << rank);
+          Pair pair;
+          ShardedModel sharded(*pair.sharded, {.ranks = ranks, .window = window, .prefetch = prefetch, .rank = rank});
+          for (int step = 0; step < 3; ++step) {
+            pair.zero_grad();
+            sharded.train([&] { pair.check([&](GptImpl& model) { loss_of(model, token_ids(step)).backward(); }); });
+            // 6 blocks and the root in forward; in backward the blocks that have been released.
+            CHECK(sharded.ranks->gathers == 13 - static_cast<int>(window));
+            CHECK(sharded.shards->whole() == window);
+            sharded.release();
+            CHECK(sharded.shards->whole() == 0);
+          }
+          CHECK(sharded.shards->most_whole() == window);
         }
-        CHECK(sharded.shards->most_whole() == window);
       }
     }
   }

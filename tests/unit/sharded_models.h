@@ -31,27 +31,54 @@ class SimulatedRanks final : public ShardTransport {
     all.clear();
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       all.push_back(torch::zeros({blocks[b].layout.numel}, values[b][0].options().requires_grad(false)));
+      if (next_scattered_ == 0) scattered_.push_back(all.back());
       for (std::size_t i = 0; i < values[b].size(); ++i)
         all.back().narrow(0, blocks[b].layout.offsets[i], blocks[b].layout.numels[i]).copy_(values[b][i].reshape({-1}));
     }
   }
 
-  void gather(const Tag& tag, const std::vector<at::Tensor>& flats, const std::vector<at::Tensor>& shards) override {
+  /// The model has the same values on all ranks.
+  void scatter(const at::Tensor& shard, const at::Tensor&) override {
+    const at::Tensor& flat = scattered_.at(next_scattered_++);
+    shard.copy_(flat.narrow(0, rank_ * shard.numel(), shard.numel()));
+  }
+
+  std::size_t agree(const Tag& tag) override {
+    used.push_back(tag.unit);
+    wanted.push_back(tag.wanted);
+    if (!others_expect_other) return tag.wanted.size();
+    return tag.wanted[0] == tag.unit ? 1 : 0;
+  }
+
+  /// The memory is garbage until the end of the gather.
+  std::function<void()> start_gather(std::size_t unit, const std::vector<at::Tensor>& flats,
+                                     const std::vector<at::Tensor>& shards) override {
     ++gathers;
     if (std::exchange(fails_next, false)) throw std::runtime_error("the gather failed");
-    for (std::size_t b = 0; b < flats.size(); ++b) {
-      flats[b].copy_(whole_.at(tag.unit)[b]);
-      flats[b].narrow(0, rank_ * shards[b].numel(), shards[b].numel()).copy_(shards[b]);
-    }
+    for (const at::Tensor& flat : flats) flat.fill_(99);
+    ++in_flight;
+    return [this, unit, flats, shards] {
+      --in_flight;
+      if (std::exchange(fails_to_end, false)) throw std::runtime_error("the gather did not end");
+      for (std::size_t b = 0; b < flats.size(); ++b) {
+        flats[b].copy_(whole_.at(unit)[b]);
+        flats[b].narrow(0, rank_ * shards[b].numel(), shards[b].numel()).copy_(shards[b]);
+      }
+    };
   }
   void abort(const std::string&) noexcept override {}
 
-  int gathers = 0;
-  bool fails_next = false;
+  int gathers = 0, in_flight = 0;
+  bool fails_next = false, fails_to_end = false;
+  bool others_expect_other = false;              ///< The other ranks expect other units.
+  std::vector<std::size_t> used;                 ///< By each call of agree().
+  std::vector<std::vector<std::size_t>> wanted;  ///< By each call of agree().
 
  private:
   int rank_, ranks_;
   std::map<std::size_t, std::vector<at::Tensor>> whole_;  ///< [unit][block]
+  std::vector<at::Tensor> scattered_;                     ///< In the order of the calls of scatter().
+  std::size_t next_scattered_ = 0;
 };
 
 /// Parameters in contiguous order only.
@@ -59,7 +86,7 @@ class ShardedModel {
  public:
   struct Options {
     int ranks = 2;
-    std::size_t window = 2;
+    std::size_t window = 2, prefetch = 0;
     bool keeps_root = true;
     int rank = 0;
     std::vector<std::string> units = {};
@@ -91,7 +118,7 @@ class ShardedModel {
       units.push_back(std::move(unit));
     }
     learn([](const at::Tensor& parameter) { return parameter.detach(); });
-    shards = std::make_unique<ParameterShards>(units, std::move(transport), options.window);
+    shards = std::make_unique<ParameterShards>(units, std::move(transport), options.window, options.prefetch);
     if (options.scope) shards->enter();
   }
 
@@ -105,6 +132,14 @@ class ShardedModel {
       }
       ranks->learn(u, units[u].blocks, values);
     }
+  }
+  /// Trains one step, as FullyShardedDataParallel does.
+  void train(const std::function<void()>& step) {
+    ranks->gathers = 0;
+    ranks->used.clear();
+    ranks->wanted.clear();
+    shards->begin_pass();
+    step();
   }
   /// Releases all units, as an optimizer's step does.
   void release() { shards->before_update(); }

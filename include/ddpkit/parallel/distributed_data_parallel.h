@@ -19,6 +19,8 @@
 
 namespace ddpkit {
 
+class ParameterShards;
+
 /// Names and defaults are those of Python's torch.nn.parallel.DistributedDataParallel.
 struct DistributedDataParallelOptions {
   /// Size of the gradient buckets, in MiB.
@@ -76,9 +78,11 @@ class DistributedDataParallelBase : public Joinable {
   const Reducer& reducer() const noexcept;  ///< The same reducer.
 
  protected:
-  /// Collective. See DistributedDataParallel. `module` must outlive this object.
+  /// Collective. See DistributedDataParallel. `module` must outlive this object. `shards`: of the parameters, if each
+  /// rank keeps only a shard.
   DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
-                              const DistributedDataParallelOptions& options);
+                              const DistributedDataParallelOptions& options,
+                              const std::shared_ptr<ParameterShards>& shards = nullptr);
   DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept;
   DistributedDataParallelBase& operator=(DistributedDataParallelBase&&) noexcept;
   struct NoScope {};

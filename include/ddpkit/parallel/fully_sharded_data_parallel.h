@@ -13,8 +13,6 @@
 
 namespace ddpkit {
 
-class ParameterShards;
-
 /// Options of FullyShardedDataParallel. All ranks pass the same.
 struct FullyShardedOptions {
   /// Names of the modules that are gathered one at a time; the part `*` matches any name, as "blocks.*". Empty: the
@@ -22,9 +20,13 @@ struct FullyShardedOptions {
   std::vector<std::string> units = {};
   /// A unit smaller than this, in MiB, is merged with the next one.
   double min_unit_mb = 1;
-  /// True: one unit at a time is whole, and backward gathers the units again (ZeRO stage 3). False: units stay whole
-  /// from forward to step(), which saves the second gather.
+  /// True: 1 + prefetch units are whole at a time, and backward gathers the units again (ZeRO stage 3). False: units
+  /// stay whole from forward to step(), which saves the second gather.
   bool reshard_after_forward = true;
+  /// Number of units that are gathered while the unit before them is in use, in the order of the last step. At most
+  /// 1 + prefetch units are whole, besides the root. 0: a unit is gathered when it is used. The shm backend always uses
+  /// 0, because it moves no data in the background.
+  int prefetch = 1;
   /// See DistributedDataParallelOptions.
   /// @{
   bool find_unused_parameters = false;
@@ -80,6 +82,8 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
   Gathering before_forward();
 
  private:
+  FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options,
+                               std::shared_ptr<ParameterShards> shards);
   void join_begin() override;
 
   std::shared_ptr<ParameterShards> shards_;

@@ -150,7 +150,8 @@ std::string text_of(const DistributedDataParallelOptions& options, const Process
 
 class DistributedDataParallelBase::Impl {
  public:
-  Impl(torch::nn::Module& module, ProcessGroup group, const DistributedDataParallelOptions& options);
+  Impl(torch::nn::Module& module, ProcessGroup group, const DistributedDataParallelOptions& options,
+       const std::shared_ptr<ParameterShards>& shards);
 
   void before_forward(const Joinable& self);
   void record_forward();
@@ -175,7 +176,8 @@ class DistributedDataParallelBase::Impl {
 };
 
 DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup process_group,
-                                        const DistributedDataParallelOptions& options)
+                                        const DistributedDataParallelOptions& options,
+                                        const std::shared_ptr<ParameterShards>& shards)
     : group(std::move(process_group)), module_(&module), options_(options) {
   NamedTensors parameters, buffers;
   std::vector<NamedParameter> distinct;
@@ -185,7 +187,7 @@ DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup 
     parameters = without(module.named_parameters(), options.parameters_to_ignore, unknown);
     buffers = without(module.named_buffers(), options.parameters_to_ignore, unknown);
     for (const auto& [name, tensor] : parameters) {
-      if (GatheredParameter::is_gathered(tensor))
+      if (!shards && GatheredParameter::is_gathered(tensor))
         throw InvalidArgument(fmt::format(
             "parameter {} is sharded by FullyShardedDataParallel: a module can be in only one of the two", name));
     }
@@ -202,10 +204,12 @@ DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup 
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   sort_by_type(parameters_);
   sort_by_type(buffers_);
-  broadcast_model(0);
+  if (!shards) broadcast_all(parameters_, group, 0);
+  broadcast_all(buffers_, group, 0);
   for (const at::Tensor& buffer : buffers_) buffer_versions_.push_back(buffer._version());
   if (debug_level() >= DebugLevel::kInfo && group.rank() == 0) debug_line(group, text_of(options_, group));
   reducer = std::make_unique<Reducer>(std::move(distinct), group, reducer_options);
+  if (shards) Reducer::Impl::of(*reducer).set_parameter_shards(shards);
   if (const auto request = take_timeline_request()) {
     timeline.emplace(group, request->path);
     Reducer::Impl::of(*reducer).set_timeline(timeline, request->steps);
@@ -283,8 +287,9 @@ void DistributedDataParallelBase::Impl::shadow(int event, JoinContext& join) {
 // ---- the public class
 
 DistributedDataParallelBase::DistributedDataParallelBase(torch::nn::Module& module, ProcessGroup group,
-                                                         const DistributedDataParallelOptions& options)
-    : impl_(std::make_unique<Impl>(module, std::move(group), options)) {}
+                                                         const DistributedDataParallelOptions& options,
+                                                         const std::shared_ptr<ParameterShards>& shards)
+    : impl_(std::make_unique<Impl>(module, std::move(group), options, shards)) {}
 DistributedDataParallelBase::~DistributedDataParallelBase() = default;
 DistributedDataParallelBase::DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept = default;
 DistributedDataParallelBase& DistributedDataParallelBase::operator=(DistributedDataParallelBase&&) noexcept = default;

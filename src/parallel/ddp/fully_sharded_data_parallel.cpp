@@ -2,11 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
-#include <unordered_map>
+#include <type_traits>
 #include <utility>
 
 #include <fmt/format.h>
@@ -14,6 +16,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/backend.h"
 #include "parallel/ddp/reducer.h"
 #include "parallel/model_agreement.h"
 #include "parallel/sharding/gathered_use.h"
@@ -27,28 +30,57 @@ namespace {
 /// ranks may use different parameters of a unit.
 class GroupTransport final : public ShardTransport {
  public:
-  GroupTransport(ProcessGroup group, std::vector<std::string> unit_names)
-      : group_(std::move(group)), gathers_(separate(group_)), unit_names_(std::move(unit_names)) {}
+  GroupTransport(ProcessGroup group, std::vector<std::string> unit_names, std::size_t prefetch)
+      : group_(std::move(group)),
+        gathers_(separate(group_)),
+        unit_names_(std::move(unit_names)),
+        numbers_(static_cast<std::int64_t>(3 + prefetch)) {}
 
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
 
-  void gather(const Tag& tag, const std::vector<at::Tensor>& flats, const std::vector<at::Tensor>& shards) override {
+  void scatter(const at::Tensor& shard, const at::Tensor& flat) override {
     if (world_size() == 1) {
-      for (std::size_t b = 0; b < flats.size(); ++b) flats[b].copy_(shards[b]);
-      return;
+      shard.copy_(flat);
+    } else {
+      gathers_.scatter(shard.view(at::kByte), rank() == 0 ? flat.view({world_size(), -1}).view(at::kByte) : flat);
     }
-    try {
-      check_same(tag);
-      // As bytes: the backends lack types such as float8.
-      for (std::size_t b = 0; b < flats.size(); ++b)
-        gathers_.all_gather_into(flats[b].view(at::kByte), shards[b].view(at::kByte));
-    } catch (const CollectiveMismatch&) {
-      throw;  // All ranks throw it.
-    } catch (const std::exception& error) {
-      abort(error.what());  // The other ranks may wait in the gradients' group.
-      throw;
+  }
+
+  /// Units may have the same size. Without the comparison, their weights would be mixed.
+  std::size_t agree(const Tag& tag) override {
+    if (world_size() == 1) return tag.wanted.size();
+    const at::Tensor own = at::full({numbers_}, -1, at::kLong);
+    auto* numbers = own.mutable_data_ptr<std::int64_t>();
+    numbers[0] = static_cast<std::int64_t>(tag.unit);
+    numbers[1] = static_cast<std::int64_t>(tag.updates);
+    std::copy(tag.wanted.begin(), tag.wanted.end(), numbers + 2);
+    const at::Tensor all = guarded([&] { return gathers_.all_gather(own); });
+    const auto* first = all.const_data_ptr<std::int64_t>();
+    std::size_t agreed = tag.wanted.size();
+    for (int r = 1; r < world_size(); ++r) {
+      const auto* other = first + r * numbers_;
+      check_same(first, other, r);
+      const auto* differs = std::mismatch(first + 2, first + numbers_, other + 2).first;
+      agreed = std::min(agreed, static_cast<std::size_t>(differs - (first + 2)));
     }
+    return agreed;
+  }
+
+  std::function<void()> start_gather(std::size_t, const std::vector<at::Tensor>& flats,
+                                     const std::vector<at::Tensor>& shards) override {
+    std::vector<Work> works;
+    for (std::size_t b = 0; b < flats.size(); ++b) {
+      if (world_size() == 1) {
+        flats[b].copy_(shards[b]);
+      } else {  // As bytes: the backends lack types such as float8.
+        works.push_back(guarded(
+            [&] { return gathers_.all_gather_into_async(flats[b].view(at::kByte), shards[b].view(at::kByte)); }));
+      }
+    }
+    return [this, works = std::move(works)]() mutable {
+      for (Work& work : works) guarded([&] { work.wait(); });
+    };
   }
 
   void abort(const std::string& reason) noexcept override {
@@ -64,41 +96,54 @@ class GroupTransport final : public ShardTransport {
     return group.split(ranks).value();
   }
 
-  /// Units may have the same size. Without this check, their weights would be mixed.
-  void check_same(const Tag& tag) const {
-    const at::Tensor own = at::empty({2}, at::kLong);
-    auto* numbers = own.mutable_data_ptr<std::int64_t>();
-    numbers[0] = static_cast<std::int64_t>(tag.unit);
-    numbers[1] = static_cast<std::int64_t>(tag.updates);
-    const at::Tensor all = gathers_.all_gather(own);
-    const auto* first = all.const_data_ptr<std::int64_t>();
-    for (int r = 1; r < world_size(); ++r) {
-      const auto* other = first + 2 * r;
-      if (first[0] != other[0])
-        throw CollectiveMismatch(
-            fmt::format(
-                "rank 0 uses unit {} and rank {} uses unit {}, but each gather needs the same unit on all ranks: "
-                "call the modules in the same order",
-                unit_names_.at(static_cast<std::size_t>(first[0])), r,
-                unit_names_.at(static_cast<std::size_t>(other[0]))),
-            {.rank = r, .call = "gather"});
-      if (first[1] != other[1])
-        throw CollectiveMismatch(
-            fmt::format(
-                "rank 0 gathers unit {} after {} optimizer steps and rank {} after {}: call step() on all ranks",
-                unit_names_.at(static_cast<std::size_t>(first[0])), first[1], r, other[1]),
-            {.rank = r, .call = "gather"});
+  /// The other ranks may wait in the gradients' group.
+  template <class Call>
+  std::invoke_result_t<const Call&> guarded(const Call& call) {
+    try {
+      return call();
+    } catch (const CollectiveMismatch&) {
+      throw;  // All ranks throw it.
+    } catch (const std::exception& error) {
+      abort(error.what());
+      throw;
     }
+  }
+
+  /// Compares the numbers of rank 0 and of rank `r`. All ranks throw the same error.
+  void check_same(const std::int64_t* first, const std::int64_t* other, int r) const {
+    const auto name = [&](std::int64_t unit) { return unit_names_.at(static_cast<std::size_t>(unit)); };
+    const auto fail = [&](const std::string& text) { throw CollectiveMismatch(text, {.rank = r, .call = "gather"}); };
+    if (first[0] != other[0])
+      fail(
+          fmt::format("rank 0 uses unit {} and rank {} uses unit {}, but each gather needs the same unit on all ranks: "
+                      "call the modules in the same order",
+                      name(first[0]), r, name(other[0])));
+    if (first[1] != other[1])
+      fail(fmt::format("rank 0 gathers unit {} after {} optimizer steps and rank {} after {}: call step() on all ranks",
+                       name(first[0]), first[1], r, other[1]));
+    if ((first[2] == first[0]) != (other[2] == other[0]))
+      fail(fmt::format("unit {} is whole on rank {}, but not on rank {}: call the modules in the same order",
+                       name(first[0]), first[2] == first[0] ? r : 0, first[2] == first[0] ? 0 : r));
   }
 
   ProcessGroup group_, gathers_;
   std::vector<std::string> unit_names_;
+  std::int64_t numbers_;  ///< In a message of agree(): the used unit, the number of steps, the wanted units.
 };
 
 std::size_t min_unit_bytes(const FullyShardedOptions& options) {
   if (!(options.min_unit_mb >= 0) || !std::isfinite(options.min_unit_mb))
     throw InvalidArgument(fmt::format("min_unit_mb is {} MiB, but must be 0 or more", options.min_unit_mb));
   return static_cast<std::size_t>(options.min_unit_mb * (1 << 20));
+}
+
+/// Returns the number of units to gather ahead. The shm backend moves data only while ranks wait, and then at the speed
+/// of memory.
+std::size_t prefetch_of(const FullyShardedOptions& options, const ProcessGroup& group) {
+  if (options.prefetch < 0)
+    throw InvalidArgument(fmt::format("prefetch is {} units, but must be 0 or more", options.prefetch));
+  if (group.world_size() == 1 || Backend::of(group)->symmetric_memory()) return 0;
+  return static_cast<std::size_t>(options.prefetch);
 }
 
 void check_parameter(const std::string& name, const at::Tensor& tensor) {
@@ -114,13 +159,16 @@ void check_parameter(const std::string& name, const at::Tensor& tensor) {
     refuse("shares its memory with another tensor, which would keep the whole weight: release that tensor, or clone");
 }
 
-/// Collective. Throws InvalidArgument on all ranks for a model that cannot be sharded.
-torch::nn::Module& checked(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options) {
+/// Collective. Throws on all ranks if the models differ, or for a model that cannot be sharded.
+std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGroup& group,
+                                     const FullyShardedOptions& options) {
+  std::vector<UnitPlan> plans;
   check_same_on_all_ranks(group, "FullyShardedDataParallel", [&] {
     if (!group.device().is_cpu())
       throw InvalidArgument(
           fmt::format("FullyShardedDataParallel supports groups on the CPU only, not on {}", group.device().str()));
     const std::size_t min_bytes = min_unit_bytes(options);
+    static_cast<void>(prefetch_of(options, group));
     for (const auto& item : module.named_parameters()) check_parameter(item.key(), item.value());
     const auto sparse = sparse_weights(module);
     for (const auto& item : module.named_parameters()) {
@@ -130,78 +178,71 @@ torch::nn::Module& checked(torch::nn::Module& module, const ProcessGroup& group,
             "the embedding without sparse(true)",
             item.key()));
     }
-    static_cast<void>(plan_units(module, options.units, min_bytes));
-    std::string text = fmt::format("units [{}], min_unit_mb {}, reshard_after_forward {}\n",
-                                   fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward);
+    plans = plan_units(module, options.units, min_bytes);
+    std::string text = fmt::format("units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}\n",
+                                   fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward,
+                                   options.prefetch);
     // Shards have the parameters' memory order.
     for (const auto& item : module.named_parameters())
       text += fmt::format("parameter {} with strides [{}]\n", item.key(), fmt::join(item.value().strides(), ", "));
     return text;
   });
-  return module;
+  check_same_model(group, "FullyShardedDataParallel", "the model differs between ranks", [&] {
+    NamedTensors parameters;
+    for (const auto& item : module.named_parameters()) parameters.emplace_back(item.key(), item.value());
+    auto lines = describe_model(module, parameters, {});
+    // Ranks may have equal parameters in modules of different types.
+    for (const UnitPlan& plan : plans) lines.push_back("unit " + plan.name);
+    return lines;
+  });
+  return plans;
 }
 
 DistributedDataParallelOptions ddp_options(const FullyShardedOptions& options) {
   return {.broadcast_buffers = options.broadcast_buffers, .find_unused_parameters = options.find_unused_parameters};
 }
 
-/// Collective. A unit has one bucket of gradients per type, and a block of weights with the layout of this bucket.
-/// Frozen parameters have separate blocks.
-std::vector<ShardedUnit> make_units(std::vector<UnitPlan> plans, Reducer& reducer, int ranks) {
-  std::unordered_map<const void*, std::size_t> unit_of_parameter;
-  for (std::size_t u = 0; u < plans.size(); ++u) {
-    for (const NamedParameter& parameter : plans[u].parameters)
-      unit_of_parameter[parameter.tensor.unsafeGetTensorImpl()] = u;
+/// A block has the parameters of one type of a unit. Trained parameters are in a block without frozen ones: the block
+/// is a bucket of gradients with the same layout.
+ShardedUnit make_unit(UnitPlan plan, int ranks) {
+  ShardedUnit unit{.name = std::move(plan.name), .blocks = {}, .stays_whole = plan.is_root};
+  std::map<std::pair<bool, at::ScalarType>, std::vector<NamedParameter>> kinds;
+  for (NamedParameter& parameter : plan.parameters)
+    kinds[{parameter.tensor.requires_grad(), parameter.tensor.scalar_type()}].push_back(std::move(parameter));
+  for (auto& [kind, parameters] : kinds) {
+    std::vector<std::int64_t> numels;
+    for (const NamedParameter& parameter : parameters) numels.push_back(parameter.tensor.numel());
+    unit.blocks.push_back({.parameters = std::move(parameters),
+                           .layout = make_flat_layout(std::move(numels), c10::elementSize(kind.second), ranks)});
   }
-  auto& impl = Reducer::Impl::of(reducer);
-  const auto& trained = impl.parameters();
-  std::vector<std::size_t> unit_of;
-  for (const NamedParameter& parameter : trained)
-    unit_of.push_back(unit_of_parameter.at(parameter.tensor.unsafeGetTensorImpl()));
-  const std::vector<FlatLayout> layouts = impl.use_units(unit_of);
+  return unit;
+}
+
+/// Collective.
+std::shared_ptr<ParameterShards> shard(torch::nn::Module& module, const ProcessGroup& group,
+                                       const FullyShardedOptions& options) {
   std::vector<ShardedUnit> units;
-  for (const UnitPlan& plan : plans) units.push_back({.name = plan.name, .blocks = {}, .stays_whole = plan.is_root});
-  for (std::size_t b = 0; b < impl.plan.size(); ++b) {
-    ShardedBlock block{.parameters = {}, .layout = layouts[b]};
-    for (const std::size_t index : impl.plan[b]) {
-      block.parameters.push_back(trained[index]);
-      unit_of_parameter.erase(trained[index].tensor.unsafeGetTensorImpl());
-    }
-    units[unit_of[impl.plan[b][0]]].blocks.push_back(std::move(block));
+  std::vector<std::string> names;
+  for (UnitPlan& plan : agree_on_units(module, group, options)) {
+    names.push_back(plan.name);
+    units.push_back(make_unit(std::move(plan), group.world_size()));
   }
-  for (std::size_t u = 0; u < plans.size(); ++u) {
-    std::map<at::ScalarType, std::vector<NamedParameter>> frozen;
-    for (NamedParameter& parameter : plans[u].parameters) {
-      if (unit_of_parameter.contains(parameter.tensor.unsafeGetTensorImpl()))
-        frozen[parameter.tensor.scalar_type()].push_back(std::move(parameter));
-    }
-    for (auto& [dtype, parameters] : frozen) {
-      std::vector<std::int64_t> numels;
-      for (const NamedParameter& parameter : parameters) numels.push_back(parameter.tensor.numel());
-      units[u].blocks.push_back({.parameters = std::move(parameters),
-                                 .layout = make_flat_layout(std::move(numels), c10::elementSize(dtype), ranks)});
-    }
-  }
-  return units;
+  const std::size_t prefetch = prefetch_of(options, group);
+  const std::size_t window = options.reshard_after_forward ? 1 + prefetch : std::numeric_limits<std::size_t>::max();
+  return std::make_shared<ParameterShards>(
+      std::move(units), std::make_unique<GroupTransport>(group, std::move(names), prefetch), window, prefetch);
 }
 
 }  // namespace
 
-FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& process_group,
+FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group,
                                                            const FullyShardedOptions& options)
-    : DistributedDataParallelBase(checked(module, process_group, options), process_group, ddp_options(options)) {
-  auto plans = plan_units(module, options.units, min_unit_bytes(options));
-  std::vector<std::string> names;
-  for (const UnitPlan& plan : plans) names.push_back(plan.name);
-  // Ranks may have equal parameters in modules of different types.
-  check_same_on_all_ranks(group(), "FullyShardedDataParallel",
-                          [&] { return fmt::format("units\n{}", fmt::join(names, "\n")); });
-  auto units = make_units(std::move(plans), reducer(), group().world_size());
-  const std::size_t window = options.reshard_after_forward ? 1 : std::numeric_limits<std::size_t>::max();
-  shards_ = std::make_shared<ParameterShards>(std::move(units),
-                                              std::make_unique<GroupTransport>(group(), std::move(names)), window);
-  Reducer::Impl::of(reducer()).set_parameter_shards(shards_);
-}
+    : FullyShardedDataParallelBase(module, group, options, shard(module, group, options)) {}
+
+FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group,
+                                                           const FullyShardedOptions& options,
+                                                           std::shared_ptr<ParameterShards> shards)
+    : DistributedDataParallelBase(module, group, ddp_options(options), shards), shards_(std::move(shards)) {}
 
 FullyShardedDataParallelBase::~FullyShardedDataParallelBase() = default;
 FullyShardedDataParallelBase::FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) noexcept = default;
@@ -213,6 +254,8 @@ FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::whole() { 
 
 FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::before_forward() {
   Gathering scope = gathering();
+  shards_->begin_pass();
+  shards_->adopt();
   DistributedDataParallelBase::before_forward();
   return scope;
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -105,7 +104,6 @@ void Reducer::Impl::prepare_for_forward(bool expects_backward) {
     if (!in_backward) follow_shard_output();
     if (!in_backward && synchronize && expects_backward) used_.count_forward();
   }
-  if (parameter_shards_ && !in_backward) parameter_shards_->adopt();
   if (const auto output = shard_output_.lock(); output && !in_backward) output->follow_parameters();
   const std::lock_guard lock(mutex_);
   hooks_->refresh();
@@ -182,17 +180,11 @@ void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output)
   };
 }
 
-std::vector<FlatLayout> Reducer::Impl::use_units(std::vector<std::size_t> unit_of) {
-  const std::lock_guard lock(mutex_);
-  unit_of_ = std::move(unit_of);
-  use_plan(plan_units(), /*sharded=*/false);
-  log_plan("buckets of units");
-  return layouts_of(plan, group_.world_size());
-}
-
 void Reducer::Impl::set_parameter_shards(std::shared_ptr<ParameterShards> shards) {
   const std::lock_guard lock(mutex_);
   parameter_shards_ = std::move(shards);
+  use_plan(plan_blocks(), /*sharded=*/false);
+  log_plan("buckets of units");
 }
 
 std::shared_ptr<ParameterShards> Reducer::Impl::parameter_shards() const {
@@ -249,7 +241,7 @@ std::vector<std::size_t> Reducer::Impl::current_order() const {
 
 /// `order`: all dense parameters, in reverse order of their gradients.
 BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) const {
-  if (!unit_of_.empty()) return plan_units();
+  if (parameter_shards_) return plan_blocks();
   std::vector<ParameterInfo> infos;
   for (const std::size_t index : order) {
     const at::Tensor& tensor = dense_[index].tensor;
@@ -266,25 +258,13 @@ BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool 
 }
 
 /// Buckets are in the order of their last gradients.
-BucketPlan Reducer::Impl::plan_units() const {
-  std::map<std::size_t, std::vector<std::size_t>> members_of;  // [unit]
-  for (std::size_t i = 0; i < dense_.size(); ++i) members_of[unit_of_[i]].push_back(i);
+BucketPlan Reducer::Impl::plan_blocks() const {
+  std::map<std::pair<std::size_t, std::size_t>, std::vector<std::size_t>> members_of;  // [unit, block]
+  for (std::size_t i = 0; i < dense_.size(); ++i)
+    members_of[parameter_shards_->block_of(dense_[i].tensor)].push_back(i);
   BucketPlan buckets;
-  for (const auto& [unit, members] : members_of) {
-    std::vector<ParameterInfo> infos;
-    for (const std::size_t index : members) {
-      const at::Tensor& tensor = dense_[index].tensor;
-      infos.push_back({.numel = static_cast<std::size_t>(tensor.numel()),
-                       .dtype = tensor.scalar_type(),
-                       .device = tensor.device()});
-    }
-    constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
-    for (auto& bucket : plan_buckets(infos, kNoCap, kNoCap)) {
-      for (std::size_t& position : bucket) position = members[position];
-      buckets.push_back(std::move(bucket));
-    }
-  }
-  std::stable_sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.back() > b.back(); });
+  for (auto& [block, members] : members_of) buckets.push_back(std::move(members));
+  std::stable_sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.front() > b.front(); });
   return buckets;
 }
 
@@ -337,7 +317,7 @@ void Reducer::Impl::note_arrival(std::size_t index) {
 /// reverse registration order. As in Python, not if each backward may use other parameters. The buckets of shards stay:
 /// optimizer state has the same layout.
 void Reducer::Impl::rebuild() {
-  if (rebuilds != 0 || storage_->sharded() || !unit_of_.empty() || used_.policy() == UnusedPolicy::kFind) return;
+  if (rebuilds != 0 || storage_->sharded() || parameter_shards_ || used_.policy() == UnusedPolicy::kFind) return;
   ++rebuilds;
   auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
   std::reverse(order.begin(), order.end());

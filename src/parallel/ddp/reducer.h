@@ -39,10 +39,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void register_comm_hook(CommHook hook);
   void plan_shards(ShardOutput& output);
   void set_shard_output(const std::shared_ptr<ShardOutput>& output);
-  /// Collective. From now on, a bucket has the parameters of one type of one unit. Returns the layouts of the buckets'
-  /// shards. `unit_of`: [param]
-  std::vector<FlatLayout> use_units(std::vector<std::size_t> unit_of);
-  /// Call after use_units(). The parameters are sharded.
+  /// Collective. The parameters are sharded. From now on, a bucket has the parameters of one block of a unit.
   void set_parameter_shards(std::shared_ptr<ParameterShards> shards);
   /// Null if each rank has whole parameters.
   std::shared_ptr<ParameterShards> parameter_shards() const;
@@ -69,7 +66,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void require_no_backward(const char* what);
   void follow_shard_output();
   BucketPlan make_plan(const std::vector<std::size_t>& order, bool sharded) const;
-  BucketPlan plan_units() const;
+  BucketPlan plan_blocks() const;
   std::vector<std::size_t> current_order() const;
   std::vector<FlatLayout> layouts_of(const BucketPlan& buckets, int ranks) const;
   void use_plan(BucketPlan buckets, bool sharded);
@@ -122,8 +119,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::optional<GradientHooks> hooks_;  ///< Leaves are parameters. Like the next member, empty only in the constructor.
   std::optional<BackwardTracker> tracker_;
   std::weak_ptr<ShardOutput> shard_output_;
-  std::vector<std::size_t> unit_of_;  ///< Empty if buckets may have any parameters. [param]
-  std::shared_ptr<ParameterShards> parameter_shards_;
+  std::shared_ptr<ParameterShards> parameter_shards_;  ///< Null if each rank has whole parameters.
   Backward backward_;
   std::vector<std::size_t> arrival_order_;  ///< Dense parameters, until the first backward has ended.
   StreamSet last_readers_;                  ///< Streams on which the last backward read gradients from the buckets.

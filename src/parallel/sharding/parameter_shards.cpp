@@ -53,11 +53,11 @@ class ParameterShards::Unit final : public GatheredMemory {
     shards_.check_scope(*this, operation);
     // release() of the unit first closes the unit and then looks at the pins.
     ++pins;
-    if (is_open) {
+    if (is_open && !shards_.moves_to(*this)) {
       touched.store(++shards_.clock_, std::memory_order_relaxed);
     } else {
       try {
-        shards_.make_whole(*this);
+        shards_.use(*this);
       } catch (...) {
         --pins;
         throw;
@@ -76,6 +76,7 @@ class ParameterShards::Unit final : public GatheredMemory {
   bool stays_whole = false;
   std::vector<Block> blocks;
   std::vector<GatheredParameter> parameters;
+  std::function<void()> wait;  ///< While the unit is being gathered.
   bool is_whole = false;
   std::atomic<bool> is_open{false};  ///< Whole, and not being released.
   std::atomic<bool> is_written{false};
@@ -88,8 +89,8 @@ class ParameterShards::Unit final : public GatheredMemory {
 };
 
 ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr<ShardTransport> transport,
-                                 std::size_t window)
-    : transport_(std::move(transport)), window_(window) {
+                                 std::size_t window, std::size_t prefetch)
+    : transport_(std::move(transport)), window_(window), prefetch_(prefetch) {
   const PlainTensors plain;
   const int rank = transport_->rank();
   for (ShardedUnit& planned : units) {
@@ -97,13 +98,17 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
     unit->name = std::move(planned.name);
     unit->index = units_.size();
     unit->stays_whole = planned.stays_whole;
-    // All shards are copied before the first parameter loses its memory.
+    // All shards exist before the first parameter loses its memory.
     for (ShardedBlock& given : planned.blocks) {
       const auto options = given.parameters.at(0).tensor.options().requires_grad(false);
       Unit::Block block{.layout = std::move(given.layout), .members = {}, .shard = {}};
-      block.shard = at::zeros({block.layout.shard_numel}, options);  // Padding is sent too.
-      for (std::size_t i = 0; i < given.parameters.size(); ++i)
-        block.piece(i, rank).copy_(block.own_part(in_order(given.parameters[i].tensor), i, rank));
+      if (rank == 0) {
+        block.flat = at::zeros({block.layout.numel}, options);  // Padding is sent too.
+        for (std::size_t i = 0; i < given.parameters.size(); ++i)
+          block.gathered(i).copy_(in_order(given.parameters[i].tensor));
+      }
+      block.shard = at::empty({block.layout.shard_numel}, options);
+      transport_->scatter(block.shard, std::exchange(block.flat, {}));
       unit->blocks.push_back(std::move(block));
     }
     units_.push_back(unit);
@@ -137,6 +142,11 @@ FlatLayout::Range ParameterShards::range(const at::Tensor& parameter) const {
   return place.unit->blocks[place.block].layout.range(place.position, transport_->rank());
 }
 
+std::pair<std::size_t, std::size_t> ParameterShards::block_of(const at::Tensor& parameter) const {
+  const Place& place = places_.at(parameter.unsafeGetTensorImpl());
+  return {place.unit->index, place.block};
+}
+
 // ---- uses
 
 void ParameterShards::check_scope(const Unit& unit, const char* operation) const {
@@ -147,32 +157,100 @@ void ParameterShards::check_scope(const Unit& unit, const char* operation) const
       unit.name, transport_->world_size(), operation));
 }
 
-void ParameterShards::make_whole(Unit& unit) {
+void ParameterShards::begin_pass() {
   const std::lock_guard lock(mutex_);
-  unit.touched = ++clock_;
-  if (unit.is_whole) return;
+  order_.begin_pass();
+  current_ = nullptr;
+}
+
+/// Returns whether the use of the unit is a step in the order of units.
+bool ParameterShards::moves_to(const Unit& unit) const noexcept {
+  return prefetch_ > 0 && !unit.stays_whole && current_.load(std::memory_order_relaxed) != &unit && scopes_of_all_ == 0;
+}
+
+/// Makes the unit whole, and starts the gathers of the units that are expected next.
+void ParameterShards::use(Unit& unit) {
+  const std::lock_guard lock(mutex_);
   const PlainTensors plain;
-  adopt(unit);
-  if (!unit.stays_whole) {
-    while (whole_ >= window_ && release_oldest()) {
+  unit.touched = ++clock_;
+  const bool moves = moves_to(unit);
+  if (moves) {
+    order_.note(unit.index);
+    current_ = &unit;
+  }
+  if (unit.wait) finish(unit);
+  std::vector<Unit*> expected;
+  if (moves || !unit.is_whole) expected = expect();
+  std::vector<Unit*> wanted;
+  std::size_t counted = 0;  // By the window.
+  if (!unit.is_whole) {
+    adopt(unit);
+    wanted.push_back(&unit);
+    if (!unit.stays_whole) make_room(++counted);
+  }
+  for (Unit* next : expected) {
+    if (next->is_whole || next->wait || std::count(wanted.begin(), wanted.end(), next) > 0 || !make_room(counted + 1))
+      continue;
+    wanted.push_back(next);
+    ++counted;
+  }
+  if (!wanted.empty()) start(wanted, unit);
+  if (!unit.is_whole) finish(unit);
+}
+
+/// Returns the units that are expected next. They count as used: they are not released for each other.
+std::vector<ParameterShards::Unit*> ParameterShards::expect() {
+  std::vector<Unit*> units;
+  if (scopes_of_all_ > 0) return units;
+  for (const std::size_t index : order_.predict(prefetch_)) {
+    units.push_back(units_[index].get());
+    units.back()->touched = ++clock_;
+    adopt(*units.back());
+  }
+  return units;
+}
+
+void ParameterShards::start(const std::vector<Unit*>& wanted, const Unit& used) {
+  ShardTransport::Tag tag{.unit = used.index, .updates = updates_, .wanted = {}};
+  for (const Unit* unit : wanted) tag.wanted.push_back(unit->index);
+  const std::size_t count = transport_->agree(tag);
+  for (std::size_t i = 0; i < count; ++i) {
+    Unit& unit = *wanted[i];
+    std::vector<at::Tensor> flats, shards;
+    for (const Unit::Block& block : unit.blocks) {
+      flats.push_back(at::empty({block.layout.numel}, block.shard.options()));
+      shards.push_back(block.shard);
     }
+    unit.wait = transport_->start_gather(unit.index, flats, shards);
+    for (std::size_t b = 0; b < flats.size(); ++b) unit.blocks[b].flat = std::move(flats[b]);
+    ++unit.gathers;
+    if (!unit.stays_whole) most_whole_ = std::max(most_whole_, ++whole_);
   }
-  std::vector<at::Tensor> flats, shards;
+}
+
+/// Waits for the gather of the unit.
+void ParameterShards::finish(Unit& unit) {
+  try {
+    std::exchange(unit.wait, {})();
+  } catch (...) {
+    free_memory(unit);
+    throw;
+  }
+  adopt(unit);
   for (const Unit::Block& block : unit.blocks) {
-    flats.push_back(at::empty({block.layout.numel}, block.shard.options()));
-    shards.push_back(block.shard);
-  }
-  transport_->gather({.unit = unit.index, .updates = updates_}, flats, shards);
-  ++unit.gathers;
-  for (std::size_t b = 0; b < flats.size(); ++b) {
-    Unit::Block& block = unit.blocks[b];
-    block.flat = std::move(flats[b]);
     for (std::size_t i = 0; i < block.members.size(); ++i)
       unit.parameters[block.members[i]].attach(block.gathered(i).data_ptr());
   }
   unit.is_whole = true;
-  if (!unit.stays_whole) most_whole_ = std::max(most_whole_, ++whole_);
   unit.is_open = true;
+}
+
+/// Releases units until `units` more can be whole. Returns false if operations use too many.
+bool ParameterShards::make_room(std::size_t units) {
+  while (whole_ + units > window_) {
+    if (!release_oldest()) return false;
+  }
+  return true;
 }
 
 /// An operation needed more units than the window has.
@@ -190,7 +268,8 @@ void ParameterShards::trim() noexcept {
 bool ParameterShards::release_oldest() {
   Unit* oldest = nullptr;
   for (const auto& unit : units_) {
-    if (unit->is_whole && !unit->stays_whole && unit->pins == 0 && (!oldest || unit->touched < oldest->touched))
+    if ((unit->is_whole || unit->wait) && !unit->stays_whole && unit->pins == 0 &&
+        (!oldest || unit->touched < oldest->touched))
       oldest = unit.get();
   }
   return oldest && release(*oldest);
@@ -198,6 +277,7 @@ bool ParameterShards::release_oldest() {
 
 /// Returns false if an operation uses the unit.
 bool ParameterShards::release(Unit& unit) {
+  if (unit.wait) finish(unit);
   if (!unit.is_whole) return true;
   unit.is_open = false;
   if (unit.pins > 0) {  // A thread that pins the unit from now on sees that it is closed, and waits for the mutex.
@@ -216,20 +296,25 @@ bool ParameterShards::release(Unit& unit) {
   }
   unit.is_written = false;
   for (GatheredParameter& parameter : unit.parameters) parameter.detach();
-  for (Unit::Block& block : unit.blocks) block.flat.reset();
   unit.is_whole = false;
-  if (!unit.stays_whole) --whole_;
+  free_memory(unit);
   return true;
 }
 
+void ParameterShards::free_memory(Unit& unit) {
+  for (Unit::Block& block : unit.blocks) block.flat.reset();
+  if (!unit.stays_whole) --whole_;
+}
+
 void ParameterShards::adopt(Unit& unit) {
+  if (unit.wait) return;  // finish() does it.
   for (Unit::Block& block : unit.blocks) {
     for (std::size_t i = 0; i < block.members.size(); ++i) {
       GatheredParameter& parameter = unit.parameters[block.members[i]];
       if (!parameter.is_replaced()) continue;
       const at::Tensor values = parameter.replacing_values();
       block.piece(i, transport_->rank()).copy_(block.own_part(values, i, transport_->rank()));
-      if (unit.is_whole) block.gathered(i).copy_(values);
+      if (block.flat.defined()) block.gathered(i).copy_(values);
       parameter.restore();
     }
   }
@@ -242,11 +327,13 @@ void ParameterShards::adopt() {
 }
 
 void ParameterShards::gather_all() {
+  ++scopes_of_all_;
   std::size_t pinned = 0;
   try {
     for (; pinned < units_.size(); ++pinned) units_[pinned]->acquire("whole", /*writes=*/true);
   } catch (...) {
     while (pinned > 0) units_[--pinned]->release();
+    --scopes_of_all_;
     throw;
   }
 }
@@ -256,6 +343,7 @@ void ParameterShards::release_all() noexcept {
     unit->is_written = true;
     unit->release();
   }
+  --scopes_of_all_;
 }
 
 /// Returns the first unit that is in use; null if all are released.

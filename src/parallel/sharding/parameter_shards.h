@@ -7,14 +7,17 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ddpkit/parallel/bucket_plan.h>
 
+#include "parallel/sharding/unit_order.h"
 #include "tensor/flat_layout.h"
 
 namespace ddpkit {
@@ -36,31 +39,43 @@ struct ShardedUnit {
 /// Communication of ParameterShards.
 class ShardTransport {
  public:
-  /// Compared on all ranks before each gather.
+  /// Compared on all ranks before gathers.
   struct Tag {
-    std::size_t unit = 0;       ///< Index.
-    std::uint64_t updates = 0;  ///< Steps of the optimizer.
+    std::size_t unit = 0;             ///< Index of the unit that is used now.
+    std::uint64_t updates = 0;        ///< Steps of the optimizer.
+    std::vector<std::size_t> wanted;  ///< Units to gather: the used one if it is not whole, then expected ones.
   };
 
   virtual ~ShardTransport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// Collective. Writes the shards of all ranks to the flat tensors. Throws CollectiveMismatch on all ranks, before any
-  /// data moves, if the ranks' tags differ. [block]
-  virtual void gather(const Tag& tag, const std::vector<at::Tensor>& flats, const std::vector<at::Tensor>& shards) = 0;
+  /// Collective. Writes rank 0's elements of each rank's shard to `shard`. `flat`: all elements on rank 0, undefined on
+  /// the other ranks.
+  virtual void scatter(const at::Tensor& shard, const at::Tensor& flat) = 0;
+  /// Collective. Returns the number of units at the front of `wanted` that all ranks want. Throws CollectiveMismatch on
+  /// all ranks if they use different units or have made different numbers of steps, or if only some must gather the
+  /// used unit.
+  virtual std::size_t agree(const Tag& tag) = 0;
+  /// Collective. Starts to write the shards of all ranks to the flat tensors. The result waits for the end. [block]
+  virtual std::function<void()> start_gather(std::size_t unit, const std::vector<at::Tensor>& flats,
+                                             const std::vector<at::Tensor>& shards) = 0;
   /// The other ranks' gathers throw PeerLost with `reason`.
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
-/// At most `window` units are whole at the same time, except those that one operation needs together. If another unit
-/// is used, the least recently used one is released. A unit that is used again is gathered again, so a wrong guess
-/// costs time only.
+/// At most `window` units are whole or being gathered at the same time, except those that one operation needs together.
+/// If another unit is used, the least recently used one is released. A unit that is used again is gathered again, so a
+/// wrong guess costs time only.
+///
+/// When a unit is used, the gathers of the next `prefetch` units start. UnitOrder expects the order of the last step.
+/// The collectives of all ranks have the same order, because each depends on the uses and collectives before only.
 ///
 /// Any thread may use the parameters. All ranks must use units in the same order.
 class ParameterShards {
  public:
-  /// Copies this rank's shards. The parameters have the same values on all ranks, are dense, and do not overlap.
-  ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr<ShardTransport> transport, std::size_t window);
+  /// Collective. All ranks get shards of rank 0's parameters, which are dense and do not overlap.
+  ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr<ShardTransport> transport, std::size_t window,
+                  std::size_t prefetch = 0);
   /// The weights are lost: each later use of a parameter throws InvalidArgument.
   ~ParameterShards();
   ParameterShards(const ParameterShards&) = delete;
@@ -70,10 +85,14 @@ class ParameterShards {
   at::Tensor piece(const at::Tensor& parameter) const;
   /// Returns which elements these are.
   FlatLayout::Range range(const at::Tensor& parameter) const;
+  /// Returns the indices of the parameter's unit and of its block in the unit.
+  std::pair<std::size_t, std::size_t> block_of(const at::Tensor& parameter) const;
 
   /// Parameters can be used between enter() and leave(), in forward passes for example. In backward they always can.
   void enter() noexcept { ++scopes_; }
   void leave() noexcept { --scopes_; }
+  /// Call before each forward pass, on all ranks.
+  void begin_pass();
   /// Collective. Gathers all units, which stay whole until release_all(). Call within enter() and leave().
   void gather_all();
   /// Everything that was written to the parameters reaches the shards, also writes that bypassed the dispatcher.
@@ -98,8 +117,8 @@ class ParameterShards {
     std::uint64_t gathers = 0;
   };
   std::vector<UnitStats> stats() const;  ///< [unit]
-  /// Returns the number of units that are whole now, and the maximum since the construction; without units that stay
-  /// whole.
+  /// Returns the number of units that are whole or being gathered now, and the maximum since the construction; without
+  /// units that stay whole.
   std::size_t whole() const;
   std::size_t most_whole() const;
 
@@ -107,18 +126,27 @@ class ParameterShards {
   class Unit;
 
   void check_scope(const Unit& unit, const char* operation) const;
-  void make_whole(Unit& unit);
+  bool moves_to(const Unit& unit) const noexcept;
+  void use(Unit& unit);
+  std::vector<Unit*> expect();
+  void start(const std::vector<Unit*>& wanted, const Unit& used);
+  void finish(Unit& unit);
+  bool make_room(std::size_t units);
   void trim() noexcept;
   bool release_oldest();
   bool release(Unit& unit);
   const Unit* release_units();
+  void free_memory(Unit& unit);
   void adopt(Unit& unit);
 
   std::unique_ptr<ShardTransport> transport_;
-  const std::size_t window_;
+  const std::size_t window_, prefetch_;
   /// Recursive: adopting a parameter may read another one.
   mutable std::recursive_mutex mutex_;
   std::vector<std::shared_ptr<Unit>> units_;
+  UnitOrder order_;
+  std::atomic<const Unit*> current_{nullptr};  ///< The unit used last; a unit that stays whole does not count.
+  std::atomic<int> scopes_of_all_{0};          ///< Between gather_all() and release_all(). A rank may use units alone.
   struct Place {
     const Unit* unit = nullptr;
     std::size_t block = 0, position = 0;
@@ -126,7 +154,7 @@ class ParameterShards {
   std::unordered_map<const void*, Place> places_;  ///< By TensorImpl.
   std::atomic<int> scopes_{0};
   std::atomic<std::uint64_t> clock_{0};
-  std::atomic<std::size_t> whole_{0};
+  std::atomic<std::size_t> whole_{0};  ///< Units that are whole or being gathered, without those that stay whole.
   std::size_t most_whole_ = 0;
   std::uint64_t updates_ = 0;
 };
