@@ -262,7 +262,8 @@ void Shards::receive(std::size_t bucket, at::Tensor shard, const std::vector<std
   for (std::size_t i = 0; i < used.size(); ++i) {
     if (!used[i]) continue;
     const std::size_t index = plan[bucket][i];
-    const at::Tensor added = shard.narrow(0, places[index].own.in_shard, places[index].own.count);
+    const at::Tensor added = shard.narrow(0, places[index].own.in_shard, places[index].own.count)
+                                 .to(pieces[index].scalar_type());  // Gradients may be averaged in another type.
     at::Tensor& gradient = pieces[index].mutable_grad();
     if (gradient.defined()) {
       gradient.add_(added);

@@ -89,6 +89,11 @@ class DistributedDataParallelBase : public Joinable {
   /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast. The result
   /// must live until the forward pass has ended.
   NoScope before_forward();
+  /// Returns the argument for the module's forward().
+  template <class T>
+  T&& cast_inputs(T&& argument) const {
+    return std::forward<T>(argument);
+  }
   /// Must be called after each forward pass, with its result.
   template <class Outputs>
   void after_forward(const Outputs& outputs) {
@@ -119,11 +124,11 @@ class ModuleWrapper : public Base {
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     [[maybe_unused]] const auto scope = this->before_forward();
-    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
-      module_->forward(std::forward<Args>(args)...);
+    if constexpr (std::is_void_v<decltype(module_->forward(this->cast_inputs(std::forward<Args>(args))...))>) {
+      module_->forward(this->cast_inputs(std::forward<Args>(args))...);
       this->record_forward();
     } else {
-      decltype(auto) outputs = module_->forward(std::forward<Args>(args)...);
+      decltype(auto) outputs = module_->forward(this->cast_inputs(std::forward<Args>(args))...);
       this->after_forward(outputs);
       return outputs;
     }

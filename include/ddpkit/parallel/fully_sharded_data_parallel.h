@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -12,6 +13,18 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 namespace ddpkit {
+
+/// Names and defaults are those of Python's torch.distributed.fsdp.MixedPrecisionPolicy.
+struct FullyShardedPrecision {
+  /// Type of gathered parameters: the module computes with it. The shards, and so the optimizer, keep the type that the
+  /// module had. Empty: the type of the shards.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+  /// Type in which gradients are averaged over the ranks. The optimizer gets them in the type of the shards. Empty: the
+  /// type of the gathered parameters.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+  /// Cast floating tensors in the arguments of forward() to param_dtype.
+  bool cast_forward_inputs = true;
+};
 
 /// Options of FullyShardedDataParallel. All ranks pass the same.
 struct FullyShardedOptions {
@@ -27,6 +40,8 @@ struct FullyShardedOptions {
   /// 1 + prefetch units are whole, besides the root. 0: a unit is gathered when it is used. The shm backend always uses
   /// 0, because it moves no data in the background.
   int prefetch = 1;
+  /// Types that differ from the type of the module. Affects floating parameters.
+  FullyShardedPrecision precision = {};
   /// See DistributedDataParallelOptions.
   /// @{
   bool find_unused_parameters = false;
@@ -79,14 +94,26 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
   FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) noexcept;
   FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) noexcept;
   /// See DistributedDataParallelBase.
+  /// @{
   Gathering before_forward();
+  template <class T>
+  decltype(auto) cast_inputs(T&& argument) const {
+    if constexpr (detail::TreeLike<std::decay_t<T>>) {
+      return tree_map<std::decay_t<T>>(argument, [this](const at::Tensor& tensor) { return cast_input(tensor); });
+    } else {
+      return std::forward<T>(argument);
+    }
+  }
+  /// @}
 
  private:
   FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options,
                                std::shared_ptr<ParameterShards> shards);
   void join_begin() override;
+  at::Tensor cast_input(const at::Tensor& tensor) const;
 
   std::shared_ptr<ParameterShards> shards_;
+  std::optional<at::ScalarType> input_dtype_;
 };
 
 /// ZeRO stage 3 (Rajbhandari and others, arXiv 1910.02054): each rank keeps a shard of the parameters, the gradients

@@ -64,6 +64,11 @@ concept Growable = RangeLike<T> && requires(T& value) {
   value.insert(value.end(), *value.begin());
 };
 
+/// Types in which tree_map() looks for tensors.
+template <class T>
+concept TreeLike = std::is_convertible_v<const T&, const at::Tensor&> || HasMapTensors<T> || ExampleLike<T> ||
+    TupleLike<T> || OptionalLike<T> || RangeLike<T>;
+
 }  // namespace detail
 
 /// Appends the tensors in `outputs` to `tensors`. `outputs` is a tensor, or any nesting of tuples, pairs, arrays,

@@ -81,9 +81,10 @@ class BucketStorage {
 };
 
 /// Each bucket has one buffer, and gradients are copied to it. `strides`: element order of each gradient in messages,
-/// equal on all ranks.
+/// equal on all ranks. `dtype`: of the buffers; empty: that of the gradients.
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
-                                                 const ProcessGroup& group, bool gradient_as_bucket_view);
+                                                 const ProcessGroup& group, bool gradient_as_bucket_view,
+                                                 std::optional<at::ScalarType> dtype = std::nullopt);
 
 /// Collective. The backend reduces gradients in place if they are in its arena. Copies a gradient to the arena if
 /// autograd allocated it elsewhere, with another order of elements, or shared with another tensor. Returns null if the

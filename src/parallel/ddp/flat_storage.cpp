@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <utility>
 
 #include "parallel/ddp/bucket_storage.h"
@@ -11,8 +12,8 @@ namespace {
 class FlatStorage final : public BucketStorage {
  public:
   FlatStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
-              bool as_bucket_view)
-      : group_(std::move(group)), as_bucket_view_(as_bucket_view) {
+              bool as_bucket_view, std::optional<at::ScalarType> dtype)
+      : group_(std::move(group)), as_bucket_view_(as_bucket_view && !dtype), dtype_(dtype) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       entries_.push_back({.parameter = parameters[i].tensor, .strides = strides[i]});
   }
@@ -61,6 +62,8 @@ class FlatStorage final : public BucketStorage {
   void write_back(std::size_t param) override {
     Entry& entry = entries_[param];
     at::Tensor& gradient = entry.parameter.mutable_grad();
+    if (!gradient.defined() && entry.view.scalar_type() != entry.parameter.scalar_type())
+      gradient = at::empty_like(entry.view, entry.parameter.scalar_type());
     if (needs_copy(gradient, entry.view, as_bucket_view_)) copies_out_.add(gradient, entry.view);
   }
 
@@ -95,7 +98,8 @@ class FlatStorage final : public BucketStorage {
   };
 
   at::ScalarType dtype_of_bucket(std::size_t bucket) const {
-    return entries_[plan_[bucket][0]].parameter.scalar_type();
+    const at::ScalarType own = entries_[plan_[bucket][0]].parameter.scalar_type();
+    return at::isFloatingType(own) ? dtype_.value_or(own) : own;
   }
 
   void use_buffer(std::size_t bucket, const at::Tensor& buffer) {
@@ -115,6 +119,7 @@ class FlatStorage final : public BucketStorage {
 
   ProcessGroup group_;
   bool as_bucket_view_;
+  std::optional<at::ScalarType> dtype_;  ///< Of the buffers of floating gradients. Empty: that of the gradients.
   /// Whole gradients of a sharded bucket live only until their shard is taken. On a device, streams would have to
   /// finish with the memory first, so the buffers stay.
   bool temporary_ = false;
@@ -129,8 +134,9 @@ class FlatStorage final : public BucketStorage {
 }  // namespace
 
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
-                                                 const ProcessGroup& group, bool gradient_as_bucket_view) {
-  return std::make_unique<FlatStorage>(parameters, strides, group, gradient_as_bucket_view);
+                                                 const ProcessGroup& group, bool gradient_as_bucket_view,
+                                                 std::optional<at::ScalarType> dtype) {
+  return std::make_unique<FlatStorage>(parameters, strides, group, gradient_as_bucket_view, dtype);
 }
 
 }  // namespace ddpkit

@@ -78,7 +78,7 @@ class GroupTransport final : public ShardTransport {
             [&] { return gathers_.all_gather_into_async(flats[b].view(at::kByte), shards[b].view(at::kByte)); }));
       }
     }
-    return [this, works = std::move(works)]() mutable {
+    return [this, shards, works = std::move(works)]() mutable {
       for (Work& work : works) guarded([&] { work.wait(); });
     };
   }
@@ -159,6 +159,14 @@ void check_parameter(const std::string& name, const at::Tensor& tensor) {
     refuse("shares its memory with another tensor, which would keep the whole weight: release that tensor, or clone");
 }
 
+std::string text_of(const std::optional<at::ScalarType>& dtype) {
+  if (!dtype) return "unchanged";
+  if (!at::isFloatingType(*dtype))
+    throw InvalidArgument(
+        fmt::format("precision has the type {}, but must have floating types", c10::toString(*dtype)));
+  return c10::toString(*dtype);
+}
+
 /// Collective. Throws on all ranks if the models differ, or for a model that cannot be sharded.
 std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGroup& group,
                                      const FullyShardedOptions& options) {
@@ -179,9 +187,12 @@ std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGro
             item.key()));
     }
     plans = plan_units(module, options.units, min_bytes);
-    std::string text = fmt::format("units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}\n",
-                                   fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward,
-                                   options.prefetch);
+    std::string text = fmt::format(
+        "units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}, param_dtype {}, "
+        "reduce_dtype {}, cast_forward_inputs {}\n",
+        fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward, options.prefetch,
+        text_of(options.precision.param_dtype), text_of(options.precision.reduce_dtype),
+        options.precision.cast_forward_inputs);
     // Shards have the parameters' memory order.
     for (const auto& item : module.named_parameters())
       text += fmt::format("parameter {} with strides [{}]\n", item.key(), fmt::join(item.value().strides(), ", "));
@@ -204,7 +215,7 @@ DistributedDataParallelOptions ddp_options(const FullyShardedOptions& options) {
 
 /// A block has the parameters of one type of a unit. Trained parameters are in a block without frozen ones: the block
 /// is a bucket of gradients with the same layout.
-ShardedUnit make_unit(UnitPlan plan, int ranks) {
+ShardedUnit make_unit(UnitPlan plan, const FullyShardedPrecision& precision, int ranks) {
   ShardedUnit unit{.name = std::move(plan.name), .blocks = {}, .stays_whole = plan.is_root};
   std::map<std::pair<bool, at::ScalarType>, std::vector<NamedParameter>> kinds;
   for (NamedParameter& parameter : plan.parameters)
@@ -212,8 +223,11 @@ ShardedUnit make_unit(UnitPlan plan, int ranks) {
   for (auto& [kind, parameters] : kinds) {
     std::vector<std::int64_t> numels;
     for (const NamedParameter& parameter : parameters) numels.push_back(parameter.tensor.numel());
+    at::ScalarType dtype = kind.second;
+    if (at::isFloatingType(dtype)) dtype = precision.param_dtype.value_or(dtype);
     unit.blocks.push_back({.parameters = std::move(parameters),
-                           .layout = make_flat_layout(std::move(numels), c10::elementSize(kind.second), ranks)});
+                           .layout = make_flat_layout(std::move(numels), c10::elementSize(dtype), ranks),
+                           .dtype = dtype});
   }
   return unit;
 }
@@ -225,7 +239,7 @@ std::shared_ptr<ParameterShards> shard(torch::nn::Module& module, const ProcessG
   std::vector<std::string> names;
   for (UnitPlan& plan : agree_on_units(module, group, options)) {
     names.push_back(plan.name);
-    units.push_back(make_unit(std::move(plan), group.world_size()));
+    units.push_back(make_unit(std::move(plan), options.precision, group.world_size()));
   }
   const std::size_t prefetch = prefetch_of(options, group);
   const std::size_t window = options.reshard_after_forward ? 1 + prefetch : std::numeric_limits<std::size_t>::max();
@@ -242,7 +256,10 @@ FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& mo
 FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group,
                                                            const FullyShardedOptions& options,
                                                            std::shared_ptr<ParameterShards> shards)
-    : DistributedDataParallelBase(module, group, ddp_options(options), shards), shards_(std::move(shards)) {}
+    : DistributedDataParallelBase(module, group, ddp_options(options), shards), shards_(std::move(shards)) {
+  if (options.precision.cast_forward_inputs) input_dtype_ = options.precision.param_dtype;
+  if (options.precision.reduce_dtype) Reducer::Impl::of(reducer()).set_reduce_dtype(*options.precision.reduce_dtype);
+}
 
 FullyShardedDataParallelBase::~FullyShardedDataParallelBase() = default;
 FullyShardedDataParallelBase::FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) noexcept = default;
@@ -258,6 +275,10 @@ FullyShardedDataParallelBase::Gathering FullyShardedDataParallelBase::before_for
   shards_->adopt();
   DistributedDataParallelBase::before_forward();
   return scope;
+}
+
+at::Tensor FullyShardedDataParallelBase::cast_input(const at::Tensor& tensor) const {
+  return input_dtype_ && tensor.defined() && tensor.is_floating_point() ? tensor.to(*input_dtype_) : tensor;
 }
 
 std::vector<FullyShardedUnit> FullyShardedDataParallelBase::units() const {

@@ -187,6 +187,14 @@ void Reducer::Impl::set_parameter_shards(std::shared_ptr<ParameterShards> shards
   log_plan("buckets of units");
 }
 
+void Reducer::Impl::set_reduce_dtype(at::ScalarType dtype) {
+  const std::lock_guard lock(mutex_);
+  const auto has_dtype = [dtype](const NamedParameter& parameter) { return parameter.tensor.scalar_type() == dtype; };
+  if (std::all_of(dense_.begin(), dense_.end(), has_dtype)) return;
+  reduce_dtype_ = dtype;
+  lay_out();
+}
+
 std::shared_ptr<ParameterShards> Reducer::Impl::parameter_shards() const {
   const std::lock_guard lock(mutex_);
   return parameter_shards_;
@@ -215,11 +223,12 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
 /// Allocates memory and buckets for the current hook. Collective.
 void Reducer::Impl::lay_out() {
   strides_ = agree_on_strides(dense_, group_);
-  auto storage = comm_hook_ ? nullptr
-                            : make_in_place_storage(dense_, strides_, group_, options_.gradient_as_bucket_view,
-                                                    options_.arena, options_.arena_bytes);
-  storage_ =
-      storage ? std::move(storage) : make_flat_storage(dense_, strides_, group_, options_.gradient_as_bucket_view);
+  auto storage = comm_hook_ || reduce_dtype_
+                     ? nullptr
+                     : make_in_place_storage(dense_, strides_, group_, options_.gradient_as_bucket_view, options_.arena,
+                                             options_.arena_bytes);
+  storage_ = storage ? std::move(storage)
+                     : make_flat_storage(dense_, strides_, group_, options_.gradient_as_bucket_view, reduce_dtype_);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
   use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);

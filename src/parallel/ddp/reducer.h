@@ -41,6 +41,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_shard_output(const std::shared_ptr<ShardOutput>& output);
   /// Collective. The parameters are sharded. From now on, a bucket has the parameters of one block of a unit.
   void set_parameter_shards(std::shared_ptr<ParameterShards> shards);
+  /// Collective. From now on, gradients are copied to buckets of this type, and averaged in it.
+  void set_reduce_dtype(at::ScalarType dtype);
   /// Null if each rank has whole parameters.
   std::shared_ptr<ParameterShards> parameter_shards() const;
   /// `write_after`: see StepStats::set_timeline().
@@ -105,6 +107,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   ProcessGroup group_;
   ReducerOptions options_;
+  std::optional<at::ScalarType> reduce_dtype_;  ///< Empty: the type of the gradients.
   CommHook comm_hook_;
   /// Gradients on several devices arrive on several threads. Recursive: a communication hook may call public functions.
   mutable std::recursive_mutex mutex_;

@@ -143,9 +143,10 @@ void register_fallback() {
 
 }  // namespace
 
-GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, Owner memory)
+GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype, Owner memory)
     : name_(std::move(name)),
       parameter_(std::move(parameter)),
+      original_dtype_(parameter_.scalar_type()),
       sizes_(parameter_.sizes().vec()),
       strides_(parameter_.strides().vec()),
       memory_(std::move(memory)) {
@@ -156,11 +157,12 @@ GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, Own
   set_memory(nullptr, 0);
   for (at::Tensor* state : {&attached_, &detached_}) {
     *state = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), parameter_.key_set().add(kUseKey),
-                                                      parameter_.dtype());
+                                                      c10::scalarTypeToTypeMeta(dtype));
     state->unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
   }
   // torch::save() bypasses the dispatcher. Without this, it would write no elements.
   detached_.unsafeGetTensorImpl()->set_storage_access_should_throw();
+  if (dtype != original_dtype_) parameter_.mutable_grad().reset();
   parameter_.set_data(attached_);
   show(detached_);
 }
@@ -191,15 +193,22 @@ bool GatheredParameter::is_replaced() const noexcept {
 }
 
 at::Tensor GatheredParameter::replacing_values() const {
-  if (parameter_.sizes() != at::IntArrayRef(sizes_) || parameter_.dtype() != attached_.dtype() ||
-      parameter_.device() != attached_.device() || parameter_.layout() != at::kStrided)
+  const bool same_type = parameter_.dtype() == attached_.dtype() || parameter_.scalar_type() == original_dtype_;
+  if (parameter_.sizes() != at::IntArrayRef(sizes_) || !same_type || parameter_.device() != attached_.device() ||
+      parameter_.layout() != at::kStrided)
     throw InvalidArgument(fmt::format(
         "parameter {} is now [{}] {} on {}, but was [{}] {} on {} when it was sharded: convert, move or "
         "resize a model before FullyShardedDataParallel",
         name_, fmt::join(parameter_.sizes(), ", "), c10::toString(parameter_.scalar_type()), parameter_.device().str(),
         fmt::join(sizes_, ", "), c10::toString(attached_.scalar_type()), attached_.device().str()));
-  const at::Tensor values = at::empty_strided(sizes_, strides_, attached_.options());
-  values.copy_(parameter_.detach());
+  at::Tensor other = parameter_.detach();
+  // torch::load() calls set_(), which gives the parameter memory of the file's type, and keeps the parameter's type.
+  const std::size_t original_bytes = static_cast<std::size_t>(other.numel()) * c10::elementSize(original_dtype_);
+  if (other.nbytes() != original_bytes && other.storage().nbytes() == original_bytes)
+    other = at::empty({0}, other.options().dtype(original_dtype_))
+                .set_(other.storage(), other.storage_offset(), other.sizes(), other.strides());
+  const at::Tensor values = at::empty_strided(sizes_, strides_, other.options());
+  values.copy_(other);
   return values.as_strided({values.numel()}, {1});
 }
 

@@ -29,16 +29,17 @@ class GatheredMemory {
 /// (data_ptr(), torch::save()) throws while the memory is detached.
 class GatheredParameter {
  public:
-  /// Detaches the parameter from its memory, whose values the caller has copied. The parameter is dense.
-  GatheredParameter(std::string name, at::Tensor parameter, std::weak_ptr<GatheredMemory> memory);
+  /// Detaches the parameter from its memory, whose values the caller has copied. The parameter is dense. From now on
+  /// its type is `dtype`.
+  GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype, std::weak_ptr<GatheredMemory> memory);
 
   /// `data`: the elements in the parameter's memory order. The caller keeps them until detach().
   void attach(void* data);
   void detach();
   /// Returns whether set_data(), torch::load() or Module::to() has given the parameter other memory.
   bool is_replaced() const noexcept;
-  /// Returns the values of the other memory in the parameter's memory order, one-dimensional. Throws InvalidArgument if
-  /// the shape or type has changed.
+  /// Returns the values of the other memory in the parameter's memory order, one-dimensional. Their type is that of the
+  /// parameter, or the one before. Throws InvalidArgument if the shape has changed, or for another type.
   at::Tensor replacing_values() const;
   /// Moves the parameter back to its own memory, attached or detached as before.
   void restore();
@@ -55,6 +56,7 @@ class GatheredParameter {
 
   std::string name_;
   at::Tensor parameter_;
+  at::ScalarType original_dtype_;
   std::vector<std::int64_t> sizes_, strides_;
   std::weak_ptr<GatheredMemory> memory_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;

@@ -31,7 +31,8 @@ class ParameterShards::Unit final : public GatheredMemory {
   struct Block {
     FlatLayout layout;
     std::vector<std::size_t> members;  ///< Indices in `parameters`. [position]
-    at::Tensor shard;                  ///< This rank's elements.
+    at::ScalarType dtype;              ///< Of `flat`.
+    at::Tensor shard;                  ///< This rank's elements, in the type that the parameters had.
     at::Tensor flat = {};              ///< All elements, while the unit is whole.
 
     at::Tensor own_part(const at::Tensor& tensor, std::size_t position, int rank) const {
@@ -41,6 +42,11 @@ class ParameterShards::Unit final : public GatheredMemory {
     at::Tensor piece(std::size_t position, int rank) const {
       const FlatLayout::Range range = layout.range(position, rank);
       return shard.narrow(0, range.in_shard, range.count);
+    }
+    /// Copies what was written to the parameter to the shard. Other elements keep the bits that `dtype` lacks.
+    void write_back(std::size_t position, int rank) const {
+      const at::Tensor own = piece(position, rank), now = own_part(gathered(position), position, rank);
+      own.copy_(dtype == own.scalar_type() ? now : at::where(own.to(dtype) == now, own, now.to(own.scalar_type())));
     }
     at::Tensor gathered(std::size_t position) const {
       return flat.narrow(0, layout.offsets[position], layout.numels[position]);
@@ -101,7 +107,10 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
     // All shards exist before the first parameter loses its memory.
     for (ShardedBlock& given : planned.blocks) {
       const auto options = given.parameters.at(0).tensor.options().requires_grad(false);
-      Unit::Block block{.layout = std::move(given.layout), .members = {}, .shard = {}};
+      Unit::Block block{.layout = std::move(given.layout),
+                        .members = {},
+                        .dtype = given.dtype.value_or(given.parameters[0].tensor.scalar_type()),
+                        .shard = {}};
       if (rank == 0) {
         block.flat = at::zeros({block.layout.numel}, options);  // Padding is sent too.
         for (std::size_t i = 0; i < given.parameters.size(); ++i)
@@ -120,7 +129,8 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
         places_[parameter.tensor.unsafeGetTensorImpl()] = {
             .unit = &unit, .block = b, .position = unit.blocks[b].members.size()};
         unit.blocks[b].members.push_back(unit.parameters.size());
-        unit.parameters.emplace_back(std::move(parameter.name), std::move(parameter.tensor), units_[u]);
+        unit.parameters.emplace_back(std::move(parameter.name), std::move(parameter.tensor), unit.blocks[b].dtype,
+                                     units_[u]);
       }
     }
   }
@@ -218,8 +228,8 @@ void ParameterShards::start(const std::vector<Unit*>& wanted, const Unit& used) 
     Unit& unit = *wanted[i];
     std::vector<at::Tensor> flats, shards;
     for (const Unit::Block& block : unit.blocks) {
-      flats.push_back(at::empty({block.layout.numel}, block.shard.options()));
-      shards.push_back(block.shard);
+      flats.push_back(at::empty({block.layout.numel}, block.shard.options().dtype(block.dtype)));
+      shards.push_back(block.shard.to(block.dtype));
     }
     unit.wait = transport_->start_gather(unit.index, flats, shards);
     for (std::size_t b = 0; b < flats.size(); ++b) unit.blocks[b].flat = std::move(flats[b]);
@@ -287,8 +297,7 @@ bool ParameterShards::release(Unit& unit) {
   try {
     adopt(unit);
     for (Unit::Block& block : unit.blocks) {
-      for (std::size_t i = 0; unit.is_written && i < block.members.size(); ++i)
-        block.piece(i, transport_->rank()).copy_(block.own_part(block.gathered(i), i, transport_->rank()));
+      for (std::size_t i = 0; unit.is_written && i < block.members.size(); ++i) block.write_back(i, transport_->rank());
     }
   } catch (...) {
     unit.is_open = true;
@@ -371,7 +380,7 @@ std::vector<ParameterShards::UnitStats> ParameterShards::stats() const {
   for (const auto& unit : units_) {
     UnitStats stats{.name = unit->name, .parameters = unit->parameters.size(), .gathers = unit->gathers};
     for (const Unit::Block& block : unit->blocks)
-      stats.bytes += static_cast<std::size_t>(block.layout.numel) * block.shard.element_size();
+      stats.bytes += static_cast<std::size_t>(block.layout.numel) * c10::elementSize(block.dtype);
     all.push_back(std::move(stats));
   }
   return all;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -25,8 +26,9 @@ namespace ddpkit {
 /// Parameters of one type. All ranks' shards, one after the other, are a flat tensor of all elements, so a gathered
 /// block needs no copy.
 struct ShardedBlock {
-  std::vector<NamedParameter> parameters;  ///< [position]
-  FlatLayout layout;                       ///< In memory order of the parameters.
+  std::vector<NamedParameter> parameters;    ///< [position]
+  FlatLayout layout;                         ///< In memory order of the parameters.
+  std::optional<at::ScalarType> dtype = {};  ///< Gathered, and computed with. Empty: the type of the shards.
 };
 
 /// Parameters that are gathered together.
