@@ -1,12 +1,17 @@
-// One rank of DistributedDataParallel. Trains a case on the weights and batches that ddp_training.py has written, and
-// saves its weights for comparison: ddp_training CASE FOLDER LEARNING_RATE MOMENTUM
+// One rank of DistributedDataParallel or FullyShardedDataParallel. Trains a case on the weights and batches that
+// ddp_training.py has written, and saves its weights and losses for comparison: ddp_training CASE FOLDER LEARNING_RATE
+// MOMENTUM
 #include "ddp_training.h"
 
 #include <fstream>
 #include <iostream>
 #include <iterator>
 
+#include <fmt/format.h>
+
 #include <ddpkit/error.h>
+#include <ddpkit/optim/fused_sgd.h>
+#include <ddpkit/optim/sharded_optimizer.h>
 
 namespace ddpkit::testing {
 
@@ -66,20 +71,38 @@ void train(const std::string& name, const std::string& folder, double learning_r
   const std::shared_ptr<PeerModel> model = peer_case.make(group);
   load(*model, read(folder + "/weights.pt"));
   const Tensors data = read(folder + "/data.pt");
-  DistributedDataParallel ddp(model, group, peer_case.options);
-  if (peer_case.hook) ddp.register_comm_hook(peer_case.hook(group));
-  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(learning_rate).momentum(momentum));
+  const auto options = torch::optim::SGDOptions(learning_rate).momentum(momentum);
   // [step, sample, ...]; each rank takes its part.
   const torch::Tensor x = data.at("x").chunk(group.world_size(), 1).at(static_cast<std::size_t>(group.rank()));
   const torch::Tensor y = data.at("y").chunk(group.world_size(), 1).at(static_cast<std::size_t>(group.rank()));
-  for (int step = 0; step < x.size(0); ++step) {
-    model->begin_step(step, group.rank());
-    optimizer.zero_grad();
-    torch::cross_entropy_loss(ddp(x[step]), y[step].flatten()).backward();
-    optimizer.step();
+  const torch::Tensor losses = torch::zeros({x.size(0)}, torch::kDouble);
+  const auto run = [&](auto& wrapped, auto& optimizer) {
+    for (int step = 0; step < x.size(0); ++step) {
+      model->begin_step(step, group.rank());
+      optimizer.zero_grad();
+      const torch::Tensor loss = torch::cross_entropy_loss(wrapped(x[step]), y[step].flatten());
+      loss.backward();
+      optimizer.step();
+      losses[step] = loss.detach();
+    }
+  };
+  const auto save = [&](const std::string& what, const Tensors& tensors) {
+    write(fmt::format("{}/{}-{}-of-{}.pt", folder, what, group.rank(), group.world_size()), tensors);
+  };
+  if (peer_case.fully_sharded) {
+    FullyShardedDataParallel fsdp(model, group, *peer_case.fully_sharded);
+    optim::ShardedOptimizer<optim::FusedSGD> optimizer(fsdp, options);
+    run(fsdp, optimizer);
+    const auto whole = fsdp.whole();
+    save("rank", state_of(*model));
+  } else {
+    DistributedDataParallel ddp(model, group, peer_case.options);
+    if (peer_case.hook) ddp.register_comm_hook(peer_case.hook(group));
+    torch::optim::SGD optimizer(model->parameters(), options);
+    run(ddp, optimizer);
+    save("rank", state_of(*model));
   }
-  write(folder + "/rank-" + std::to_string(group.rank()) + "-of-" + std::to_string(group.world_size()) + ".pt",
-        state_of(*model));
+  save("losses", {{"losses", losses}});
   group.barrier();  // A rank that exits early looks like a dead rank.
 }
 

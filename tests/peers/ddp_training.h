@@ -6,9 +6,11 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/fully_sharded_data_parallel.h>
 
 namespace ddpkit::testing {
 
@@ -24,6 +26,7 @@ struct PeerCase {
   std::function<std::shared_ptr<PeerModel>(const ProcessGroup& group)> make;
   DistributedDataParallelOptions options = {};
   std::function<CommHook(const ProcessGroup& group)> hook = nullptr;
+  std::optional<FullyShardedOptions> fully_sharded = std::nullopt;  ///< Instead of `options`.
 };
 
 /// Returns all cases by name; sources add theirs before main().

@@ -1,4 +1,5 @@
-"""Compares 50 steps of ddpkit's DistributedDataParallel on two ranks with Python's, with the same weights and batches.
+"""Compares the weights and losses of 50 steps of ddpkit's DistributedDataParallel or FullyShardedDataParallel on two ranks
+with Python's (FSDP2), with the same weights and batches.
 
 ddp_training.py DDPKIT DDP_TRAINING CASE:MOMENTUM...: trains the model CASE by SGD. Python's ranks communicate through Gloo."""
 import multiprocessing
@@ -11,6 +12,8 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from cases import run_each
 
@@ -66,6 +69,21 @@ class Transformer(Model):
         return nn.functional.linear(y.transpose(0, 1), self.embedding.weight).flatten(0, 1)
 
 
+class Decoder(Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0) for _ in range(3))
+        self.position = nn.Parameter(0.1 * torch.randn(10, 1, 32))
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(10)
+        y = self.embedding(x.t()) + self.position
+        for block in self.blocks:
+            y = block(y, mask)
+        return nn.functional.linear(y.transpose(0, 1), self.embedding.weight).flatten(0, 1)
+
+
 class Cnn(Model):
     def __init__(self):
         super().__init__()
@@ -103,13 +121,23 @@ def text():
     return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
 
-# Model, data, options of DistributedDataParallel. None: one process on the global batch.
+def fully_sharded(model, reshard):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+# Model, data, options of DistributedDataParallel, or a function that shards the model. None: one process on the global
+# batch.
 CASES = {
     "mlp": (Mlp, lambda: classified(20), {}),
     "lstm": (Lstm, lambda: classified(12, 6), {}),
     "transformer": (Transformer, text, {}),
     # Python's SyncBatchNorm rejects CPU tensors. The reference is batch norm over the global batch in one process.
     "sync_batch_norm": (Cnn, lambda: classified(3, 8, 8), None),
+    "fsdp": (Decoder, text, lambda model: fully_sharded(model, True)),
+    "fsdp_whole": (Decoder, text, lambda model: fully_sharded(model, False)),
     "unused": (Heads, lambda: classified(20), {"find_unused_parameters": True}),
 }
 
@@ -141,26 +169,37 @@ IN_DOUBLE = {"power_sgd", "power_sgd_4"}
 
 
 def train(case, momentum, weights, data, part, rank, options):
-    """Returns the state after all steps on a part of the samples. Uses DistributedDataParallel unless options is None."""
+    """Returns the state after all steps on a part of the samples, and the losses. Uses DistributedDataParallel or FSDP2
+    unless options is None."""
     model = CASES[case][0]().to(torch.double if case in IN_DOUBLE else torch.float)
     model.load_state_dict(weights)
-    forward = model if options is None else nn.parallel.DistributedDataParallel(model, **options)
+    if options is None:
+        forward = model
+    elif callable(options):
+        forward = options(model)
+    else:
+        forward = nn.parallel.DistributedDataParallel(model, **options)
     if options is not None and case in HOOKS:
         HOOKS[case](forward)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
+    losses = []
     for step, (x, y) in enumerate(zip(data["x"][:, part], data["y"][:, part])):
         model.begin_step(step, rank)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(forward(x), y.flatten()).backward()
+        loss = nn.functional.cross_entropy(forward(x), y.flatten())
+        loss.backward()
         optimizer.step()
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        losses.append(loss.item())
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    # A tensor that FSDP2 has sharded.
+    state = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
+    return state, torch.tensor(losses, dtype=torch.double)
 
 
 def run_rank(folder, rank, case, momentum, weights, data, options):
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     result = train(case, momentum, weights, data, slice(rank * BATCH, (rank + 1) * BATCH), rank, options)
-    if rank == 0:
-        torch.save(result, f"{folder}/python.pt")
+    torch.save(result, f"{folder}/python-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -173,7 +212,8 @@ def python_ddp(folder, *arguments):
     for process in ranks:
         process.join(200)
         assert process.exitcode == 0, f"a rank of Python's ended with {process.exitcode}"
-    return torch.load(f"{folder}/python.pt")
+    results = [torch.load(f"{folder}/python-{rank}.pt") for rank in range(RANKS)]
+    return results[0][0], [losses for _, losses in results]
 
 
 def difference(a, b):
@@ -193,23 +233,28 @@ def compare(case, momentum):
         torch.save(weights, f"{folder}/weights.pt")
         torch.save(data, f"{folder}/data.pt")
         if options is not None:
-            python = python_ddp(folder, case, momentum, weights, data, options)
+            python, losses = python_ddp(folder, case, momentum, weights, data, options)
         else:
-            python = train(case, momentum, weights, data, slice(None), 0, None)
+            python, losses = train(case, momentum, weights, data, slice(None), 0, None)[0], None
         subprocess.run(
             [ddpkit, "run", "-n", str(RANKS), "--", program, case, folder, str(LEARNING_RATE), str(momentum)], check=True,
             env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=200,
         )
         # Written by pickle_save of LibTorch, whose types weights_only rejects.
-        ours = [torch.load(f"{folder}/rank-{rank}-of-{RANKS}.pt", weights_only=False) for rank in range(RANKS)]
+        read = lambda what, rank: torch.load(f"{folder}/{what}-{rank}-of-{RANKS}.pt", weights_only=False)
+        ours = [read("rank", rank) for rank in range(RANKS)]
+        our_losses = [read("losses", rank)["losses"] for rank in range(RANKS)]
 
     for name in ours[0]:
         assert torch.equal(ours[0][name], ours[1][name]), f"{name} differs between ddpkit's ranks"
     moved, apart = difference(weights, python), difference(python, ours[0])
     # The result of rank 0 alone: the comparison must detect a missing exchange of gradients.
-    unlike = difference(python, train(case, momentum, weights, data, slice(0, BATCH), 0, None))
+    unlike = difference(python, train(case, momentum, weights, data, slice(0, BATCH), 0, None)[0])
     assert moved > 1000 * TOLERANCE and unlike > 100 * TOLERANCE, (moved, unlike)
     assert apart <= TOLERANCE, f"ddpkit and Python differ by {apart:.2g} after {STEPS} steps"
+    for rank in range(RANKS if losses else 0):
+        worst = (losses[rank] - our_losses[rank]).abs().max().item()
+        assert worst <= TOLERANCE, f"a loss of rank {rank} differs by {worst:.2g}"
     print(f"{case}, momentum {momentum}: weights moved by {moved:.2g}; ddpkit and Python differ by {apart:.2g}")
 
 

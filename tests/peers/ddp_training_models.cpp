@@ -40,6 +40,27 @@ struct Transformer : PeerModel {
   torch::Tensor position;
 };
 
+/// Blocks of one size, whose weights would be mixed if they were gathered in another order.
+struct Decoder : PeerModel {
+  Decoder() {
+    register_module("embedding", embedding);
+    for (int i = 0; i < 3; ++i)
+      blocks->push_back(
+          nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(32, 4).dim_feedforward(64).dropout(0)));
+    register_module("blocks", blocks);
+    position = register_parameter("position", torch::zeros({10, 1, 32}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) override {
+    const torch::Tensor mask = nn::TransformerImpl::generate_square_subsequent_mask(10);
+    torch::Tensor y = embedding->forward(x.t()) + position;
+    for (const auto& block : *blocks) y = block->as<nn::TransformerEncoderLayer>()->forward(y, mask);
+    return torch::linear(y.transpose(0, 1), embedding->weight).flatten(0, 1);
+  }
+  nn::Embedding embedding{50, 32};
+  nn::ModuleList blocks;
+  torch::Tensor position;
+};
+
 // Buckets so small that there are several.
 const DistributedDataParallelOptions kSmallBuckets = {.bucket_cap_mb = 0.008, .first_bucket_cap_mb = 0.002};
 
@@ -47,6 +68,9 @@ const DistributedDataParallelOptions kSmallBuckets = {.bucket_cap_mb = 0.008, .f
   peer_cases()["mlp"] = {make_peer_model<Mlp>, kSmallBuckets};
   peer_cases()["lstm"] = {make_peer_model<Lstm>, kSmallBuckets};
   peer_cases()["transformer"] = {make_peer_model<Transformer>, kSmallBuckets};
+  peer_cases()["fsdp"] = {.make = make_peer_model<Decoder>, .fully_sharded = FullyShardedOptions{.min_unit_mb = 0}};
+  peer_cases()["fsdp_whole"] = {.make = make_peer_model<Decoder>,
+                                .fully_sharded = FullyShardedOptions{.min_unit_mb = 0, .reshard_after_forward = false}};
   return true;
 }();
 
