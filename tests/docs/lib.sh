@@ -45,7 +45,7 @@ check_options() {
   while [[ ${1:-} =~ ^[A-Z_][A-Z0-9_]*= ]]; do shift; done
   [ $# -gt 0 ] || return 0
   case $1 in
-    ddpkit | har | asr | video | clstm_ppo) command=("$build/bin/$1") ;;
+    ddpkit | har | asr | video | clstm_ppo | gpt) command=("$build/bin/$1") ;;
     build/bin/*) command=("$build/bin/${1#build/bin/}") ;;
     script/* | examples/*/*.sh) command=("$source/$1") ;;
     *) wrong "$where: the program $1 has no known --help; give the block the rule skip"; return ;;
