@@ -99,6 +99,13 @@ void add_doctor(train::Options& app, Commands& commands) {
   command.add("amp", &model.amp, "In mixed precision").needs("params");
   command.add("sharded", &model.sharded, "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
       .needs("params");
+  command
+      .add(
+          "fsdp_unit", &model.fsdp_unit,
+          "With FullyShardedDataParallel, for ranks on the CPU: the largest unit's part of the parameters, such as 0.1")
+      .between(0, 1)
+      .excludes("sharded")
+      .needs("params");
   command.add("batch_size", &model.batch, "Samples per device").between(1, 1 << 20).also("batch").needs("params");
   command.add("activation_mb", &model.activation_mb_per_sample, "MiB of activations per sample")
       .at_least(0)

@@ -17,15 +17,20 @@ double state_of(const std::string& optimizer) {
 
 std::vector<MemoryItem> memory_items(const ModelPlan& plan, bool on_gpu) {
   constexpr double kMiB = 1 << 20;
-  const double n = plan.parameters, share = plan.sharded ? 1.0 / plan.ranks : 1;
+  const bool is_fsdp = plan.fsdp_unit > 0;
+  const double n = plan.parameters, share = plan.sharded || is_fsdp ? 1.0 / plan.ranks : 1;
   std::vector<MemoryItem> items = {
-      {"weights", 4 * n * (plan.sharded && !on_gpu ? share : 1)},
-      {"gradients", 4 * n},
+      {"weights", 4 * n * (is_fsdp || (plan.sharded && !on_gpu) ? share : 1)},
+      {"gradients", 4 * n * (is_fsdp ? share : 1)},
   };
+  if (is_fsdp) {  // docs/fsdp.md, with a root of the size of the unit.
+    items.push_back({"whole weights of a unit and root", 4 * n * 2 * plan.fsdp_unit});
+    items.push_back({"gradients in progress", 4 * n * 3 * plan.fsdp_unit});
+  }
   if (state_of(plan.optimizer) > 0)
     items.push_back({fmt::format("{} state", plan.optimizer), 4 * n * state_of(plan.optimizer) * share});
   if (plan.amp) items.push_back({"16-bit copies of the weights", 2 * n});
-  if (!on_gpu) items.push_back({"arena beyond the gradients", 2 * n});
+  if (!on_gpu && !is_fsdp) items.push_back({"arena beyond the gradients", 2 * n});
   if (plan.activation_mb_per_sample > 0)
     items.push_back({fmt::format("activations of {} samples", plan.batch),
                      plan.activation_mb_per_sample * kMiB * static_cast<double>(plan.batch) * (plan.amp ? .5 : 1)});
@@ -52,8 +57,10 @@ Findings examine_model(const ModelPlan& plan, const std::string& where, double f
   std::string advice;
   if (!fits) {
     advice = fmt::format("The model is {} too large for {}: ", in_units(needed - free_bytes), where);
-    if (!plan.sharded && state_of(plan.optimizer) > 0 && plan.ranks > 1)
+    if (!plan.sharded && plan.fsdp_unit == 0 && state_of(plan.optimizer) > 0 && plan.ranks > 1)
       advice += "shard the state (ShardedOptimizer), ";
+    if (plan.fsdp_unit == 0 && !on_gpu && plan.ranks > 1)
+      advice += "shard weights, gradients and state (FullyShardedDataParallel, --fsdp-unit), ";
     if (!plan.amp && plan.activation_mb_per_sample > 0) advice += "use mixed precision, ";
     if (plan.activation_mb_per_sample > 0 && plan.batch > 1) advice += "halve the batch and accumulate gradients, ";
     advice += on_gpu ? "or take a larger GPU." : "or start fewer ranks.";

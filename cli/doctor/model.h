@@ -16,6 +16,8 @@ struct ModelPlan {
   std::int64_t batch = 32;              ///< Samples per device.
   double activation_mb_per_sample = 0;  ///< MiB of activations per sample; 0: unknown.
   bool sharded = false;                 ///< State (on shm also weights) sharded over the ranks.
+  /// Fraction of the parameters in the largest unit of FullyShardedDataParallel, or in its root; 0: without it.
+  double fsdp_unit = 0;
   int ranks = 1;
 };
 

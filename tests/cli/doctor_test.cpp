@@ -173,6 +173,15 @@ TEST_CASE("whether a model fits, item by item", "[doctor]") {
   // All CPU ranks share one memory.
   CHECK_FALSE(can_train(examine_model({.parameters = 1e9, .ranks = 2}, "memory", 30e9, false)));
   CHECK(can_train(examine_model({.parameters = 1e9, .ranks = 1}, "memory", 30e9, false)));
+  // Each rank has a quarter of weights, gradients and state, and five times the unit.
+  const ModelPlan fsdp{.parameters = 1e9, .fsdp_unit = 0.02, .ranks = 4};
+  total = 0;
+  for (const MemoryItem& item : memory_items(fsdp, false)) total += item.bytes;
+  CHECK(total == Approx(16e9 / 4 + 5 * 4e9 * 0.02 + 150 * (1 << 20)));
+  CHECK(can_train(examine_model(fsdp, "memory", 20e9, false)));
+  const Findings whole = examine_model({.parameters = 1e9, .ranks = 4}, "memory", 20e9, false);
+  CHECK_FALSE(can_train(whole));
+  CHECK(whole.back().advice.find("FullyShardedDataParallel") != std::string::npos);
 }
 
 TEST_CASE("ddpkit doctor finds nothing wrong here, and all-reduces", "[doctor]") {
