@@ -1,11 +1,13 @@
 """Python's side of `ddpkit bench step --peers`, which starts it: one rank of a DistributedDataParallel with Gloo (on GPUs
-NCCL), or with --alone one process without it.
+NCCL), with --package FOLDER over the backend shm of ddpkit_torch, with --fsdp of FSDP2, or with --alone one process
+without it.
 
 Uses the same models, data, batch, thread and pinning as cli/bench/step_models.cpp and step_rank.cpp, and the same
 requests and answers (cli/bench/workers.h, step_row.h)."""
 import argparse
 import datetime
 import os
+import sys
 import time
 
 parser = argparse.ArgumentParser()
@@ -15,6 +17,8 @@ parser.add_argument("--optimizer", choices=("sgd", "adamw"), required=True)
 parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 parser.add_argument("--no-pin", action="store_true")
 parser.add_argument("--alone", action="store_true")
+parser.add_argument("--package", help="folder of ddpkit_torch")
+parser.add_argument("--fsdp", action="store_true")
 parser.add_argument("--control", required=True)
 arguments = parser.parse_args()
 rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -60,15 +64,15 @@ class Lstm(nn.Module):
 
 
 class Transformer(nn.Module):
-    TOKENS, LENGTH, WIDTH = 1000, 32, 128
+    TOKENS, LENGTH = 1000, 32
 
-    def __init__(self):
+    def __init__(self, width, layers):
         super().__init__()
-        self.embedding = nn.Embedding(self.TOKENS, self.WIDTH)
+        self.embedding = nn.Embedding(self.TOKENS, width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # As in step_models.cpp.
-        self.position = nn.Parameter(0.02 * torch.randn(self.LENGTH, 1, self.WIDTH))
+        self.position = nn.Parameter(0.02 * torch.randn(self.LENGTH, 1, width))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0) for _ in range(2)
+            nn.TransformerEncoderLayer(width, width // 32, 4 * width, dropout=0.0) for _ in range(layers)
         )
         # Not a buffer: buffers would be broadcast.
         self.mask = nn.Transformer.generate_square_subsequent_mask(self.LENGTH).to(device)
@@ -89,7 +93,7 @@ def make_task(name, batch):
     elif name == "lstm":
         model, shape = Lstm(), (128, 9)
     else:
-        model = Transformer()
+        model = Transformer(*((128, 2) if name == "transformer" else (512, 8)))
         torch.manual_seed(2 + rank)
         text = torch.randint(Transformer.TOKENS, (batch, Transformer.LENGTH + 1))
         return model, text[:, :-1], text[:, 1:].t().flatten()
@@ -109,6 +113,7 @@ def count_wrong(weights):
     wrong = 0
     for weight in weights:
         own = weight.detach()
+        own = own.full_tensor() if arguments.fsdp else own
         reference = own.clone()
         torch.distributed.broadcast(reference, 0)
         different = own.view(torch.int32).ne(reference.view(torch.int32))
@@ -126,9 +131,13 @@ def answer(words):
     print("ddpkit bench step: " + words, flush=True)
 
 
+if arguments.package:
+    sys.path.insert(0, arguments.package)
+    import ddpkit_torch  # noqa: E402, F401: registers the backend
+
 if not arguments.alone:
     torch.distributed.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
+        "shm" if arguments.package else "gloo" if device.type == "cpu" else "nccl",
         timeout=datetime.timedelta(minutes=2),
         device_id=None if device.type == "cpu" else device,
     )
@@ -137,6 +146,16 @@ if device.type == "cuda":
 model, x, y = (part.to(device) for part in make_task(arguments.model, arguments.batch))
 if arguments.alone:
     forward = model
+elif arguments.fsdp:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # The units of FullyShardedDataParallel: the children of the outermost lists.
+    mesh = init_device_mesh("cpu", (ranks,))
+    for child in model.layers if hasattr(model, "layers") else model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh)
+    forward = fully_shard(model, mesh=mesh, reshard_after_forward=False)
 else:
     forward = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 # The fastest variant in Python.

@@ -27,6 +27,10 @@ std::string why_no_python() {
   return "";
 }
 
+std::string python_package() {
+  return ::access(DDPKIT_PYTHON_FOLDER "/ddpkit_torch/__init__.py", R_OK) == 0 ? DDPKIT_PYTHON_FOLDER : "";
+}
+
 std::vector<std::string> python_command(const std::string& script) {
   return {python(), "-u", fmt::format("{}/{}", DDPKIT_PEERS_FOLDER, script)};
 }

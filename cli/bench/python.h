@@ -9,6 +9,9 @@ namespace ddpkit::bench {
 /// Returns the reason why PyTorch for Python cannot be measured here, in one sentence. Empty if it can.
 std::string why_no_python();
 
+/// Returns the folder of the built package ddpkit_torch; empty if the package is not built.
+std::string python_package();
+
 /// Returns the command that runs a script of benchmarks/peers with Python.
 std::vector<std::string> python_command(const std::string& script);
 

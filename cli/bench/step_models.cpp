@@ -75,22 +75,23 @@ class Lstm : public StepModel {
   torch::nn::Linear output_{100, kClasses};
 };
 
-/// Predicts the next of 1,000 tokens for each of 32 tokens. The output weights are tied to the embedding.
+/// Predicts the next of 1,000 tokens for each of 32 tokens, with `width` / 32 heads. The output weights are tied to the
+/// embedding.
 class Transformer : public StepModel {
  public:
   using StepModel::to;
-  static constexpr std::int64_t kTokens = 1000, kLength = 32, kWidth = 128;
+  static constexpr std::int64_t kTokens = 1000, kLength = 32;
 
-  Transformer() {
+  Transformer(std::int64_t width, int layers) : embedding_(kTokens, width) {
     register_module("embedding", embedding_);
     // As in GPT-2. LibTorch's default deviation of 1 makes the softmax of the tied output too sharp: in the twentieth
     // step, 46 % of its gradient are subnormal numbers. Some processors take several times as long for subnormal
     // numbers.
     torch::nn::init::normal_(embedding_->weight, 0, 0.02);
-    position_ = register_parameter("position", 0.02 * torch::randn({kLength, 1, kWidth}));
-    for (int layer = 0; layer < 2; ++layer) {
+    position_ = register_parameter("position", 0.02 * torch::randn({kLength, 1, width}));
+    for (int layer = 0; layer < layers; ++layer) {
       layers_->push_back(torch::nn::TransformerEncoderLayer(
-          torch::nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(4 * kWidth).dropout(0)));
+          torch::nn::TransformerEncoderLayerOptions(width, width / 32).dim_feedforward(4 * width).dropout(0)));
     }
     register_module("layers", layers_);
     mask_ = torch::nn::TransformerImpl::generate_square_subsequent_mask(kLength);
@@ -106,7 +107,7 @@ class Transformer : public StepModel {
   }
 
  private:
-  torch::nn::Embedding embedding_{kTokens, kWidth};
+  torch::nn::Embedding embedding_;
   at::Tensor position_;
   torch::nn::ModuleList layers_;
   at::Tensor mask_;  // Not a buffer, because DistributedDataParallel broadcasts buffers.
@@ -152,7 +153,8 @@ StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, 
     task.input = torch::randn({batch, 128, 9});
     classes();
   } else {
-    task.model = std::make_shared<Transformer>();
+    const bool is_small = model == "transformer";
+    task.model = std::make_shared<Transformer>(is_small ? 128 : 512, is_small ? 2 : 8);
     data_seed();
     const at::Tensor text = torch::randint(Transformer::kTokens, {batch, Transformer::kLength + 1}, at::kLong);
     task.input = text.narrow(1, 0, Transformer::kLength);
@@ -178,9 +180,10 @@ StepOptimizer make_step_optimizer(const std::string& name, const std::string& up
   throw InvalidArgument(fmt::format("there is no optimizer \"{}\"; there are sgd, adamw", name));
 }
 
-StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp) {
-  const optim::ShardedOptions options{.shared_weights = ddp.group().backend_name() == "shm",
-                                      .update_in_backward = in_backward};
+StepOptimizer make_sharded_step_optimizer(const std::string& name, const std::string& update,
+                                          DistributedDataParallelBase& ddp) {
+  const optim::ShardedOptions options{.shared_weights = ddp.group().backend_name() == "shm" && update != kFsdpUpdate,
+                                      .update_in_backward = update == kInBackwardUpdate};
   if (name == "sgd")
     return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedSGD>>(ddp, kSgd, options));
   return as_step_optimizer(std::make_shared<optim::ShardedOptimizer<optim::FusedAdamW>>(ddp, kAdamW, options));

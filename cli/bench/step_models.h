@@ -48,7 +48,9 @@ struct StepOptimizer {
 /// optimizer. Throws InvalidArgument.
 StepOptimizer make_step_optimizer(const std::string& name, const std::string& update,
                                   std::vector<at::Tensor> parameters);
-/// Creates ddpkit's fused optimizer, sharded over the ranks of `ddp`.
-StepOptimizer make_sharded_step_optimizer(const std::string& name, bool in_backward, DistributedDataParallelBase& ddp);
+/// Creates ddpkit's fused optimizer, sharded over the ranks of `ddp`. `update`: kShardedUpdate, kInBackwardUpdate or
+/// kFsdpUpdate.
+StepOptimizer make_sharded_step_optimizer(const std::string& name, const std::string& update,
+                                          DistributedDataParallelBase& ddp);
 
 }  // namespace ddpkit::bench

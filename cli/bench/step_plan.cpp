@@ -23,7 +23,7 @@ constexpr double kNoCapMb = 1 << 20;
 }  // namespace
 
 std::optional<MlpShape> mlp_shape(std::string_view model) {
-  if (model == "cnn" || model == "lstm" || model == "transformer") return std::nullopt;
+  if (model == "cnn" || model == "lstm" || model == "transformer" || model == "transformer-25m") return std::nullopt;
   std::string names;
   for (const auto& [name, shape] : kNamedMlps) {
     if (name == model) return shape;
@@ -36,7 +36,8 @@ std::optional<MlpShape> mlp_shape(std::string_view model) {
                         parse_number(model.substr(x + 1), shape.layers);
   if (!is_shape || shape.hidden < 1 || shape.hidden > 65536 || shape.layers < 1 || shape.layers > 1024)
     throw InvalidArgument(
-        fmt::format("there is no model \"{}\"; there are {}mlp-HIDDENxLAYERS, cnn, lstm, transformer", model, names));
+        fmt::format("there is no model \"{}\"; there are {}mlp-HIDDENxLAYERS, cnn, lstm, transformer, transformer-25m",
+                    model, names));
   return shape;
 }
 
@@ -56,16 +57,18 @@ BucketCaps bucket_caps(std::string_view text) {
 }
 
 void declare(train::Options& options, StepPlan& plan) {
-  options.add("model", &plan.models,
-              "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer");
+  options.add(
+      "model", &plan.models,
+      "mlp-10k, mlp-106k, mlp-1m, mlp-7.6m, mlp-50m, mlp-HIDDENxLAYERS, cnn, lstm, transformer, transformer-25m");
   options.add("batch_size", &plan.batch, "Samples per rank").between(1, 1 << 20).also("batch");
   options.add("optimizer", &plan.optimizer, "sgd or adamw").one_of({"sgd", "adamw"});
   options
       .add("update", &plan.updates,
            "How weights are updated: torch (torch::optim), fused (ddpkit's optimizers), sharded (over the ranks), "
-           "in-backward (sharded, each bucket after its reduction), graphed (fused, the step as one CUDA graph) "
-           "(default: torch; with adamw all updates of the CPU; with cuda torch, fused, graphed)")
-      .one_of({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate});
+           "in-backward (sharded, each bucket after its reduction), graphed (fused, the step as one CUDA graph), fsdp "
+           "(sharded, the weights too) "
+           "(default: torch; with adamw all updates of the CPU except fsdp; with cuda torch, fused, graphed)")
+      .one_of({kTorchUpdate, kFusedUpdate, kShardedUpdate, kInBackwardUpdate, kGraphedUpdate, kFsdpUpdate});
   options.add("bucket_cap_mb", &plan.bucket_caps_mb,
               "Bucket caps in MiB to compare; \"default\"; or \"one\" for a single bucket");
   options.add("device", &plan.device, "cpu or cuda, one GPU per rank").one_of({"cpu", "cuda"});

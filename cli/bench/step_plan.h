@@ -32,15 +32,16 @@ inline constexpr int kRoundsAStart = 4;
 inline constexpr double kTurnSeconds = 0.15;
 
 /// The kinds of update: torch::optim; ddpkit's fused optimizer; the fused optimizer sharded over the ranks; the sharded
-/// optimizer within backward; the fused optimizer in a step that is one CUDA graph.
+/// optimizer within backward; the fused optimizer in a step that is one CUDA graph; weights that are sharded too.
 inline constexpr const char* kTorchUpdate = "torch";
 inline constexpr const char* kFusedUpdate = "fused";
 inline constexpr const char* kShardedUpdate = "sharded";
 inline constexpr const char* kInBackwardUpdate = "in-backward";
 inline constexpr const char* kGraphedUpdate = "graphed";
+inline constexpr const char* kFsdpUpdate = "fsdp";
 
 /// Returns the updates to measure: those of the plan, if any. Default on GPUs: torch, fused and graphed. Default on the
-/// CPU: all updates of the CPU for adamw, only torch for sgd.
+/// CPU: all updates of the CPU except fsdp for adamw, only torch for sgd.
 std::vector<std::string> updates_of(const StepPlan& plan);
 
 /// The hidden layers of an MLP: 561 inputs, `layers` times `hidden` with ReLU, 6 classes.
@@ -49,8 +50,8 @@ struct MlpShape {
   int layers = 0;
 };
 
-/// Returns the shape of "mlp-106k", of the other named MLPs and of "mlp-HIDDENxLAYERS". Empty for "cnn", "lstm" and
-/// "transformer". Throws InvalidArgument for an unknown model.
+/// Returns the shape of "mlp-106k", of the other named MLPs and of "mlp-HIDDENxLAYERS". Empty for "cnn", "lstm",
+/// "transformer" and "transformer-25m". Throws InvalidArgument for an unknown model.
 std::optional<MlpShape> mlp_shape(std::string_view model);
 
 /// Returns the model's name for the measuring processes (C++ and Python): "mlp-HIDDENxLAYERS" for an MLP.

@@ -15,6 +15,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/graphed_step.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
+#include <ddpkit/parallel/fully_sharded_data_parallel.h>
 
 #include "device.h"
 #include "rank.h"
@@ -56,8 +57,8 @@ DistributedDataParallelOptions ddp_options(const BucketCaps& caps) {
   return options;
 }
 
-/// One training loop. With `exchanges`, DistributedDataParallel wraps the model. Without, each step has a barrier if
-/// there is a group.
+/// One training loop. With `exchanges`, DistributedDataParallel or FullyShardedDataParallel wraps the model. Without,
+/// each step has a barrier if there is a group.
 class Training {
  public:
   Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank, c10::Device device)
@@ -65,10 +66,17 @@ class Training {
         bytes_before_(proportional_bytes()),
         task_(make_step_task(plan.models.at(0), plan.batch, rank, device)),
         group_(group) {
-    if (exchanges) ddp_.emplace(task_.model, *group_, ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
     const std::string update = updates_of(plan).at(0);
-    if (update == kShardedUpdate || update == kInBackwardUpdate) {
-      optimizer_ = make_sharded_step_optimizer(plan.optimizer, update == kInBackwardUpdate, *ddp_);
+    if (exchanges && update == kFsdpUpdate) {
+      fsdp_ = std::make_shared<FullyShardedDataParallel<StepModel>>(task_.model, *group_);
+      wrapper_ = fsdp_;
+    } else if (exchanges) {
+      ddp_ = std::make_shared<DistributedDataParallel<StepModel>>(task_.model, *group_,
+                                                                  ddp_options(bucket_caps(plan.bucket_caps_mb.at(0))));
+      wrapper_ = ddp_;
+    }
+    if (update == kShardedUpdate || update == kInBackwardUpdate || update == kFsdpUpdate) {
+      optimizer_ = make_sharded_step_optimizer(plan.optimizer, update, *wrapper_);
     } else {
       optimizer_ = make_step_optimizer(plan.optimizer, update, task_.model->parameters());
     }
@@ -87,7 +95,7 @@ class Training {
     for (int step = 0; step < steps; ++step) {
       train();
       clock.lap();
-      if (ddp_ && device_.is_cpu()) turn.exposed_us.push_back(exposed_us());
+      if (wrapper_ && device_.is_cpu()) turn.exposed_us.push_back(exposed_us());
     }
     turn.us = clock.us();
     return turn;
@@ -106,10 +114,12 @@ class Training {
     }
     const std::vector<at::Tensor> weights = task_.model->parameters();
     for (const at::Tensor& weight : weights) end.params += static_cast<std::uint64_t>(weight.numel());
-    if (!ddp_) return end;
-    const auto stats = ddp_->stats();
+    if (!wrapper_) return end;
+    const auto stats = wrapper_->stats();
     end.buckets = stats.buckets.size();
     for (const BucketStats& bucket : stats.buckets) end.reduced_bytes += bucket.bytes;
+    std::optional<FullyShardedDataParallelBase::Gathering> whole;
+    if (fsdp_) whole.emplace(fsdp_->whole());
     end.wrong = count_wrong_weights(weights, *group_);
     return end;
   }
@@ -125,16 +135,16 @@ class Training {
 
   at::Tensor step(const at::Tensor& input, const at::Tensor& target) {
     optimizer_.zero_grad();
-    const at::Tensor logits = ddp_ ? (*ddp_)(input) : task_.model->forward(input);
+    const at::Tensor logits = fsdp_ ? (*fsdp_)(input) : ddp_ ? (*ddp_)(input) : task_.model->forward(input);
     const at::Tensor loss = torch::cross_entropy_loss(logits, target);
     loss.backward();
-    if (group_ && !ddp_) group_->barrier();
+    if (group_ && !wrapper_) group_->barrier();
     optimizer_.step();
     return loss.detach();
   }
 
   double exposed_us() const {
-    const auto stats = ddp_->stats();
+    const auto stats = wrapper_->stats();
     double finished = stats.last_gradient_us;
     for (const BucketStats& bucket : stats.buckets) finished = std::max(finished, bucket.done_us);
     return finished - stats.last_gradient_us;
@@ -144,7 +154,9 @@ class Training {
   std::uint64_t bytes_before_;
   StepTask task_;
   std::optional<ProcessGroup> group_;
-  std::optional<DistributedDataParallel<StepModel>> ddp_;
+  std::shared_ptr<DistributedDataParallel<StepModel>> ddp_;
+  std::shared_ptr<FullyShardedDataParallel<StepModel>> fsdp_;
+  std::shared_ptr<DistributedDataParallelBase> wrapper_;  // One of the two; null without an exchange.
   StepOptimizer optimizer_;
   std::optional<optim::GraphedStep> graphed_;
 };

@@ -99,14 +99,16 @@ class ModelBench {
         if (!start_ranks(backend, update)) return false;
       }
     }
-    if (options_.peers) start_python();
+    if (options_.peers) start_python(has(kFsdpUpdate));
     return true;
   }
 
   /// Returns false if a requested backend is not available.
   bool start_ranks(const std::string& backend, const std::string& update) {
     const std::string name = "ddpkit-" + backend + (update == kTorchUpdate ? "" : "-" + update);
-    for (const std::string& cap : options_.plan.bucket_caps_mb) {
+    // FullyShardedDataParallel has a bucket per unit.
+    const auto caps = update == kFsdpUpdate ? std::vector<std::string>{"default"} : options_.plan.bucket_caps_mb;
+    for (const std::string& cap : caps) {
       try {
         systems_.push_back({.name = name,
                             .bucket_cap_mb = cap,
@@ -120,19 +122,33 @@ class ModelBench {
     return true;
   }
 
-  void start_python() {
-    std::vector<std::string> command = python_command("step.py");
+  void start_python(bool sharded) {
+    std::vector<std::string> common = python_command("step.py");
     const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
-    command.insert(command.end(), arguments.begin(), arguments.end());
-    const std::string ddp = python_ddp(options_.plan);
-    systems_.push_back({.name = ddp,
-                        .bucket_cap_mb = "default",
-                        .workers = start_workers(ddp, command),
-                        .ranks = options_.plan.ranks});
-    command.emplace_back("--alone");
+    common.insert(common.end(), arguments.begin(), arguments.end());
+    const auto with = [&](const std::vector<std::string>& more) {
+      std::vector<std::string> command = common;
+      command.insert(command.end(), more.begin(), more.end());
+      return command;
+    };
+    const auto start = [&](const std::string& name, const std::vector<std::string>& command) {
+      systems_.push_back({.name = name,
+                          .bucket_cap_mb = "default",
+                          .workers = start_workers(name, command),
+                          .ranks = options_.plan.ranks});
+    };
+    const bool on_cpu = options_.plan.device == "cpu";
+    start(python_ddp(options_.plan), common);
+    if (const std::string package = python_package(); on_cpu && !package.empty())
+      start("python-ddp-shm", with({"--package", package}));
+    // FSDP2 does not support nn.LSTM, which keeps a list of its weights.
+    if (sharded && on_cpu && model_ != "lstm") start("python-fsdp-gloo", with({"--fsdp"}));
     const std::string name = "python-alone";
-    systems_.push_back(
-        {.name = name, .bucket_cap_mb = "", .workers = start_workers(name, command), .together = false, .roams = true});
+    systems_.push_back({.name = name,
+                        .bucket_cap_mb = "",
+                        .workers = start_workers(name, with({"--alone"})),
+                        .together = false,
+                        .roams = true});
   }
 
   std::shared_ptr<Workers> start_workers(const std::string& name, const std::string& backend, const std::string& update,

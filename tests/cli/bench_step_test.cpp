@@ -180,6 +180,19 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
 #endif
 }
 
+TEST_CASE("ddpkit bench step measures sharded weights", "[bench]") {
+  const Folder folder;
+  const MeasuredSteps measured =
+      measure_steps(folder, {"--model", "transformer", "--backend", "shm", "--steps", "4", "--optimizer", "adamw",
+                             "--update", "fsdp", "--bucket-cap-mb", "1,4"});
+  const auto is_fsdp = [](const auto& row) { return row.at("system") == "ddpkit-shm-fsdp"; };
+  REQUIRE(std::count_if(measured.rows.begin(), measured.rows.end(), is_fsdp) == 1);
+  const auto& row = *std::find_if(measured.rows.begin(), measured.rows.end(), is_fsdp);
+  CHECK(row.at("wrong") == "0");
+  CHECK(row.at("params") == measured.rows.front().at("params"));
+  CHECK(std::stod(row.at("us")) > 0);
+}
+
 TEST_CASE("ddpkit bench step restarts its processes", "[bench]") {
   const Folder folder;
   const auto [run, rows] =
@@ -198,7 +211,7 @@ TEST_CASE("ddpkit bench step restarts its processes", "[bench]") {
 }
 
 TEST_CASE("A step's models train", "[bench]") {
-  for (const std::string name : {"mlp-16x2", "cnn", "lstm", "transformer"}) {
+  for (const std::string name : {"mlp-16x2", "cnn", "lstm", "transformer", "transformer-25m"}) {
     CAPTURE(name);
     const StepTask task = make_step_task(name, 4, 0);
     const auto optimizer =
