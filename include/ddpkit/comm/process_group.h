@@ -170,8 +170,7 @@ class ProcessGroup {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
   /// Reports to the other ranks that this rank cannot continue. Their collectives, also in groups of split(), throw
-  /// PeerLost with `reason` immediately. Never throws. A wrapped backend of c10d only ends its own collectives, if it
-  /// can.
+  /// PeerLost with `reason` at once. Never throws. A wrapped backend of c10d only ends its own collectives, if it can.
   void abort(const std::string& reason) const noexcept;
 
   /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
