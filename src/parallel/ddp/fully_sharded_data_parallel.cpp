@@ -60,7 +60,12 @@ class GroupTransport final : public ShardTransport {
     std::size_t agreed = tag.wanted.size();
     for (int r = 1; r < world_size(); ++r) {
       const auto* other = first + r * numbers_;
-      check_same(first, other, r);
+      try {
+        check_same(first, other, r);
+      } catch (const CollectiveMismatch&) {
+        end_together();
+        throw;
+      }
       const auto* differs = std::mismatch(first + 2, first + numbers_, other + 2).first;
       agreed = std::min(agreed, static_cast<std::size_t>(differs - (first + 2)));
     }
@@ -106,6 +111,15 @@ class GroupTransport final : public ShardTransport {
     } catch (const std::exception& error) {
       abort(error.what());
       throw;
+    }
+  }
+
+  /// Returns when all ranks have the numbers of all ranks: a rank that leaves earlier would be lost to the others.
+  void end_together() const noexcept {
+    try {
+      gathers_.barrier();
+    } catch (...) {
+      // The others have their numbers too, or have failed.
     }
   }
 
