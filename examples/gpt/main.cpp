@@ -9,5 +9,5 @@ int main(int argc, char** argv) {
   gpt::TrainOptions gpt;
   gpt::declare(options, gpt);
   const auto body = [&](ddpkit::train::Program& program) { gpt::train(gpt, options, program); };
-  return ddpkit::train::run_main(options, argc, argv, body, &gpt.run.launch);
+  return ddpkit::train::run_main(options, argc, argv, body);
 }

@@ -264,11 +264,11 @@ class Trainer {
 
 }  // namespace
 
-void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
+void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
   if (options.width % options.heads != 0)
     throw ddpkit::train::UsageError(
         fmt::format("--width {} is no multiple of --heads {}", options.width, options.heads));
-  const ddpkit::ProcessGroup group = program.init_process_group({.backend = options.run.backend});
+  const ddpkit::ProcessGroup group = program.join(options.run);
   ddpkit::train::Run run(options.run, declared, group);
   run.print("Loading data...");
   Corpus corpus;

@@ -9,6 +9,6 @@ namespace gpt {
 
 /// Trains on all ranks of the job, then writes text. `declared`: of declare(). Rank 0 prints to stdout; the last line
 /// is "validation loss N.NNNN". Throws ddpkit::Error.
-void train(const TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
+void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program);
 
 }  // namespace gpt
