@@ -85,7 +85,7 @@ class DistributedDataParallelBase : public Joinable {
                               const std::shared_ptr<ParameterShards>& shards = nullptr);
   DistributedDataParallelBase(DistributedDataParallelBase&&) noexcept;
   DistributedDataParallelBase& operator=(DistributedDataParallelBase&&) noexcept;
-  struct NoScope {};
+  struct NoScope {};  ///< Result of before_forward().
   /// Must be called before each forward pass. Collective in training mode if there are buffers to broadcast. The result
   /// must live until the forward pass has ended.
   NoScope before_forward();
