@@ -76,10 +76,6 @@ CheckpointInfo load_checkpoint(const std::filesystem::path& path, torch::nn::Mod
   const auto leave = c10::make_scope_exit([&] {
     if (shards) shards->leave();
   });
-  if (shards) shards->gather_all();
-  const auto release = c10::make_scope_exit([&] {
-    if (shards) shards->release_all();
-  });
   CheckpointInfo info;
   std::function<CheckpointInfo()> put;
   run_together(group, [&] {

@@ -94,7 +94,7 @@ RANK_TEST("a rank that skips a step of a fully sharded model is an error", "[fsd
   job.train();
   job.backward(1);
   if (group.rank() != 1) job.optimizer.step();
-  CHECK_THROWS_AS(job.backward(2), CollectiveMismatch);
+  CHECK_THROWS_WITH(job.backward(2), ContainsSubstring("optimizer steps and rank 1 after "));
 }
 
 RANK_TEST("the use of a fully sharded parameter outside forward is an error on its rank alone", "[fsdp]", 2) {

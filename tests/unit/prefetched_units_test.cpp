@@ -108,8 +108,11 @@ TEST_CASE("sharded units in another order are gathered on demand, and ahead from
 TEST_CASE("no sharded unit is gathered ahead that other ranks do not expect", "[fsdp]") {
   Model model;
   model.train();
+  model.train();
+  CHECK(std::exchange(model.units.ranks->ahead, 0) > 0);
   model.units.ranks->others_expect_other = true;
   CHECK(model.train() == kGathers);
+  CHECK(model.units.ranks->ahead == 0);
   model.units.ranks->others_expect_other = false;
   CHECK(model.train() == kGathers);
   CHECK(model.units.ranks->wanted.size() == kGathers - 1);

@@ -57,6 +57,7 @@ class SimulatedRanks final : public ShardTransport {
     if (std::exchange(fails_next, false)) throw std::runtime_error("the gather failed");
     for (const at::Tensor& flat : flats) flat.fill_(99);
     ++in_flight;
+    if (unit != used.back()) ++ahead;
     return [this, unit, flats, shards] {
       --in_flight;
       if (std::exchange(fails_to_end, false)) throw std::runtime_error("the gather did not end");
@@ -69,6 +70,7 @@ class SimulatedRanks final : public ShardTransport {
   void abort(const std::string&) noexcept override {}
 
   int gathers = 0, in_flight = 0;
+  int ahead = 0;  ///< Gathers of other units than the one in use.
   bool fails_next = false, fails_to_end = false;
   bool others_expect_other = false;              ///< The other ranks expect other units.
   std::vector<std::size_t> used;                 ///< By each call of agree().

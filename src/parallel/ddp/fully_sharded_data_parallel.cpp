@@ -127,14 +127,15 @@ class GroupTransport final : public ShardTransport {
   void check_same(const std::int64_t* first, const std::int64_t* other, int r) const {
     const auto name = [&](std::int64_t unit) { return unit_names_.at(static_cast<std::size_t>(unit)); };
     const auto fail = [&](const std::string& text) { throw CollectiveMismatch(text, {.rank = r, .call = "gather"}); };
+    // First: ranks with different numbers of steps also use different units next.
+    if (first[1] != other[1])
+      fail(fmt::format("rank 0 gathers unit {} after {} optimizer steps and rank {} after {}: call step() on all ranks",
+                       name(first[0]), first[1], r, other[1]));
     if (first[0] != other[0])
       fail(
           fmt::format("rank 0 uses unit {} and rank {} uses unit {}, but each gather needs the same unit on all ranks: "
                       "call the modules in the same order",
                       name(first[0]), r, name(other[0])));
-    if (first[1] != other[1])
-      fail(fmt::format("rank 0 gathers unit {} after {} optimizer steps and rank {} after {}: call step() on all ranks",
-                       name(first[0]), first[1], r, other[1]));
     if ((first[2] == first[0]) != (other[2] == other[0]))
       fail(fmt::format("unit {} is whole on rank {}, but not on rank {}: call the modules in the same order",
                        name(first[0]), first[2] == first[0] ? r : 0, first[2] == first[0] ? 0 : r));
