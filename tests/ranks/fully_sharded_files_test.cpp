@@ -1,4 +1,4 @@
-// Sharded checkpoints: each rank's file, and the index.
+// Checkpoints of fully sharded runs: whole ones, and sharded ones with a file per rank and an index.
 #include <torch/torch.h>
 
 #include <fstream>
@@ -20,7 +20,8 @@
 namespace fs = std::filesystem;
 using ddpkit::DistributedDataParallel, ddpkit::FullyShardedDataParallel, ddpkit::InvalidArgument, ddpkit::ProcessGroup;
 using ddpkit::optim::FusedAdamW, ddpkit::optim::FusedSGD, ddpkit::optim::ShardedOptimizer;
-using ddpkit::testing::Cnn, ddpkit::testing::flat_parameters, ddpkit::testing::LossModel, ddpkit::testing::maker;
+using ddpkit::testing::backward_alone, ddpkit::testing::largest_difference, ddpkit::testing::Cnn,
+    ddpkit::testing::flat_parameters, ddpkit::testing::LossModel, ddpkit::testing::maker;
 using ddpkit::testing::names_in, ddpkit::testing::Transformer;
 using ddpkit::train::Checkpoint, ddpkit::train::load_checkpoint, ddpkit::train::read_checkpoint;
 
@@ -31,7 +32,10 @@ const torch::optim::AdamWOptions kAmsgrad = torch::optim::AdamWOptions(1e-2).ams
 template <class M = Cnn>
 struct Sharded {
   explicit Sharded(const ProcessGroup& group, const std::function<void(M&)>& change = {})
-      : model(maker<M>(at::kDouble, change)()), fsdp(model, group, {.min_unit_mb = 0}), optimizer(fsdp, kAmsgrad) {}
+      : Sharded(group, kAmsgrad, change) {}
+  Sharded(const ProcessGroup& group, const torch::optim::AdamWOptions& adamw,
+          const std::function<void(M&)>& change = {})
+      : model(maker<M>(at::kDouble, change)()), fsdp(model, group, {.min_unit_mb = 0}), optimizer(fsdp, adamw) {}
   void train(int from, int to) {
     for (int step = from; step < to; ++step) {
       optimizer.zero_grad();
@@ -119,6 +123,40 @@ void check_numbers_of_ranks(const ProcessGroup& group, const SharedFolder& folde
 }
 
 }  // namespace
+
+RANK_TEST("a fully sharded run resumes from its checkpoint, also without sharding", "[fsdp]", 1, 2, 3) {
+  const torch::optim::AdamWOptions adamw(1e-2);
+  const SharedFolder folder(group);
+  const fs::path path = folder.path / "a.pt";
+  Sharded first(group, adamw);
+  first.train(0, 5);
+  CHECK_THROWS(ddpkit::train::save_checkpoint(path, *first.model, first.optimizer, {.step = 5}, group));
+  {
+    const auto whole = first.fsdp.whole();
+    ddpkit::train::save_checkpoint(path, *first.model, first.optimizer, {.step = 5}, group);
+  }
+  first.train(5, 10);
+
+  Sharded second(group, adamw);
+  second.train(20, 22);  // The load below discards these steps.
+  {
+    const auto whole = second.fsdp.whole();
+    CHECK(load_checkpoint(path, *second.model, second.optimizer, group).step == 5);
+  }
+  second.train(5, 10);
+  CHECK(torch::equal(second.weights(), first.weights()));
+
+  const auto alone = maker<Cnn>(at::kDouble)();
+  FusedAdamW plain(alone->parameters(), adamw);
+  read_checkpoint(path, *alone, plain);
+  for (int step = 5; step < 10; ++step) {
+    plain.zero_grad();
+    backward_alone(*alone, step, group.world_size(), group.rank(), at::kDouble);
+    plain.step();
+  }
+  CHECK(largest_difference(flat_parameters(*alone), first.weights()) < 1e-6);
+  group.barrier();  // Waits before the folder is removed.
+}
 
 RANK_TEST("a sharded checkpoint is loaded on any number of ranks, and without sharding", "[fsdp][checkpoint]", 4) {
   const SharedFolder folder(group);
