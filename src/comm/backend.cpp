@@ -17,6 +17,16 @@ Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device devi
   return c10::make_intrusive<ForwardingBackend>(std::move(backend), device);
 }
 
+void Backend::set_elastic() {
+  throw InvalidArgument(fmt::format(
+      "InitOptions::elastic: a {} group cannot continue without a lost rank; use shm with CPU ranks on one host",
+      getBackendName()));
+}
+
+Backend::Remainder Backend::shrink(int /*min_ranks*/) {
+  throw InvalidArgument("shrink: the group was created without InitOptions::elastic");
+}
+
 Backend::WorkPtr Backend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;

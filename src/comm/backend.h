@@ -57,6 +57,15 @@ class Backend : public c10d::Backend {
   /// size and place on the host in the new group.
   virtual Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                 const LaunchEnvironment& part) = 0;
+  /// See InitOptions::elastic. Throws InvalidArgument if the backend cannot continue without a rank.
+  virtual void set_elastic();
+  virtual bool is_elastic() const noexcept { return false; }
+  struct Remainder {
+    Ptr<Backend> backend;
+    std::vector<int> old_rank_of;  ///< Numbers of its ranks in this group. [rank]
+  };
+  /// See ProcessGroup::shrink().
+  virtual Remainder shrink(int min_ranks);
   /// Returns the device for tensors of ddpkit's own messages.
   virtual at::Device control_device() const { return at::kCPU; }
   /// Returns null if the ranks do not map common memory.

@@ -70,6 +70,7 @@ struct ProcessGroup::State {
   at::Device device;
   LaunchEnvironment environment;
   std::string backend_name;
+  std::uint64_t generation = 0;
   std::atomic<int> splits = 0;
   std::atomic<bool> shut_down = false;
   pid_t process = ::getpid();
@@ -235,6 +236,8 @@ int ProcessGroup::recv_any(const at::Tensor& tensor, int tag) const {
 
 std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) const {
   Backend& backend = state_->open();
+  if (backend.is_elastic())
+    throw InvalidArgument("split: a group with InitOptions::elastic cannot be split, because its ranks may be lost");
   for (const int r : ranks) {
     if (r < 0 || r >= world_size() || std::count(ranks.begin(), ranks.end(), r) != 1)
       throw InvalidArgument(fmt::format(
@@ -293,6 +296,23 @@ at::Tensor ProcessGroup::allocate(at::IntArrayRef sizes, at::ScalarType dtype) c
     return state_->open().allocateTensor(numel, options).view(sizes);
   return at::empty(sizes, options);
 }
+
+Regroup ProcessGroup::shrink(int min_ranks) const {
+  State& state = *state_;
+  auto [backend, old_rank_of] = state.open().shrink(min_ranks);
+  Regroup change{.generation = ++state.generation, .lost = {}, .old_rank_of = std::move(old_rank_of)};
+  for (int r = 0; r < world_size(); ++r) {
+    if (std::ranges::find(change.old_rank_of, r) == change.old_rank_of.end()) change.lost.push_back(r);
+  }
+  state.backend = std::move(backend);
+  state.native = state.backend->native();
+  LaunchEnvironment& place = state.environment;
+  place.rank = place.local_rank = state.backend->getRank();
+  place.world_size = place.local_world_size = state.backend->getSize();
+  return change;
+}
+
+std::uint64_t ProcessGroup::generation() const noexcept { return state_->generation; }
 
 void ProcessGroup::check() const { state_->open().check(); }
 

@@ -90,7 +90,6 @@ Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Deat
     auto& engine = engines[static_cast<std::size_t>(r)];
     if (!engine || (result.fault.empty() && !simulation->is_dead(r))) continue;
     // The fiber ended inside the engine, so the engine can be neither used nor destroyed.
-    shm::Engines::all().remove(engine.get());
     (void)engine.release();
   }
   result.switches = simulation->switches();

@@ -36,6 +36,41 @@ void reduce_some(ScenarioRank& rank, int times, std::size_t numel) {
   }
 }
 
+/// Like reduce_some(). Returns the number of collectives that have completed before a rank was lost, also if another
+/// call threw before their wait.
+int reduce_elastic(ScenarioRank& rank, int times, std::size_t numel) {
+  std::vector<Values> data;
+  std::vector<PendingHandle> pending;
+  for (int i = 0; i < times; ++i) data.push_back(ScenarioRank::values(rank.rank, i, numel));
+  try {
+    for (Values& values : data)
+      pending.push_back(rank.engine->post({.kind = CollectiveKind::kAllReduce,
+                                           .dtype = DataType::kInt64,
+                                           .input = values.data(),
+                                           .output = values.data(),
+                                           .numel = numel}));
+    for (const PendingHandle& each : pending) rank.engine->wait(each);
+  } catch (const PeerLost&) {
+  }
+  int completed = 0;
+  for (; completed < std::ssize(pending) && pending[static_cast<std::size_t>(completed)]->finished; ++completed)
+    rank.check(data[static_cast<std::size_t>(completed)] == rank.sum(completed, numel), "a wrong result");
+  return completed;
+}
+
+/// Checks that all ranks of `rest` have completed as many collectives.
+void check_alike(ScenarioRank& rank, ddpkit::shm::Engine& rest, std::int64_t completed) {
+  Values sums{1, completed, completed * completed};
+  rest.run({.kind = CollectiveKind::kAllReduce,
+            .dtype = DataType::kInt64,
+            .input = sums.data(),
+            .output = sums.data(),
+            .numel = sums.size()});
+  rank.check(sums[0] == rest.world_size(), "a wrong sum");
+  // The variance of equal numbers is 0.
+  rank.check(sums[0] * sums[2] == sums[1] * sums[1], "survivors have completed different collectives");
+}
+
 /// The last rank ends its group by `end` after one collective. The other ranks must learn this before their futex wait
 /// times out.
 Scenario ends_by(int ranks, const std::function<void(ScenarioRank&)>& end, const std::string& message) {
@@ -81,6 +116,46 @@ TEST_CASE("schedules: a rank dies at each point of its collectives", "[schedules
   explore_deaths("2 ranks", scenario(2, 5, 3000), 1);
   explore_deaths("3 ranks", scenario(3, 5, 3000), 0);
   explore_deaths("3 ranks that share a reduction", scenario(3, 2100, 2000), 2);
+}
+
+TEST_CASE("schedules: the survivors of a death have completed the same collectives, and continue", "[schedules]") {
+  const auto scenario = [](int ranks, std::size_t numel, int schedules) {
+    return Scenario{.ranks = ranks,
+                    .body =
+                        [=](ScenarioRank& rank) {
+                          rank.engine->set_elastic();
+                          const int completed = reduce_elastic(rank, 3, numel);
+                          if (completed == 3) return rank.engine.reset();
+                          std::vector<int> members;
+                          const auto rest = rank.engine->shrink(1, members);
+                          rank.check(std::ssize(members) == ranks - 1, "a survivor is missing");
+                          check_alike(rank, *rest, completed);
+                        },
+                    .schedules = schedules};
+  };
+  explore_deaths("2 ranks", scenario(2, 5, 1000), 1);
+  explore_deaths("3 ranks", scenario(3, 5, 3000), 1);
+  explore_deaths("3 ranks that share a reduction", scenario(3, 2100, 2000), 2);
+}
+
+TEST_CASE("schedules: a rank dies while the others continue without a lost rank", "[schedules]") {
+  const auto body = [](ScenarioRank& rank) {
+    rank.engine->set_elastic();
+    if (rank.rank == 2) return rank.engine.reset();
+    const int completed = reduce_elastic(rank, 1, 2);
+    std::vector<int> members;
+    for (auto* engine = rank.engine.get();;) {
+      auto rest = engine->shrink(1, members);
+      try {
+        return check_alike(rank, *rest, completed);
+      } catch (const PeerLost&) {
+        rank.engine = std::move(rest);
+        engine = rank.engine.get();
+      }
+    }
+  };
+  explore_deaths("the rank that offers", {.ranks = 3, .body = body, .schedules = 3000}, 0);
+  explore_deaths("another rank", {.ranks = 3, .body = body, .schedules = 3000}, 1);
 }
 
 TEST_CASE("schedules: a rank dies at each point of the rendezvous", "[schedules]") {

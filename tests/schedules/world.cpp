@@ -1,15 +1,19 @@
 // Replaces the operating system and the kernels for the engine: shared memory is the arena, processes are the
 // simulation's ranks, and a reduction reports its reads and writes.
+#include <array>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
 
+#include "comm/shm/engine.h"
 #include "comm/shm/mapping.h"
 #include "comm/shm/process_watch.h"
 #include "kernels/reduce.h"
+#include "memory.h"
 #include "simulation.h"
 #include "world.h"
 
@@ -26,6 +30,12 @@ std::shared_ptr<std::byte> unowned(std::byte* pages) {
   return {pages, [](std::byte*) {}};
 }
 
+/// [rank] The last one: outside the simulation.
+std::array<std::unique_ptr<shm::Engines>, kMaxRanks + 1>& processes() {
+  static std::array<std::unique_ptr<shm::Engines>, kMaxRanks + 1> processes;
+  return processes;
+}
+
 bool is_dead(int pid) {
   const Simulation* const simulation = Simulation::current();
   return simulation && simulation->is_dead(pid - kFirstPid);
@@ -34,6 +44,7 @@ bool is_dead(int pid) {
 }  // namespace
 
 void forget_memory() {
+  for (auto& engines : processes()) engines.reset();
   files().clear();
   Arena::instance().reset();
 }
@@ -64,6 +75,14 @@ Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Pop
   mapping.pages_ = schedules::unowned(schedules::files().at(static_cast<std::size_t>(fd)));
   mapping.size_ = bytes;
   return mapping;
+}
+
+Engines& Engines::all() {
+  const Simulation* const simulation = Simulation::current();
+  auto& engines =
+      schedules::processes().at(static_cast<std::size_t>(simulation ? simulation->rank() : schedules::kMaxRanks));
+  if (!engines) engines = std::make_unique<Engines>();
+  return *engines;
 }
 
 LifePage life_page() { return {}; }

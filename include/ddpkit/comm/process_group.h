@@ -64,7 +64,14 @@ class Work {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-/// A fixed set of ranks that call collectives together. Copies refer to the same group.
+/// How a group changed after the loss of ranks.
+struct Regroup {
+  std::uint64_t generation = 0;  ///< Number of changes of the group.
+  std::vector<int> lost;         ///< Former numbers of the lost ranks.
+  std::vector<int> old_rank_of;  ///< Former numbers of the ranks that remain. [rank]
+};
+
+/// A set of ranks that call collectives together. Only shrink() changes it. Copies refer to the same group.
 ///
 /// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
 /// compares the calls. If they differ, it throws CollectiveMismatch on every rank. Each rank calls the collectives of
@@ -173,6 +180,16 @@ class ProcessGroup {
   /// PeerLost with `reason` at once. Never throws. A wrapped backend of c10d only ends its own collectives, if it can.
   void abort(const std::string& reason) const noexcept;
 
+  /// After PeerLost: continues with the ranks that remain, renumbered in their order. Then rank(), world_size() and all
+  /// copies of this handle refer to the new group. Collective of the ranks that remain; needs InitOptions::elastic. If
+  /// another rank ends meanwhile, the group continues without that rank, too. Handles of earlier collectives, and
+  /// tensors of allocate(), belong to the old group.
+  /// Throws PeerLost if fewer than `min_ranks` remain, Timeout if a rank does not call shrink(), and InvalidArgument if
+  /// the group has not lost a rank.
+  Regroup shrink(int min_ranks = 1) const;
+  /// Returns how often shrink() has changed the group.
+  std::uint64_t generation() const noexcept;
+
   /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
   /// a collective that fails later leaves garbage. Call check() after the host has read a result, before using the
   /// result.
@@ -211,6 +228,10 @@ struct InitOptions {
   std::optional<at::Device> device = std::nullopt;
   /// Maximum time that a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  /// After the loss of a rank, the others can continue with ProcessGroup::shrink(). The lost rank fails the same
+  /// collective on all of them, also if some had completed it. Only with `shm` on the CPU, and without split(). The
+  /// same on all ranks.
+  bool elastic = false;
   /// Rank, world size and master address. Empty: read from the environment.
   std::optional<LaunchEnvironment> environment = std::nullopt;
 };

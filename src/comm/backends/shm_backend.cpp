@@ -233,6 +233,13 @@ Backend::Ptr<Backend> ShmBackend::subgroup(const Ptr<c10d::Store>& store, const 
   return create_shm_part(store, part.rank, part.world_size, timeout_);
 }
 
+Backend::Remainder ShmBackend::shrink(int min_ranks) {
+  Remainder remainder;
+  auto engine = engine_->shrink(min_ranks, remainder.old_rank_of);
+  remainder.backend = c10::make_intrusive<ShmBackend>(share(std::move(engine)), timeout_);
+  return remainder;
+}
+
 void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_tensor(tensor, "all_reduce");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:all_reduce", std::vector<c10::IValue>{tensor});

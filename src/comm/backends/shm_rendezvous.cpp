@@ -2,7 +2,7 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <new>
+#include <numeric>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -58,6 +58,12 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
 
 }  // namespace
 
+std::shared_ptr<shm::Engine> share(std::unique_ptr<shm::Engine> engine) {
+  return {engine.release(), [](shm::Engine* made) {
+            if (made->is_of_this_process()) delete made;
+          }};
+}
+
 std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                                             std::chrono::milliseconds timeout, int first_rank) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
@@ -71,21 +77,16 @@ std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store
     std::vector<int> pids{::getpid()};
     std::string offer = fmt::format("{} {}", host_identity(), ::getpid());
     if (rank == 0) {
-      control = shm::Mapping::create("control", shm::control_bytes(world_size));
-      auto* head = new (control.data()) shm::ControlHead{shm::kLayout, static_cast<std::uint32_t>(world_size)};
-      auto* blocks = reinterpret_cast<shm::RankBlock*>(control.data() + sizeof *head);
-      for (int r = 0; r < world_size; ++r) new (blocks + r) shm::RankBlock;
+      control = shm::create_control(world_size);
       offer += fmt::format(" {}", control.descriptor());
     }
     if (world_size > 1) {
       auto opened = open_control(roll_call.exchange(offer), rank, first_rank, pids, roll_call);
       if (rank != 0) control = std::move(opened);
     }
-    // A child made by fork() does not destroy the engine: the child does not have the engine's threads, and its end
-    // must not be reported to the other ranks.
-    return {new shm::Engine(std::move(control), rank, pids, timeout, first_rank), [](shm::Engine* made) {
-              if (made->is_of_this_process()) delete made;
-            }};
+    std::vector<int> names(pids.size());
+    std::iota(names.begin(), names.end(), first_rank);
+    return share(std::make_unique<shm::Engine>(std::move(control), rank, pids, timeout, std::move(names)));
   } catch (const Error& error) {
     // Otherwise the other ranks would report the end of this rank as the cause.
     if (world_size > 1) roll_call.announce(error);

@@ -121,13 +121,19 @@ bool Collectives::progress() {
   return moved;
 }
 
+void Collectives::drain(std::uint64_t end) {
+  end_ = end;
+  while (progress()) {
+  }
+}
+
 bool Collectives::match() {
   bool moved = false;
   for (;;) {
     resolve();
     const std::uint64_t sequence = own_.matched.load(std::memory_order_relaxed);
     Operation* operation = at(sequence);
-    if (!operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
+    if (sequence >= end_ || !operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
     compare_headers(peers_, operation->header);
     // After every rank has matched, the headers may be overwritten.
     if (operation->path == Path::kUnknown) segments_.agree(*operation);
@@ -159,7 +165,7 @@ bool Collectives::slot_is_free(std::uint64_t ticket) const noexcept {
 
 bool Collectives::arrive() {
   bool moved = false;
-  while (arrive_sequence_ < resolved_) {
+  while (arrive_sequence_ < std::min(resolved_, end_)) {
     const Operation& operation = *at(arrive_sequence_);
     const std::uint64_t ticket = own_.arrived.load(std::memory_order_relaxed);
     if (operation.path == Path::kStaged) {
@@ -180,7 +186,7 @@ bool Collectives::reduce() {
   bool moved = false;
   for (;;) {
     const std::uint64_t ticket = own_.reduced.load(std::memory_order_relaxed);
-    if (ticket == own_.arrived.load(std::memory_order_relaxed)) return moved;
+    if (ticket == own_.arrived.load(std::memory_order_relaxed) || reduce_sequence_ >= end_) return moved;
     const Operation& operation = *at(reduce_sequence_);
     if (own_.matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
         !peers_.all_reached(&Progress::arrived, ticket + 1))
@@ -201,7 +207,7 @@ bool Collectives::finish() {
   bool moved = false;
   for (;;) {
     const std::uint64_t ticket = own_.finished.load(std::memory_order_relaxed);
-    if (ticket == own_.reduced.load(std::memory_order_relaxed)) return moved;
+    if (ticket == own_.reduced.load(std::memory_order_relaxed) || first_sequence_ >= end_) return moved;
     Operation& operation = *operations_[finished_];
     if (operation.shared_reduce && !peers_.all_reached(&Progress::reduced, ticket + 1)) return moved;
     const std::uint64_t next = own_.arrived.load(std::memory_order_relaxed);

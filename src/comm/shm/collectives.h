@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "comm/shm/operation.h"
@@ -41,6 +42,9 @@ class Collectives {
   void post(const OperationHandle& operation);
   /// Advances all collectives as far as the other ranks allow. Returns whether one advanced. Throws CollectiveMismatch.
   bool progress();
+  /// Completes the collectives before number `end` that another rank has completed, and no other from now on. Requires
+  /// that no other rank makes progress.
+  void drain(std::uint64_t end);
 
  private:
   Operation* at(std::uint64_t sequence) const noexcept;
@@ -69,6 +73,7 @@ class Collectives {
   // The collectives of this rank's next ticket to arrive at and to reduce.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
+  std::uint64_t end_ = std::numeric_limits<std::uint64_t>::max();  ///< See drain().
   /// Finished, for reuse when the caller has released them: allocation would slow down small collectives.
   std::vector<OperationHandle> spare_;
 };

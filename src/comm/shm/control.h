@@ -100,6 +100,14 @@ struct alignas(kCacheLine) Progress {
   std::atomic<std::uint64_t> finished{0};  ///< Tickets that this rank has completed.
 };
 
+/// The control memory of a group of the ranks that remain after a loss. See shrink().
+struct GroupOffer {
+  std::uint16_t number = 0;  ///< Counts the offers of one rank. 0: no offer.
+  std::uint16_t world_size = 0;
+  std::int32_t fd = -1;
+};
+static_assert(std::atomic<GroupOffer>::is_always_lock_free, "processes share it");
+
 /// One rank's part of the control memory. Only its owner writes to it, except to `wake_word`.
 struct alignas(kCacheLine) RankBlock {
   Progress progress;
@@ -112,13 +120,15 @@ struct alignas(kCacheLine) RankBlock {
   std::atomic<std::uint32_t> left{0};                        ///< The rank has left its group without a failure.
   std::atomic<std::uint32_t> failure{0};  ///< FailureKind. Set after the following fields are complete.
   std::int32_t failed_rank{-1};           ///< The rank that caused the failure; -1: none.
-  std::uint64_t failed_sequence{0};       ///< This rank has completed all collectives before it, and no other.
+  std::uint64_t failed_sequence{0};       ///< At the failure or the leaving, it had completed the collectives before.
   std::int32_t stack_signal{0};           ///< Signal that makes the process print its stack; 0: none.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
   LifePage life;
-  std::array<std::uint64_t, 16> cores{};  ///< Bit mask of the cores that the rank may use.
-  std::array<char, 472> failure_text{};
+  std::atomic<GroupOffer> offer{GroupOffer{}};  ///< The last smaller group that this rank has offered.
+  std::int32_t previous{-1};                    ///< The rank's number in the group that this one continues; -1: none.
+  std::array<std::uint64_t, 16> cores{};        ///< Bit mask of the cores that the rank may use.
+  std::array<char, 460> failure_text{};
 
   std::array<SharedHeader, kMaxOutstanding> headers{};  ///< [sequence % kMaxOutstanding]
   /// [sequence % kMaxOutstanding][tensor]
@@ -154,7 +164,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000007ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000008ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);

@@ -3,17 +3,32 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
 
+#include "comm/shm/shrink.h"
 #include "comm/timeout.h"
 
 namespace ddpkit::shm {
 
-Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
-    : timeout_(timeout), peers_(std::move(control), rank, std::move(pids), timeout, first_rank) {
+namespace {
+
+std::vector<int> names_or_ranks(std::vector<int> names, std::size_t ranks) {
+  if (!names.empty()) return names;
+  names.resize(ranks);
+  std::iota(names.begin(), names.end(), 0);
+  return names;
+}
+
+}  // namespace
+
+Engine::Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout,
+               std::vector<int> names)
+    : timeout_(timeout),
+      peers_(std::move(control), rank, pids, timeout, names_or_ranks(std::move(names), pids.size())) {
   Engines::all().add(this);
 }
 
@@ -34,7 +49,7 @@ Engine::~Engine() {
     background_thread_.join();
   }
   if (ring_.is_world(group_number_)) ring_.leave();
-  peers_.leave();
+  peers_.leave(first_unfinished());
   // No thread progresses these any more.
   const auto abandoned = std::make_exception_ptr(
       Error("the process group was released before the end of its collective; keep it until then"));
@@ -53,6 +68,7 @@ OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs
   OperationHandle operation = collectives_.prepare(std::move(args));
   const auto can_post = [&] { return collectives_.can_post(); };
   if (!can_post()) wait_until(lock, timeout_, nullptr, can_post);
+  throw_if_failed();
   collectives_.post(operation);
   progress();
   return operation;
@@ -159,7 +175,18 @@ void Engine::fail_as_published(std::uint64_t sequence) {
   }
 }
 
-void Engine::check_peers(const Message* message) {
+void Engine::check_peers(std::unique_lock<std::mutex>& lock, const Message* message,
+                         const std::function<bool()>& done) {
+  try {
+    fail_if_lost(message);
+  } catch (const PeerLost&) {
+    settle(lock);
+    if (!done()) throw;  // drain() may have completed it.
+  }
+  settle(lock);
+}
+
+void Engine::fail_if_lost(const Message* message) {
   fail_as_published();
   const std::vector<int> lost = peers_.lost();
   if (lost.empty()) return;
@@ -192,7 +219,43 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   peers_.publish_failure(kind, text, failed_rank, first_unfinished());
   // The launcher only knows ranks of the world group.
   ring_.fail(kind, ring_.is_world(group_number_) ? failed_rank : std::nullopt);
+  if (elastic_ && kind == FailureKind::kPeerLost) drain();
   std::rethrow_exception(failure_);
+}
+
+/// A rank that has published its failure makes no progress until all others have failed or ended. From then on the
+/// counts and the data of all ranks stay, so each rank can complete what one of them has completed.
+void Engine::drain() {
+  const auto deadline = Clock::now() + timeout_;
+  std::uint64_t end = first_unfinished();
+  for (int r = 0; r < world_size(); ++r) {
+    const auto has_stopped = [&] { return peers_.block(r).failure.load() != 0 || peers_.has_ended(r); };
+    if (r == rank() || !poll_until(deadline, has_stopped)) continue;  // After the deadline, shrink() names the rank.
+    end = std::max(end, peers_.completed_by(r));
+  }
+  try {
+    collectives_.drain(end);
+  } catch (const CollectiveMismatch&) {
+    // Of a later collective, which fails anyway.
+  }
+  peers_.notify_sleepers();
+}
+
+std::unique_ptr<Engine> Engine::shrink(int min_ranks, std::vector<int>& members) {
+  if (!elastic_) throw InvalidArgument("shrink: the group was created without InitOptions::elastic");
+  // Ranks that failed in another way do not come.
+  if (peers_.own().failure.load() != static_cast<std::uint32_t>(FailureKind::kPeerLost))
+    throw InvalidArgument("shrink: the group has not lost another rank");
+  std::unique_ptr<Engine> engine;
+  shm::shrink(peers_, min_ranks, timeout_, [&](SmallerGroup group, std::chrono::milliseconds timeout) {
+    members = std::move(group.members);
+    engine = std::make_unique<Engine>(std::move(group.control), group.rank, std::move(group.pids), timeout,
+                                      std::move(group.names));
+  });
+  engine->set_timeout(timeout_);
+  engine->set_elastic();
+  if (ring_.is_world(group_number_)) ring_.continue_world(engine->group_number_);
+  return engine;
 }
 
 void Engine::abort(const std::string& reason) noexcept {

@@ -44,9 +44,10 @@ namespace ddpkit::shm {
 class Engine {
  public:
   /// All ranks map `control`; `pids` are their processes. [rank] Returns when all have joined. Throws RendezvousError
-  /// if a rank does not join in time, PeerLost if one ends or aborts before. `first_rank`: the number of rank 0 in
-  /// errors, if the group is a part of a larger one.
-  Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank = 0);
+  /// if a rank does not join in time, PeerLost if one ends or aborts before. `names`: the
+  /// numbers of the ranks in errors, if the group is a part of a larger one. [rank]
+  Engine(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout,
+         std::vector<int> names = {});
   /// Marks this rank as having left. Does not wait.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -56,6 +57,15 @@ class Engine {
   int world_size() const noexcept { return peers_.world_size(); }
   /// Returns false in a child made by fork().
   bool is_of_this_process() const noexcept;
+
+  /// From now on, the loss of a rank lets the others complete the same collectives, also those that only some of them
+  /// had completed, before they throw PeerLost. Then shrink() may follow. Call it on all ranks, before a collective.
+  void set_elastic() noexcept { elastic_ = true; }
+  bool is_elastic() const noexcept { return elastic_; }
+  /// After PeerLost: returns an engine of the ranks that remain, in their order, and sets `members` to their numbers in
+  /// this engine. Collective of these ranks. Throws PeerLost if they are fewer than `min_ranks`, Timeout if a rank does
+  /// not come, InvalidArgument if the group has not lost a rank or is not elastic.
+  std::unique_ptr<Engine> shrink(int min_ranks, std::vector<int>& members);
 
   /// Starts a collective. Throws the group's error if the group has failed.
   PendingHandle post(CollectiveArgs args);
@@ -112,11 +122,15 @@ class Engine {
   Awaited awaited(const Message* message) const noexcept {
     return {.message = message, .oldest = collectives_.oldest()};
   }
-  void check_peers(const Message* message);
+  /// Fails if a rank that the wait needs has ended. Returns if the operation is `done` all the same.
+  void check_peers(std::unique_lock<std::mutex>& lock, const Message* message, const std::function<bool()>& done);
+  void fail_if_lost(const Message* message);
   [[noreturn]] void throw_timeout(const Message* message, std::chrono::milliseconds waited,
                                   std::chrono::milliseconds timeout);
 
   // Failures.
+  /// Waits until the other ranks have failed or ended, and then completes what one of them has completed.
+  void drain();
   [[noreturn]] void fail(FailureKind kind, const std::string& text, std::optional<int> failed_rank);
   void throw_if_failed() const;
   /// Returns the number of the first collective that this rank has not completed.
@@ -132,6 +146,7 @@ class Engine {
   const std::uint32_t group_number_ = ring_.new_group();  ///< Unique in this process.
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
+  bool elastic_ = false;
   std::vector<Due> due_;
   Peers peers_;
   Segments segments_{peers_};
@@ -153,10 +168,7 @@ class Engine {
 /// The engines of this process.
 class Engines {
  public:
-  static Engines& all() {
-    static auto* engines = new Engines;  // Never destroyed: groups may be destroyed until the program ends.
-    return *engines;
-  }
+  static Engines& all();
   void add(Engine* engine) {
     const std::lock_guard lock(mutex_);
     engines_.push_back(engine);

@@ -45,8 +45,7 @@ bool Engine::test(const PendingHandle& pending) {
     throw_if_failed();
     progress();
     settle(lock);
-    if (!pending->finished) check_peers(pending->message);
-    settle(lock);
+    if (!pending->finished) check_peers(lock, pending->message, [&] { return pending->finished; });
   }
   pending->throw_if_failed();
   return pending->finished;
@@ -91,7 +90,8 @@ void Engine::run_background() {
       }
       if (over.empty()) {
         const int ended = peers_.ended();
-        check_peers(background_.front().pending->message);
+        const PendingHandle oldest = background_.front().pending;
+        check_peers(lock, oldest->message, [&] { return oldest->finished; });
         sleep(lock, false, ended);
       }
     } catch (const std::exception&) {
@@ -115,10 +115,10 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
   const int turns_awake = peers_.core_each() ? kSpinTurns : kYieldTurns;
   std::optional<Clock::time_point> start;  // Reads the clock only after a long wait.
   for (int turn = 0;;) {
-    throw_if_failed();
-    if (progress()) turn = 0;
+    if (!failure_ && progress()) turn = 0;
     settle(lock);
     if (done()) return;
+    throw_if_failed();
     if (turn++ < turns_awake) {
       if (peers_.core_each() && turn < kHotTurns) continue;
       lock.unlock();
@@ -136,8 +136,7 @@ void Engine::wait_until(std::unique_lock<std::mutex>& lock, milliseconds timeout
       if (const Operation* oldest = collectives_.oldest(); oldest && !message) ring_.waits(oldest->event);
     }
     const int ended = peers_.ended();
-    check_peers(message);
-    settle(lock);
+    check_peers(lock, message, done);
     if (done()) return;
     const auto waited = Clock::now() - *start;
     if (waited >= timeout) throw_timeout(message, std::chrono::duration_cast<milliseconds>(waited), timeout);

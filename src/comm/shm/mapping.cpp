@@ -79,6 +79,10 @@ class MappedPages {
   std::shared_ptr<std::byte> get(int fd, std::size_t bytes, Mapping::Populate populate) {
     struct stat file {};
     if (::fstat(fd, &file) != 0) return nullptr;
+    if (static_cast<std::size_t>(file.st_size) < bytes) {  // The number belongs to another file now.
+      errno = EBADF;
+      return nullptr;
+    }
     const Key key{file.st_dev, file.st_ino, bytes};
     const std::lock_guard lock(mutex_);
     // A mapped file continues to exist, so no other file can have its inode number.

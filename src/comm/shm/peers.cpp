@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -51,11 +52,20 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
   }
 }
 
-Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank)
+Mapping create_control(int world_size) {
+  Mapping control = Mapping::create("control", control_bytes(world_size));
+  auto* const head = new (control.data()) ControlHead{kLayout, static_cast<std::uint32_t>(world_size)};
+  auto* const blocks = reinterpret_cast<RankBlock*>(control.data() + sizeof *head);
+  for (int r = 0; r < world_size; ++r) new (blocks + r) RankBlock;
+  return control;
+}
+
+Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout,
+             std::vector<int> names)
     : rank_(rank),
-      first_rank_(first_rank),
       world_size_(static_cast<int>(pids.size())),
       pids_(std::move(pids)),
+      names_(std::move(names)),
       control_(std::move(control)),
       head_(*reinterpret_cast<ControlHead*>(control_.data())),
       blocks_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead))) {
@@ -221,9 +231,15 @@ void Peers::throw_failure_of(int rank) const {
         make_error(failure->kind, failure->text, {.rank = failure->failed_rank, .call = "rendezvous"}));
 }
 
-void Peers::leave() const noexcept {
+void Peers::leave(std::uint64_t sequence) const noexcept {
+  if (own().failure.load() == 0) own().failed_sequence = sequence;
   own().left.store(1);
   wake_others();
+}
+
+std::uint64_t Peers::completed_by(int rank) const noexcept {
+  const RankBlock& theirs = block(rank);
+  return theirs.failure.load() != 0 || theirs.left.load() != 0 ? theirs.failed_sequence : 0;
 }
 
 int Peers::ended() const noexcept {
@@ -235,8 +251,7 @@ int Peers::ended() const noexcept {
 std::vector<int> Peers::lost() const {
   std::vector<int> lost;
   for (int r = 0; r < world_size_; ++r) {
-    if (r == rank_) continue;
-    if (block(r).left.load() != 0 || !watches_[static_cast<std::size_t>(r)].alive()) lost.push_back(r);
+    if (r != rank_ && has_ended(r)) lost.push_back(r);
   }
   return lost;
 }

@@ -20,13 +20,16 @@ namespace ddpkit::shm {
 /// Returns the error for a failure of the group.
 std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::Context context);
 
+/// Creates the control memory of a group.
+Mapping create_control(int world_size);
+
 /// The ranks of a group, as one of them sees them: their counts, sleeps, failures and processes, and their memory.
 ///
 /// The engine's mutex protects publish(), notify_sleepers() and publish_failure(). The other functions are thread-safe.
 class Peers {
  public:
   /// Waits until all ranks have joined. Publishes an error before throwing it. Parameters and errors: see Engine.
-  Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, int first_rank);
+  Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::milliseconds timeout, std::vector<int> names);
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
@@ -34,7 +37,7 @@ class Peers {
   int world_size() const noexcept { return world_size_; }
   int pid(int rank) const noexcept { return pids_[static_cast<std::size_t>(rank)]; }
   /// Returns the rank's number for messages.
-  int named(int rank) const noexcept { return first_rank_ + rank; }
+  int named(int rank) const noexcept { return names_[static_cast<std::size_t>(rank)]; }
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
   RankBlock& own() const noexcept { return blocks_[rank_]; }
   /// Returns whether there is a core for each rank, so that a rank may spin.
@@ -89,11 +92,17 @@ class Peers {
                        std::uint64_t sequence = 0) const noexcept;
   /// Returns the failure that the rank has published, if any.
   std::optional<Failure> failure_of(int rank) const;
-  /// Marks this rank as having left.
-  void leave() const noexcept;
+  /// Marks this rank as having left. It has completed the collectives before number `sequence`.
+  void leave(std::uint64_t sequence) const noexcept;
+  /// Returns the number of collectives that the rank had completed when it failed or left.
+  std::uint64_t completed_by(int rank) const noexcept;
   /// Returns the number of ranks that have published a failure or left. It never decreases.
   int ended() const noexcept;
-  /// Returns the other ranks that have left or whose processes have ended.
+  /// Returns whether the rank has left or its process has ended.
+  bool has_ended(int rank) const noexcept {
+    return block(rank).left.load() != 0 || !watches_[static_cast<std::size_t>(rank)].alive();
+  }
+  /// Returns the other ranks that have ended.
   std::vector<int> lost() const;
   /// Makes a rank print its stack to stderr, unless a launcher reads the recorder and requests the stacks.
   void request_stack(int rank) const noexcept;
@@ -106,9 +115,9 @@ class Peers {
   void wake_others() const noexcept;
 
   const int rank_;
-  const int first_rank_;
   const int world_size_;
-  const std::vector<int> pids_;  ///< [rank]
+  const std::vector<int> pids_;   ///< [rank]
+  const std::vector<int> names_;  ///< [rank]
   Mapping control_;
   ControlHead& head_;
   RankBlock* const blocks_;            ///< [rank]

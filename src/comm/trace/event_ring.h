@@ -160,6 +160,11 @@ class EventRing {
     page_->world.store(world, std::memory_order_relaxed);
     page_->phase.store(RankPhase::kRendezvous, std::memory_order_release);
   }
+  /// Records that `group` continues the group of all ranks, after the loss of a rank.
+  void continue_world(std::uint32_t group) noexcept {
+    world_group_.store(group);
+    page_->outcome.store(Outcome{});
+  }
   void set_phase(RankPhase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
   /// Records that this rank leaves the group of all ranks. Call it before the others can detect it.
   void leave() noexcept { page_->phase.store(RankPhase::kLeft); }
