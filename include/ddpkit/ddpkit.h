@@ -13,6 +13,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
 #include <ddpkit/optim/clip_grad_norm.h>
+#include <ddpkit/optim/elastic.h>
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_optimizer.h>
 #include <ddpkit/optim/fused_sgd.h>

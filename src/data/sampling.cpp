@@ -105,7 +105,7 @@ void ResumableSampler::Impl::set_epoch(std::uint64_t epoch) {
   if (epoch == progress_.epoch) return;
   progress_ = {.epoch = epoch};
   was_loaded_ = is_drawn_ = false;
-  position_ = sampling::EpochPosition();
+  restart_counts();
 }
 
 Indices ResumableSampler::Impl::indices() const {
@@ -123,7 +123,7 @@ void ResumableSampler::Impl::reset(std::optional<std::size_t> new_size) {
   if (!std::exchange(was_loaded_, false)) progress_.taken = 0;
   order_ = draw(progress_.epoch, progress_.taken);
   is_drawn_ = true;
-  position_ = sampling::EpochPosition();
+  restart_counts();
 }
 
 std::optional<Indices> ResumableSampler::Impl::next(std::size_t batch_size) {
@@ -149,12 +149,26 @@ void ResumableSampler::Impl::save(torch::serialize::OutputArchive& archive) cons
                           {progress_.epoch, std::min(length_, progress_.taken + position_.trained() * world_size_)});
 }
 
-void ResumableSampler::Impl::load(torch::serialize::InputArchive& archive) {
-  progress_ = sampling::load_progress(archive, length_, "sample");
+/// Continues from the loaded or kept progress.
+void ResumableSampler::Impl::resume() {
   was_loaded_ = is_drawn_ = true;
   was_read_ = false;
   order_ = draw(progress_.epoch, progress_.taken);
-  position_ = sampling::EpochPosition();
+  restart_counts();
+}
+
+void ResumableSampler::Impl::regroup(int world_size, int rank) {
+  sampling::check_rank(world_size, rank);
+  // Indices after the end of the order are padding.
+  progress_.taken = std::min(length_, progress_.taken + trained_ * world_size_);
+  world_size_ = static_cast<std::size_t>(world_size);
+  rank_ = static_cast<std::size_t>(rank);
+  resume();
+}
+
+void ResumableSampler::Impl::load(torch::serialize::InputArchive& archive) {
+  progress_ = sampling::load_progress(archive, length_, "sample");
+  resume();
 }
 
 ResumableSampler::ResumableSampler(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) { impl_->reset(std::nullopt); }

@@ -74,6 +74,7 @@ class ResumableSampler::Impl {
   /// `length`: indices of an epoch's order, before padding. Throws InvalidArgument for an invalid rank.
   Impl(std::size_t length, int world_size, int rank);
   virtual ~Impl() = default;
+  static Impl& of(const ResumableSampler& sampler) noexcept { return *sampler.impl_; }
 
   std::uint64_t epoch() const noexcept { return progress_.epoch; }
   void set_epoch(std::uint64_t epoch);
@@ -85,6 +86,10 @@ class ResumableSampler::Impl {
   void set_position(std::optional<std::size_t> position);
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
+  /// Counts samples that each rank has trained on, for regroup().
+  void add_trained(std::size_t samples) noexcept { trained_ += samples; }
+  /// Deals the samples that no rank has trained on to other ranks. As after load(), the first reset() continues there.
+  void regroup(int world_size, int rank);
   /// Returns the samples of this rank from index `begin` of the order on.
   std::size_t num_samples(std::size_t begin = 0) const { return share_of(length_ - begin); }
 
@@ -103,6 +108,12 @@ class ResumableSampler::Impl {
   /// Called when an epoch begins for the second time.
   virtual void note_repetition() {}
 
+  void resume();
+  void restart_counts() {
+    position_ = sampling::EpochPosition();
+    trained_ = 0;
+  }
+
   std::size_t length_;
   std::size_t world_size_;
   std::size_t rank_;
@@ -112,6 +123,7 @@ class ResumableSampler::Impl {
   bool is_drawn_ = false;             ///< `order_` belongs to the current epoch.
   Indices order_;                     ///< This rank's part of the current epoch. [sample]
   sampling::EpochPosition position_;  ///< In `order_`.
+  std::size_t trained_ = 0;           ///< See add_trained(). Since the beginning of `order_`.
 };
 
 }  // namespace ddpkit

@@ -69,6 +69,10 @@ class DistributedDataParallelBase : public Joinable {
   /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
+  /// After ProcessGroup::shrink(): averages over the ranks that remain. Collective. Drops the gradients. Throws
+  /// InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within join().
+  void regroup();
+
   const ProcessGroup& join_group() const override { return group(); }
 
   /// Returns the group of ranks that average gradients.

@@ -157,6 +157,7 @@ class DistributedDataParallelBase::Impl {
   void record_forward();
   void broadcast_model(int source);
   void shadow(int event, JoinContext& join);
+  void regroup();
 
   ProcessGroup group;
   std::optional<Timeline> timeline;
@@ -273,6 +274,16 @@ void DistributedDataParallelBase::Impl::broadcast_model(int source) {
   broadcast_all(buffers_, group, source);
 }
 
+void DistributedDataParallelBase::Impl::regroup() {
+  if (reducer) Reducer::Impl::of(*reducer).require_replicas("regroup");
+  reducer.reset();
+  for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
+  Impl next(*module_, group, options_, nullptr);  // The arena of the former reducer has been released.
+  next.timeline = timeline;
+  if (timeline) next.reducer->set_timeline(timeline);
+  *this = std::move(next);
+}
+
 void DistributedDataParallelBase::Impl::shadow(int event, JoinContext& join) {
   switch (event) {
     case kJoinBuffers:
@@ -302,6 +313,8 @@ void DistributedDataParallelBase::record_forward() { impl_->record_forward(); }
 const ProcessGroup& DistributedDataParallelBase::group() const noexcept { return impl_->group; }
 Reducer& DistributedDataParallelBase::reducer() noexcept { return *impl_->reducer; }
 const Reducer& DistributedDataParallelBase::reducer() const noexcept { return *impl_->reducer; }
+
+void DistributedDataParallelBase::regroup() { impl_->regroup(); }
 
 void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
   impl_->timeline = timeline;

@@ -131,6 +131,17 @@ void Reducer::Impl::require_no_backward(const char* what) {
   if (backward_.phase != Phase::kIdle) throw InvalidArgument(fmt::format("{} cannot be set while backward runs", what));
 }
 
+void Reducer::Impl::require_replicas(const char* call) const {
+  const std::lock_guard lock(mutex_);
+  const char* const obstacle = parameter_shards_          ? "the parameters are sharded"
+                               : !shard_output_.expired() ? "a ShardedOptimizer has the state of one rank only here"
+                               : comm_hook_               ? "a communication hook may keep state"
+                               : join_                    ? "the ranks are within join()"
+                                                          : nullptr;
+  if (obstacle)
+    throw InvalidArgument(fmt::format("{}: training cannot continue without a lost rank: {}", call, obstacle));
+}
+
 void Reducer::Impl::register_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   require_no_backward("a communication hook");

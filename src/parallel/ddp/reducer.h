@@ -52,6 +52,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_join(JoinContext* context, const Joinable& joinable);
   void shadow_bucket();
   void shadow_end_of_backward();
+  /// Throws InvalidArgument if state of the reducer or of an optimizer belongs to this number of ranks.
+  void require_replicas(const char* call) const;
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   std::uint64_t backwards() const noexcept { return stats_.backwards(); }
   std::optional<ArenaStats> arena() const { return storage_->arena(); }

@@ -1,0 +1,89 @@
+// Tier 2: ddpkit/parallel/distributed_data_parallel.h and ddpkit/data/resumable_sampler.h.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/data/resumable_sampler.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
+
+namespace ddpkit::optim {
+
+struct ElasticOptions {
+  /// With fewer ranks, step() and retry() throw PeerLost.
+  int min_ranks = 1;
+  /// Called on all remaining ranks after each loss, before training continues. May call collectives, and may change the
+  /// learning rate.
+  std::function<void(const Regroup&)> on_change = nullptr;
+};
+
+/// Training that continues in the same processes after the loss of a rank. The remaining ranks drop the step in flight,
+/// deal the lost rank's samples among themselves, and continue with weights and optimizer state as they are. The result
+/// is that of a run which the lost rank had left at the beginning of that step.
+///
+///     auto group = ddpkit::init_process_group({.elastic = true});
+///     ...
+///     ddpkit::optim::Elastic elastic(ddp, sampler);
+///     for (int epoch = 0; epoch < epochs; ++epoch) {
+///       sampler.set_epoch(epoch);
+///       do {
+///         for (auto& batch : *loader)
+///           if (!elastic.step(batch.target.size(0), [&] { optimizer.zero_grad(); ... optimizer.step(); })) break;
+///       } while (elastic.interrupted());
+///       elastic.retry([&] { evaluate(group); });
+///     }
+///
+/// Start the ranks with `ddpkit run --min-ranks`; other launchers end all ranks when one fails. Each sample is used
+/// once per epoch, except the usual padding at its end. The mean of the gradients is over the ranks that remain: the
+/// batch of all ranks becomes smaller. A rank that throws another error, or does not answer until the timeout, ends the
+/// run.
+class Elastic {
+ public:
+  /// Collective. All arguments must outlive this object. `objects` change in a step and return to their old values if
+  /// the step is dropped: GradScaler, sums of losses, other objects that can be copied. Buffers of the module and the
+  /// CPU's default generator are included. Throws InvalidArgument if the group was created without
+  /// InitOptions::elastic, with a communication hook, sharded parameters or a ShardedOptimizer, and if the group has
+  /// lost a rank before.
+  template <class M, class... Objects>
+  Elastic(DistributedDataParallel<M>& ddp, ResumableSampler& sampler, const ElasticOptions& options = {},
+          Objects&... objects)
+      : Elastic(ddp, ddp.module(), sampler, options) {
+    (add(objects), ...);
+  }
+  ~Elastic();
+  Elastic(const Elastic&) = delete;
+  Elastic& operator=(const Elastic&) = delete;
+
+  /// Calls `train`: one forward, backward and optimizer step, or several backwards and one optimizer step. `samples`:
+  /// number of this rank's samples in it, the same on all ranks. Returns true if the step is complete. Returns false if
+  /// a rank was lost: then the step is undone on all ranks, and the loader must begin again. Effects beyond the model,
+  /// such as logs, belong after the call. Throws Error if `train` changed weights before the collective that failed.
+  bool step(std::int64_t samples, const std::function<void()>& train);
+  /// Returns whether the last step() returned false. Then returns false.
+  bool interrupted() noexcept;
+  /// Calls `action`, and again after each loss of a rank: evaluation, checkpoints. All ranks repeat it, or none.
+  void retry(const std::function<void()>& action);
+  /// Returns the number of complete steps.
+  std::int64_t steps() const noexcept;
+
+ private:
+  Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
+          const ElasticOptions& options);
+  template <class T>
+  void add(T& object) {
+    auto saved = std::make_shared<T>(object);
+    add([&object, saved] { *saved = object; }, [&object, saved] { object = *saved; });
+  }
+  void add(std::function<void()> save, std::function<void()> roll_back);
+
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ddpkit::optim

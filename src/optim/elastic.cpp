@@ -1,0 +1,184 @@
+#include <ddpkit/optim/elastic.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/hash.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <ddpkit/error.h>
+
+#include "comm/backend.h"
+#include "data/sampling.h"
+#include "parallel/ddp/reducer.h"
+
+namespace ddpkit::optim {
+
+class Elastic::Impl {
+ public:
+  Impl(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler, ElasticOptions options);
+
+  void save();
+  /// Continues without lost ranks. `cause`: the text of the error.
+  void recover(std::string cause);
+
+  DistributedDataParallelBase& ddp;
+  ResumableSampler& sampler;
+  std::int64_t steps = 0;
+  bool interrupted = false;
+  struct Part {
+    std::function<void()> save, roll_back;
+  };
+  std::vector<Part> parts;
+
+ private:
+  std::size_t fingerprint() const;
+  static at::Generator generator() { return at::globalContext().defaultGenerator(at::kCPU); }
+  void roll_back();
+  void check_steps() const;
+
+  const ElasticOptions options_;
+  std::vector<at::Tensor> parameters_, buffers_;
+  std::size_t fingerprint_ = 0;            ///< Before the step.
+  std::vector<at::Tensor> saved_buffers_;  ///< Values before the step. [buffer]
+  at::Tensor random_state_;
+};
+
+Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& module, ResumableSampler& data,
+                    ElasticOptions options)
+    : ddp(wrapper),
+      sampler(data),
+      options_(std::move(options)),
+      parameters_(module.parameters()),
+      buffers_(module.buffers()) {
+  if (!Backend::of(ddp.group())->is_elastic())
+    throw InvalidArgument("Elastic: the group was created without InitOptions::elastic");
+  if (options_.min_ranks < 1)
+    throw InvalidArgument(fmt::format("Elastic: min_ranks is {}, but must be at least 1", options_.min_ranks));
+  Reducer::Impl::of(ddp.reducer()).require_replicas("Elastic");
+  for (const at::Tensor& buffer : buffers_) saved_buffers_.push_back(buffer.detach().clone());
+  save();
+  check_steps();
+}
+
+/// Hashes both ends of each parameter: torch's optimizers write through Tensor::data(), which counts no version.
+std::size_t Elastic::Impl::fingerprint() const {
+  std::size_t hash = 0;
+  for (const at::Tensor& parameter : parameters_) {
+    const auto* const bytes = static_cast<const char*>(parameter.const_data_ptr());
+    const std::size_t size = parameter.is_contiguous() ? parameter.nbytes() : 0, end = std::min<std::size_t>(size, 64);
+    for (const std::string_view part : {std::string_view(bytes, end), std::string_view(bytes + size - end, end)})
+      hash = c10::hash_combine(hash, std::hash<std::string_view>()(part));
+    hash = c10::hash_combine(hash, static_cast<std::size_t>(parameter._version()));
+  }
+  return hash;
+}
+
+void Elastic::Impl::save() {
+  const at::NoGradGuard no_grad;
+  fingerprint_ = fingerprint();
+  for (std::size_t i = 0; i < buffers_.size(); ++i) saved_buffers_[i].copy_(buffers_[i]);
+  at::Generator random = generator();
+  const std::lock_guard lock(random.mutex());
+  random_state_ = random.get_state();
+  for (const Part& part : parts) part.save();
+}
+
+void Elastic::Impl::roll_back() {
+  const at::NoGradGuard no_grad;
+  if (fingerprint() != fingerprint_)
+    throw Error(
+        "Elastic: a rank was lost after the step had changed weights, and the change cannot be undone: call one "
+        "optimizer step per Elastic::step(), after its last collective");
+  for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].copy_(saved_buffers_[i]);
+  {
+    at::Generator random = generator();
+    const std::lock_guard lock(random.mutex());
+    random.set_state(random_state_);
+  }
+  for (const Part& part : parts) part.roll_back();
+}
+
+/// Ranks that had completed different steps would continue with different weights.
+void Elastic::Impl::check_steps() const {
+  const auto counts = ddp.group().all_gather_bytes(std::to_string(steps));
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    if (counts[r] != counts[0])
+      throw Error(fmt::format("Elastic: rank {} has completed {} steps, but rank 0 {}; their weights differ", r,
+                              counts[r], counts[0]),
+                  {.rank = static_cast<int>(r)});
+  }
+}
+
+void Elastic::Impl::recover(std::string cause) {
+  const ProcessGroup& group = ddp.group();
+  roll_back();
+  for (;;) {
+    const Regroup change = group.shrink(options_.min_ranks);
+    ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
+    try {
+      ddp.regroup();
+      check_steps();
+      if (options_.on_change) options_.on_change(change);
+    } catch (const PeerLost& error) {
+      cause = error.what();
+      continue;
+    }
+    save();
+    if (group.rank() != 0) return;
+    const std::string text = fmt::format("[ddpkit] {}; {} rank{} from step {}\n", cause, group.world_size(),
+                                         group.world_size() == 1 ? " continues" : "s continue", steps);
+    std::fwrite(text.data(), 1, text.size(), stderr);
+    return;
+  }
+}
+
+Elastic::Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
+                 const ElasticOptions& options)
+    : impl_(std::make_unique<Impl>(ddp, module, sampler, options)) {}
+Elastic::~Elastic() = default;
+
+void Elastic::add(std::function<void()> save, std::function<void()> roll_back) {
+  impl_->parts.push_back({std::move(save), std::move(roll_back)});
+}
+
+bool Elastic::step(std::int64_t samples, const std::function<void()>& train) {
+  if (samples < 0) throw InvalidArgument(fmt::format("Elastic: a step has {} samples", samples));
+  impl_->save();
+  try {
+    train();
+  } catch (const PeerLost& error) {
+    impl_->recover(error.what());
+    impl_->interrupted = true;
+    return false;
+  }
+  ResumableSampler::Impl::of(impl_->sampler).add_trained(static_cast<std::size_t>(samples));
+  ++impl_->steps;
+  return true;
+}
+
+bool Elastic::interrupted() noexcept { return std::exchange(impl_->interrupted, false); }
+
+void Elastic::retry(const std::function<void()>& action) {
+  for (;;) {
+    impl_->save();
+    try {
+      action();
+      impl_->ddp.group().barrier();  // A collective that one rank completes, all complete.
+      return;
+    } catch (const PeerLost& error) {
+      impl_->recover(error.what());
+    }
+  }
+}
+
+std::int64_t Elastic::steps() const noexcept { return impl_->steps; }
+
+}  // namespace ddpkit::optim
