@@ -29,6 +29,7 @@ struct RunOptions {
   std::optional<int> master_port = std::nullopt;  ///< 0: a free port.
   bool standalone = false;
   int max_restarts = 0;
+  int min_ranks = 0;
   std::string log_dir = {};
   int tee = 3;
   double grace_seconds = 30;
@@ -50,6 +51,7 @@ LaunchOptions resolve(const RunOptions& options) {
       .command = options.program, .ranks = train::count_ranks(options.ranks, visible_gpus()), .nodes = options.nodes};
   launch.node_rank = options.node_rank;
   launch.max_restarts = options.max_restarts;
+  launch.min_ranks = options.min_ranks;
   launch.numa_binding = options.numa_binding;
   launch.signal_grace = std::chrono::milliseconds(static_cast<std::int64_t>(options.grace_seconds * 1000));
   launch.grace = std::min(launch.grace, launch.signal_grace);
@@ -79,6 +81,8 @@ LaunchOptions resolve(const RunOptions& options) {
     throw InvalidArgument(
         "--max-restarts is for one host: with --nnodes above 1 let the scheduler restart the job (Slurm "
         "--requeue, Kubernetes restartPolicy); the trainers resume from their last checkpoint");
+  if (options.min_ranks > 0)
+    throw InvalidArgument("--min-ranks is for one host: with --nnodes above 1 all ranks are needed");
   if (options.node_rank >= options.nodes)
     throw InvalidArgument(fmt::format("--node-rank {} is not below --nnodes {}", options.node_rank, options.nodes));
   return launch;
@@ -110,7 +114,8 @@ void add_run(train::Options& app, Commands& commands) {
       "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,\n"
       "TORCHELASTIC_MAX_RESTARTS, and OMP_NUM_THREADS (cores / N) if it is not set.\n\n"
       "Rank 0's output is unchanged. The lines of the other ranks go to stderr, prefixed with \"[rank N] \".\n"
-      "If a rank fails, the launcher ends the other ranks and exits with the rank's exit code, or 128 + signal.\n"
+      "If a rank fails, the launcher ends the other ranks and exits with the rank's exit code, or 128 + signal\n"
+      "(but see --min-ranks).\n"
       "Forwards SIGINT and SIGTERM, and SIGHUP as SIGTERM. A second signal kills the ranks.\n"
       "SIGUSR1 prints what each rank is doing.");
   auto shared = std::make_shared<RunOptions>();
@@ -133,6 +138,11 @@ void add_run(train::Options& app, Commands& commands) {
       .excludes("master_port")
       .excludes("nnodes");
   command.add("max_restarts", &run.max_restarts, "Maximum number of restarts of all ranks after a failure")
+      .between(0, 1e6);
+  command
+      .add("min_ranks", &run.min_ranks,
+           "After a failure, do not end the others while at least this many run: for programs that continue without a "
+           "lost rank; 0: all ranks")
       .between(0, 1e6);
   command.add("log_dir", &run.log_dir,
               "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and collectives.txt, its last 1,024 "

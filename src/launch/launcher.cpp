@@ -115,6 +115,14 @@ class Launch {
     return static_cast<int>(std::ranges::count_if(processes_, [](const auto& process) { return process.running(); }));
   }
 
+  /// Returns the number of ranks that run or have ended well. A rank may end after the others that continued without
+  /// it.
+  int intact() const {
+    int ranks = running();
+    for (const std::size_t rank : ended_) ranks += result_.ranks[rank].ok() ? 1 : 0;
+    return ranks;
+  }
+
   /// Returns whether child processes of ended ranks still run during the grace time of a stop.
   bool waits_for_others() {
     if (!kill_at_ || std::ranges::none_of(processes_, &launcher::RankProcess::holds_group)) return false;
@@ -182,6 +190,11 @@ class Launch {
     }
     write_history(static_cast<int>(rank));
     if (end.ok() || end.ended_by_launcher || first_failure_) return;
+    if (const int others = intact(); options_.min_ranks > 0 && others >= options_.min_ranks) {
+      output_.log(fmt::format("rank {} (pid {}) {}; {} rank{}\n", result_.first_rank + end.rank, end.pid,
+                              end.describe(), others, others == 1 ? " continues" : "s continue"));
+      return;
+    }
     first_failure_ = rank;
     inspect_hung_ranks(rank);
   }
@@ -367,6 +380,8 @@ class Launch {
 LaunchResult launch(const LaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));
   if (options.command.empty()) throw InvalidArgument("there is no program to start");
+  if (options.min_ranks > options.ranks)
+    throw InvalidArgument(fmt::format("at least {} ranks cannot remain of {}", options.min_ranks, options.ranks));
   if (options.nodes < 1 || options.node_rank < 0 || options.node_rank >= options.nodes)
     throw InvalidArgument(fmt::format("there is no host {} among {}", options.node_rank, options.nodes));
   if (options.nodes > 1 && (options.master_port == 0 || options.master_addr == "127.0.0.1"))

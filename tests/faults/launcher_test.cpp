@@ -331,3 +331,42 @@ TEST_CASE("of two runs on one port, the second fails and the first continues", "
   CHECK(first.wait() == 128 + SIGTERM);
   add_row("two runs on one port", "the second fails, the first continues", second.seconds());
 }
+
+TEST_CASE("with --min-ranks the others continue without a lost rank", "[faults]") {
+  for (const std::string act : {"kill", "throw", "abort"}) {
+    const FaultFolder folder;
+    FaultRun run(worker_command(folder, {"-n", "3", "--min-ranks", "2"}, {"--elastic", "--act", act}));
+    CHECK(run.wait() == 0);
+    const std::string text = run.out() + run.err();
+    CAPTURE(act, text);
+    CHECK(text.find("done after 60 steps") != std::string::npos);
+    CHECK(text.find("; 2 ranks continue\n") != std::string::npos);
+    CHECK(text.find("; 2 ranks continue from step 20\n") != std::string::npos);
+    CHECK(run.orphans() == std::vector<int>());
+    CHECK(folder.memory_holders() == std::vector<int>());
+    const auto fault = folder.time_of("fault"), continued = folder.time_of("continued-1");
+    REQUIRE((fault && continued));
+    add_row(act + " of a rank of an elastic group", "the others continue", *continued - *fault);
+  }
+}
+
+TEST_CASE("with --min-ranks a run without enough ranks names the first lost one", "[faults]") {
+  for (const Arguments& options : {Arguments{"--min-ranks", "3"}, Arguments{"--min-ranks", "1"}, Arguments{}}) {
+    const FaultFolder folder;
+    Arguments launcher{"-n", "3"};
+    launcher.insert(launcher.end(), options.begin(), options.end());
+    // In the second case, the program does not continue.
+    Arguments worker{"--act", "kill"};
+    if (options != Arguments{"--min-ranks", "1"}) worker.push_back("--elastic");
+    FaultRun run(worker_command(folder, launcher, worker));
+    const int code = run.wait();
+    CAPTURE(options, run.err());
+    CHECK(code == 137);
+    CHECK(run.err().find("rank 1 (pid " + std::to_string(folder.pid_of(1)) + ") was killed by signal 9") !=
+          std::string::npos);
+    CHECK(run.orphans() == std::vector<int>());
+  }
+  FaultRun wrong({"run", "-n", "2", "--min-ranks", "3", "--", "true"});
+  CHECK(wrong.wait() == 1);
+  CHECK(wrong.err().find("at least 3 ranks cannot remain of 2") != std::string::npos);
+}

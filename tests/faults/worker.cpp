@@ -28,6 +28,7 @@ struct Options {
   std::string backend = {};
   std::string folder = {};
   bool save = false;
+  bool elastic = false;  ///< Continue without a lost rank.
 };
 
 double now_seconds() {
@@ -94,20 +95,32 @@ class Run {
     if (other_model || no_bias) mark(options_, "fault");
     ddpkit::DistributedDataParallel ddp(model.ptr(), group_);
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    ddpkit::DistributedSampler sampler(1000, group_);
+    std::optional<ddpkit::optim::Elastic> elastic;
+    if (options_.elastic) elastic.emplace(ddp, sampler);
     for (int step = 0; step < options_.steps; ++step) {
       ddpkit::set_step(step);
       if (step == options_.at_step) note_memory(options_, group_.rank());
       if (step == options_.at_step && !act()) return;
       if (is_victim_ && options_.act == "slow") std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      optimizer.zero_grad();
-      torch::Tensor input = torch::randn({32, 64});
-      if (is_victim_ && step == options_.at_step && options_.act == "nan") {
-        mark(options_, "fault");
-        input.mul_(std::nan(""));
+      const auto update = [&] {
+        optimizer.zero_grad();
+        torch::Tensor input = torch::randn({32, 64});
+        if (is_victim_ && step == options_.at_step && options_.act == "nan") {
+          mark(options_, "fault");
+          input.mul_(std::nan(""));
+        }
+        ddp(input).square().mean().backward();
+        ddpkit::optim::clip_grad_norm_(model->parameters(), 1.0, 2.0, /*error_if_nonfinite=*/true);
+        optimizer.step();
+      };
+      if (elastic) {
+        while (!elastic->step(0, update)) {
+        }
+        if (elastic->interrupted()) mark(options_, fmt::format("continued-{}", group_.rank()));
+      } else {
+        update();
       }
-      ddp(input).square().mean().backward();
-      ddpkit::optim::clip_grad_norm_(model->parameters(), 1.0, 2.0, /*error_if_nonfinite=*/true);
-      optimizer.step();
       if (options_.save)
         ddpkit::train::save_checkpoint(options_.folder + "/checkpoint.pt", *model, optimizer, {.step = step}, group_);
     }
@@ -175,6 +188,7 @@ int main(int argc, char** argv) {
   app.add("backend", &options.backend, "");
   app.add("folder", &options.folder, "").required();
   app.add("save", &options.save, "");
+  app.add("elastic", &options.elastic, "");
   const int status = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     const int rank = ddpkit::read_launch_environment().rank;
     std::ofstream(fmt::format("{}/pid-{}", options.folder, rank)) << ::getpid() << std::flush;
@@ -186,7 +200,9 @@ int main(int argc, char** argv) {
     if (rank == options.victim && options.act == "never-comes") stuck_on_purpose();
     try {
       const auto timeout = std::chrono::milliseconds(static_cast<int>(options.timeout_seconds * 1000));
-      Run(options, program.init_process_group({.backend = options.backend, .timeout = timeout})).train();
+      Run(options,
+          program.init_process_group({.backend = options.backend, .timeout = timeout, .elastic = options.elastic}))
+          .train();
     } catch (const std::exception& error) {
       mark(options, fmt::format("named-{}", rank), error.what());
       throw;
