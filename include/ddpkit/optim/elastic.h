@@ -15,6 +15,7 @@
 
 namespace ddpkit::optim {
 
+/// Options of Elastic.
 struct ElasticOptions {
   /// With fewer ranks, step() and retry() throw PeerLost.
   int min_ranks = 1;
