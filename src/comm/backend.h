@@ -38,6 +38,9 @@ class Backend : public c10d::Backend {
 
   /// Returns the backend of a group.
   static const Ptr<Backend>& of(const ProcessGroup& group) noexcept;
+  /// Collective. Returns another group of the same ranks, for CPU tensors. It ends and fails with `group`, as a result
+  /// of split().
+  static ProcessGroup on_hosts(const ProcessGroup& group);
   /// Returns `backend` itself if it is a Backend; otherwise a ForwardingBackend for the group's `device`.
   static Ptr<Backend> adopt(Ptr<c10d::Backend> backend, at::Device device);
 

@@ -58,6 +58,12 @@ struct ProcessGroup::State {
     }
   }
 
+  void add_part(const std::shared_ptr<State>& part) {
+    const std::lock_guard lock(parts_mutex);
+    std::erase_if(parts, [](const auto& earlier) { return earlier.expired(); });
+    parts.push_back(part);
+  }
+
   /// Throws if shutdown() has ended the group.
   Backend& open() const {
     if (shut_down) throw Error(kShutDown);
@@ -79,6 +85,19 @@ struct ProcessGroup::State {
 };
 
 const c10::intrusive_ptr<Backend>& Backend::of(const ProcessGroup& group) noexcept { return group.state_->backend; }
+
+ProcessGroup Backend::on_hosts(const ProcessGroup& group) {
+  ProcessGroup::State& state = *group.state_;
+  Backend& backend = state.open();
+  auto store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("hosts-{}", state.splits++), state.store);
+  const LaunchEnvironment& environment = state.environment;
+  const bool one_host = environment.local_world_size == environment.world_size;
+  const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(backend.getBackendOptions()->timeout);
+  ProcessGroup hosts(create_backend(one_host ? "shm" : "gloo", store, environment, at::kCPU, timeout), store, at::kCPU,
+                     environment);
+  state.add_part(hosts.state_);
+  return hosts;
+}
 
 namespace {
 
@@ -259,9 +278,7 @@ std::optional<ProcessGroup> ProcessGroup::split(const std::vector<int>& ranks) c
     find_place_on_host(*store, environment);
   }
   ProcessGroup part(backend.subgroup(store, ranks, environment), store, device(), environment);
-  const std::lock_guard lock(state_->parts_mutex);
-  std::erase_if(state_->parts, [](const auto& earlier) { return earlier.expired(); });
-  state_->parts.push_back(part.state_);
+  state_->add_part(part.state_);
   return part;
 }
 

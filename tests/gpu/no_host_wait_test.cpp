@@ -26,7 +26,8 @@ struct HidesOutputImpl : torch::nn::Module {
   torch::nn::Sequential net = gpu::net();
 };
 
-void train(ddpkit::DistributedDataParallel<torch::nn::SequentialImpl>& ddp, torch::optim::Optimizer& optimizer) {
+template <class Wrapper>
+void train(Wrapper& ddp, torch::optim::Optimizer& optimizer) {
   const auto x = gpu::batch(0, 16).to(ddp.module().parameters()[0].device());
   const auto step = [&] {
     optimizer.zero_grad();
@@ -111,6 +112,19 @@ TEST_CASE("a step that broadcasts buffers does not make the host wait", "[gpu]")
     CHECK_NOTHROW(train(ddp, optimizer));
   };
   ddpkit::testing::on_ranks("a step that broadcasts buffers does not make the host wait", 2, body,
+                            {.backend = "nccl", .device = torch::kCUDA});
+}
+
+TEST_CASE("a step of FullyShardedDataParallel does not make the host wait", "[gpu][fsdp]") {
+  NEEDS_GPUS(2);
+  const auto body = [](ddpkit::ProcessGroup& group) {
+    auto net = gpu::net();
+    net->to(group.device());
+    ddpkit::FullyShardedDataParallel fsdp(net, group, {.min_unit_mb = 0});
+    ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(fsdp, torch::optim::AdamWOptions(0.01));
+    CHECK_NOTHROW(train(fsdp, optimizer));
+  };
+  ddpkit::testing::on_ranks("a step of FullyShardedDataParallel does not make the host wait", 2, body,
                             {.backend = "nccl", .device = torch::kCUDA});
 }
 

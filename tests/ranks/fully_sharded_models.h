@@ -107,7 +107,7 @@ inline double backward_alone(LossModel& model, std::int64_t step, int ranks, int
   std::vector<at::Tensor> after;
   double own = 0;
   for (int r = 0; r < ranks; ++r) {
-    const at::Tensor loss = model.forward(model.input(step, r, dtype));
+    const at::Tensor loss = model.forward(model.input(step, r, dtype).to(model.parameters()[0].device()));
     (loss / ranks).backward();
     if (r == rank) own = loss.item<double>();
     if (r == 0) after = values();

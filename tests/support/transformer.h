@@ -44,7 +44,7 @@ struct GptImpl : torch::nn::Module {
   }
   std::shared_ptr<BlockImpl> block(std::size_t i) { return std::dynamic_pointer_cast<BlockImpl>(blocks->ptr(i)); }
   at::Tensor forward(const at::Tensor& ids) {
-    auto x = tokens(ids) + positions(torch::arange(ids.size(1)));
+    auto x = tokens(ids) + positions(torch::arange(ids.size(1), ids.options()));
     for (std::size_t i = 0; i < blocks->size(); ++i) {
       if (static_cast<int>(i) == throws_at) throw std::runtime_error("forward failed");
       const auto one = block(swaps && (i == 1 || i == 2) ? 3 - i : i);

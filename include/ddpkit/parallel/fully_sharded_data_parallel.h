@@ -136,15 +136,16 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
 /// Under no_sync(), backward accumulates whole gradients, which need as much memory as without sharding. Without it,
 /// each backward adds to the sharded gradients.
 ///
-/// Parameters on the CPU only. Not supported: join(), communication hooks, sparse gradients, and the options
-/// update_in_backward and shared_weights of ShardedOptimizer. They throw InvalidArgument. The weights are lost when the
-/// FullyShardedDataParallel is destroyed: save them before.
+/// On a GPU, gathers and reductions run beside the computation, and the host waits for the other ranks' hosts only. All
+/// ranks must use the parameters of a unit in the same order then. Not supported: optim::GraphedStep, join(),
+/// communication hooks, sparse gradients, and the options update_in_backward and shared_weights of ShardedOptimizer.
+/// They throw InvalidArgument. The weights are lost when the FullyShardedDataParallel is destroyed: save them before.
 template <class M>
 class FullyShardedDataParallel : public ModuleWrapper<M, FullyShardedDataParallelBase> {
  public:
   /// Collective. Broadcasts rank 0's parameters and buffers, and shards the parameters. Set every `requires_grad`
   /// before. Throws ModelMismatch on all ranks if the models differ. Throws InvalidArgument on all ranks for a
-  /// parameter that is not dense, not on the CPU, shares memory with another tensor, or is sharded already.
+  /// parameter that is not dense, not on the group's device, shares memory with another tensor, or is sharded already.
   FullyShardedDataParallel(std::shared_ptr<M> module, ProcessGroup group, const FullyShardedOptions& options = {})
       : ModuleWrapper<M, FullyShardedDataParallelBase>(std::move(module), std::move(group), options) {}
   /// Takes a module made with TORCH_MODULE.

@@ -46,7 +46,8 @@ class BucketStorage {
   virtual void write_back(std::size_t param) = 0;
   virtual void flush_copies_out() {}
   /// Returns this rank's shard of the average. Keeps the parameters' gradients as they were before add_unused().
-  virtual at::Tensor take_shard(std::size_t bucket) = 0;
+  /// `seen`: all streams that have used the bucket.
+  virtual at::Tensor take_shard(std::size_t bucket, const StreamSet& seen) = 0;
   /// Keeps the parameter's gradient as it was before add_unused().
   virtual void restore(std::size_t) {}
   /// Call after a failed backward.

@@ -22,7 +22,6 @@ class FlatStorage final : public BucketStorage {
 
   void lay_out(const BucketPlan& plan, const std::vector<FlatLayout>& layouts, bool sharded) override {
     sharded_ = sharded;
-    temporary_ = sharded && group_.device().is_cpu();
     plan_ = plan;
     layouts_ = layouts;
     copies_in_.assign(plan.size(), {});
@@ -33,7 +32,7 @@ class FlatStorage final : public BucketStorage {
         entries_[param].bucket = b;
         entries_[param].view.reset();
       }
-      if (!temporary_) use_buffer(b, group_.allocate({layouts[b].numel}, dtype_of_bucket(b)).zero_());
+      if (!sharded) use_buffer(b, group_.allocate({layouts[b].numel}, dtype_of_bucket(b)).zero_());
     }
   }
 
@@ -69,11 +68,11 @@ class FlatStorage final : public BucketStorage {
 
   void flush_copies_out() override { copies_out_.flush(); }
 
-  at::Tensor take_shard(std::size_t bucket) override {
-    if (temporary_) {
-      buffers_[bucket].reset();
-      for (const std::size_t param : plan_[bucket]) entries_[param].view.reset();
-    }
+  at::Tensor take_shard(std::size_t bucket, const StreamSet& seen) override {
+    // Whole gradients of a sharded bucket live only until their shard is taken.
+    seen.keep_alive(buffers_[bucket]);
+    buffers_[bucket].reset();
+    for (const std::size_t param : plan_[bucket]) entries_[param].view.reset();
     return std::exchange(shards_[bucket], {});
   }
 
@@ -84,7 +83,9 @@ class FlatStorage final : public BucketStorage {
   }
 
   void keep_alive_for(const StreamSet& streams) const override {
-    for (const at::Tensor& buffer : buffers_) streams.keep_alive(buffer);
+    for (const at::Tensor& buffer : buffers_) {
+      if (buffer.defined()) streams.keep_alive(buffer);
+    }
   }
   at::Tensor flat(std::size_t bucket) const override { return buffers_[bucket]; }
   at::Tensor bucket_view(std::size_t param) const override { return entries_[param].view; }
@@ -113,16 +114,14 @@ class FlatStorage final : public BucketStorage {
   const Entry& entry_with_view(std::size_t param) {
     const Entry& entry = entries_[param];
     if (!entry.view.defined())
-      use_buffer(entry.bucket, at::zeros({layouts_[entry.bucket].numel}, dtype_of_bucket(entry.bucket)));
+      use_buffer(entry.bucket, at::zeros({layouts_[entry.bucket].numel},
+                                         at::TensorOptions(dtype_of_bucket(entry.bucket)).device(group_.device())));
     return entry;
   }
 
   ProcessGroup group_;
   bool as_bucket_view_;
   std::optional<at::ScalarType> dtype_;  ///< Of the buffers of floating gradients. Empty: that of the gradients.
-  /// Whole gradients of a sharded bucket live only until their shard is taken. On a device, streams would have to
-  /// finish with the memory first, so the buffers stay.
-  bool temporary_ = false;
   BucketPlan plan_;
   std::vector<FlatLayout> layouts_;  ///< [bucket]
   std::vector<Entry> entries_;       ///< [param]

@@ -33,11 +33,13 @@ class GroupTransport final : public ShardTransport {
   GroupTransport(ProcessGroup group, std::vector<std::string> unit_names, std::size_t prefetch)
       : group_(std::move(group)),
         gathers_(separate(group_)),
+        control_(group_.device().is_cpu() ? gathers_ : Backend::on_hosts(gathers_)),
         unit_names_(std::move(unit_names)),
         numbers_(static_cast<std::int64_t>(3 + prefetch)) {}
 
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
+  at::Device device() const override { return group_.device(); }
 
   void scatter(const at::Tensor& shard, const at::Tensor& flat) override {
     if (world_size() == 1) {
@@ -55,7 +57,7 @@ class GroupTransport final : public ShardTransport {
     numbers[0] = static_cast<std::int64_t>(tag.unit);
     numbers[1] = static_cast<std::int64_t>(tag.updates);
     std::copy(tag.wanted.begin(), tag.wanted.end(), numbers + 2);
-    const at::Tensor all = guarded([&] { return gathers_.all_gather(own); });
+    const at::Tensor all = guarded([&] { return control_.all_gather(own); });
     const auto* first = all.const_data_ptr<std::int64_t>();
     std::size_t agreed = tag.wanted.size();
     for (int r = 1; r < world_size(); ++r) {
@@ -117,7 +119,7 @@ class GroupTransport final : public ShardTransport {
   /// Returns when all ranks have the numbers of all ranks: a rank that leaves earlier would be lost to the others.
   void end_together() const noexcept {
     try {
-      gathers_.barrier();
+      control_.barrier();
     } catch (...) {
       // The others have their numbers too, or have failed.
     }
@@ -142,6 +144,7 @@ class GroupTransport final : public ShardTransport {
   }
 
   ProcessGroup group_, gathers_;
+  ProcessGroup control_;  ///< On the CPU: the host reads the numbers without a wait for the device.
   std::vector<std::string> unit_names_;
   std::int64_t numbers_;  ///< In a message of agree(): the used unit, the number of steps, the wanted units.
 };
@@ -161,14 +164,17 @@ std::size_t prefetch_of(const FullyShardedOptions& options, const ProcessGroup& 
   return static_cast<std::size_t>(options.prefetch);
 }
 
-void check_parameter(const std::string& name, const at::Tensor& tensor) {
-  const auto refuse = [&](const char* reason) {
+void check_parameter(const std::string& name, const at::Tensor& tensor, at::Device device) {
+  const auto refuse = [&](const std::string& reason) {
     throw InvalidArgument(fmt::format("FullyShardedDataParallel: parameter {} {}", name, reason));
   };
   if (GatheredParameter::is_gathered(tensor))
     refuse("is sharded already, by another FullyShardedDataParallel: wrap each module once");
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided)
-    refuse("is not a dense tensor on the CPU: only those are supported");
+  if (tensor.device() != device || tensor.layout() != at::kStrided)
+    refuse(
+        fmt::format("is not a dense tensor on {}, the device of the group: move the model there first (model->to"
+                    "(group.device()))",
+                    device.str()));
   if (!tensor.is_non_overlapping_and_dense()) refuse("is not dense in memory: make it contiguous");
   if (tensor.storage().use_count() > 1)
     refuse("shares its memory with another tensor, which would keep the whole weight: release that tensor, or clone");
@@ -187,12 +193,9 @@ std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGro
                                      const FullyShardedOptions& options) {
   std::vector<UnitPlan> plans;
   check_same_on_all_ranks(group, "FullyShardedDataParallel", [&] {
-    if (!group.device().is_cpu())
-      throw InvalidArgument(
-          fmt::format("FullyShardedDataParallel supports groups on the CPU only, not on {}", group.device().str()));
     const std::size_t min_bytes = min_unit_bytes(options);
     static_cast<void>(prefetch_of(options, group));
-    for (const auto& item : module.named_parameters()) check_parameter(item.key(), item.value());
+    for (const auto& item : module.named_parameters()) check_parameter(item.key(), item.value(), group.device());
     const auto sparse = sparse_weights(module);
     for (const auto& item : module.named_parameters()) {
       if (sparse.contains(item.value().unsafeGetTensorImpl()))

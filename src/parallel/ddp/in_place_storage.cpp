@@ -80,7 +80,7 @@ class InPlaceStorage final : public BucketStorage {
     if (needs_copy(gradient, operand, replace)) copy_values(gradient, operand);
   }
 
-  at::Tensor take_shard(std::size_t bucket) override {
+  at::Tensor take_shard(std::size_t bucket, const StreamSet&) override {
     for (const std::size_t param : plan_[bucket]) entries_[param].operand.reset();
     return std::exchange(shards_[bucket], {});
   }

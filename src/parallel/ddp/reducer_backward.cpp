@@ -245,6 +245,8 @@ void Reducer::Impl::note_finished() {
 void Reducer::Impl::deliver_early() {
   note_finished();
   while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
+  // On a device, the stream waits, not the host: for all reductions but the last one.
+  while (seen_.has_streams() && backward_.taken + 1 < backward_.started) finish_bucket(backward_.taken++);
   // With sharded parameters, a gather on another rank may come before the bucket that this rank would wait for.
   if (!storage_->in_place() || parameter_shards_) return;
   std::size_t under_way = 0;
@@ -335,7 +337,7 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
   const at::NoGradGuard no_grad;
-  at::Tensor shard = storage_->take_shard(b);
+  at::Tensor shard = storage_->take_shard(b, seen_);
   std::vector<std::uint8_t> used;  // [position]
   for (const std::size_t index : plan[b]) {
     used.push_back(used_.used_anywhere(index));

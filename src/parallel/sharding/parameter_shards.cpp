@@ -13,6 +13,7 @@
 #include <ddpkit/error.h>
 
 #include "parallel/sharding/gathered_use.h"
+#include "parallel/sharding/unit_block.h"
 #include "tensor/tensor_memory.h"
 
 namespace ddpkit {
@@ -28,38 +29,15 @@ struct PlainTensors {
 
 class ParameterShards::Unit final : public GatheredMemory {
  public:
-  struct Block {
-    FlatLayout layout;
-    std::vector<std::size_t> members;  ///< Indices in `parameters`. [position]
-    at::ScalarType dtype;              ///< Of `flat`.
-    at::Tensor shard;                  ///< This rank's elements, in the type that the parameters had.
-    at::Tensor flat = {};              ///< All elements, while the unit is whole.
+  using Block = UnitBlock;
 
-    at::Tensor own_part(const at::Tensor& tensor, std::size_t position, int rank) const {
-      const FlatLayout::Range range = layout.range(position, rank);
-      return tensor.narrow(0, range.in_tensor, range.count);
-    }
-    at::Tensor piece(std::size_t position, int rank) const {
-      const FlatLayout::Range range = layout.range(position, rank);
-      return shard.narrow(0, range.in_shard, range.count);
-    }
-    /// Copies what was written to the parameter to the shard. Other elements keep the bits that `dtype` lacks.
-    void write_back(std::size_t position, int rank) const {
-      const at::Tensor own = piece(position, rank), now = own_part(gathered(position), position, rank);
-      own.copy_(dtype == own.scalar_type() ? now : at::where(own.to(dtype) == now, own, now.to(own.scalar_type())));
-    }
-    at::Tensor gathered(std::size_t position) const {
-      return flat.narrow(0, layout.offsets[position], layout.numels[position]);
-    }
-  };
-
-  explicit Unit(ParameterShards& shards) : shards_(shards) {}
+  Unit(ParameterShards& shards, at::Device device) : users(device), shards_(shards) {}
 
   void acquire(const char* operation, bool writes) override {
     shards_.check_scope(*this, operation);
     // release() of the unit first closes the unit and then looks at the pins.
     ++pins;
-    if (is_open && !shards_.moves_to(*this)) {
+    if (is_open && !shards_.moves_to(*this) && users.is_current()) {
       touched.store(++shards_.clock_, std::memory_order_relaxed);
     } else {
       try {
@@ -83,6 +61,7 @@ class ParameterShards::Unit final : public GatheredMemory {
   std::vector<Block> blocks;
   std::vector<GatheredParameter> parameters;
   std::function<void()> wait;  ///< While the unit is being gathered.
+  UnitUsers users;
   bool is_whole = false;
   std::atomic<bool> is_open{false};  ///< Whole, and not being released.
   std::atomic<bool> is_written{false};
@@ -96,11 +75,11 @@ class ParameterShards::Unit final : public GatheredMemory {
 
 ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr<ShardTransport> transport,
                                  std::size_t window, std::size_t prefetch)
-    : transport_(std::move(transport)), window_(window), prefetch_(prefetch) {
+    : transport_(std::move(transport)), window_(window), prefetch_(prefetch), gather_stream_(transport_->device()) {
   const PlainTensors plain;
   const int rank = transport_->rank();
   for (ShardedUnit& planned : units) {
-    const auto unit = std::make_shared<Unit>(*this);
+    const auto unit = std::make_shared<Unit>(*this, transport_->device());
     unit->name = std::move(planned.name);
     unit->index = units_.size();
     unit->stays_whole = planned.stays_whole;
@@ -134,11 +113,19 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
       }
     }
   }
+  gather_stream_.after_write();
 }
 
 ParameterShards::~ParameterShards() {
   for (const auto& unit : units_) {
     for (GatheredParameter& parameter : unit->parameters) parameter.detach();
+    try {
+      free_memory(*unit);
+      if (!gather_stream_.stream()) continue;
+      for (const Unit::Block& block : unit->blocks) block.shard.record_stream(*gather_stream_.stream());
+    } catch (...) {
+      // The device and its memory do not exist any more.
+    }
   }
 }
 
@@ -206,6 +193,7 @@ void ParameterShards::use(Unit& unit) {
   }
   if (!wanted.empty()) start(wanted, unit);
   if (!unit.is_whole) finish(unit);
+  unit.users.add_current();
 }
 
 /// Returns the units that are expected next. They count as used: they are not released for each other.
@@ -226,12 +214,18 @@ void ParameterShards::start(const std::vector<Unit*>& wanted, const Unit& used) 
   const std::size_t count = transport_->agree(tag);
   for (std::size_t i = 0; i < count; ++i) {
     Unit& unit = *wanted[i];
+    // The gather stream owns the memory of whole units, and waits for their users before they are released. So a gather
+    // runs beside the work on the current stream, and no other tensor gets memory that is in use.
+    const c10::OptionalStreamGuard on_gather_stream(gather_stream_.stream());
     std::vector<at::Tensor> flats, shards;
     for (const Unit::Block& block : unit.blocks) {
       flats.push_back(at::empty({block.layout.numel}, block.shard.options().dtype(block.dtype)));
       shards.push_back(block.shard.to(block.dtype));
     }
-    unit.wait = transport_->start_gather(unit.index, flats, shards);
+    auto wait = transport_->start_gather(unit.index, flats, shards);
+    if (gather_stream_.stream()) std::exchange(wait, [] {})();  // The gather stream waits, not the host.
+    unit.users.start(gather_stream_);
+    unit.wait = std::move(wait);
     for (std::size_t b = 0; b < flats.size(); ++b) unit.blocks[b].flat = std::move(flats[b]);
     ++unit.gathers;
     if (!unit.stays_whole) most_whole_ = std::max(most_whole_, ++whole_);
@@ -246,6 +240,7 @@ void ParameterShards::finish(Unit& unit) {
     free_memory(unit);
     throw;
   }
+  unit.users.add_current();
   adopt(unit);
   for (const Unit::Block& block : unit.blocks) {
     for (std::size_t i = 0; i < block.members.size(); ++i)
@@ -296,6 +291,7 @@ bool ParameterShards::release(Unit& unit) {
   }
   try {
     adopt(unit);
+    if (unit.is_written) unit.users.add_current_writer();
     for (Unit::Block& block : unit.blocks) {
       for (std::size_t i = 0; unit.is_written && i < block.members.size(); ++i) block.write_back(i, transport_->rank());
     }
@@ -311,6 +307,7 @@ bool ParameterShards::release(Unit& unit) {
 }
 
 void ParameterShards::free_memory(Unit& unit) {
+  unit.users.end(gather_stream_);
   for (Unit::Block& block : unit.blocks) block.flat.reset();
   if (!unit.stays_whole) --whole_;
 }
@@ -321,10 +318,13 @@ void ParameterShards::adopt(Unit& unit) {
     for (std::size_t i = 0; i < block.members.size(); ++i) {
       GatheredParameter& parameter = unit.parameters[block.members[i]];
       if (!parameter.is_replaced()) continue;
+      gather_stream_.before_write();
+      if (block.flat.defined()) unit.users.add_current_writer();
       const at::Tensor values = parameter.replacing_values();
       block.piece(i, transport_->rank()).copy_(block.own_part(values, i, transport_->rank()));
       if (block.flat.defined()) block.gathered(i).copy_(values);
       parameter.restore();
+      gather_stream_.after_write();
     }
   }
 }
@@ -372,6 +372,7 @@ void ParameterShards::before_update() {
   if (const Unit* unit = release_units())
     throw InvalidArgument(fmt::format(
         "unit {} is in use, so the weights cannot be updated: end the scope of whole() before step()", unit->name));
+  gather_stream_.before_write();
 }
 
 std::vector<ParameterShards::UnitStats> ParameterShards::stats() const {

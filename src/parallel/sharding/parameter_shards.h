@@ -18,6 +18,7 @@
 
 #include <ddpkit/parallel/bucket_plan.h>
 
+#include "parallel/sharding/gather_stream.h"
 #include "parallel/sharding/unit_order.h"
 #include "tensor/flat_layout.h"
 
@@ -51,6 +52,8 @@ class ShardTransport {
   virtual ~ShardTransport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  /// Of the parameters and shards.
+  virtual at::Device device() const { return at::kCPU; }
   /// Collective. Writes rank 0's elements of each rank's shard to `shard`. `flat`: all elements on rank 0, undefined on
   /// the other ranks.
   virtual void scatter(const at::Tensor& shard, const at::Tensor& flat) = 0;
@@ -58,7 +61,8 @@ class ShardTransport {
   /// all ranks if they use different units or have made different numbers of steps, or if only some must gather the
   /// used unit.
   virtual std::size_t agree(const Tag& tag) = 0;
-  /// Collective. Starts to write the shards of all ranks to the flat tensors. The result waits for the end. [block]
+  /// Collective. Starts to write the shards of all ranks to the flat tensors, after the work on the current stream. The
+  /// result makes the stream that is current then wait for the end. [block]
   virtual std::function<void()> start_gather(std::size_t unit, const std::vector<at::Tensor>& flats,
                                              const std::vector<at::Tensor>& shards) = 0;
   /// The other ranks' gathers throw PeerLost with `reason`.
@@ -71,6 +75,9 @@ class ShardTransport {
 ///
 /// When a unit is used, the gathers of the next `prefetch` units start. UnitOrder expects the order of the last step.
 /// The collectives of all ranks have the same order, because each depends on the uses and collectives before only.
+///
+/// On a device, gathers run on a separate stream, and no call waits for the device. A stream that uses a unit waits for
+/// its gather.
 ///
 /// Any thread may use the parameters. All ranks must use units in the same order.
 class ParameterShards {
@@ -108,7 +115,10 @@ class ParameterShards {
   void before_update();
   /// The same. Returns false within gather_all().
   bool try_release();
-  void after_update() noexcept { ++updates_; }
+  void after_update() {
+    ++updates_;
+    gather_stream_.after_write();
+  }
 
   void abort(const std::string& reason) noexcept { transport_->abort(reason); }
 
@@ -143,6 +153,7 @@ class ParameterShards {
 
   std::unique_ptr<ShardTransport> transport_;
   const std::size_t window_, prefetch_;
+  const GatherStream gather_stream_;
   /// Recursive: adopting a parameter may read another one.
   mutable std::recursive_mutex mutex_;
   std::vector<std::shared_ptr<Unit>> units_;
