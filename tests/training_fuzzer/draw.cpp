@@ -32,6 +32,8 @@ class Drawer {
   bool is_half() const { return case_.dtype == "f16" || case_.dtype == "bf16"; }
   bool is_data_parallel() const { return case_.wrapper.kind == "data_parallel"; }
   bool is_fsdp() const { return is_fully_sharded(case_); }
+  /// A fully sharded model refuses some features, which ends the case: few of its cases have each of them.
+  bool draws_refused() { return !is_fsdp() || dice_.percent(3); }
   bool differs_by_rank() const {
     return any_node(&Node::when, std::string("by_rank")) || any_node(&Node::when, std::string("rank_0"));
   }
@@ -71,10 +73,9 @@ class Drawer {
     if (is_data_parallel() && node.kind == "sync_batch_norm") node.kind = "batch_norm";
     if (is_fsdp() && node.kind == "complex") node.kind = "matmul";  // ShardedOptimizer has no complex types.
     if (dice_.percent(20)) node.layout = dice_.word({"transposed", "channels_last", "sliced", "flat"});
-    // Refused, so most cases would end at once.
-    if (is_fsdp() && (node.layout == "sliced" || node.layout == "flat") && dice_.percent(90))
-      node.layout = "transposed";
-    if (!node.layout.empty() && !is_data_parallel() && dice_.percent(40)) node.layout_rank = dice_.below(case_.world);
+    if ((node.layout == "sliced" || node.layout == "flat") && !draws_refused()) node.layout = "transposed";
+    if (!node.layout.empty() && !is_data_parallel() && dice_.percent(40) && draws_refused())
+      node.layout_rank = dice_.below(case_.world);
     if (node.layout == "flat") node.layout_rank = -1;
     if (node.kind == "linear" && index > 0 && dice_.percent(25)) {
       for (int i = 0; i < index; ++i)
@@ -83,7 +84,7 @@ class Drawer {
     }
     if (dice_.percent(12)) node.uses = 2;
     if (!is_data_parallel() && dice_.percent(6)) node.when = dice_.word({"never", "even_steps", "rank_0", "by_rank"});
-    if (node.kind == "embedding") node.sparse = dice_.percent(is_fsdp() ? 4 : 40);
+    if (node.kind == "embedding") node.sparse = dice_.percent(40) && draws_refused();
     if (!is_data_parallel() && dice_.percent(10) && node.kind != "batch_norm" && node.kind != "sync_batch_norm" &&
         case_.autocast.empty())  // The tests' checkpoint does not restore autocast.
       node.checkpoint = true;
@@ -144,7 +145,7 @@ class Drawer {
     const int engine = dice_.below(100);
     choice.engine = sparse || engine < 30 ? "torch" : engine < 60 || is_data_parallel() ? "fused" : "sharded";
     if (choice.engine == "sharded" && case_.wrapper.hook != "none") choice.engine = "fused";
-    if (is_fsdp() && !sparse && dice_.percent(90)) choice.engine = "sharded";  // step() refuses the other ones.
+    if (!sparse && !draws_refused()) choice.engine = "sharded";  // step() refuses the other ones.
     if (has("complex") && choice.engine != "torch") choice.engine = "torch";
     // Adam divides by the size of the gradients, so rounding errors become as large as gradients.
     choice.kind = sparse || coarse ? "sgd" : dice_.word({"sgd", "adam", "adamw"});
@@ -159,8 +160,8 @@ class Drawer {
     if (!sparse) choice.weight_decay = dice_.percent(25) ? 0.1 : 0;
     choice.maximize = choice.engine != "torch" && dice_.percent(10);
     if (choice.engine == "sharded") {
-      choice.in_backward = dice_.percent(is_fsdp() ? 2 : 20);
-      choice.own_weights = dice_.percent(is_fsdp() ? 98 : 30);
+      choice.in_backward = dice_.percent(20) && draws_refused();
+      choice.own_weights = !draws_refused() || dice_.percent(30);
     }
     choice.scaler =
         !has("complex") && !is_half() && !sparse && !choice.in_backward && case_.dtype != "bf16" && dice_.percent(10);
@@ -277,11 +278,11 @@ class Drawer {
                                                      : dice_.word({"same", "new", "schedule_after", "checkpoint"})});
         return draw_step();
       case 15:
-        if (!case_.optimizer.schedule && case_.optimizer.groups == 1) add({.kind = "add_group"});
+        if (!case_.optimizer.schedule && case_.optimizer.groups == 1 && draws_refused()) add({.kind = "add_group"});
         return draw_step();
       case 16:
       case 17: {
-        if (is_data_parallel() || case_.optimizer.scaler || (is_fsdp() && dice_.percent(90))) return draw_step();
+        if (is_data_parallel() || case_.optimizer.scaler || !draws_refused()) return draw_step();
         Event join{.kind = "join"};
         if (dice_.percent(30)) join.how = "active";
         for (int rank = 0; rank < case_.world; ++rank) join.counts.push_back(dice_.below(4));
