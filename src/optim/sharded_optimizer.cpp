@@ -51,6 +51,7 @@ void step_together(Shards& shards, double factor) {
     }
   } catch (const std::exception& error) {
     shards.group.abort(error.what());
+    if (shards.sharded) shards.sharded->abort(error.what());
     throw;
   }
   if (shards.weights) {
@@ -97,8 +98,8 @@ Shards& Shards::of(const ShardedOptimizerBase& optimizer) noexcept { return *opt
 ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
                                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,
                                            const ShardedOptions& options)
-    : ShardedOptimizerBase(std::make_shared<Shards>(ddp.reducer(), ddp.group(), groups, std::move(defaults),
-                                                    std::move(factory), options.shared_weights,
+    : ShardedOptimizerBase(std::make_shared<Shards>(ddp.reducer(), shard_group_of(ddp.reducer()), groups,
+                                                    std::move(defaults), std::move(factory), options.shared_weights,
                                                     options.update_in_backward)) {
   ShardOutput::attach(shards_, ddp.reducer());
 }

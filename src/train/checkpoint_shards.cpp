@@ -258,11 +258,12 @@ std::vector<std::string> write_shards(const fs::path& path, const torch::nn::Mod
   // A new name each time: the files of the previous checkpoint stay until the index of this one is on the disk.
   const std::string token = broadcast_bytes(group, fmt::format("{}-{:08x}", step, std::random_device()()));
   const fs::path folder = folder_of(path);
+  optim::Shards* shards = shards_of(optimizer);
+  const int files = shards ? shards->group.world_size() : 0;  // The first replica writes, if there are several.
   std::vector<std::string> names;
-  for (int rank = 0; rank < group.world_size(); ++rank)
+  for (int rank = 0; rank < files; ++rank)
     names.push_back((folder.filename() / fmt::format("{}-{}.pt", token, rank)).string());
   run_together(group, [&] {
-    optim::Shards* shards = shards_of(optimizer);
     if (!shards || !shards->sharded)
       throw InvalidArgument(
           "a sharded checkpoint needs the ShardedOptimizer of a FullyShardedDataParallel: set `sharded` of "
@@ -272,7 +273,8 @@ std::vector<std::string> write_shards(const fs::path& path, const torch::nn::Mod
     std::error_code error;
     fs::create_directories(folder, error);
     if (error) throw Error(fmt::format("cannot make the folder {}: {}", folder.string(), error.message()));
-    save_state_dict(path.parent_path() / names[static_cast<std::size_t>(group.rank())], shard_of(module, *shards));
+    if (group.rank() < files)
+      save_state_dict(path.parent_path() / names[static_cast<std::size_t>(group.rank())], shard_of(module, *shards));
   });
   return names;
 }

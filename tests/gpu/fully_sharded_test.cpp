@@ -51,6 +51,16 @@ TEST_CASE("fully sharded models on 4 GPUs train as one process", "[gpu][fsdp]") 
   on_gpus("fully sharded models on 4 GPUs train as one process", 4, check_all_models);
 }
 
+TEST_CASE("two replicas of a fully sharded model on 4 GPUs train as one process", "[gpu][fsdp]") {
+  NEEDS_GPUS(4);
+  on_gpus("two replicas of a fully sharded model on 4 GPUs train as one process", 4, [](ProcessGroup& group) {
+    use_plain_attention();
+    const ddpkit::FullyShardedOptions options{.min_unit_mb = 0, .replicas = 2};
+    check_trains_as_alone(group, maker<Cnn>(at::kFloat), {.options = options, .dtype = at::kFloat});
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble), {.options = options, .max_norm = 0.05});
+  });
+}
+
 TEST_CASE("fully sharded training on 2 GPUs clips and accumulates gradients", "[gpu][fsdp]") {
   NEEDS_GPUS(2);
   on_gpus("fully sharded training on 2 GPUs clips and accumulates gradients", 2, [](ProcessGroup& group) {
@@ -117,7 +127,7 @@ TEST_CASE("fully sharded units on a GPU are used on two streams", "[gpu][fsdp]")
       const c10::StreamGuard on_side(side);
       model->forward(batch(0, 0));
     }
-    for (std::size_t i = 0; i < alone->parameters().size(); ++i)  // Taken over by the shards at the next forward.
+    for (std::size_t i = 0; i < alone->parameters().size(); ++i)  // The next forward copies it to the shards.
       model->parameters()[i].set_data(alone->parameters()[i].detach().clone());
     CHECK(std::abs((fsdp(batch(1, 0)) - alone->forward(batch(1, 0))).item<double>()) < 1e-5);
   });

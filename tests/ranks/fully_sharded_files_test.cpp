@@ -34,8 +34,10 @@ struct Sharded {
   explicit Sharded(const ProcessGroup& group, const std::function<void(M&)>& change = {})
       : Sharded(group, kAmsgrad, change) {}
   Sharded(const ProcessGroup& group, const torch::optim::AdamWOptions& adamw,
-          const std::function<void(M&)>& change = {})
-      : model(maker<M>(at::kDouble, change)()), fsdp(model, group, {.min_unit_mb = 0}), optimizer(fsdp, adamw) {}
+          const std::function<void(M&)>& change = {}, int replicas = 1)
+      : model(maker<M>(at::kDouble, change)()),
+        fsdp(model, group, {.min_unit_mb = 0, .replicas = replicas}),
+        optimizer(fsdp, adamw) {}
   void train(int from, int to) {
     for (int step = from; step < to; ++step) {
       optimizer.zero_grad();
@@ -123,6 +125,25 @@ void check_numbers_of_ranks(const ProcessGroup& group, const SharedFolder& folde
 }
 
 }  // namespace
+
+RANK_TEST("one replica of a fully sharded model writes its shards", "[fsdp][checkpoint]", 4) {
+  const SharedFolder folder(group);
+  const fs::path path = folder.path / "a.pt";
+  Sharded<Cnn> replicas(group, kAmsgrad, {}, 2);
+  replicas.train(0, 3);
+  Checkpoint(path, group, {.sharded = true}).save(*replicas.model, replicas.optimizer, {.epoch = 1, .step = 3});
+  group.barrier();
+  CHECK(shards_in(folder.path) == 2);
+  Sharded<Cnn> same(group, kAmsgrad, {}, 2), other(group, kAmsgrad);
+  for (auto* job : {&same, &other}) {
+    job->train(5, 6);  // The load discards this step.
+    CHECK(load_checkpoint(path, *job->model, job->optimizer, group).step == 3);
+    job->train(3, 4);
+  }
+  replicas.train(3, 4);
+  CHECK(largest_difference(same.weights(), replicas.weights()) < 1e-12);
+  CHECK(largest_difference(other.weights(), replicas.weights()) < 1e-9);
+}
 
 RANK_TEST("a fully sharded run resumes from its checkpoint, also without sharding", "[fsdp]", 1, 2, 3) {
   const torch::optim::AdamWOptions adamw(1e-2);

@@ -106,6 +106,51 @@ RANK_TEST("fully sharded training clips and accumulates gradients", "[fsdp]", 2,
   check_trains_as_alone(group, make, {.max_norm = 0.05, .accumulate = 3, .no_sync = true});
 }
 
+namespace {
+
+/// Two replicas of two ranks each.
+void check_replicas(ProcessGroup& group) {
+  for (const bool reshard : {true, false}) {
+    const FullyShardedOptions options{.min_unit_mb = 0, .reshard_after_forward = reshard, .replicas = 2};
+    check_trains_as_alone(group, maker<Cnn>(at::kDouble), {.options = options});
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble), {.options = options, .max_norm = 0.05});
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble), {.options = options, .accumulate = 3});
+    check_trains_as_alone(group, maker<Transformer>(at::kDouble),
+                          {.options = options, .accumulate = 3, .no_sync = true});
+  }
+}
+
+}  // namespace
+
+TEST_CASE("two replicas of a fully sharded model train as one process", "[ranks][fsdp]") {
+  for (const char* backend : {"shm", "gloo"})
+    ddpkit::testing::on_ranks("two replicas of a fully sharded model train as one process", 4, check_replicas,
+                              {.backend = backend});
+}
+
+RANK_TEST("replicas keep shards among their own ranks", "[fsdp]", 4) {
+  const auto model = maker<Transformer>(at::kDouble)();
+  CHECK_THROWS_WITH(FullyShardedDataParallel(model, group, {.replicas = 3}),
+                    ContainsSubstring("replicas is 3, but must divide the number of ranks, which is 4"));
+  std::int64_t all = 0, own = 0;
+  for (const auto& parameter : ddpkit::testing::unique_parameters(*model)) all += parameter.numel();
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) parameter.add_(group.rank());  // All ranks get those of rank 0.
+  }
+  FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0, .replicas = 2});
+  {
+    const auto whole = fsdp.whole();
+    const auto expected = maker<Transformer>(at::kDouble)();
+    CHECK(torch::equal(ddpkit::testing::flat_parameters(*model), ddpkit::testing::flat_parameters(*expected)));
+  }
+  ShardedOptimizer<FusedSGD> optimizer(fsdp, torch::optim::SGDOptions(0.1));
+  for (const auto& piece : optimizer.param_groups()[0].params()) own += piece.numel();
+  const auto sum = torch::full({1}, own, torch::kLong);
+  group.all_reduce(sum);
+  CHECK(sum.item<std::int64_t>() == 2 * all);
+}
+
 RANK_TEST("fully sharded units of other sizes", "[fsdp]", 2, 3) {
   const auto make = maker<Transformer>(at::kDouble);
   check_trains_as_alone(group, make, {.options = {}});  // All blocks are merged.

@@ -14,6 +14,8 @@
 
 namespace ddpkit {
 
+struct ShardedModel;
+
 /// Names and defaults are those of Python's torch.distributed.fsdp.MixedPrecisionPolicy.
 struct FullyShardedPrecision {
   /// Type of gathered parameters: the module computes with it. The shards, and so the optimizer, keep the type that the
@@ -40,6 +42,10 @@ struct FullyShardedOptions {
   /// 1 + prefetch units are whole, besides the root. 0: a unit is gathered when it is used. The shm backend always uses
   /// 0, because it moves no data in the background.
   int prefetch = 1;
+  /// HSDP: the number of copies of the model. Each world_size / replicas neighbouring ranks, such as the ranks of a
+  /// host, share one. Gathers and reduce-scatters stay among them, and one all-reduce averages the shards of the
+  /// gradients over the replicas. Divides the number of ranks.
+  int replicas = 1;
   /// Types that differ from the type of the module. Affects floating parameters.
   FullyShardedPrecision precision = {};
   /// See DistributedDataParallelOptions.
@@ -108,7 +114,7 @@ class FullyShardedDataParallelBase : public DistributedDataParallelBase {
 
  private:
   FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options,
-                               std::shared_ptr<ParameterShards> shards);
+                               ShardedModel&& sharded);
   void join_begin() override;
   at::Tensor cast_input(const at::Tensor& tensor) const;
 

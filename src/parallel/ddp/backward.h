@@ -11,6 +11,7 @@
 
 #include <ddpkit/comm/process_group.h>
 
+#include "parallel/ddp/replica_groups.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
@@ -43,6 +44,7 @@ struct Backward {
   std::size_t finished = 0;          ///< The first bucket whose reduction is not known to be complete.
   std::size_t taken = 0;             ///< The first bucket whose result has not been processed.
   std::vector<BucketState> buckets;  ///< [bucket]
+  ReplicaAverage replica_average;
   /// Times when backward reached an output of the forward pass (only with a timeline, and perhaps before kReducing), of
   /// the first and last gradient hook, and when all gradients were reduced.
   Clock::time_point reached_output, first_gradient, last_gradient, end;

@@ -12,8 +12,11 @@ namespace {
 class FlatStorage final : public BucketStorage {
  public:
   FlatStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
-              bool as_bucket_view, std::optional<at::ScalarType> dtype)
-      : group_(std::move(group)), as_bucket_view_(as_bucket_view && !dtype), dtype_(dtype) {
+              ProcessGroup shards, bool as_bucket_view, std::optional<at::ScalarType> dtype)
+      : group_(std::move(group)),
+        shard_group_(std::move(shards)),
+        as_bucket_view_(as_bucket_view && !dtype),
+        dtype_(dtype) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       entries_.push_back({.parameter = parameters[i].tensor, .strides = strides[i]});
   }
@@ -53,9 +56,9 @@ class FlatStorage final : public BucketStorage {
   Work reduce(std::size_t bucket) override {
     const at::Tensor& buffer = buffers_[bucket];
     if (!sharded_) return group_.all_reduce_async(buffer, ReduceOp::kAvg);
-    const at::Tensor sections = buffer.view({group_.world_size(), buffer.numel() / group_.world_size()});
+    const at::Tensor sections = buffer.view({shard_group_.world_size(), buffer.numel() / shard_group_.world_size()});
     shards_[bucket] = at::empty({sections.size(1)}, buffer.options());
-    return group_.reduce_scatter_async(shards_[bucket], sections, ReduceOp::kAvg);
+    return shard_group_.reduce_scatter_async(shards_[bucket], sections, ReduceOp::kAvg);
   }
 
   void write_back(std::size_t param) override {
@@ -119,7 +122,7 @@ class FlatStorage final : public BucketStorage {
     return entry;
   }
 
-  ProcessGroup group_;
+  ProcessGroup group_, shard_group_;
   bool as_bucket_view_;
   std::optional<at::ScalarType> dtype_;  ///< Of the buffers of floating gradients. Empty: that of the gradients.
   BucketPlan plan_;
@@ -133,9 +136,9 @@ class FlatStorage final : public BucketStorage {
 }  // namespace
 
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
-                                                 const ProcessGroup& group, bool gradient_as_bucket_view,
-                                                 std::optional<at::ScalarType> dtype) {
-  return std::make_unique<FlatStorage>(parameters, strides, group, gradient_as_bucket_view, dtype);
+                                                 const ProcessGroup& group, const ProcessGroup& shards,
+                                                 bool gradient_as_bucket_view, std::optional<at::ScalarType> dtype) {
+  return std::make_unique<FlatStorage>(parameters, strides, group, shards, gradient_as_bucket_view, dtype);
 }
 
 }  // namespace ddpkit

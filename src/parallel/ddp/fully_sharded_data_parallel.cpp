@@ -18,20 +18,28 @@
 
 #include "comm/backend.h"
 #include "parallel/ddp/reducer.h"
+#include "parallel/ddp/replica_groups.h"
 #include "parallel/model_agreement.h"
 #include "parallel/sharding/gathered_use.h"
 #include "parallel/sharding/parameter_shards.h"
 #include "parallel/sharding/unit_plan.h"
 
 namespace ddpkit {
+
+struct ShardedModel {
+  std::shared_ptr<ParameterShards> shards;
+  ReplicaGroups groups;
+};
+
 namespace {
 
 /// Gathers have a separate group. Their order relative to the reductions of gradients may differ between ranks, because
 /// ranks may use different parameters of a unit.
 class GroupTransport final : public ShardTransport {
  public:
-  GroupTransport(ProcessGroup group, std::vector<std::string> unit_names, std::size_t prefetch)
-      : group_(std::move(group)),
+  GroupTransport(ReplicaGroups groups, std::vector<std::string> unit_names, std::size_t prefetch)
+      : group_(std::move(groups.shards)),
+        replicas_(std::move(groups.replicas)),
         gathers_(separate(group_)),
         control_(group_.device().is_cpu() ? gathers_ : Backend::on_hosts(gathers_)),
         unit_names_(std::move(unit_names)),
@@ -42,6 +50,7 @@ class GroupTransport final : public ShardTransport {
   at::Device device() const override { return group_.device(); }
 
   void scatter(const at::Tensor& shard, const at::Tensor& flat) override {
+    if (rank() == 0 && replicas_) replicas_->broadcast(flat.view(at::kByte), 0);
     if (world_size() == 1) {
       shard.copy_(flat);
     } else {
@@ -93,6 +102,7 @@ class GroupTransport final : public ShardTransport {
   void abort(const std::string& reason) noexcept override {
     gathers_.abort(reason);
     group_.abort(reason);
+    if (replicas_) replicas_->abort(reason);
   }
 
  private:
@@ -143,7 +153,9 @@ class GroupTransport final : public ShardTransport {
                        name(first[0]), first[2] == first[0] ? r : 0, first[2] == first[0] ? 0 : r));
   }
 
-  ProcessGroup group_, gathers_;
+  ProcessGroup group_;
+  std::optional<ProcessGroup> replicas_;
+  ProcessGroup gathers_;
   ProcessGroup control_;  ///< On the CPU: the host reads the numbers without a wait for the device.
   std::vector<std::string> unit_names_;
   std::int64_t numbers_;  ///< In a message of agree(): the used unit, the number of steps, the wanted units.
@@ -194,6 +206,9 @@ std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGro
   std::vector<UnitPlan> plans;
   check_same_on_all_ranks(group, "FullyShardedDataParallel", [&] {
     const std::size_t min_bytes = min_unit_bytes(options);
+    if (options.replicas < 1 || group.world_size() % options.replicas != 0)
+      throw InvalidArgument(fmt::format("replicas is {}, but must divide the number of ranks, which is {}",
+                                        options.replicas, group.world_size()));
     static_cast<void>(prefetch_of(options, group));
     for (const auto& item : module.named_parameters()) check_parameter(item.key(), item.value(), group.device());
     const auto sparse = sparse_weights(module);
@@ -206,10 +221,10 @@ std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGro
     }
     plans = plan_units(module, options.units, min_bytes);
     std::string text = fmt::format(
-        "units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}, param_dtype {}, "
+        "units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}, replicas {}, param_dtype {}, "
         "reduce_dtype {}, cast_forward_inputs {}\n",
         fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward, options.prefetch,
-        text_of(options.precision.param_dtype), text_of(options.precision.reduce_dtype),
+        options.replicas, text_of(options.precision.param_dtype), text_of(options.precision.reduce_dtype),
         options.precision.cast_forward_inputs);
     // Shards have the parameters' memory order.
     for (const auto& item : module.named_parameters())
@@ -251,18 +266,31 @@ ShardedUnit make_unit(UnitPlan plan, const FullyShardedPrecision& precision, int
 }
 
 /// Collective.
-std::shared_ptr<ParameterShards> shard(torch::nn::Module& module, const ProcessGroup& group,
-                                       const FullyShardedOptions& options) {
+ReplicaGroups split(const ProcessGroup& group, int replicas) {
+  if (replicas == 1) return {.shards = group, .replicas = std::nullopt};
+  const int size = group.world_size() / replicas, place = group.rank() % size;
+  std::vector<int> neighbors, counterparts;
+  for (int i = 0; i < size; ++i) neighbors.push_back(group.rank() - place + i);
+  for (int i = 0; i < replicas; ++i) counterparts.push_back(place + i * size);
+  ProcessGroup shards = group.split(neighbors).value();
+  return {.shards = std::move(shards), .replicas = group.split(counterparts)};
+}
+
+/// Collective.
+ShardedModel shard(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options) {
   std::vector<ShardedUnit> units;
   std::vector<std::string> names;
-  for (UnitPlan& plan : agree_on_units(module, group, options)) {
+  std::vector<UnitPlan> plans = agree_on_units(module, group, options);
+  ReplicaGroups groups = split(group, options.replicas);
+  for (UnitPlan& plan : plans) {
     names.push_back(plan.name);
-    units.push_back(make_unit(std::move(plan), options.precision, group.world_size()));
+    units.push_back(make_unit(std::move(plan), options.precision, groups.shards.world_size()));
   }
-  const std::size_t prefetch = prefetch_of(options, group);
+  const std::size_t prefetch = prefetch_of(options, groups.shards);
   const std::size_t window = options.reshard_after_forward ? 1 + prefetch : std::numeric_limits<std::size_t>::max();
-  return std::make_shared<ParameterShards>(
-      std::move(units), std::make_unique<GroupTransport>(group, std::move(names), prefetch), window, prefetch);
+  auto transport = std::make_unique<GroupTransport>(groups, std::move(names), prefetch);
+  return {.shards = std::make_shared<ParameterShards>(std::move(units), std::move(transport), window, prefetch),
+          .groups = std::move(groups)};
 }
 
 }  // namespace
@@ -272,9 +300,10 @@ FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& mo
     : FullyShardedDataParallelBase(module, group, options, shard(module, group, options)) {}
 
 FullyShardedDataParallelBase::FullyShardedDataParallelBase(torch::nn::Module& module, const ProcessGroup& group,
-                                                           const FullyShardedOptions& options,
-                                                           std::shared_ptr<ParameterShards> shards)
-    : DistributedDataParallelBase(module, group, ddp_options(options), shards), shards_(std::move(shards)) {
+                                                           const FullyShardedOptions& options, ShardedModel&& sharded)
+    : DistributedDataParallelBase(module, group, ddp_options(options), sharded.shards),
+      shards_(std::move(sharded.shards)) {
+  if (sharded.groups.replicas) Reducer::Impl::of(reducer()).set_replica_groups(std::move(sharded.groups));
   if (options.precision.cast_forward_inputs) input_dtype_ = options.precision.param_dtype;
   if (options.precision.reduce_dtype) Reducer::Impl::of(reducer()).set_reduce_dtype(*options.precision.reduce_dtype);
 }

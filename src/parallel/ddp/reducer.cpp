@@ -50,6 +50,7 @@ UnusedPolicy unused_policy(const ReducerOptions& options) {
 
 Reducer::Impl::Impl(std::vector<NamedParameter> parameters, ProcessGroup group, const ReducerOptions& options)
     : group_(std::move(group)),
+      replica_groups_{.shards = group_},
       options_(options),
       parameters_(trained(parameters)),
       dense_(select(parameters_, is_dense)),
@@ -168,7 +169,7 @@ void Reducer::Impl::plan_shards(ShardOutput& output) {
     }
   });
   output.plan = make_plan(current_order(), /*sharded=*/true);
-  output.layouts = layouts_of(output.plan, group_.world_size());
+  output.layouts = layouts_of(output.plan, shard_group().world_size());
 }
 
 void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
@@ -206,6 +207,22 @@ void Reducer::Impl::set_reduce_dtype(at::ScalarType dtype) {
   lay_out();
 }
 
+void Reducer::Impl::set_replica_groups(ReplicaGroups groups) {
+  const std::lock_guard lock(mutex_);
+  replica_groups_ = std::move(groups);
+  lay_out();
+}
+
+/// The end of a backward with sharded gradients, if the model has replicas. Collective.
+void Reducer::Impl::average_replicas() {
+  const auto output = shard_output_.lock();
+  if (!replica_groups_.replicas || !output) return;
+  backward_.replica_average.finish(*replica_groups_.replicas,
+                                   [&](std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) {
+                                     output->receive(bucket, std::move(shard), used);
+                                   });
+}
+
 std::shared_ptr<ParameterShards> Reducer::Impl::parameter_shards() const {
   const std::lock_guard lock(mutex_);
   return parameter_shards_;
@@ -234,12 +251,13 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
 /// Allocates memory and buckets for the current hook. Collective.
 void Reducer::Impl::lay_out() {
   strides_ = agree_on_strides(dense_, group_);
-  auto storage = comm_hook_ || reduce_dtype_
+  auto storage = comm_hook_ || reduce_dtype_ || replica_groups_.replicas
                      ? nullptr
                      : make_in_place_storage(dense_, strides_, group_, options_.gradient_as_bucket_view, options_.arena,
                                              options_.arena_bytes);
   storage_ = storage ? std::move(storage)
-                     : make_flat_storage(dense_, strides_, group_, options_.gradient_as_bucket_view, reduce_dtype_);
+                     : make_flat_storage(dense_, strides_, group_, shard_group(), options_.gradient_as_bucket_view,
+                                         reduce_dtype_);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
   use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
@@ -309,7 +327,7 @@ void Reducer::Impl::use_plan(BucketPlan buckets, bool sharded) {
   }
   storage_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
   seen_.clear();
-  storage_->lay_out(plan, layouts_of(plan, sharded ? group_.world_size() : 1), sharded);
+  storage_->lay_out(plan, layouts_of(plan, sharded ? shard_group().world_size() : 1), sharded);
   seen_.add_current();
   last_readers_.add_current();  // The current stream has zeroed the buffers.
 }
@@ -377,6 +395,8 @@ const std::vector<NamedParameter>& parameters_of(const Reducer& reducer) {
 std::shared_ptr<ParameterShards> parameter_shards_of(const Reducer& reducer) {
   return Reducer::Impl::of(reducer).parameter_shards();
 }
+
+const ProcessGroup& shard_group_of(const Reducer& reducer) { return Reducer::Impl::of(reducer).shard_group(); }
 
 void ShardOutput::make_plan(const Reducer& reducer) { Reducer::Impl::of(reducer).plan_shards(*this); }
 void ShardOutput::attach(const std::shared_ptr<ShardOutput>& output, const Reducer& reducer) {

@@ -13,6 +13,7 @@
 #include "parallel/autograd/gradient_hooks.h"
 #include "parallel/ddp/backward.h"
 #include "parallel/ddp/bucket_storage.h"
+#include "parallel/ddp/replica_groups.h"
 #include "parallel/ddp/shard_output.h"
 #include "parallel/ddp/step_stats.h"
 #include "parallel/ddp/used_parameters.h"
@@ -41,6 +42,10 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_shard_output(const std::shared_ptr<ShardOutput>& output);
   /// Collective. The parameters are sharded. From now on, a bucket has the parameters of one block of a unit.
   void set_parameter_shards(std::shared_ptr<ParameterShards> shards);
+  /// Collective. From now on, gradients are sharded over `groups.shards`, and averaged over the replicas too.
+  void set_replica_groups(ReplicaGroups groups);
+  /// The ranks that share a model.
+  const ProcessGroup& shard_group() const noexcept { return replica_groups_.shards; }
   /// Collective. From now on, gradients are copied to buckets of this type, and averaged in it.
   void set_reduce_dtype(at::ScalarType dtype);
   /// Null if each rank has whole parameters.
@@ -100,6 +105,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void deliver_early();
   void finish_backward();
   void agree_on_used();
+  void average_replicas();
   void finish_bucket(std::size_t bucket);
   void wait_for_result(BucketState& bucket);
   void deliver_shards(std::size_t bucket);
@@ -108,6 +114,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void divide_by_active_ranks();
 
   ProcessGroup group_;
+  ReplicaGroups replica_groups_;  ///< All ranks share one model, unless set_replica_groups() was called.
   ReducerOptions options_;
   std::optional<at::ScalarType> reduce_dtype_;  ///< Empty: the type of the gradients.
   CommHook comm_hook_;

@@ -197,9 +197,7 @@ void Reducer::Impl::start_bucket(std::size_t b) {
   notify(kJoinBucket);
   bucket.sent_bytes = group_.world_size() > 1 ? bucket.bytes : 0;
   storage_->flush_copies_in(b);
-  if (b == 0) {
-    if (const auto output = shard_output_.lock()) output->before_first();
-  }
+  if (const auto output = shard_output_.lock(); output && b == 0) output->before_first();
   EventRing::of_process().set_bucket(b);
   if (comm_hook_) {
     call_comm_hook(b);
@@ -268,6 +266,7 @@ void Reducer::Impl::finish_backward() {
   last_readers_.add_current();
   seen_.add_current();
   while (backward_.taken < plan.size()) finish_bucket(backward_.taken++);
+  average_replicas();
   for (std::size_t i = dense_.size(); i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (used_.used_anywhere(i)) gradient = average_sparse(gradient, parameters_[i].tensor, group_);
@@ -348,6 +347,7 @@ void Reducer::Impl::deliver_shards(std::size_t b) {
   }
   seen_.keep_alive(shard);  // Allocated on the stream that started the bucket, used and freed here.
   if (const double factor = join_factor(); factor != 1) shard.mul_(factor);
+  if (replica_groups_.replicas) return backward_.replica_average.add(b, std::move(shard), std::move(used));
   output->receive(b, std::move(shard), used);
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include <ddpkit/comm/process_group.h>
 #include <ddpkit/parallel/bucket_plan.h>
 
 #include "tensor/flat_layout.h"
@@ -24,6 +25,9 @@ const std::vector<NamedParameter>& parameters_of(const Reducer& reducer);
 
 /// Returns the shards of the parameters. Null if each rank has whole parameters.
 std::shared_ptr<ParameterShards> parameter_shards_of(const Reducer& reducer);
+
+/// Returns the ranks that share a model. All ranks, unless there are replicas (HSDP).
+const ProcessGroup& shard_group_of(const Reducer& reducer);
 
 /// Receives shards of the averaged gradients from a Reducer. The parameters then have no gradient.
 struct ShardOutput {
