@@ -100,9 +100,8 @@ void add_doctor(train::Options& app, Commands& commands) {
   command.add("sharded", &model.sharded, "With optim::ShardedOptimizer; on the CPU with its option shared_weights")
       .needs("params");
   command
-      .add(
-          "fsdp_unit", &model.fsdp_unit,
-          "With FullyShardedDataParallel, for ranks on the CPU: the largest unit's part of the parameters, such as 0.1")
+      .add("fsdp_unit", &model.fsdp_unit,
+           "With FullyShardedDataParallel: the largest unit's part of the parameters, such as 0.1")
       .between(0, 1)
       .excludes("sharded")
       .needs("params");

@@ -24,8 +24,9 @@ std::vector<MemoryItem> memory_items(const ModelPlan& plan, bool on_gpu) {
       {"gradients", 4 * n * (is_fsdp ? share : 1)},
   };
   if (is_fsdp) {  // docs/fsdp.md, with a root of the size of the unit.
-    items.push_back({"whole weights of a unit and root", 4 * n * 2 * plan.fsdp_unit});
-    items.push_back({"gradients in progress", 4 * n * 3 * plan.fsdp_unit});
+    // On a GPU, gathers and reductions run beside the computation.
+    items.push_back({"whole weights of units and root", 4 * n * (on_gpu ? 3 : 2) * plan.fsdp_unit});
+    items.push_back({"gradients in progress", 4 * n * (on_gpu ? 5 : 3) * plan.fsdp_unit});
   }
   if (state_of(plan.optimizer) > 0)
     items.push_back({fmt::format("{} state", plan.optimizer), 4 * n * state_of(plan.optimizer) * share});
@@ -59,7 +60,7 @@ Findings examine_model(const ModelPlan& plan, const std::string& where, double f
     advice = fmt::format("The model is {} too large for {}: ", in_units(needed - free_bytes), where);
     if (!plan.sharded && plan.fsdp_unit == 0 && state_of(plan.optimizer) > 0 && plan.ranks > 1)
       advice += "shard the state (ShardedOptimizer), ";
-    if (plan.fsdp_unit == 0 && !on_gpu && plan.ranks > 1)
+    if (plan.fsdp_unit == 0 && plan.ranks > 1)
       advice += "shard weights, gradients and state (FullyShardedDataParallel, --fsdp-unit), ";
     if (!plan.amp && plan.activation_mb_per_sample > 0) advice += "use mixed precision, ";
     if (plan.activation_mb_per_sample > 0 && plan.batch > 1) advice += "halve the batch and accumulate gradients, ";

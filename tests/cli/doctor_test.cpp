@@ -179,6 +179,12 @@ TEST_CASE("whether a model fits, item by item", "[doctor]") {
   for (const MemoryItem& item : memory_items(fsdp, false)) total += item.bytes;
   CHECK(total == Approx(16e9 / 4 + 5 * 4e9 * 0.02 + 150 * (1 << 20)));
   CHECK(can_train(examine_model(fsdp, "memory", 20e9, false)));
+  // On a GPU, the next unit is gathered beside the unit in use, and gradients of two units are being reduced.
+  total = 0;
+  for (const MemoryItem& item : memory_items(fsdp, true)) total += item.bytes;
+  CHECK(total == Approx(16e9 / 4 + 8 * 4e9 * 0.02 + 1000 * (1 << 20)));
+  const Findings on_gpu = examine_model({.parameters = 1e9, .sharded = true, .ranks = 4}, "GPU", 8e9, true);
+  CHECK(on_gpu.back().advice.find("FullyShardedDataParallel") != std::string::npos);
   const Findings whole = examine_model({.parameters = 1e9, .ranks = 4}, "memory", 20e9, false);
   CHECK_FALSE(can_train(whole));
   CHECK(whole.back().advice.find("FullyShardedDataParallel") != std::string::npos);
