@@ -100,6 +100,7 @@ class Trainer {
   void run() {
     run_.start({.model = *model_,
                 .optimizer = optimizer_,
+                .wrapper = &ddp_,
                 .model_name = "LMU",
                 .optimizer_name = "adamw",
                 .updates_per_epoch = static_cast<std::int64_t>(sampler_.num_batches()),

@@ -67,6 +67,9 @@ class Parallel {
 
   at::Tensor forward(const at::Tensor& ids) { return fsdp_ ? fsdp_->forward(ids) : ddp_->forward(ids); }
   torch::optim::Optimizer& optimizer() { return sharded_ ? static_cast<torch::optim::Optimizer&>(*sharded_) : *whole_; }
+  ddpkit::DistributedDataParallelBase& wrapper() {
+    return fsdp_ ? static_cast<ddpkit::DistributedDataParallelBase&>(*fsdp_) : *ddp_;
+  }
   void zero_grad() { sharded_ ? sharded_->zero_grad() : whole_->zero_grad(); }
   void clip_grad_norm(double most) { (void)(sharded_ ? sharded_->clip_grad_norm(most) : whole_->clip_grad_norm(most)); }
 
@@ -95,6 +98,7 @@ class Trainer {
   void run() {
     run_.start({.model = *model_,
                 .optimizer = parallel_.optimizer(),
+                .wrapper = &parallel_.wrapper(),
                 .model_name = "gpt",
                 .optimizer_name = "adamw",
                 .updates_per_epoch = batches_of(sampler_.num_samples()),

@@ -44,7 +44,7 @@ class Distributed : public Devices {
     const auto no_sync = ddp_.no_sync();
     return backward(batch, loss);
   }
-  void set_timeline(const ddpkit::Timeline& timeline) override { ddp_.set_timeline(timeline); }
+  ddpkit::DistributedDataParallelBase* wrapper() override { return &ddp_; }
   int count() const override { return 1; }
 
  private:

@@ -8,11 +8,14 @@
 #include <vector>
 
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/comm/trace.h>
 #include <ddpkit/parallel/pytree.h>
 
 #include "har/model.h"
 #include "har/options.h"
+
+namespace ddpkit {
+class DistributedDataParallelBase;
+}
 
 namespace har {
 
@@ -45,7 +48,7 @@ class Devices {
   /// Adds the gradient of the mean loss over the batches of all devices to the model's parameters. Returns the mean
   /// loss over this process's batch. Without `synchronise`, ranks keep their local gradients and add them to the next.
   virtual at::Tensor backward(const Batch& batch, const Loss& loss, bool synchronise) = 0;
-  virtual void set_timeline(const ddpkit::Timeline&) {}
+  virtual ddpkit::DistributedDataParallelBase* wrapper() { return nullptr; }  ///< Null unless kDdp.
   /// Number of devices that one call of backward() uses.
   virtual int count() const = 0;
 };

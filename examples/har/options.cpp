@@ -31,9 +31,6 @@ void declare(ddpkit::train::Options& options, TrainOptions& har) {
   options.add("replicas", &har.replicas, "CPU replicas of --multi-gpu dp; by default one per core")
       .between(1, 1e6)
       .may_differ();
-  options.section("run");
-  options.add("profile", &har.profile, "Write SAVE_DIR/trace.json of all ranks: open it in ui.perfetto.dev")
-      .may_differ();
 }
 
 }  // namespace har

@@ -31,7 +31,6 @@ struct TrainOptions {
   double dropout = 0.2;
   std::string optimizer = "adamw";  ///< Or "adam", "sgd".
   double momentum = 0.9;            ///< SGD only.
-  bool profile = false;             ///< Writes a trace of all ranks to the run folder.
 };
 
 /// Declares all options. `har` must outlive the parse.

@@ -64,6 +64,7 @@ class Trainer {
   void run() {
     run_.start({.model = *model_,
                 .optimizer = *optimizer_,
+                .wrapper = devices_->wrapper(),
                 .model_name = declared_.text("mode"),
                 .optimizer_name = options_.optimizer,
                 .updates_per_epoch = updates_,
@@ -82,14 +83,8 @@ class Trainer {
       sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
       run_.scheduler().set_step((run_.epoch() + 1) * updates_ - updates_of(sampler_.indices().size()));
     }
-    if (run_.is_saved() && options_.profile) {
-      timeline_.emplace(group_, std::filesystem::path(options_.run.save_dir) / "trace.json");
-      devices_->set_timeline(*timeline_);
-    }
     while (run_.has_epoch() && train_epoch()) run_.save();
-    const bool is_complete = run_.finish();
-    if (timeline_) timeline_->write();
-    if (!is_complete) return;
+    if (!run_.finish()) return;
     const ClassificationResult test = evaluated_ ? *evaluated_ : evaluate();
     run_.print(ddpkit::train::confusion_table(test, dataset_.class_names));
     run_.print_summary(fmt::format("test accuracy {:.1f} %", 100 * test.accuracy));
@@ -229,14 +224,11 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   ClassificationMetrics metrics_;                  // Of the current epoch.
   std::optional<ClassificationResult> evaluated_;  // Of the current weights.
-  std::optional<ddpkit::Timeline> timeline_;
 };
 
 }  // namespace
 
 void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit::train::Program& program) {
-  if (options.profile && !options.run.save)
-    throw UsageError("--profile writes into the run folder, which --no-save disables");
   const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
   if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
     throw UsageError(

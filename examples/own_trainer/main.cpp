@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
     run.print_batches(updates);
     run.start({.model = *model,
                .optimizer = optimizer,
+               .wrapper = &ddp,
                .updates_per_epoch = updates,
                .state = {train::checkpoint_part("sampler", sampler)}},
               {{"data_set", "circle"}});

@@ -52,6 +52,7 @@ class Trainer {
     run_.start(
         {.model = *model_,
          .optimizer = optimizer_,
+         .wrapper = &ddp_,
          .model_name = "3D-CNN",
          .optimizer_name = "adamw",
          .updates_per_epoch = updates_,

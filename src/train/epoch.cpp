@@ -11,6 +11,8 @@
 #include <ddpkit/error.h>
 #include <ddpkit/train/metrics.h>
 
+#include "train/profile_window.h"
+
 namespace ddpkit::train {
 
 Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit)
@@ -22,11 +24,14 @@ Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::stri
                    static_cast<double>(items) / static_cast<double>(updates))) {}
 
 bool Epoch::next() {
+  const bool must_end = done_ < updates_ && run_.must_end();
+  if (done_ > 0 && run_.profile_) run_.profile_->end_update();
   if (done_ == updates_) return false;
-  if (run_.must_end()) {
+  if (must_end) {
     if (run_.is_stopped_ && done_ > 0) run_.save();  // Without a new update, the last checkpoint is already current.
     return false;
   }
+  if (run_.profile_) run_.profile_->begin_update();
   set_step(run_.info_.step);
   lr_ = run_.scheduler_->learning_rates().front();
   return true;
@@ -43,6 +48,7 @@ void Epoch::advance(const std::function<std::string()>& note) {
 bool Epoch::finish(double loss) {
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   bar_.clear();
+  run_.print_profile(false);
   run_.note_items(items_ * done_ / std::max<std::int64_t>(updates_, 1), seconds_, unit_);
   if (run_.is_stopped_) return false;
   if (!std::isfinite(loss))

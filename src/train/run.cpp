@@ -18,6 +18,7 @@
 #include "train/checkpoint_shards.h"
 #include "train/console.h"
 #include "train/history.h"
+#include "train/profile_window.h"
 
 namespace ddpkit::train {
 
@@ -28,6 +29,8 @@ Run::Run(RunOptions& options, const Options& declared, const ProcessGroup& group
       devices_(devices.empty() ? std::vector<c10::Device>{group.device()} : std::move(devices)),
       amp_(options.amp ? optim::fastest_type(group.device()) : at::kFloat),
       scaler_(group, {.enabled = amp_ == at::kHalf}) {
+  if (options.profile && !options.save)
+    throw UsageError("--profile writes into the run folder, which --no-save disables");
   const std::string kind = group.device().is_cpu() ? "CPU " : "";
   print(fmt::format("Distributed training: {} {}{}(s)", this->devices(), kind, device_word(devices_)));
   print("Using device: " + group.device().str());
@@ -126,10 +129,14 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   open_summary(summary_, options_, folder_, description, info_.step, group_);
   if (is_main()) history_ = std::make_unique<History>(options_.save_dir);
   if (history_ && is_resumed()) history_->load(info_.step);
+  if (options_.profile)
+    profile_ = std::make_unique<ProfileWindow>(group_, parts.wrapper,
+                                               (std::filesystem::path(options_.save_dir) / "trace.json").string());
   print_model(parts);
 }
 
 void Run::step_optimizer() {
+  const auto span = profile_ ? profile_->update_span() : std::nullopt;
   scaler_.step(*optimizer_);
   scaler_.update();
   scheduler_->step();
@@ -148,10 +155,16 @@ bool Run::must_end() {
 
 bool Run::finish() {
   if (checkpoint_) checkpoint_->wait();
+  print_profile(true);
   if (is_stopped_ && is_main())
     log_line(
         fmt::format("{}: {}", declared_.program(), stop_->describe(kept_step_, is_saved() ? options_.save_dir : "")));
   return !is_stopped_;
+}
+
+void Run::print_profile(bool is_last) {
+  if (!profile_) return;
+  if (const std::string table = profile_->finish(is_last); !table.empty()) print(table);
 }
 
 std::string Run::epoch_word() const {

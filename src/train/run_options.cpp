@@ -82,6 +82,10 @@ void declare(Options& options, RunOptions& run) {
       .at_least(0)
       .also("log_steps")
       .may_differ();
+  options
+      .add("profile", &run.profile,
+           "Time the phases of updates 11 to 30; write SAVE_DIR/trace.json of all ranks for ui.perfetto.dev")
+      .may_differ();
   options.add("json", &run.json, "Print one line of JSON per epoch; the last line, the result, is text").may_differ();
   options
       .add("progress", &run.progress, "bar (on a terminal), lines (elsewhere), off, or auto: both, lines not with json")

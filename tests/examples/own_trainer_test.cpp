@@ -44,3 +44,55 @@ TEST_CASE("own_trainer has the options and the console of the trainers", "[own_t
                    "metrics.csv}") == 1);
   CHECK(run.lines.back() == "32 updates");
 }
+
+TEST_CASE("--profile prints the phases of 20 updates and writes a timeline that ddpkit estimate reads",
+          "[own_trainer]") {
+  for (const int ranks : {1, 2}) {
+    CAPTURE(ranks);
+    const Folder folder;
+    const auto run = run_own_trainer(ranks, {"--save-dir", folder.path(), "--profile"});
+    const auto head = std::find_if(run.lines.begin(), run.lines.end(),
+                                   [](const std::string& line) { return line.starts_with("profile: 20 updates "); });
+    REQUIRE(run.lines.end() - head > 6);
+    const std::vector<std::string> names = {"data", "forward", "backward", "exposed exchange", "update", "total"};
+    double sum = 0, percent = 0;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const std::string& line = *(head + 1 + static_cast<std::ptrdiff_t>(i));
+      CAPTURE(line);
+      REQUIRE(line.starts_with(names[i] + " "));
+      std::istringstream numbers(line.substr(names[i].size()));
+      double ms = 0, share = 0;
+      REQUIRE(numbers >> ms >> share);
+      CHECK(ms > 0);
+      if (names[i] == "total") {
+        CHECK(sum == Approx(ms).margin(0.003));  // Each row is rounded.
+        CHECK(percent == Approx(100).margin(0.3));
+      }
+      sum += ms;
+      percent += share;
+    }
+    const auto trace = nlohmann::json::parse(ddpkit::testing::read_file(folder / "trace.json"));
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto& events = trace.at("traceEvents");
+      for (const char* name : {"step", "forward", "backward", "update"}) {
+        CAPTURE(rank, name);
+        CHECK(std::count_if(events.begin(), events.end(), [&](const auto& event) {
+                return event.at("name") == name && event.at("pid") == rank;
+              }) == 20);
+      }
+    }
+    const auto estimate = ddpkit::testing::run_program(
+        DDPKIT_TEST_DDPKIT, 0, {"estimate", "--profile", folder / "trace.json", "--cluster", "a100"});
+    INFO(estimate.errors);
+    CHECK(estimate.exit_code == 0);
+  }
+}
+
+TEST_CASE("--profile of a short run records fewer updates, or none", "[own_trainer]") {
+  const auto short_run = run_own_trainer(1, {"--profile", "--max-steps", "4"});
+  CHECK(std::count(short_run.lines.begin(), short_run.lines.end(),
+                   "no profile: the run has made 4 updates, and --profile records updates 11 to 30") == 1);
+  const auto part = run_own_trainer(2, {"--profile", "--max-steps", "14"});
+  CHECK(std::any_of(part.lines.begin(), part.lines.end(),
+                    [](const std::string& line) { return line.starts_with("profile: 4 updates "); }));
+}

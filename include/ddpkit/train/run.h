@@ -29,14 +29,21 @@ namespace torch::nn {
 class Module;
 }
 
+namespace ddpkit {
+class DistributedDataParallelBase;
+}
+
 namespace ddpkit::train {
 
 class History;
+class ProfileWindow;
 
 /// The objects and numbers of a training that Run needs.
 struct RunParts {
   torch::nn::Module& model;            ///< Without a wrapper, on its device.
   torch::optim::Optimizer& optimizer;  ///< Of the model.
+  /// The wrapper of the model, for the phases of RunOptions::profile. Null: none.
+  DistributedDataParallelBase* wrapper = nullptr;
   std::string model_name = "model";    ///< In the first lines: "3D-CNN".
   std::string optimizer_name = {};     ///< In the first lines: "adamw".
   std::string epoch_name = "Epoch";    ///< The word for an epoch in lines, such as "Round".
@@ -175,6 +182,7 @@ class Run {
  private:
   friend class Epoch;
 
+  void print_profile(bool is_last);
   bool is_out_of_steps() const { return options_.max_steps && info_.step >= *options_.max_steps; }
   optim::Schedule schedule(const RunParts& parts) const;
   void seed_model() const;
@@ -197,11 +205,12 @@ class Run {
   std::optional<SummaryWriter> summary_;
   std::optional<StopSignal> stop_;
   bool is_stopped_ = false;
-  std::int64_t kept_step_ = 0;        // Step of the last save().
-  std::unique_ptr<History> history_;  // Only on rank 0 of a run with a folder.
-  std::string epoch_name_, unit_;     // "Epoch"; "clips".
-  std::int64_t items_ = 0;            // Trained on by all ranks since start().
-  double seconds_ = 0;                // Time of these items.
+  std::int64_t kept_step_ = 0;              // Step of the last save().
+  std::unique_ptr<ProfileWindow> profile_;  // Null without RunOptions::profile.
+  std::unique_ptr<History> history_;        // Only on rank 0 of a run with a folder.
+  std::string epoch_name_, unit_;           // "Epoch"; "clips".
+  std::int64_t items_ = 0;                  // Trained on by all ranks since start().
+  double seconds_ = 0;                      // Time of these items.
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

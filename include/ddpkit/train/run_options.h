@@ -50,6 +50,7 @@ struct RunOptions {
   bool overwrite = false;                                ///< Replace another run's checkpoint in save_dir.
   bool tensorboard = true;                               ///< Write TensorBoard events to SAVE_DIR/logs.
   std::int64_t logging_steps = 0;                        ///< Print the loss every N updates; 0: never.
+  bool profile = false;                                  ///< Time the phases of updates 11 to 30; write trace.json.
   bool json = false;                                     ///< Print one JSON line per epoch instead of the table.
   std::string progress = "auto";                         ///< Or "bar", "lines", "off"; see progress_options().
 };
