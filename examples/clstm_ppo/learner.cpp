@@ -79,7 +79,8 @@ PpoLoss Learner::loss_of(const Sequences& sequences, const at::Tensor& which) {
                   options_.ppo);
 }
 
-Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, const std::function<bool()>& after_step) {
+UpdateMetrics Learner::learn(const Rollout& rollout, at::Generator random, ddpkit::train::Epoch& round,
+                             const std::function<void()>& after_step) {
   const at::Tensor advantages = advantages_of(rollout.rewards * options_.reward_scale, rollout.values,
                                               options_.ppo.gamma, options_.ppo.gae_lambda);
   const at::Tensor targets = advantages + rollout.values.narrow(1, 0, advantages.size(1));
@@ -90,8 +91,10 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
   for (int pass = 0; pass < options_.ppo_epochs && continues; ++pass) {
     const at::Tensor order = torch::randperm(sequences.count(), random, torch::kLong).to(group_.device());
     const std::vector<at::Tensor> batches = order.split(batch_);
-    for (std::size_t first = 0; first < batches.size() && continues;
+    for (std::size_t first = 0; first < batches.size();
          first += static_cast<std::size_t>(options_.run.grad_accum_steps)) {
+      continues = round.next();
+      if (!continues) break;
       const std::size_t end = std::min(batches.size(), first + static_cast<std::size_t>(options_.run.grad_accum_steps));
       std::int64_t count = 0;
       for (std::size_t i = first; i < end; ++i) count += batches[i].numel();
@@ -109,19 +112,14 @@ Learner::Result Learner::learn(const Rollout& rollout, at::Generator random, con
       ddpkit::optim::clip_grad_norm_(model_->parameters(), options_.ppo.max_grad_norm);
       run_.step_optimizer();
       ++updates;
-      continues = after_step();
+      round.advance();
+      if (after_step) after_step();
     }
   }
-  const bool is_complete = updates == updates_per_round();
   sums = sums.to(torch::kCPU) / static_cast<double>(updates * group_.world_size());
   const std::vector<double> means = ddpkit::train::sum_over_ranks(
       std::vector<double>(sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()), group_);
-  return {.metrics = {.policy_loss = means[0],
-                      .value_loss = means[1],
-                      .entropy = means[2],
-                      .kl = means[3],
-                      .clip_share = means[4]},
-          .is_complete = is_complete};
+  return {.policy_loss = means[0], .value_loss = means[1], .entropy = means[2], .kl = means[3], .clip_share = means[4]};
 }
 
 }  // namespace clstm_ppo

@@ -18,11 +18,6 @@ namespace clstm_ppo {
 /// The model and its training: PPO's passes over the episodes of all ranks, in minibatches of sequences.
 class Learner {
  public:
-  struct Result {
-    UpdateMetrics metrics;
-    bool is_complete = true;  ///< False if `after_step` stopped the training.
-  };
-
   /// Collective. `model` must already be on its device. `run` provides precision and schedule, and must be started
   /// before learn().
   Learner(const TrainOptions& options, std::shared_ptr<CascadedLSTM> model, ddpkit::train::Run& run,
@@ -30,12 +25,14 @@ class Learner {
 
   /// Makes --ppo-epochs passes over `rollout`, this rank's part. Each update uses the mean loss over --grad-accum-steps
   /// minibatches of all ranks and exchanges gradients once. The order of the sequences is drawn from `random`. Each
-  /// sequence starts with the memory that the model had when it acted. Calls `after_step` after each update; false
-  /// stops the training. Collective.
-  Result learn(const Rollout& rollout, at::Generator random, const std::function<bool()>& after_step);
+  /// sequence starts with the memory that the model had when it acted. Calls `after_step` after each update. `round`
+  /// may end earlier. Collective.
+  UpdateMetrics learn(const Rollout& rollout, at::Generator random, ddpkit::train::Epoch& round,
+                      const std::function<void()>& after_step);
 
   CascadedLSTM& model() const noexcept { return *model_; }
   torch::optim::Optimizer& optimizer() noexcept { return optimizer_; }
+  ddpkit::DistributedDataParallelBase& wrapper() noexcept { return ddp_; }
   std::int64_t updates_per_round() const { return options_.ppo_epochs * updates_; }
 
  private:

@@ -32,8 +32,6 @@ nlohmann::ordered_json as_json(const Round& round) {
   nlohmann::ordered_json json = {{"round", round.round},
                                  {"rounds", round.rounds},
                                  {"episodes", round.episodes},
-                                 {"step", round.step},
-                                 {"lr", round.lr},
                                  {"mean_return", round.episode.total_return},
                                  {"mean_sharpe", round.episode.sharpe},
                                  {"mean_max_drawdown", round.episode.max_drawdown},
@@ -43,10 +41,7 @@ nlohmann::ordered_json as_json(const Round& round) {
                                  {"value_loss", round.update.value_loss},
                                  {"entropy", round.update.entropy},
                                  {"kl", round.update.kl},
-                                 {"clip_share", round.update.clip_share},
-                                 {"episodes_per_second", static_cast<double>(round.episode.episodes) / round.seconds},
-                                 {"seconds", round.seconds},
-                                 {"world_size", round.world_size}};
+                                 {"clip_share", round.update.clip_share}};
   if (round.test_return) json["test_return"] = *round.test_return;
   return json;
 }
@@ -57,8 +52,7 @@ std::string as_line(const Round& round, std::int64_t num_episodes) {
       round.episodes, num_episodes, 100 * round.episode.total_return, round.episode.sharpe,
       100 * round.episode.max_drawdown, round.update.policy_loss, round.update.value_loss);
   if (round.test_return) line += fmt::format(" | Unseen: {:+.1f}%", 100 * *round.test_return);
-  return line + fmt::format(" | {:.1f} s, {:.1f} episodes/s", round.seconds,
-                            static_cast<double>(round.episode.episodes) / round.seconds);
+  return line;
 }
 
 std::vector<std::pair<std::string, double>> scalars_of(const Round& round) {
@@ -69,8 +63,7 @@ std::vector<std::pair<std::string, double>> scalars_of(const Round& round) {
                                                          {"loss/value", round.update.value_loss},
                                                          {"policy/entropy", round.update.entropy},
                                                          {"policy/kl", round.update.kl},
-                                                         {"policy/clip_share", round.update.clip_share},
-                                                         {"training/lr", round.lr}};
+                                                         {"policy/clip_share", round.update.clip_share}};
   if (round.test_return) scalars.emplace_back("return/unseen", *round.test_return);
   return scalars;
 }

@@ -48,10 +48,6 @@ struct Round {
   std::int64_t round = 0;  ///< From 1.
   std::int64_t rounds = 0;
   std::int64_t episodes = 0;  ///< So far, over all ranks.
-  std::int64_t step = 0;      ///< Updates so far.
-  int world_size = 1;
-  double lr = 0;
-  double seconds = 0;
   EpisodeMetrics episode = {};
   UpdateMetrics update = {};
   std::optional<double> test_return = std::nullopt;  ///< Empty if this round had no evaluation.

@@ -3,9 +3,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
-#include <chrono>
-#include <cmath>
-
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
@@ -45,34 +42,30 @@ void DistributedCLSTMPPOTrainer::train() {
   ddpkit::train::Run& run = *state.run;
   std::optional<TestResult> test;  // Of the current weights.
   while (run.has_epoch() && !run.is_stopped()) {
-    const auto start = std::chrono::steady_clock::now();
-    Round round{.rounds = state.rounds(),
-                .world_size = state.group.world_size(),
-                .lr = run.scheduler().learning_rates().front()};
     const Rollout rollout = run_episode();
     const std::int64_t before = run.epoch();
-    round.update = update(rollout);
+    Round round{.update = update(rollout)};
     if (run.epoch() == before) break;  // The run reached its last step or was stopped before the end of the round.
     round.episode = gather_metrics(rollout);
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     test.reset();
     if (state.options.eval_every > 0 && run.epoch() % state.options.eval_every == 0) {
       test = evaluate();
       round.test_return = test->policy_performance().total_return;
     }
-    round.seconds = elapsed.count();
     round.round = run.epoch();
+    round.rounds = state.rounds();
     round.episodes = run.epoch() * state.episodes_a_round();
-    round.step = run.step();
-    run.note_items(round.episode.episodes, round.seconds, "episodes");
-    run.report(as_line(round, state.options.num_episodes), as_json(round), scalars_of(round));
+    state.round->report(fmt::format("{} | {:.1f} s, {:.1f} episodes/s", as_line(round, state.options.num_episodes),
+                                    state.round->seconds(), state.round->items_per_second()),
+                        as_json(round), scalars_of(round));
     save_checkpoint();
   }
   if (run.finish()) state.finish(test ? *test : evaluate());
 }
 
 Rollout DistributedCLSTMPPOTrainer::run_episode() {
-  const State& state = *state_;
+  State& state = *state_;
+  state.round.emplace(*state.run, state.learner->updates_per_round(), state.episodes_a_round(), "episodes");
   const std::uint64_t seed = state.seed(0);
   ddpkit::train::Random random(seed);
   const auto steps = static_cast<std::size_t>(state.options.episode_steps),
@@ -93,25 +86,11 @@ Rollout DistributedCLSTMPPOTrainer::run_episode() {
 
 UpdateMetrics DistributedCLSTMPPOTrainer::update(const Rollout& rollout) {
   State& state = *state_;
-  ddpkit::train::ProgressBar bar =
-      state.run->bar(state.run->epoch() + 1, "Training", state.learner->updates_per_round());
-  const auto after_step = [&] {
-    state.run->note_update();
-    bar.advance();
-    if (state.update_hook) state.update_hook();
-    return !state.run->must_end();
-  };
-  const Learner::Result result =
-      state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)), after_step);
-  if (!std::isfinite(result.metrics.policy_loss + result.metrics.value_loss))
-    throw ddpkit::Error(fmt::format("the loss became {} in round {}: lower --lr ({})",
-                                    result.metrics.policy_loss + result.metrics.value_loss, state.run->epoch() + 1,
-                                    state.options.run.lr),
-                        {.rank = 0});
-  if (!result.is_complete) return result.metrics;
-  state.normalizer->update(rollout.states, state.group);
-  state.run->note_epoch();
-  return result.metrics;
+  const UpdateMetrics metrics = state.learner->learn(rollout, at::make_generator<at::CPUGeneratorImpl>(state.seed(1)),
+                                                     *state.round, state.update_hook);
+  if (state.round->finish(metrics.policy_loss + metrics.value_loss))
+    state.normalizer->update(rollout.states, state.group);
+  return metrics;
 }
 
 EpisodeMetrics DistributedCLSTMPPOTrainer::gather_metrics(const Rollout& rollout) const {

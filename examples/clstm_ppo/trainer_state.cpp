@@ -65,10 +65,12 @@ void DistributedCLSTMPPOTrainer::State::make_model() {
 void DistributedCLSTMPPOTrainer::State::start() {
   run->start({.model = learner->model(),
               .optimizer = learner->optimizer(),
+              .wrapper = &learner->wrapper(),
               .model_name = "cascaded LSTM",
               .optimizer_name = "adam",
               .epoch_name = "Round",
               .updates_per_epoch = learner->updates_per_round(),
+              .resumes_within_epoch = false,
               .state = {ddpkit::train::checkpoint_part("normalizer", *normalizer)},
               .facts_that_may_differ = {}},
              {{"asset_names", market->names()},

@@ -46,6 +46,7 @@ struct DistributedCLSTMPPOTrainer::State {
   std::optional<RunningNormalizer> normalizer;
   std::optional<ddpkit::train::Run> run;  // An epoch is a round.
   std::optional<Learner> learner;
+  std::optional<ddpkit::train::Epoch> round;  // From the start of its episodes.
   std::function<void()> update_hook;
 };
 

@@ -13,7 +13,6 @@
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/run.h>
-#include <ddpkit/train/seed.h>
 #include <ddpkit/train/together.h>
 
 #include "gpt/corpus.h"
@@ -101,19 +100,12 @@ class Trainer {
                 .wrapper = &parallel_.wrapper(),
                 .model_name = "gpt",
                 .optimizer_name = "adamw",
-                .updates_per_epoch = batches_of(sampler_.num_samples()),
-                .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
-                          ddpkit::train::checkpoint_part("loss", loss_, /*of_each_rank=*/true)},
-                .facts_that_may_differ = {"world_size"}},
+                .sampler = &sampler_,
+                .state = {ddpkit::train::checkpoint_part("loss", loss_, /*of_each_rank=*/true)}},
                {{"text", corpus_.name},
                 {"tokens", corpus_.tokens()},
                 {"train_characters", corpus_.train.numel()},
                 {"validation_characters", corpus_.validation.numel()}});
-    if (run_.is_resumed()) {
-      sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
-      run_.scheduler().set_step((run_.epoch() + 1) * batches_of(sampler_.num_samples()) -
-                                batches_of(sampler_.indices().size()));
-    }
     while (run_.has_epoch() && train_epoch()) run_.save();
     if (!run_.finish()) return;
     if (std::isnan(validated_)) validated_ = validate();
@@ -128,16 +120,13 @@ class Trainer {
     return text.unfold(0, options_.context + 1, options_.context).to(group_.device());
   }
 
-  std::int64_t batches_of(std::size_t samples) const {  // Of this rank.
-    return (static_cast<std::int64_t>(samples) + options_.run.batch_size - 1) / options_.run.batch_size;
-  }
   std::int64_t validation_batches() const {  // The same number on all ranks: with fsdp, forward is collective.
     const std::int64_t each = (validation_.size(0) + group_.world_size() - 1) / group_.world_size();
-    return batches_of(static_cast<std::size_t>(each));
+    return run_.batches_of(static_cast<std::size_t>(each));
   }
 
   std::shared_ptr<Gpt> make_model() const {
-    run_.print_batches(batches_of(sampler_.num_samples()), validation_batches());
+    run_.print_batches(run_.batches_of(sampler_.num_samples()), validation_batches());
     return run_.make_model([&] {
       return std::make_shared<Gpt>(ModelOptions{.tokens = corpus_.tokens(),
                                                 .layers = options_.layers,
@@ -157,29 +146,18 @@ class Trainer {
 
   // Returns false if the epoch is not complete: see Epoch::next().
   bool train_epoch() {
-    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
-    const std::vector<std::size_t> order = sampler_.indices();
-    // A run that resumes within an epoch also restores its sum, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.run.seed, run_.epoch(), group_.rank())) loss_ = {};
-    const at::Tensor indices = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
-    const auto count = static_cast<std::int64_t>(order.size());
+    ddpkit::train::Epoch epoch(run_, "characters", options_.context);
+    if (epoch.is_new()) loss_ = {};
     model_->train();
     validated_ = NAN;
-    ddpkit::train::Epoch epoch(run_, batches_of(order.size()), count * group_.world_size() * options_.context,
-                               "characters");
-    std::int64_t used = 0;
-    while (epoch.next()) {
-      const std::int64_t next = std::min<std::int64_t>(used + options_.run.batch_size, count);
-      const at::Tensor samples = train_.index_select(0, indices.slice(0, used, next).to(group_.device()));
-      const double loss = train_step(samples);
-      loss_.add(loss, next - used);
-      used = next;
-      sampler_.set_position(static_cast<std::size_t>(used));
+    for (std::int64_t i = 0; epoch.next(); ++i) {
+      const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group_.device());
+      const double loss = train_step(train_.index_select(0, rows));
+      loss_.add(loss, rows.numel());
       epoch.advance([&] { return fmt::format("loss={:.4f}", loss); });
     }
     const double mean = loss_.mean(group_);
     if (!epoch.finish(mean)) return false;
-    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
     validated_ = validate();
     report(epoch, mean);
     return true;
@@ -243,11 +221,7 @@ class Trainer {
         {{"train_loss", loss},
          {"validation_loss", validated_},
          {"perplexity", std::exp(validated_)},
-         {"characters_per_second", epoch.items_per_second()},
-         {"seconds", epoch.seconds()},
-         {"peak_memory_bytes", ddpkit::train::peak_memory_of_ranks(group_)},
-         {"sharding", declared_.text("sharding")},
-         {"world_size", group_.world_size()}},
+         {"sharding", declared_.text("sharding")}},
         {{"loss/train", loss},
          {"loss/validation", validated_},
          {"training/characters_per_second", epoch.items_per_second()}});

@@ -8,18 +8,31 @@
 #include <string>
 #include <vector>
 
+#include <ddpkit/parallel/pytree.h>
+
 #include "har/recordings.h"
 
 namespace har {
 
-/// One split as tensors.
+/// Windows and their labels: a split of the data set, or a part of it.
 struct Split {
   at::Tensor windows;  ///< [windows, channels, steps] float32
   at::Tensor labels;   ///< [windows] int64, 0 .. classes-1
 
   std::int64_t size() const { return labels.size(0); }
   Split to(at::Device device) const { return {windows.to(device), labels.to(device)}; }
+  /// `indices`: on the device of the split.
+  Split rows(const at::Tensor& indices) const {
+    return {windows.index_select(0, indices), labels.index_select(0, indices)};
+  }
+  Split slice(std::int64_t begin, std::int64_t end) const {
+    return {windows.slice(0, begin, end), labels.slice(0, begin, end)};
+  }
 };
+
+inline Split map_tensors(const Split& split, const ddpkit::TensorMap& map) {
+  return {.windows = map(split.windows), .labels = map(split.labels)};
+}
 
 struct Dataset {
   std::string name;

@@ -24,12 +24,11 @@ class OneDevice : public Devices {
  public:
   explicit OneDevice(std::shared_ptr<Classifier> model) : model_(std::move(model)) {}
 
-  at::Tensor backward(const Batch& batch, const Loss& loss, bool) override {
+  at::Tensor backward(const Split& batch, const Loss& loss, bool) override {
     const at::Tensor value = loss([this](const at::Tensor& windows) { return model_->forward(windows); }, batch);
     value.backward();
     return value.detach();
   }
-  int count() const override { return 1; }
 
  private:
   std::shared_ptr<Classifier> model_;
@@ -39,16 +38,15 @@ class Distributed : public Devices {
  public:
   Distributed(std::shared_ptr<Classifier> model, const ddpkit::ProcessGroup& group) : ddp_(std::move(model), group) {}
 
-  at::Tensor backward(const Batch& batch, const Loss& loss, bool synchronise) override {
+  at::Tensor backward(const Split& batch, const Loss& loss, bool synchronise) override {
     if (synchronise) return backward(batch, loss);
     const auto no_sync = ddp_.no_sync();
     return backward(batch, loss);
   }
   ddpkit::DistributedDataParallelBase* wrapper() override { return &ddp_; }
-  int count() const override { return 1; }
 
  private:
-  at::Tensor backward(const Batch& batch, const Loss& loss) {
+  at::Tensor backward(const Split& batch, const Loss& loss) {
     const at::Tensor value = loss([this](const at::Tensor& windows) { return ddp_(windows); }, batch);
     value.backward();
     return value.detach();
@@ -62,12 +60,11 @@ class Replicated : public Devices {
   Replicated(std::shared_ptr<Classifier> model, const std::vector<c10::Device>& devices)
       : dp_(std::move(model), {.devices = devices}) {}
 
-  at::Tensor backward(const Batch& batch, const Loss& loss, bool) override {
-    return dp_.train_step(batch, [&](Classifier& replica, const Batch& part) {
+  at::Tensor backward(const Split& batch, const Loss& loss, bool) override {
+    return dp_.train_step(batch, [&](Classifier& replica, const Split& part) {
       return loss([&](const at::Tensor& windows) { return replica.forward(windows); }, part);
     });
   }
-  int count() const override { return dp_.replicas(); }
 
  private:
   ddpkit::DataParallel<Classifier> dp_;
@@ -94,7 +91,14 @@ void check_gpu_ids(const std::vector<int>& ids, int there) {
 
 }  // namespace
 
-std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_rank, int local_world_size) {
+std::vector<c10::Device> choose_devices(const TrainOptions& options, const ddpkit::train::Options& declared) {
+  const ddpkit::LaunchEnvironment environment = ddpkit::read_launch_environment();
+  const int ranks = environment.local_world_size;
+  if (environment.world_size > 1 && options.multi_gpu != MultiGpu::kDdp)
+    throw UsageError(
+        fmt::format("--multi-gpu {} is one process, but the launcher started {}: start har without a launcher, or "
+                    "use --multi-gpu ddp",
+                    declared.text("multi_gpu"), environment.world_size));
   const int gpus = static_cast<int>(torch::cuda::device_count());
   std::vector<int> ids = options.gpu_ids;
   check_gpu_ids(ids, gpus);
@@ -115,10 +119,10 @@ std::vector<c10::Device> choose_devices(const TrainOptions& options, int local_r
       return on_gpus(ids);
     case MultiGpu::kDdp:
       if (on_cpu) return {c10::kCPU};
-      if (static_cast<int>(ids.size()) < local_world_size)
-        throw UsageError(fmt::format("{} ranks on this host, but only {} GPU{} for them: one rank a GPU",
-                                     local_world_size, ids.size(), ids.size() == 1 ? "" : "s"));
-      return on_gpus({ids[static_cast<std::size_t>(local_rank)]});
+      if (static_cast<int>(ids.size()) < ranks)
+        throw UsageError(fmt::format("{} ranks on this host, but only {} GPU{} for them: one rank a GPU", ranks,
+                                     ids.size(), ids.size() == 1 ? "" : "s"));
+      return on_gpus({ids[static_cast<std::size_t>(environment.local_rank)]});
     case MultiGpu::kNone:
       break;
   }

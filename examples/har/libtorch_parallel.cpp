@@ -13,14 +13,13 @@ class LibTorchParallel : public Devices {
   LibTorchParallel(std::shared_ptr<Classifier> model, std::vector<c10::Device> devices)
       : model_(std::move(model)), devices_(std::move(devices)) {}
 
-  at::Tensor backward(const Batch& batch, const Loss& loss, bool) override {
+  at::Tensor backward(const Split& batch, const Loss& loss, bool) override {
     const at::Tensor value = loss(
         [this](const at::Tensor& windows) { return torch::nn::parallel::data_parallel(model_, windows, devices_); },
         batch);
     value.backward();
     return value.detach();
   }
-  int count() const override { return static_cast<int>(devices_.size()); }
 
  private:
   std::shared_ptr<Classifier> model_;

@@ -20,6 +20,7 @@ int main(int argc, char** argv) {
   std::int64_t width = 32;
   options.add("width", &width, "Width of the hidden layer").between(1, 4096);
   train::declare(options, given);
+  options.remove({"grad_accum_steps", "max_grad_norm", "num_workers", "sync_batchnorm", "logging_steps"});  // not used
   return train::run_main(options, argc, argv, [&](train::Program& program) {
     const ddpkit::ProcessGroup group = program.join(given);
     train::Run run(given, options, group);
@@ -31,36 +32,26 @@ int main(int argc, char** argv) {
     ddpkit::DistributedDataParallel ddp(model, group);
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(given.lr));
     ddpkit::DistributedSampler sampler(1024, group, {.seed = given.seed});
-    const auto updates = static_cast<std::int64_t>(sampler.num_samples() - 1) / given.batch_size + 1;
-    run.print_batches(updates);
-    run.start({.model = *model,
-               .optimizer = optimizer,
-               .wrapper = &ddp,
-               .updates_per_epoch = updates,
-               .state = {train::checkpoint_part("sampler", sampler)}},
+    run.print_batches(run.batches_of(sampler.num_samples()));
+    run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler},
               {{"data_set", "circle"}});
     while (run.has_epoch()) {
-      sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
-      const std::vector<std::size_t> order = sampler.indices();  // of this rank, in the rest of the epoch
-      const at::Tensor rows = torch::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
-      const std::vector<at::Tensor> batches = rows.to(group.device()).split(given.batch_size);
-      train::Epoch epoch(run, static_cast<std::int64_t>(batches.size()), rows.numel() * group.world_size(), "points");
+      train::Epoch epoch(run, "points");
       double sum = 0, used = 0;
-      for (std::size_t i = 0; epoch.next(); ++i) {
+      for (std::int64_t i = 0; epoch.next(); ++i) {
+        const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group.device());  // of this rank
         optimizer.zero_grad();
         const at::Tensor loss =
-            torch::cross_entropy_loss(ddp(points.index_select(0, batches[i])), inside.index_select(0, batches[i]));
+            torch::cross_entropy_loss(ddp(points.index_select(0, rows)), inside.index_select(0, rows));
         run.scaler().scale(loss).backward();  // exchanges the gradients
         run.step_optimizer();
-        sum += loss.item<double>() * static_cast<double>(batches[i].numel());
-        used += static_cast<double>(batches[i].numel());
-        sampler.set_position(static_cast<std::size_t>(used));
+        sum += loss.item<double>() * static_cast<double>(rows.numel());
+        used += static_cast<double>(rows.numel());
         epoch.advance([&] { return fmt::format("loss={:.4f}", sum / used); });
       }
       const std::vector<double> sums = train::sum_over_ranks({sum, used}, group);
       const double loss = sums[0] / sums[1];
       if (!epoch.finish(loss)) break;
-      sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
       run.save();
       epoch.report(fmt::format("Train Loss: {:.4f}", loss), {{"train_loss", loss}}, {{"loss/train", loss}});
     }

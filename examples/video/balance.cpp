@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/data/distributed_sampler.h>
+#include <ddpkit/data/distributed_weighted_sampler.h>
+
 namespace video {
 
 std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<std::size_t>& trials, Balance balance) {
@@ -15,50 +18,13 @@ std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<st
   return weights;
 }
 
-namespace {
-
-using Sampler = std::variant<ddpkit::DistributedSampler, ddpkit::DistributedWeightedSampler>;
-
-Sampler make_sampler(const TrialSet& set, const std::vector<std::size_t>& trials,
-                     const std::vector<double>& class_weights, Balance balance, std::uint64_t seed,
-                     const ddpkit::ProcessGroup& group) {
+ddpkit::ResumableSampler make_sampler(const TrialSet& set, const std::vector<std::size_t>& trials,
+                                      const std::vector<double>& class_weights, Balance balance, std::uint64_t seed,
+                                      const ddpkit::ProcessGroup& group) {
   if (balance != Balance::kSampler) return ddpkit::DistributedSampler(trials.size(), group, {.seed = seed});
   std::vector<double> weights;
   for (const std::size_t i : trials) weights.push_back(class_weights[static_cast<std::size_t>(set.trials[i].label)]);
   return ddpkit::DistributedWeightedSampler(std::move(weights), group, {.seed = seed});
-}
-
-}  // namespace
-
-TrialSampler::TrialSampler(const TrialSet& set, const std::vector<std::size_t>& trials,
-                           const std::vector<double>& class_weights, Balance balance, std::uint64_t seed,
-                           const ddpkit::ProcessGroup& group)
-    : trials_(trials), sampler_(make_sampler(set, trials, class_weights, balance, seed, group)) {}
-
-void TrialSampler::set_epoch(std::int64_t epoch) {
-  std::visit([&](auto& sampler) { sampler.set_epoch(static_cast<std::uint64_t>(epoch)); }, sampler_);
-}
-
-std::vector<std::size_t> TrialSampler::trials() const {
-  std::vector<std::size_t> order = std::visit([](const auto& sampler) { return sampler.indices(); }, sampler_);
-  for (std::size_t& place : order) place = trials_[place];
-  return order;
-}
-
-std::size_t TrialSampler::num_samples() const {
-  return std::visit([](const auto& sampler) { return sampler.num_samples(); }, sampler_);
-}
-
-void TrialSampler::set_position(std::size_t position) {
-  std::visit([&](auto& sampler) { sampler.set_position(position); }, sampler_);
-}
-
-void TrialSampler::save(torch::serialize::OutputArchive& archive) const {
-  std::visit([&](const auto& sampler) { sampler.save(archive); }, sampler_);
-}
-
-void TrialSampler::load(torch::serialize::InputArchive& archive) {
-  std::visit([&](auto& sampler) { sampler.load(archive); }, sampler_);
 }
 
 std::string class_table(const TrialSet& set, const std::vector<std::size_t>& trials,

@@ -4,11 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <variant>
 #include <vector>
 
-#include <ddpkit/data/distributed_sampler.h>
-#include <ddpkit/data/distributed_weighted_sampler.h>
+#include <ddpkit/comm/process_group.h>
+#include <ddpkit/data/resumable_sampler.h>
 
 #include "video/options.h"
 #include "video/trials.h"
@@ -24,25 +23,10 @@ std::vector<double> weights_of_classes(const TrialSet& set, const std::vector<st
 std::string class_table(const TrialSet& set, const std::vector<std::size_t>& trials,
                         const std::vector<double>& weights);
 
-/// This rank's trials of each epoch, in order, the same number on all ranks. Shuffled, or with kSampler drawn by the
-/// weights of their classes. Resumes within an epoch as the samplers do: see DistributedSampler::load().
-class TrialSampler {
- public:
-  TrialSampler(const TrialSet& set, const std::vector<std::size_t>& trials, const std::vector<double>& class_weights,
-               Balance balance, std::uint64_t seed, const ddpkit::ProcessGroup& group);
-
-  void set_epoch(std::int64_t epoch);
-  /// Indices in the set. [sample]
-  std::vector<std::size_t> trials() const;
-  std::size_t num_samples() const;  ///< Per epoch.
-  /// The first `position` of trials() have been used.
-  void set_position(std::size_t position);
-  void save(torch::serialize::OutputArchive& archive) const;
-  void load(torch::serialize::InputArchive& archive);
-
- private:
-  std::vector<std::size_t> trials_;
-  std::variant<ddpkit::DistributedSampler, ddpkit::DistributedWeightedSampler> sampler_;
-};
+/// Returns a sampler of `trials`: shuffled, or with kSampler drawn by the weights of their classes. `class_weights`:
+/// [class].
+ddpkit::ResumableSampler make_sampler(const TrialSet& set, const std::vector<std::size_t>& trials,
+                                      const std::vector<double>& class_weights, Balance balance, std::uint64_t seed,
+                                      const ddpkit::ProcessGroup& group);
 
 }  // namespace video

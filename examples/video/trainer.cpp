@@ -11,7 +11,6 @@
 #include <ddpkit/ddpkit.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/run.h>
-#include <ddpkit/train/seed.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -26,198 +25,74 @@ namespace {
 using ddpkit::train::ClassificationMetrics;
 using ddpkit::train::ClassificationResult;
 
-class Trainer {
- public:
-  Trainer(const TrainOptions& options, const TrialSet& set, const TrialSplit& split, ClipLoader& loader,
-          const ddpkit::ProcessGroup& group, ddpkit::train::Run& run)
-      : options_(options),
-        set_(set),
-        split_(split),
-        loader_(loader),
-        group_(group),
-        run_(run),
-        class_weights_(weights_of_classes(set, split.train, options.balance)),
-        share_(ddpkit::train::evaluation_share(static_cast<std::int64_t>(split.validation.size()), group.rank(),
-                                               group.world_size())),
-        sampler_(set, split.train, class_weights_, options.balance, options.run.seed, group),
-        batch_size_(options.run.batch_size),
-        updates_(updates_of(sampler_.num_samples())),
-        model_(make_model()),
-        ddp_(model_, group),
-        optimizer_(model_->parameters(),
-                   torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay)),
-        metrics_(static_cast<std::int64_t>(set.class_names.size())) {}
+ddpkit::PrefetcherOptions loader_options(const TrainOptions& options) {
+  return {.num_workers = options.run.num_workers, .prefetch_factor = options.prefetch_factor};
+}
 
-  void run() {
-    run_.start(
-        {.model = *model_,
-         .optimizer = optimizer_,
-         .wrapper = &ddp_,
-         .model_name = "3D-CNN",
-         .optimizer_name = "adamw",
-         .updates_per_epoch = updates_,
-         .state = {ddpkit::train::checkpoint_part("best", best_), ddpkit::train::checkpoint_part("sampler", sampler_),
-                   ddpkit::train::checkpoint_part("metrics", metrics_, /*of_each_rank=*/true)}},
-        {{"data_set", std::filesystem::weakly_canonical(set_.folder).filename().string()},
-         {"training_trials", split_.train.size()},
-         {"validation_trials", split_.validation.size()},
-         {"class_names", set_.class_names}});
-    if (run_.is_resumed()) {
-      // On another number of ranks an epoch has another number of updates. The schedule continues from the same
-      // fraction of the run.
-      sampler_.set_epoch(run_.epoch());
-      run_.scheduler().set_step((run_.epoch() + 1) * updates_ - updates_of(sampler_.trials().size()));
-    }
-    while (run_.has_epoch() && train_epoch()) {
-    }
-    if (!run_.finish()) return;
-    if (best_.epoch() == 0) best_.update(run_.epoch(), evaluate());
-    run_.print(ddpkit::train::confusion_table(best_.result(), set_.class_names));
-    run_.print_summary(fmt::format("best macro F1 {:.3f} (epoch {})", best_.result().macro_f1(), best_.epoch()));
-  }
+struct Data {
+  TrialSet set;
+  TrialSplit split;
+  std::optional<ClipLoader> loader;
+  std::vector<double> class_weights;  // [class]
 
- private:
-  // Returns the updates that `clips` of this rank make.
-  std::int64_t updates_of(std::size_t clips) const {
-    return (static_cast<std::int64_t>(clips) + batch_size_ - 1) / batch_size_;
-  }
-
-  std::shared_ptr<Classifier> make_model() const {
-    run_.print(class_table(set_, split_.train, class_weights_));
-    run_.print_batches(updates_, updates_of(static_cast<std::size_t>(share_.size())));
-    auto model = run_.make_model([&] {
-      return std::make_shared<Classifier>(ModelOptions{.classes = static_cast<std::int64_t>(set_.class_names.size()),
-                                                       .dropout = options_.dropout,
-                                                       .width = options_.width});
-    });
-    if (options_.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model, group_);
-    return model;
-  }
-
-  ddpkit::Prefetcher<Clips> load(const std::vector<std::size_t>& trials, std::int64_t batch,
-                                 std::optional<Variation> variation) const {
-    const auto all = static_cast<std::int64_t>(trials.size());
-    return {(all + batch - 1) / batch,
-            [this, &trials, batch, all, variation](std::int64_t number) {
-              const std::vector<std::size_t> some(trials.begin() + number * batch,
-                                                  trials.begin() + std::min(all, (number + 1) * batch));
-              return load_clips(set_, some, loader_, variation, options_.repeat_frame);
-            },
-            {.num_workers = options_.run.num_workers, .prefetch_factor = options_.prefetch_factor}};
-  }
-
-  // Returns false if the epoch is not complete: see Epoch::next().
-  bool train_epoch() {
-    sampler_.set_epoch(run_.epoch());
-    const std::vector<std::size_t> order = sampler_.trials();
-    // A run that resumes within an epoch also restores its sums, if the number of ranks is the same.
-    if (ddpkit::train::seed_epoch(options_.run.seed, run_.epoch(), group_.rank()))
-      metrics_ = ClassificationMetrics(static_cast<std::int64_t>(set_.class_names.size()));
-    model_->train();
-    ddpkit::Prefetcher<Clips> loader = load(
-        order, batch_size_, Variation{.seed = options_.run.seed, .epoch = run_.epoch(), .augment = options_.augment});
-    ddpkit::train::Epoch epoch(run_, updates_of(order.size()),
-                               static_cast<std::int64_t>(order.size()) * group_.world_size(), "clips");
-    std::size_t used = 0;
-    while (epoch.next()) {
-      const Clips clips = *loader.next();
-      train_step(clips);
-      sampler_.set_position(used += static_cast<std::size_t>(clips.size()));
-      epoch.advance([&] { return metrics_.note(); });
-    }
-    const ClassificationResult train = metrics_.reduce(group_);
-    if (!epoch.finish(train.loss)) return false;
-    sampler_.set_epoch(run_.epoch());
-    const ClassificationResult validation = evaluate();
-    const bool is_best = best_.update(run_.epoch(), validation);
-    run_.save(is_best);
-    report(epoch, train, validation, is_best, loader.stats().wait_seconds);
-    return true;
-  }
-
-  void report(ddpkit::train::Epoch& epoch, const ClassificationResult& train, const ClassificationResult& validation,
-              bool is_best, double wait_seconds) {
-    epoch.report(fmt::format("Train {} | Val {}, F1: {:.4f} | {:.1f} s, {:.1f} clips/s, waited {:.0f}%", train.line(),
-                             validation.line(), validation.macro_f1(), epoch.seconds(), epoch.items_per_second(),
-                             100 * wait_seconds / epoch.seconds()),
-                 {{"train_loss", train.loss},
-                  {"train_accuracy", train.accuracy},
-                  {"validation_loss", validation.loss},
-                  {"validation_accuracy", validation.accuracy},
-                  {"validation_macro_f1", validation.macro_f1()},
-                  {"validation_f1", validation.f1()},
-                  {"validation_confusion", validation.confusion},
-                  {"validation_clips", validation.samples},
-                  {"best", is_best},
-                  {"wait_seconds", wait_seconds}},
-                 {{"loss/train", train.loss},
-                  {"loss/validation", validation.loss},
-                  {"accuracy/train", train.accuracy},
-                  {"accuracy/validation", validation.accuracy},
-                  {"f1/validation", validation.macro_f1()},
-                  {"training/clips_per_second", epoch.items_per_second()}});
-    if (is_best) run_.print_best(fmt::format("F1: {:.4f}", validation.macro_f1()));
-    run_.write_file("confusion.svg", ddpkit::train::confusion_svg(validation, set_.class_names));
-  }
-
-  void train_step(const Clips& clips) {
-    optimizer_.zero_grad();
-    const at::Tensor labels = clips.labels.to(group_.device());
-    at::Tensor loss;
-    {
-      const ddpkit::optim::Autocast autocast = run_.autocast(group_.device());
-      const at::Tensor logits =
-          ddp_(prepare_clips(clips.pixels.to(group_.device()), clips.augmentations)).to(at::kFloat);
-      metrics_.add_predictions(logits, labels);
-      const at::Tensor each = torch::nn::functional::cross_entropy(
-          logits, labels, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
-      // Divides by the number of clips, not by the sum of their weights. So the mean over the ranks equals that of the
-      // joined batch.
-      if (options_.balance == Balance::kLoss)
-        loss = (each * at::tensor(class_weights_, each.options()).index_select(0, labels)).mean();
-      else
-        loss = each.mean();
-    }
-    run_.scaler().scale(loss).backward();
-    metrics_.add_loss(loss, clips.size());
-    run_.step_optimizer();
-  }
-
-  // Evaluates each validation trial once, each on one rank.
-  ClassificationResult evaluate() {
-    const ddpkit::train::EvaluationScope scope(*model_, group_);
-    ClassificationMetrics metrics(static_cast<std::int64_t>(set_.class_names.size()));
-    const std::vector<std::size_t> mine(split_.validation.begin() + share_.begin,
-                                        split_.validation.begin() + share_.end);
-    ddpkit::train::ProgressBar bar =
-        run_.bar(run_.epoch(), "Validation", updates_of(static_cast<std::size_t>(share_.size())));
-    ddpkit::Prefetcher<Clips> loader = load(mine, batch_size_, std::nullopt);
-    while (const auto clips = loader.next()) {
-      const at::Tensor labels = clips->labels.to(group_.device());
-      const at::Tensor logits = model_->forward(prepare_clips(clips->pixels.to(group_.device()), {}));
-      metrics.add(logits, labels, torch::cross_entropy_loss(logits, labels));
-      bar.advance();
-    }
-    return metrics.reduce(group_);
-  }
-
-  const TrainOptions& options_;
-  const TrialSet& set_;
-  const TrialSplit& split_;
-  ClipLoader& loader_;
-  ddpkit::ProcessGroup group_;
-  ddpkit::train::Run& run_;
-  std::vector<double> class_weights_;  // [class]
-  ddpkit::train::IndexRange share_;    // Validation trials of this rank.
-  TrialSampler sampler_;
-  std::int64_t batch_size_;
-  std::int64_t updates_;  // Per epoch.
-  std::shared_ptr<Classifier> model_;
-  ddpkit::DistributedDataParallel<Classifier> ddp_;
-  ddpkit::optim::FusedAdamW optimizer_;
-  ClassificationMetrics metrics_;  // Of the current epoch.
-  Best best_;
+  std::int64_t classes() const { return static_cast<std::int64_t>(set.class_names.size()); }
 };
+
+void read_data(Data& data, const std::string& folder, const TrainOptions& options, const ddpkit::ProcessGroup& group,
+               const ddpkit::train::Run& run, DataFaults& faults) {
+  ddpkit::train::run_together(group, [&] {
+    data.set = read_trials(folder, options.classes, options.frames, faults);
+    // The ranks of a host share one cache and its limit.
+    data.loader.emplace(folder, ClipLoaderOptions{.size = options.size,
+                                                  .frames = options.frames,
+                                                  .open_videos = options.open_videos,
+                                                  .cache_dir = options.cache_dir,
+                                                  .cache_bytes = std::int64_t{options.cache_mb} << 20,
+                                                  .processes = ddpkit::read_launch_environment().local_world_size});
+  });
+  check_trials(data.set, *data.loader, {.depth = options.check, .num_workers = std::max(1, options.run.num_workers)},
+               group, faults);
+  if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
+    ddpkit::train::log_line(summary);
+  data.split = split_by_video(data.set, options.validation_share, options.run.seed);
+  data.class_weights = weights_of_classes(data.set, data.split.train, options.balance);
+  std::set<std::string> videos;
+  for (const Trial& trial : data.set.trials) videos.insert(trial.video);
+  run.print(fmt::format("Found {} unique videos with {} total trials", videos.size(), data.set.trials.size()));
+  run.print(fmt::format("Train trials: {}, Val trials: {}", data.split.train.size(), data.split.validation.size()));
+  run.print(class_table(data.set, data.split.train, data.class_weights));
+}
+
+// Returns the mean over the clips, not over their weights: so the mean over the ranks equals that of the joined batch.
+at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels, const Data& data, const TrainOptions& options) {
+  const at::Tensor each = torch::nn::functional::cross_entropy(
+      logits, labels, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+  if (options.balance != Balance::kLoss) return each.mean();
+  return (each * at::tensor(data.class_weights, each.options()).index_select(0, labels)).mean();
+}
+
+// Evaluates each validation trial once, on one rank.
+ClassificationResult evaluate(Classifier& model, Data& data, const std::vector<std::size_t>& trials,
+                              const TrainOptions& options, const ddpkit::ProcessGroup& group,
+                              const ddpkit::train::Run& run) {
+  const ddpkit::train::EvaluationScope scope(model, group);
+  ClassificationMetrics metrics(data.classes());
+  const auto size = static_cast<std::ptrdiff_t>(options.run.batch_size);
+  const auto make_clips = [&](std::int64_t number) {
+    const auto begin = trials.begin() + number * size;
+    return load_clips(data.set, {begin, begin + std::min(size, trials.end() - begin)}, *data.loader, std::nullopt,
+                      options.repeat_frame);
+  };
+  ddpkit::Prefetcher<Clips> loader(run.batches_of(trials.size()), make_clips, loader_options(options));
+  ddpkit::train::ProgressBar bar = run.bar(run.epoch(), "Validation", run.batches_of(trials.size()));
+  while (const auto clips = loader.next()) {
+    const at::Tensor labels = clips->labels.to(group.device());
+    const at::Tensor logits = model.forward(prepare_clips(clips->pixels.to(group.device()), {}));
+    metrics.add(logits, labels, torch::cross_entropy_loss(logits, labels));
+    bar.advance();
+  }
+  return metrics.reduce(group);
+}
 
 }  // namespace
 
@@ -227,31 +102,87 @@ void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit
   if (group.device().is_cpu() && !declared.is_given("batch_size")) options.run.batch_size = 8;
   ddpkit::train::Run run(options.run, declared, group);
   run.print("Loading data...");
-  const std::filesystem::path folder = ddpkit::train::data_folder(
+  const std::string folder = ddpkit::train::data_folder(
       options.data, "data/mouse", [](const std::string& path) { generate(path, {}); }, group);
   DataFaults faults(trials_file(folder), options.on_bad_data);
-  TrialSet set;
-  std::optional<ClipLoader> loader;
-  ddpkit::train::run_together(group, [&] {
-    set = read_trials(folder, options.classes, options.frames, faults);
-    // The ranks of a host share one cache and its limit.
-    loader.emplace(folder, ClipLoaderOptions{.size = options.size,
-                                             .frames = options.frames,
-                                             .open_videos = options.open_videos,
-                                             .cache_dir = options.cache_dir,
-                                             .cache_bytes = std::int64_t{options.cache_mb} << 20,
-                                             .processes = ddpkit::read_launch_environment().local_world_size});
+  Data data;
+  read_data(data, folder, options, group, run, faults);
+  ddpkit::ResumableSampler sampler =
+      make_sampler(data.set, data.split.train, data.class_weights, options.balance, options.run.seed, group);
+  const auto share = ddpkit::train::evaluation_share(static_cast<std::int64_t>(data.split.validation.size()),
+                                                     group.rank(), group.world_size());
+  const std::vector<std::size_t> validation(data.split.validation.begin() + share.begin,
+                                            data.split.validation.begin() + share.end);  // Of this rank.
+  run.print_batches(run.batches_of(sampler.num_samples()), run.batches_of(validation.size()));
+  const auto model = run.make_model([&] {
+    return std::make_shared<Classifier>(
+        ModelOptions{.classes = data.classes(), .dropout = options.dropout, .width = options.width});
   });
-  check_trials(set, *loader, {.depth = options.check, .num_workers = std::max(1, options.run.num_workers)}, group,
-               faults);
-  if (const std::string summary = faults.summary(); group.rank() == 0 && !summary.empty())
-    ddpkit::train::log_line(summary);
-  const TrialSplit split = split_by_video(set, options.validation_share, options.run.seed);
-  std::set<std::string> videos;
-  for (const Trial& trial : set.trials) videos.insert(trial.video);
-  run.print(fmt::format("Found {} unique videos with {} total trials", videos.size(), set.trials.size()));
-  run.print(fmt::format("Train trials: {}, Val trials: {}", split.train.size(), split.validation.size()));
-  Trainer(options, set, split, *loader, group, run).run();
+  if (options.run.sync_batchnorm) ddpkit::convert_sync_batchnorm(model, group);
+  ddpkit::DistributedDataParallel<Classifier> ddp(model, group);
+  ddpkit::optim::FusedAdamW optimizer(
+      model->parameters(), torch::optim::AdamWOptions(options.run.lr).weight_decay(options.run.weight_decay));
+  ClassificationMetrics metrics(data.classes());  // Of the current epoch.
+  Best best;
+  run.start({.model = *model,
+             .optimizer = optimizer,
+             .wrapper = &ddp,
+             .model_name = "3D-CNN",
+             .optimizer_name = "adamw",
+             .sampler = &sampler,
+             .state = {ddpkit::train::checkpoint_part("best", best),
+                       ddpkit::train::checkpoint_part("metrics", metrics, /*of_each_rank=*/true)}},
+            {{"data_set", std::filesystem::weakly_canonical(folder).filename().string()},
+             {"training_trials", data.split.train.size()},
+             {"validation_trials", data.split.validation.size()},
+             {"class_names", data.set.class_names}});
+
+  while (run.has_epoch()) {
+    const Variation variation{.seed = options.run.seed, .epoch = run.epoch(), .augment = options.augment};
+    ddpkit::train::Epoch epoch(run, "clips");
+    if (epoch.is_new()) metrics = ClassificationMetrics(data.classes());
+    const auto make_clips = [&](std::int64_t number) {
+      std::vector<std::size_t> trials;
+      for (const std::int64_t place : epoch.batch(number))
+        trials.push_back(data.split.train[static_cast<std::size_t>(place)]);
+      return load_clips(data.set, trials, *data.loader, variation, options.repeat_frame);
+    };
+    ddpkit::Prefetcher<Clips> loader(epoch.batches(), make_clips, loader_options(options));
+    model->train();
+    while (epoch.next()) {
+      const Clips clips = *loader.next();
+      const at::Tensor labels = clips.labels.to(group.device());
+      optimizer.zero_grad();
+      at::Tensor loss;
+      {
+        const ddpkit::optim::Autocast autocast = run.autocast(group.device());
+        const at::Tensor logits =
+            ddp(prepare_clips(clips.pixels.to(group.device()), clips.augmentations)).to(at::kFloat);
+        metrics.add_predictions(logits, labels);
+        loss = loss_of(logits, labels, data, options);
+      }
+      run.scaler().scale(loss).backward();
+      metrics.add_loss(loss, clips.size());
+      run.step_optimizer();
+      epoch.advance([&] { return metrics.note(); });
+    }
+    const ClassificationResult trained = metrics.reduce(group);
+    if (!epoch.finish(trained.loss)) break;
+    const ClassificationResult validated = evaluate(*model, data, validation, options, group, run);
+    const bool is_best = best.update(run.epoch(), validated);
+    run.save(is_best);
+    const double wait_seconds = loader.stats().wait_seconds;
+    epoch.report(trained, validated, "validation", "Val", data.set.class_names,
+                 fmt::format("{:.1f} s, {:.1f} clips/s, waited {:.0f}%", epoch.seconds(), epoch.items_per_second(),
+                             100 * wait_seconds / epoch.seconds()),
+                 {{"validation_clips", validated.samples}, {"best", is_best}, {"wait_seconds", wait_seconds}});
+    if (is_best) run.print_best(fmt::format("F1: {:.4f}", validated.macro_f1()));
+  }
+  if (run.finish()) {
+    if (best.epoch() == 0) best.update(run.epoch(), evaluate(*model, data, validation, options, group, run));
+    run.print(ddpkit::train::confusion_table(best.result(), data.set.class_names));
+    run.print_summary(fmt::format("best macro F1 {:.3f} (epoch {})", best.result().macro_f1(), best.epoch()));
+  }
   if (const std::string summary = faults.summary(0); !summary.empty()) run.print(summary);
 }
 

@@ -8,12 +8,33 @@
 #include <fmt/format.h>
 
 #include <ddpkit/comm/trace.h>
+#include <ddpkit/data/resumable_sampler.h>
 #include <ddpkit/error.h>
 #include <ddpkit/train/metrics.h>
+#include <ddpkit/train/seed.h>
 
 #include "train/profile_window.h"
 
 namespace ddpkit::train {
+
+namespace {
+
+std::vector<std::size_t> order_of(ResumableSampler& sampler, std::int64_t epoch) {
+  sampler.set_epoch(static_cast<std::uint64_t>(epoch));
+  return sampler.indices();
+}
+
+}  // namespace
+
+Epoch::Epoch(Run& run, const std::string& unit, std::int64_t items_per_sample)
+    : Epoch(run, order_of(*run.sampler_, run.epoch()), unit, items_per_sample) {}
+
+Epoch::Epoch(Run& run, std::vector<std::size_t> order, const std::string& unit, std::int64_t items_per_sample)
+    : Epoch(run, run.updates_of(order.size()),
+            static_cast<std::int64_t>(order.size()) * run.group_.world_size() * items_per_sample, unit) {
+  order_ = std::move(order);
+  is_new_ = seed_epoch(run.options_.seed, run.epoch(), run.group_.rank());
+}
 
 Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit)
     : run_(run),
@@ -23,12 +44,21 @@ Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::stri
       bar_(run.bar(run.info_.epoch + 1, "Training", updates, unit,
                    static_cast<double>(items) / static_cast<double>(updates))) {}
 
+std::int64_t Epoch::batches() const { return run_.batches_of(order_.size()); }
+
+std::vector<std::int64_t> Epoch::batch(std::int64_t number) const {
+  const auto size = static_cast<std::ptrdiff_t>(run_.samples_per_batch());
+  const auto begin = order_.begin() + size * number;
+  return {begin, begin + std::min(size, order_.end() - begin)};
+}
+
 bool Epoch::next() {
   const bool must_end = done_ < updates_ && run_.must_end();
   if (done_ > 0 && run_.profile_) run_.profile_->end_update();
   if (done_ == updates_) return false;
   if (must_end) {
-    if (run_.is_stopped_ && done_ > 0) run_.save();  // Without a new update, the last checkpoint is already current.
+    // Without a new update, the last checkpoint is already current.
+    if (run_.is_stopped_ && done_ > 0 && run_.resumes_within_epoch_) run_.save();
     return false;
   }
   if (run_.profile_) run_.profile_->begin_update();
@@ -39,6 +69,8 @@ bool Epoch::next() {
 
 void Epoch::advance(const std::function<std::string()>& note) {
   ++done_;
+  const auto used = static_cast<std::size_t>(done_ * run_.options_.grad_accum_steps * run_.samples_per_batch());
+  if (run_.sampler_) run_.sampler_->set_position(std::min(used, order_.size()));
   run_.note_update();
   bar_.advance(note);
   const std::int64_t interval = run_.options_.save_steps;
@@ -52,11 +84,12 @@ bool Epoch::finish(double loss) {
   run_.note_items(items_ * done_ / std::max<std::int64_t>(updates_, 1), seconds_, unit_);
   if (run_.is_stopped_) return false;
   if (!std::isfinite(loss))
-    throw Error(
-        fmt::format("the loss became {} in epoch {}: lower --lr ({})", loss, run_.info_.epoch + 1, run_.options_.lr),
-        {.rank = 0});
+    throw Error(fmt::format("the loss became {} in {} {}: lower --lr ({})", loss, run_.epoch_word(),
+                            run_.info_.epoch + 1, run_.options_.lr),
+                {.rank = 0});
   if (done_ < updates_) return false;
   run_.note_epoch();
+  if (run_.sampler_) run_.sampler_->set_epoch(static_cast<std::uint64_t>(run_.epoch()));
   return true;
 }
 
@@ -74,6 +107,29 @@ void Epoch::report(const std::string& line, const nlohmann::ordered_json& values
   std::vector<std::pair<std::string, double>> all = scalars;
   all.emplace_back("training/lr", lr_);
   run_.report(line, json, all);
+}
+
+void Epoch::report(const ClassificationResult& train, const ClassificationResult& evaluation, const std::string& name,
+                   const std::string& label, const std::vector<std::string>& class_names, const std::string& ending,
+                   const nlohmann::ordered_json& more) {
+  nlohmann::ordered_json values = {{"train_loss", train.loss},
+                                   {"train_accuracy", train.accuracy},
+                                   {name + "_loss", evaluation.loss},
+                                   {name + "_accuracy", evaluation.accuracy},
+                                   {name + "_macro_f1", evaluation.macro_f1()},
+                                   {name + "_f1", evaluation.f1()},
+                                   {name + "_confusion", evaluation.confusion}};
+  if (!more.is_null()) values.update(more);
+  report(fmt::format("Train {} | {} {}, F1: {:.4f} | {}", train.line(), label, evaluation.line(), evaluation.macro_f1(),
+                     ending),
+         values,
+         {{"loss/train", train.loss},
+          {"loss/" + name, evaluation.loss},
+          {"accuracy/train", train.accuracy},
+          {"accuracy/" + name, evaluation.accuracy},
+          {"f1/" + name, evaluation.macro_f1()},
+          {fmt::format("training/{}_per_second", unit_), items_per_second()}});
+  run_.write_file("confusion.svg", confusion_svg(evaluation, class_names));
 }
 
 EvaluationScope::EvaluationScope(torch::nn::Module& model, const ProcessGroup& group)

@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include <ddpkit/data/resumable_sampler.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
@@ -42,6 +43,14 @@ int Run::devices() const { return static_cast<int>(devices_.size()) * group_.wor
 
 void Run::print(const std::string& line) const {
   if (prints()) print_line(line);
+}
+
+std::int64_t Run::batches_of(std::size_t samples) const {
+  return (static_cast<std::int64_t>(samples) + samples_per_batch() - 1) / samples_per_batch();
+}
+
+std::int64_t Run::updates_of(std::size_t samples) const {
+  return (batches_of(samples) + options_.grad_accum_steps - 1) / options_.grad_accum_steps;
 }
 
 void Run::print_batches(std::int64_t train, std::int64_t evaluation, const std::string& evaluation_name,
@@ -102,7 +111,11 @@ optim::Schedule Run::schedule(const RunParts& parts) const {
   return result * optim::warmup(updates, scale > 1 ? std::min(1 / scale, parts.most_warmup_start) : 1.0 / 3);
 }
 
-void Run::start(const RunParts& parts, const nlohmann::json& facts) {
+void Run::start(const RunParts& given, const nlohmann::json& facts) {
+  RunParts parts = given;
+  sampler_ = parts.sampler;
+  resumes_within_epoch_ = parts.resumes_within_epoch;
+  if (sampler_) parts.updates_per_epoch = updates_of(sampler_->num_samples());
   epoch_name_ = parts.epoch_name;
   start_ = std::chrono::steady_clock::now();
   model_ = &parts.model;
@@ -110,6 +123,7 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
   scheduler_.emplace(parts.optimizer, schedule(parts),
                      optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = devices()});
   state_ = {checkpoint_part("scheduler", *scheduler_), checkpoint_part("scaler", scaler_)};
+  if (sampler_) state_.push_back(checkpoint_part("sampler", *sampler_));
   state_.insert(state_.end(), parts.state.begin(), parts.state.end());
   nlohmann::json config = nlohmann::json::parse(declared_.resolved());
   config.update(facts);
@@ -124,6 +138,10 @@ void Run::start(const RunParts& parts, const nlohmann::json& facts) {
                                         .sharded = parameter_shards_of(*optimizer_) != nullptr,
                                         .best_epoch_stem = "best_model_epoch"});
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
+  if (is_resumed() && sampler_) {
+    sampler_->set_epoch(static_cast<std::uint64_t>(epoch()));
+    scheduler_->set_step((epoch() + 1) * parts.updates_per_epoch - updates_of(sampler_->indices().size()));
+  }
   info_.config = description;
   kept_step_ = info_.step;
   open_summary(summary_, options_, folder_, description, info_.step, group_);

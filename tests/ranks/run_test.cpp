@@ -30,6 +30,7 @@ struct Trained {
 // Trains on 24 samples, 2 per update and rank. `loss`: the mean loss that the loop reports.
 Trained train(const ddpkit::ProcessGroup& group, RunOptions options, double loss = 0.5) {
   options.epochs = 2;
+  options.batch_size = 2;
   options.lr = 1e-2;
   options.amp = false;
   options.progress = "off";
@@ -42,28 +43,22 @@ Trained train(const ddpkit::ProcessGroup& group, RunOptions options, double loss
   ddpkit::optim::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.lr));
   ddpkit::DistributedSampler sampler(24, group, {.seed = 1});
   Run run(options, declared, group);
-  run.start({.model = *model,
-             .optimizer = optimizer,
-             .updates_per_epoch = static_cast<std::int64_t>(sampler.num_samples()) / 2,
-             .state = {ddpkit::train::checkpoint_part("sampler", sampler)}},
-            {{"data", "test"}});
+  run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler}, {{"data", "test"}});
   std::vector<double> lrs;
   while (run.has_epoch()) {
-    sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
-    const std::vector<std::size_t> order = sampler.indices();
-    const auto samples = static_cast<std::int64_t>(order.size());
-    Epoch epoch(run, samples / 2, samples * group.world_size(), "samples");
-    for (std::size_t used = 0; epoch.next();) {
+    Epoch epoch(run, "samples");
+    CHECK(epoch.is_new() == (run.step() % (12 / group.world_size()) == 0));
+    for (std::int64_t i = 0; epoch.next(); ++i) {
+      CHECK(i < epoch.batches());
       optimizer.zero_grad();
-      const at::Tensor rows = torch::tensor({static_cast<double>(order[used]), static_cast<double>(order[used + 1])});
+      const at::Tensor rows = torch::tensor(epoch.batch(i)).to(torch::kDouble);
+      CHECK(rows.numel() == 2);
       ddp(torch::sin(rows.unsqueeze(1) + torch::arange(20)).to(torch::kFloat)).pow(2).mean().backward();
       run.step_optimizer();
-      sampler.set_position(used += 2);
       epoch.advance();
     }
     if (!epoch.finish(loss)) break;
     lrs.push_back(epoch.lr());
-    sampler.set_epoch(static_cast<std::uint64_t>(run.epoch()));
     run.save();
     epoch.report("a line", {{"loss", loss}}, {{"loss/train", loss}});
     run.write_file("picture.svg", std::to_string(run.epoch()));

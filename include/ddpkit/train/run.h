@@ -31,11 +31,13 @@ class Module;
 
 namespace ddpkit {
 class DistributedDataParallelBase;
-}
+class ResumableSampler;
+}  // namespace ddpkit
 
 namespace ddpkit::train {
 
 class History;
+struct ClassificationResult;
 class ProfileWindow;
 
 /// The objects and numbers of a training that Run needs.
@@ -44,13 +46,18 @@ struct RunParts {
   torch::optim::Optimizer& optimizer;  ///< Of the model.
   /// The wrapper of the model, for the phases of RunOptions::profile. Null: none.
   DistributedDataParallelBase* wrapper = nullptr;
-  std::string model_name = "model";    ///< In the first lines: "3D-CNN".
-  std::string optimizer_name = {};     ///< In the first lines: "adamw".
-  std::string epoch_name = "Epoch";    ///< The word for an epoch in lines, such as "Round".
-  std::int64_t updates_per_epoch = 0;  ///< In a whole epoch.
+  std::string model_name = "model";  ///< In the first lines: "3D-CNN".
+  std::string optimizer_name = {};   ///< In the first lines: "adamw".
+  std::string epoch_name = "Epoch";  ///< The word for an epoch in lines, such as "Round".
+  /// The sampler of the training set. Run saves it as "sampler"; Epoch sets its epoch and position. A run that resumes
+  /// on another number of devices has another number of updates per epoch, so its learning rate continues from the same
+  /// fraction of the run. Null: the loop does all this.
+  ResumableSampler* sampler = nullptr;
+  std::int64_t updates_per_epoch = 0;  ///< In a whole epoch. Run sets it if there is a sampler.
   /// Upper limit of the factor with which a scaled learning rate begins its warm-up.
   double most_warmup_start = 1;
-  /// Other state to save, such as a sampler. Run adds "scheduler" and "scaler".
+  bool resumes_within_epoch = true;  ///< False: a stop signal saves no checkpoint within an epoch.
+  /// Other state to save. Run adds "scheduler" and "scaler".
   std::vector<CheckpointPart> state = {};
   /// Keys of the run's description that may differ when it resumes.
   std::vector<std::string> facts_that_may_differ = {"world_size"};
@@ -63,19 +70,17 @@ struct RunParts {
 ///     Run run(options, declared, group);
 ///     run.print("Loading data...");
 ///     ...
-///     run.print_batches(batches_per_epoch);
-///     run.start({.model = *model, .optimizer = optimizer, .updates_per_epoch = n, .state = {...}}, {{"data", name}});
+///     run.print_batches(run.batches_of(sampler.num_samples()));
+///     run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler}, {{"data", name}});
 ///     while (run.has_epoch()) {
-///       sampler.set_epoch(run.epoch());
-///       Epoch epoch(run, updates, samples, "samples");
-///       while (epoch.next()) {
-///         run.scaler().scale(loss_of(batch)).backward();
+///       Epoch epoch(run, "samples");
+///       for (std::int64_t i = 0; epoch.next(); ++i) {
+///         optimizer.zero_grad();
+///         run.scaler().scale(loss_of(epoch.batch(i))).backward();
 ///         run.step_optimizer();
-///         sampler.set_position(samples_so_far);
 ///         epoch.advance();
 ///       }
 ///       if (!epoch.finish(mean_loss)) break;
-///       sampler.set_epoch(run.epoch());
 ///       run.save();
 ///       epoch.report(...);
 ///     }
@@ -90,6 +95,10 @@ class Run {
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
+
+  /// Returns the number of batches of this process with `samples` samples. A batch has RunOptions::batch_size samples
+  /// per device.
+  std::int64_t batches_of(std::size_t samples) const;
 
   /// Prints the batches of an epoch and the effective batch size. `train` and `evaluation`: batches per device; 0: not
   /// printed. `evaluation_name`: "Val" or "Test". `batch_size`: samples per device and batch; 0:
@@ -111,8 +120,8 @@ class Run {
   /// folder and resumes the run in it: loads model, optimizer, state and progress. `facts`: a JSON object that
   /// describes the run together with the options; Run adds "program", "precision" and "world_size". Prints the model,
   /// and from where the run resumes. Collective. Throws InvalidArgument as open_run_folder() does. The objects in
-  /// `parts` must outlive the run.
-  void start(const RunParts& parts, const nlohmann::json& facts);
+  /// `given` must outlive the run.
+  void start(const RunParts& given, const nlohmann::json& facts);
 
   bool is_main() const { return group_.rank() == 0; }                ///< Rank 0 prints and writes files.
   bool prints() const { return is_main() && !options_.json; }        ///< Rank 0 prints text, not JSON.
@@ -183,6 +192,8 @@ class Run {
   friend class Epoch;
 
   void print_profile(bool is_last);
+  std::int64_t samples_per_batch() const { return options_.batch_size * static_cast<std::int64_t>(devices_.size()); }
+  std::int64_t updates_of(std::size_t samples) const;
   bool is_out_of_steps() const { return options_.max_steps && info_.step >= *options_.max_steps; }
   optim::Schedule schedule(const RunParts& parts) const;
   void seed_model() const;
@@ -198,6 +209,8 @@ class Run {
   std::optional<optim::LearningRateScheduler> scheduler_;
   torch::nn::Module* model_ = nullptr;
   torch::optim::Optimizer* optimizer_ = nullptr;
+  ResumableSampler* sampler_ = nullptr;
+  bool resumes_within_epoch_ = true;
   std::vector<CheckpointPart> state_;
   RunFolder folder_;
   std::optional<Checkpoint> checkpoint_;
@@ -218,19 +231,29 @@ class Run {
 /// them, shows a ProgressBar, and saves checkpoints every RunOptions::save_steps updates.
 class Epoch {
  public:
-  /// `updates`: to make. `items`: of all ranks in these updates; `unit` is their name: "clips".
+  /// The rest of the sampler's epoch. Seeds the random generators; see seed_epoch(). `unit`: the name of the items:
+  /// "clips". `items_per_sample`: such as characters.
+  Epoch(Run& run, const std::string& unit, std::int64_t items_per_sample = 1);
+  /// Without RunParts::sampler. `updates`: to make. `items`: of all ranks in these updates.
   Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit);
+
+  /// Returns false if the run has resumed within this epoch on the same number of ranks: then the checkpoint has
+  /// restored the sums of each rank.
+  bool is_new() const noexcept { return is_new_; }
+  std::int64_t batches() const;  ///< Of this process. The last one may be smaller.
+  /// Returns the indices of batch `number` (from 0) of this process. Thread-safe. [sample]
+  std::vector<std::int64_t> batch(std::int64_t number) const;
 
   /// Call before each update. Returns false after the last update, at RunOptions::max_steps, and on a stop signal. A
   /// signal saves the progress if this epoch has made an update. Collective.
   bool next();
 
-  /// Call after each update, when the sampler's position is set. `note`: see ProgressBar::advance(). Collective if it
+  /// Call after each update. Sets the position of the sampler. `note`: see ProgressBar::advance(). Collective if it
   /// saves.
   void advance(const std::function<std::string()>& note = nullptr);
 
-  /// Ends the epoch and counts it if it is whole. Returns whether it is whole. `loss`: mean over the epoch, equal on
-  /// all ranks. Throws Error if the loss is not finite.
+  /// Ends the epoch and counts it if it is whole; the sampler is then at the next epoch. Returns whether it is whole.
+  /// `loss`: mean over the epoch, equal on all ranks. Throws Error if the loss is not finite.
   bool finish(double loss = 0);
 
   double lr() const noexcept { return lr_; }            ///< Learning rate of the last update.
@@ -242,8 +265,18 @@ class Epoch {
   void report(const std::string& line, const nlohmann::ordered_json& values,
               const std::vector<std::pair<std::string, double>>& scalars);
 
+  /// Reports the epoch of a classifier, and writes confusion.svg. `evaluation`: the results on the set `name`: "test",
+  /// which is `label` in the line: "Test". `ending`: the end of the line. `more`: further values.
+  void report(const ClassificationResult& train, const ClassificationResult& evaluation, const std::string& name,
+              const std::string& label, const std::vector<std::string>& class_names, const std::string& ending,
+              const nlohmann::ordered_json& more);
+
  private:
+  Epoch(Run& run, std::vector<std::size_t> order, const std::string& unit, std::int64_t items_per_sample);
+
   Run& run_;
+  std::vector<std::size_t> order_ = {};  // Indices of this rank, with a sampler.
+  bool is_new_ = true;
   std::int64_t updates_, items_, done_ = 0;
   std::string unit_;
   double lr_ = 0, seconds_ = 0;
