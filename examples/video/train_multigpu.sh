@@ -3,13 +3,12 @@
 #
 # Trains on N GPUs of this host, one rank per GPU. Without a GPU, trains on N CPU ranks.
 #   MASTER_PORT   rendezvous port, 29500 by default; if it is in use, the script finds a free port
-#   VIDEO, DDPKIT paths of the programs, by default in build/bin
+#   VIDEO         path of the program, by default build/bin/video
 # For example: examples/video/train_multigpu.sh 2 --data data/mouse --save-dir runs/mouse
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 video=${VIDEO:-$root/build/bin/video}
-ddpkit=${DDPKIT:-$root/build/bin/ddpkit}
 
 die() {
   printf 'train_multigpu.sh: %s\n' "$*" >&2
@@ -23,19 +22,7 @@ esac
 [[ $1 =~ ^[1-9][0-9]{0,3}$ ]] || die "'$1' is not a number of GPUs (see --help)"
 ranks=$1
 shift
-for program in "$video" "$ddpkit"; do
-  [ -x "$program" ] || die "there is no program $program: run script/build first"
-done
-
-gpus=0
-listed=
-if command -v nvidia-smi >/dev/null 2>&1 && listed=$(nvidia-smi -L 2>/dev/null); then
-  gpus=$(grep -c '^GPU' <<<"$listed" || true)  # Not the MIG devices below them.
-  if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
-fi
-if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
-  die "$ranks ranks, but this host shows $gpus GPU(s): one rank a GPU"
-fi
+[ -x "$video" ] || die "there is no program $video: run script/build first"
 
 # The port is in use if a connection succeeds.
 is_taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
@@ -49,14 +36,4 @@ while is_taken "$port"; do
 done
 [ "$port" -eq "$wanted" ] || printf 'Port %s is taken: using %s\n' "$wanted" "$port" >&2
 
-line=$(printf '=%.0s' {1..42})
-{
-  printf '%s\nMulti-GPU Training Launcher\n%s\n' "$line" "$line"
-  if [ "$gpus" -gt 0 ]; then
-    printf 'Number of GPUs: %s\nAvailable GPUs:\n%s\n' "$ranks" "$listed"
-  else
-    printf 'Number of ranks: %s (CPU)\n' "$ranks"
-  fi
-  echo "Launching distributed training..."
-} >&2
-exec "$ddpkit" run -n "$ranks" --master-port "$port" -- "$video" train "$@"
+exec "$video" train --nproc-per-node "$ranks" --master-port "$port" "$@"

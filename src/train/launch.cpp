@@ -2,6 +2,8 @@
 
 #include <torch/cuda.h>
 
+#include <array>
+#include <cstdio>
 #include <filesystem>
 
 #include <fmt/format.h>
@@ -60,14 +62,35 @@ int count_ranks(const std::string& text, int gpus) {
 
 namespace {
 
+bool is_on_cpu(const RunOptions& run) {
+  return run.backend == "shm" || run.backend == "gloo" || run.backend == "hierarchical";
+}
+
+// Returns the lines of nvidia-smi -L: "GPU 0: NAME (UUID: ...)". Empty without the program.
+std::string list_of_gpus() {
+  std::string text;
+  std::array<char, 256> part = {};
+  std::FILE* output = popen("nvidia-smi -L 2>/dev/null", "r");
+  if (!output) return text;
+  while (std::fgets(part.data(), static_cast<int>(part.size()), output)) text += part.data();
+  pclose(output);
+  return text.empty() ? text : "Available GPUs:\n" + text;
+}
+
+void print_banner(int ranks, bool has_no_gpus) {
+  const std::string line(42, '=');
+  log_line(fmt::format("{0}\nMulti-GPU Training Launcher\n{0}\n{1}Launching distributed training...", line,
+                       has_no_gpus ? fmt::format("Number of ranks: {} (CPU)\n", ranks)
+                                   : fmt::format("Number of GPUs: {}\n{}", ranks, list_of_gpus())));
+}
+
 // Returns the number of ranks that `run` asks for; 0 if it starts none.
 int ranks_to_start(const RunOptions& run, const LaunchEnvironment& environment) {
   const SelfLaunchOptions& launch = run.launch;
   const auto gpus = [] { return static_cast<int>(torch::cuda::device_count()); };
   if (!launch.nproc_per_node.empty()) return count_ranks(launch.nproc_per_node, gpus());
   if (launch.nnodes > 1) throw UsageError("--nnodes needs --nproc-per-node: the number of ranks on each host");
-  const bool is_on_cpu = run.backend == "shm" || run.backend == "gloo" || run.backend == "hierarchical";
-  if (!launch.num_gpus || is_on_cpu || environment.launcher != "none") return 0;
+  if (!launch.num_gpus || is_on_cpu(run) || environment.launcher != "none") return 0;
   if (*launch.num_gpus > gpus())
     throw UsageError(fmt::format("--num-gpus {}: this host shows {}", *launch.num_gpus,
                                  gpus() == 0 ? "none" : fmt::format("{}", gpus())));
@@ -94,6 +117,7 @@ std::optional<int> launch_ranks(const RunOptions& run, const std::string& progra
                               .master_addr = launch.master_addr,
                               .master_port = launch.master_port,
                               .forward_signals = true};
+  print_banner(ranks, is_on_cpu(run) || torch::cuda::device_count() == 0);
   local.command.insert(local.command.end(), argv + 1, argv + argc);
   if (launch.nproc_per_node.empty()) local.command.push_back(fmt::format("--nproc-per-node={}", ranks));
   const LaunchResult result = ddpkit::launch(local);

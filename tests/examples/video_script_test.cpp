@@ -20,12 +20,11 @@ Output run_script(const Arguments& arguments, const std::string& port) {
       DDPKIT_TEST_VIDEO_FOLDER "/train_multigpu.sh"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   Output output;
-  const auto result = ddpkit::launch(
-      {.command = command,
-       .ranks = 1,
-       .environment = {{"OMP_NUM_THREADS", "1"}, {"VIDEO", DDPKIT_TEST_VIDEO}, {"DDPKIT", DDPKIT_TEST_DDPKIT}},
-       .time_limit = std::chrono::seconds(100),
-       .on_output = [&](int, const std::string& text) { output.text += text; }});
+  const auto result = ddpkit::launch({.command = command,
+                                      .ranks = 1,
+                                      .environment = {{"OMP_NUM_THREADS", "1"}, {"VIDEO", DDPKIT_TEST_VIDEO}},
+                                      .time_limit = std::chrono::seconds(100),
+                                      .on_output = [&](int, const std::string& text) { output.text += text; }});
   output.exit_code = result.exit_code();
   return output;
 }

@@ -46,8 +46,7 @@ TEST_CASE("train_multigpu.sh 3 on GPUs gives the weights of 3 CPU ranks", "[gpu]
   NEEDS_GPUS(3);
   const Arguments arguments = joined(video::testing::quick(), {"--epochs", "1", "--no-amp", "--save-dir"});
   const Folder work, on_gpus, on_cpus;
-  const gpu::Variable video("VIDEO", DDPKIT_TEST_VIDEO), command("DDPKIT", DDPKIT_TEST_CLI),
-      float32("NVIDIA_TF32_OVERRIDE", "0");
+  const gpu::Variable video("VIDEO", DDPKIT_TEST_VIDEO), float32("NVIDIA_TF32_OVERRIDE", "0");
   const auto script = ddpkit::testing::run_program(DDPKIT_TEST_VIDEO_FOLDER "/train_multigpu.sh", 0,
                                                    joined(joined({"3"}, arguments), {on_gpus.path()}));
   INFO(script.errors);
