@@ -43,6 +43,18 @@ std::pair<at::Tensor, at::Tensor> FeatureSums::statistics(const ddpkit::ProcessG
   return {means[0].to(torch::kFloat), variance.sqrt().to(torch::kFloat)};
 }
 
+void FeatureSums::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("moments", moments);
+  archive.write("frames", c10::IValue(frames));
+}
+
+void FeatureSums::load(torch::serialize::InputArchive& archive) {
+  archive.read("moments", moments);
+  c10::IValue value;
+  archive.read("frames", value);
+  frames = value.toInt();
+}
+
 Batch Batch::to(c10::Device device) const {
   if (device.is_cpu()) return *this;
   Batch moved = *this;

@@ -18,6 +18,11 @@
 #include "asr/faults.h"
 #include "asr/features.h"
 
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
 namespace asr {
 
 /// Sums over frames of log-mel features before normalisation. The sums are integers, so the same frames in any order
@@ -28,6 +33,8 @@ struct FeatureSums {
   void add(const FeatureSums& other);
   /// Returns mean and standard deviation of each band over the frames of all ranks. Collective. [mels]
   std::pair<at::Tensor, at::Tensor> statistics(const ddpkit::ProcessGroup& group) const;
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
 
   at::Tensor moments;  ///< Sums of the values and of their squares, times 2^20. [2, mels] int64
   std::int64_t frames = 0;

@@ -46,31 +46,6 @@ struct Measured {
   }
 };
 
-// Sums over an epoch on one rank.
-struct Sums {
-  explicit Sums(std::int64_t mels) : features(mels) {}
-
-  double loss = 0, utterances = 0;
-  FeatureSums features;  // Filled in the first epoch.
-
-  void save(torch::serialize::OutputArchive& archive) const {
-    archive.write("loss", c10::IValue(loss));
-    archive.write("utterances", c10::IValue(utterances));
-    archive.write("moments", features.moments);
-    archive.write("frames", c10::IValue(features.frames));
-  }
-  void load(torch::serialize::InputArchive& archive) {
-    c10::IValue value;
-    archive.read("loss", value);
-    loss = value.toDouble();
-    archive.read("utterances", value);
-    utterances = value.toDouble();
-    archive.read("moments", features.moments);
-    archive.read("frames", value);
-    features.frames = value.toInt();
-  }
-};
-
 class Trainer {
  public:
   Trainer(const Options& options, const ddpkit::ProcessGroup& group, ddpkit::train::Run& run)
@@ -106,7 +81,8 @@ class Trainer {
                 .updates_per_epoch = static_cast<std::int64_t>(sampler_.num_batches()),
                 .most_warmup_start = 1.0 / 3,
                 .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
-                          ddpkit::train::checkpoint_part("sums", sums_, /*of_each_rank=*/true)}},
+                          ddpkit::train::checkpoint_part("loss", loss_, /*of_each_rank=*/true),
+                          ddpkit::train::checkpoint_part("features", features_, /*of_each_rank=*/true)}},
                {{"train_utterances", train_->size()}});
     while (run_.has_epoch()) {
       const bool is_whole = train_epoch();
@@ -151,14 +127,17 @@ class Trainer {
                                                             augmentation);
                                      },
                                      {.num_workers = options_.run.num_workers});
-    if (begin == 0) sums_ = Sums(options_.features.mels);
+    if (begin == 0) {
+      loss_ = {};
+      features_ = FeatureSums(options_.features.mels);
+    }
     Measured measured{.balance = sampler_.balance()};
     ddpkit::train::Epoch epoch(run_, updates, updates * options_.run.batch_size, "utterances");
     Clock::time_point step_began = Clock::now();
     while (epoch.next()) {
       const std::optional<Batch> batch = loader.next();
       const double loss = train_step(batch->to(group_.device()));
-      if (run_.epoch() == 0) sums_.features.add(batch->sums);
+      if (run_.epoch() == 0) features_.add(batch->sums);
       for (const std::size_t index : batch->utterances)
         measured.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
       sampler_.set_position(sampler_.position() + 1);
@@ -180,7 +159,7 @@ class Trainer {
   }
 
   void set_feature_statistics() {
-    const auto [mean, deviation] = sums_.features.statistics(group_);
+    const auto [mean, deviation] = features_.statistics(group_);
     const torch::NoGradGuard no_grad;
     model_->feature_mean.copy_(mean);
     model_->feature_deviation.copy_(deviation);
@@ -207,10 +186,7 @@ class Trainer {
       if (std::isfinite(norm) || run_.scaler().is_enabled()) {
         run_.step_optimizer();
         const double loss = sum.item<double>();
-        if (std::isfinite(loss)) {
-          sums_.loss += loss;
-          sums_.utterances += batch.weights.sum().item<double>();
-        }
+        if (std::isfinite(loss)) loss_.add_sum(loss, batch.weights.sum().item<double>());
         return loss / static_cast<double>(batch.batch_size);
       }
       skip_faulty(batch, losses.detach());
@@ -261,9 +237,8 @@ class Trainer {
     std::optional<EvaluationResult> dev;
     if (dev_ && (run_.epoch() % options_.evaluation.eval_every == 0 || run_.epoch() == options_.run.epochs))
       dev = evaluate(*model_, *dev_, options_.evaluation, group_);
-    const std::vector<double> sums =
-        ddpkit::train::sum_over_ranks({sums_.loss, sums_.utterances, measured.audio_seconds}, group_);
-    const double train_loss = sums[0] / sums[1], audio_seconds = sums[2], seconds = epoch.seconds();
+    const double train_loss = loss_.reduce(group_), seconds = epoch.seconds();
+    const double audio_seconds = ddpkit::train::sum_over_ranks({measured.audio_seconds}, group_).front();
     const double step_seconds = measured.median_step_seconds();
     std::string line = fmt::format("Train Loss: {:.4f}", train_loss);
     nlohmann::ordered_json json = {{"train_loss", train_loss}};
@@ -299,7 +274,8 @@ class Trainer {
   ddpkit::LengthBucketedSampler sampler_;
   ddpkit::DistributedDataParallel<Recognizer> ddp_;
   ddpkit::optim::FusedAdamW optimizer_;
-  Sums sums_{options_.features.mels};  // Of this epoch on this rank.
+  ddpkit::train::MeanLoss loss_;                  // Of this epoch.
+  FeatureSums features_{options_.features.mels};  // Of the first epoch.
   double first_step_at_ = 0;
   std::vector<Sample> samples_;
 };

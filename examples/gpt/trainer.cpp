@@ -24,29 +24,6 @@ namespace {
 using ddpkit::optim::FusedAdamW;
 using ddpkit::optim::ShardedOptimizer;
 
-/// A sum over this rank's samples, saved with the run.
-struct LossSum {
-  double sum = 0, count = 0;
-
-  void add(double mean, std::int64_t samples) {
-    sum += mean * static_cast<double>(samples);
-    count += static_cast<double>(samples);
-  }
-  double mean(const ddpkit::ProcessGroup& group) const {
-    const std::vector<double> all = ddpkit::train::sum_over_ranks({sum, count}, group);
-    return all[0] / all[1];
-  }
-  void save(torch::serialize::OutputArchive& archive) const {
-    archive.write("sums", c10::IValue(std::vector<double>{sum, count}));
-  }
-  void load(torch::serialize::InputArchive& archive) {
-    c10::IValue sums;
-    archive.read("sums", sums);
-    sum = sums.toDoubleVector().at(0);
-    count = sums.toDoubleVector().at(1);
-  }
-};
-
 /// The model under --sharding, and its optimizer.
 class Parallel {
  public:
@@ -153,10 +130,10 @@ class Trainer {
     for (std::int64_t i = 0; epoch.next(); ++i) {
       const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group_.device());
       const double loss = train_step(train_.index_select(0, rows));
-      loss_.add(loss, rows.numel());
+      loss_.add(loss, static_cast<double>(rows.numel()));
       epoch.advance([&] { return fmt::format("loss={:.4f}", loss); });
     }
-    const double mean = loss_.mean(group_);
+    const double mean = loss_.reduce(group_);
     if (!epoch.finish(mean)) return false;
     validated_ = validate();
     report(epoch, mean);
@@ -179,7 +156,7 @@ class Trainer {
   double validate() {
     const ddpkit::train::EvaluationScope scope(*model_, group_);
     const std::int64_t batches = validation_batches(), size = options_.run.batch_size;
-    LossSum sum;
+    ddpkit::train::MeanLoss sum;
     ddpkit::train::ProgressBar bar = run_.bar(run_.epoch(), "Validation", batches);
     for (std::int64_t batch = 0; batch < batches; ++batch) {
       const at::Tensor of_rank = (torch::arange(size) + batch * size) * group_.world_size() + group_.rank();
@@ -187,10 +164,10 @@ class Trainer {
       // A rank without samples takes part in forward, but its loss does not count.
       const at::Tensor rows = own.numel() > 0 ? own : torch::zeros({1}, torch::kLong);
       const double loss = loss_of(validation_.index_select(0, rows.to(group_.device()))).item<double>();
-      sum.add(loss, own.numel());
+      sum.add(loss, static_cast<double>(own.numel()));
       bar.advance();
     }
-    return sum.mean(group_);
+    return sum.reduce(group_);
   }
 
   /// Returns text that the model continues from --prompt. Collective: with fsdp, no rank has all weights.
@@ -236,8 +213,8 @@ class Trainer {
   ddpkit::DistributedSampler sampler_;
   std::shared_ptr<Gpt> model_;
   Parallel parallel_;
-  LossSum loss_;            // Of the current epoch.
-  double validated_ = NAN;  // Validation loss of the current weights; NaN: not known.
+  ddpkit::train::MeanLoss loss_;  // Of the current epoch.
+  double validated_ = NAN;        // Validation loss of the current weights; NaN: not known.
 };
 
 }  // namespace

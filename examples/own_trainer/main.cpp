@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
               {{"data_set", "circle"}});
     while (run.has_epoch()) {
       train::Epoch epoch(run, "points");
-      double sum = 0, used = 0;
+      train::MeanLoss mean;
       for (std::int64_t i = 0; epoch.next(); ++i) {
         const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group.device());  // of this rank
         optimizer.zero_grad();
@@ -45,12 +45,10 @@ int main(int argc, char** argv) {
             torch::cross_entropy_loss(ddp(points.index_select(0, rows)), inside.index_select(0, rows));
         run.scaler().scale(loss).backward();  // exchanges the gradients
         run.step_optimizer();
-        sum += loss.item<double>() * static_cast<double>(rows.numel());
-        used += static_cast<double>(rows.numel());
-        epoch.advance([&] { return fmt::format("loss={:.4f}", sum / used); });
+        mean.add(loss.item<double>(), static_cast<double>(rows.numel()));
+        epoch.advance([&] { return mean.note(); });
       }
-      const std::vector<double> sums = train::sum_over_ranks({sum, used}, group);
-      const double loss = sums[0] / sums[1];
+      const double loss = mean.reduce(group);
       if (!epoch.finish(loss)) break;
       run.save();
       epoch.report(fmt::format("Train Loss: {:.4f}", loss), {{"train_loss", loss}}, {{"loss/train", loss}});

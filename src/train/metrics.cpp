@@ -57,6 +57,29 @@ std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>&
   return bytes;
 }
 
+void MeanLoss::add_sum(double sum, double samples) {
+  sum_ += sum;
+  samples_ += samples;
+}
+
+double MeanLoss::reduce(const ProcessGroup& group) const {
+  const std::vector<double> sums = sum_over_ranks({sum_, samples_}, group);
+  return sums[0] / sums[1];
+}
+
+std::string MeanLoss::note() const { return fmt::format("loss={:.4f}", sum_ / samples_); }
+
+void MeanLoss::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("sums", at::tensor({sum_, samples_}, at::kDouble), /*is_buffer=*/true);
+}
+
+void MeanLoss::load(torch::serialize::InputArchive& archive) {
+  at::Tensor sums;
+  archive.read("sums", sums, /*is_buffer=*/true);
+  sum_ = sums[0].item<double>();
+  samples_ = sums[1].item<double>();
+}
+
 /// Sums of one device.
 struct ClassificationMetrics::Sums {
   at::Tensor confusion;  ///< [classes * classes] int64, index target * classes + predicted.

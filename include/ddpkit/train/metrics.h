@@ -43,6 +43,27 @@ std::vector<std::int64_t> peak_memory_of_ranks(const ProcessGroup& group);
 /// ranks, in bytes. Skips the CPU: see peak_memory_of_ranks(). Collective. [device]
 std::vector<std::int64_t> peak_memory_of_devices(const std::vector<c10::Device>& devices, const ProcessGroup& group);
 
+/// The mean of a loss over the samples of an epoch.
+class MeanLoss {
+ public:
+  /// Adds a mean loss over `samples` samples of this rank.
+  void add(double mean, double samples) { add_sum(mean * samples, samples); }
+  void add_sum(double sum, double samples);  ///< Adds the sum of their losses.
+
+  /// Returns the mean over the samples of all ranks so far, equal on each rank; NaN without samples. Collective.
+  double reduce(const ProcessGroup& group) const;
+
+  /// Returns this rank's mean so far, for a ProgressBar: "loss=0.4521".
+  std::string note() const;
+
+  /// Saves this rank's sums, to resume within an epoch. Makes the class a CheckpointPart with of_each_rank.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);  ///< Replaces the sums.
+
+ private:
+  double sum_ = 0, samples_ = 0;
+};
+
 /// Result of a classifier over all samples of all ranks.
 struct ClassificationResult {
   double loss = 0;           ///< Mean; NaN without samples.
