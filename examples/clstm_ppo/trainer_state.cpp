@@ -99,4 +99,27 @@ void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
   run->print_summary(fmt::format("test return {:+.1f} %", 100 * result.policy_performance().total_return));
 }
 
+TestResult DistributedCLSTMPPOTrainer::evaluate() const {
+  const State& state = *state_;
+  const Market& market = *state.market;
+  TestResult result{.periods_per_year = market.periods_per_year()};
+  const auto days = static_cast<std::int64_t>(state.test.days());
+  at::Tensor values = torch::empty({days}, torch::kDouble);
+  if (state.run->is_main()) {
+    const Rollout rollout =
+        run_episodes(state_->learner->model(), *state.normalizer, market, state.environment, {state.test.first},
+                     {.window = state.options.window, .steps = days - 1, .sequence = days}, {});
+    values.copy_(torch::tensor(rollout.equity.front(), torch::kDouble));
+  }
+  values = values.to(state.group.device());
+  state.group.broadcast(values);
+  values = values.to(torch::kCPU);
+  result.policy.assign(values.const_data_ptr<double>(), values.const_data_ptr<double>() + days);
+  for (std::size_t day = state.test.first; day < state.test.last; ++day) result.dates.push_back(market.date(day));
+  result.waiting = buy_and_hold(market, state.test, state.options.initial_cash, state.options.cost);
+  if (market.has_pattern())
+    result.best = best_with_pattern(market, state.test, state.options.initial_cash, state.options.cost);
+  return result;
+}
+
 }  // namespace clstm_ppo

@@ -54,7 +54,7 @@ std::vector<std::int64_t> Epoch::batch(std::int64_t number) const {
 
 bool Epoch::next() {
   const bool must_end = done_ < updates_ && run_.must_end();
-  if (done_ > 0 && run_.profile_) run_.profile_->end_update();
+  if (run_.profile_) run_.profile_->end_update();
   if (done_ == updates_) return false;
   if (must_end) {
     // Without a new update, the last checkpoint is already current.
@@ -71,7 +71,7 @@ void Epoch::advance(const std::function<std::string()>& note) {
   ++done_;
   const auto used = static_cast<std::size_t>(done_ * run_.options_.grad_accum_steps * run_.samples_per_batch());
   if (run_.sampler_) run_.sampler_->set_position(std::min(used, order_.size()));
-  run_.note_update();
+  ++run_.info_.step;
   bar_.advance(note);
   const std::int64_t interval = run_.options_.save_steps;
   if (done_ < updates_ && interval > 0 && run_.info_.step % interval == 0) run_.save();
@@ -79,16 +79,19 @@ void Epoch::advance(const std::function<std::string()>& note) {
 
 bool Epoch::finish(double loss) {
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  if (run_.profile_) run_.profile_->end_update();  // The loop may count its updates without a last next().
   bar_.clear();
   run_.print_profile(false);
-  run_.note_items(items_ * done_ / std::max<std::int64_t>(updates_, 1), seconds_, unit_);
+  run_.items_ += items_ * done_ / std::max<std::int64_t>(updates_, 1);
+  run_.seconds_ += seconds_;
+  run_.unit_ = unit_;
   if (run_.is_stopped_) return false;
   if (!std::isfinite(loss))
     throw Error(fmt::format("the loss became {} in {} {}: lower --lr ({})", loss, run_.epoch_word(),
                             run_.info_.epoch + 1, run_.options_.lr),
                 {.rank = 0});
   if (done_ < updates_) return false;
-  run_.note_epoch();
+  ++run_.info_.epoch;
   if (run_.sampler_) run_.sampler_->set_epoch(static_cast<std::uint64_t>(run_.epoch()));
   return true;
 }

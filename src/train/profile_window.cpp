@@ -120,10 +120,12 @@ ProfileWindow::ProfileWindow(const ProcessGroup& group, DistributedDataParallelB
     : group_(group), wrapper_(wrapper), path_(std::move(path)) {}
 
 void ProfileWindow::begin_update() {
+  in_update_ = true;
   if (timeline_) step_.emplace(timeline_->span("step"));
 }
 
 void ProfileWindow::end_update() {
+  if (!std::exchange(in_update_, false)) return;
   step_.reset();
   ++seen_;
   if (seen_ == kWarmUp) {

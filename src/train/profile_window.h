@@ -42,7 +42,8 @@ class ProfileWindow {
   ProfileWindow(const ProcessGroup& group, DistributedDataParallelBase* wrapper, std::string path);
 
   void begin_update();  ///< An update begins now.
-  void end_update();    ///< The update has ended. Collective at the begin and at the end of the window.
+  /// The update ends now, if one has begun. Collective at the begin and at the end of the window.
+  void end_update();
   /// Returns a span for the step of the optimizer, if the window is open.
   std::optional<Timeline::Span> update_span() const;
 
@@ -56,6 +57,7 @@ class ProfileWindow {
   ProcessGroup group_;
   DistributedDataParallelBase* wrapper_;
   std::string path_;
+  bool in_update_ = false;
   std::int64_t seen_ = 0;               // Updates of this process.
   std::optional<Timeline> timeline_;    // While the window is open.
   std::optional<Timeline::Span> step_;  // The current update.

@@ -15,6 +15,7 @@
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/text.h>
+#include <ddpkit/train/together.h>
 
 #include "train/checkpoint_shards.h"
 #include "train/console.h"
@@ -132,7 +133,7 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   stop_.emplace(group_);
   if (!options_.save) return print_model(parts);
   const std::string description = json_text(config);
-  folder_ = open_run_folder(options_, declared_, description, parts.facts_that_may_differ, group_);
+  open_folder(description, parts.facts_that_may_differ);
   checkpoint_.emplace(folder_.checkpoint, group_,
                       CheckpointOptions{.keep = options_.save_total_limit,
                                         .sharded = parameter_shards_of(*optimizer_) != nullptr,
@@ -144,13 +145,42 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   }
   info_.config = description;
   kept_step_ = info_.step;
-  open_summary(summary_, options_, folder_, description, info_.step, group_);
+  run_together(group_, [&] {
+    if (!options_.tensorboard || !is_main()) return;
+    summary_.emplace(std::filesystem::path(options_.save_dir) / "logs", is_resumed() ? step() + 1 : 0);
+    summary_->add_text("config", "```\n" + json_text(config, 2) + "\n```", step());
+  });
   if (is_main()) history_ = std::make_unique<History>(options_.save_dir);
   if (history_ && is_resumed()) history_->load(info_.step);
   if (options_.profile)
     profile_ = std::make_unique<ProfileWindow>(group_, parts.wrapper,
                                                (std::filesystem::path(options_.save_dir) / "trace.json").string());
   print_model(parts);
+}
+
+// Opens the run folder and writes config.yaml, which --config reads.
+void Run::open_folder(const std::string& description, const std::vector<std::string>& facts_that_may_differ) {
+  if (options_.save_dir.empty()) {
+    std::string folder;
+    run_together(group_, [&] {
+      if (is_main()) folder = default_run_folder(declared_.program(), options_.resume).string();
+    });
+    options_.save_dir = broadcast_bytes(group_, folder);
+  }
+  std::vector<std::string> may_differ = declared_.keys_that_may_differ();
+  may_differ.insert(may_differ.end(), facts_that_may_differ.begin(), facts_that_may_differ.end());
+  folder_ =
+      open_run_folder(options_.save_dir, description,
+                      {.resume = options_.resume, .overwrite = options_.overwrite, .may_differ = may_differ}, group_);
+  run_together(group_, [&] {
+    if (!is_main()) return;
+    std::string text =
+        fmt::format("# The options of this run; {} --config THIS_FILE resumes it.\n", declared_.program());
+    const nlohmann::json values = nlohmann::json::parse(declared_.resolved());
+    for (const auto& [key, value] : values.items())
+      text += fmt::format("{}: {}\n", key, json_text(value));  // JSON values are valid YAML.
+    write_text(std::filesystem::path(options_.save_dir) / "config.yaml", text);
+  });
 }
 
 void Run::step_optimizer() {
@@ -193,16 +223,14 @@ std::string Run::epoch_word() const {
 
 ProgressBar Run::bar(std::int64_t epoch, const std::string& loop, std::int64_t steps, const std::string& unit,
                      double items_per_step) const {
-  ProgressOptions options = progress_options(
-      options_, fmt::format("{} {}/{} {}", epoch_name_, epoch, options_.epochs, loop), unit, items_per_step, group_);
+  const std::string& progress = options_.progress;
+  ProgressOptions options{.label = fmt::format("{} {}/{} {}", epoch_name_, epoch, options_.epochs, loop),
+                          .unit = unit,
+                          .items_per_step = items_per_step,
+                          .enabled = is_main() && progress != "off",
+                          .heartbeat = progress == "lines" || (progress == "auto" && !options_.json)};
   if (!unit.empty()) options.later_steps = (options_.epochs - epoch) * steps;
   return ProgressBar(steps, std::move(options));
-}
-
-void Run::note_items(std::int64_t items, double seconds, const std::string& unit) {
-  items_ += items;
-  seconds_ += seconds;
-  unit_ = unit;
 }
 
 void Run::report(const std::string& line, const nlohmann::ordered_json& values,

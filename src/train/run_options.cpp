@@ -1,17 +1,11 @@
 #include <ddpkit/train/run_options.h>
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/comm/process_group.h>
-#include <ddpkit/train/atomic_file.h>
-#include <ddpkit/train/json_text.h>
-#include <ddpkit/train/progress.h>
-#include <ddpkit/train/run_folder.h>
-#include <ddpkit/train/summary_writer.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
@@ -103,49 +97,6 @@ std::string data_folder(const std::string& named, const std::string& standard,
     generate(standard);
   });
   return standard;
-}
-
-ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,
-                                 double items_per_step, const ProcessGroup& group) {
-  const bool is_auto = run.progress == "auto";
-  return {.label = label,
-          .unit = unit,
-          .items_per_step = items_per_step,
-          .enabled = group.rank() == 0 && run.progress != "off",
-          .heartbeat = run.progress == "lines" || (is_auto && !run.json)};
-}
-
-RunFolder open_run_folder(RunOptions& run, const Options& options, const std::string& config,
-                          const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group) {
-  if (run.save_dir.empty()) {
-    std::string folder;
-    run_together(group, [&] {
-      if (group.rank() == 0) folder = default_run_folder(options.program(), run.resume).string();
-    });
-    run.save_dir = broadcast_bytes(group, folder);
-  }
-  std::vector<std::string> may_differ = options.keys_that_may_differ();
-  may_differ.insert(may_differ.end(), facts_that_may_differ.begin(), facts_that_may_differ.end());
-  const RunFolder folder = open_run_folder(
-      run.save_dir, config, {.resume = run.resume, .overwrite = run.overwrite, .may_differ = may_differ}, group);
-  run_together(group, [&] {
-    if (group.rank() != 0) return;
-    std::string text = fmt::format("# The options of this run; {} --config THIS_FILE resumes it.\n", options.program());
-    const nlohmann::json values = nlohmann::json::parse(options.resolved());
-    for (const auto& [key, value] : values.items())
-      text += fmt::format("{}: {}\n", key, json_text(value));  // JSON values are valid YAML.
-    write_text(std::filesystem::path(run.save_dir) / "config.yaml", text);
-  });
-  return folder;
-}
-
-void open_summary(std::optional<SummaryWriter>& summary, const RunOptions& run, const RunFolder& folder,
-                  const std::string& config, std::int64_t step, const ProcessGroup& group) {
-  run_together(group, [&] {
-    if (!run.tensorboard || group.rank() != 0) return;
-    summary.emplace(std::filesystem::path(run.save_dir) / "logs", folder.to_resume ? step + 1 : 0);
-    summary->add_text("config", "```\n" + json_text(nlohmann::json::parse(config), 2) + "\n```", step);
-  });
 }
 
 }  // namespace ddpkit::train

@@ -41,6 +41,22 @@ TEST_CASE("clstm_ppo: a round is a line of JSON, and the unseen days come last",
   }
 }
 
+TEST_CASE("clstm_ppo: --profile records 20 updates of several rounds", "[clstm_ppo]") {
+  const Folder folder;
+  Arguments text = quick();
+  REQUIRE(text.back() == "--json");
+  text.pop_back();
+  const Run run = run_clstm_ppo(2, joined(text, {"--num_episodes", "96", "--save_dir", folder.path(), "--profile"}));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  CHECK(std::any_of(run.lines.begin(), run.lines.end(),
+                    [](const std::string& line) { return line.starts_with("profile: 20 updates "); }));
+  const std::string trace = read_file(folder / "trace.json");
+  int steps = 0;
+  for (std::size_t at = 0; (at = trace.find("\"name\":\"step\"", at)) != std::string::npos; ++at) ++steps;
+  CHECK(steps == 2 * 20);
+}
+
 TEST_CASE("clstm_ppo: wrong options and wrong prices are named in one sentence", "[clstm_ppo]") {
   const Folder folder;
   const std::string header = "Date,Open,High,Low,Close,Volume\n", row = "2024-01-02,1,1,1,1,1\n";

@@ -155,28 +155,14 @@ class Run {
   /// the step of the last save(). Collective.
   bool finish();
 
-  void note_update() noexcept { ++info_.step; }  ///< Counts an update. Only a loop without Epoch calls it.
-  void note_epoch() noexcept { ++info_.epoch; }  ///< Counts an epoch. Only a loop without Epoch calls it.
-
-  /// Returns whether the loop must end, at RunOptions::max_steps or on a stop signal. Collective: call it once per
-  /// update.
-  bool must_end();
-
   /// Prints a line on rank 0, but not with RunOptions::json.
   void print(const std::string& line) const;
 
-  /// Returns the bar of a loop within epoch `epoch` (from 1): "Epoch 1/30 Validation". See progress_options().
+  /// Returns the bar of a loop within epoch `epoch` (from 1): "Epoch 1/30 Validation". RunOptions::progress: bar: on a
+  /// terminal only; lines: heartbeats without a terminal; auto: both, but no heartbeats with RunOptions::json.
+  /// `items_per_step`: over all ranks.
   ProgressBar bar(std::int64_t epoch, const std::string& loop, std::int64_t steps, const std::string& unit = "",
                   double items_per_step = 1) const;
-
-  /// Adds to the items and seconds of the summary. `unit`: "clips". Only a loop without Epoch calls it.
-  void note_items(std::int64_t items, double seconds, const std::string& unit);
-
-  /// Reports the epoch that ended last. Rank 0 prints "Epoch 1/30 - LINE", or with RunOptions::json `values`. Rank 0
-  /// writes `scalars` (tag and value) to TensorBoard, metrics.csv and curves.svg. Tags with the same part before '/'
-  /// share a chart. A loop with Epoch calls Epoch::report().
-  void report(const std::string& line, const nlohmann::ordered_json& values,
-              const std::vector<std::pair<std::string, double>>& scalars);
 
   /// Prints that save() has kept the best checkpoint so far, if the run has a folder. `score`: "F1: 0.6821".
   void print_best(const std::string& score) const;
@@ -191,6 +177,10 @@ class Run {
  private:
   friend class Epoch;
 
+  bool must_end();  // At RunOptions::max_steps or on a stop signal. Collective: once per update.
+  void report(const std::string& line, const nlohmann::ordered_json& values,
+              const std::vector<std::pair<std::string, double>>& scalars);
+  void open_folder(const std::string& description, const std::vector<std::string>& facts_that_may_differ);
   void print_profile(bool is_last);
   std::int64_t samples_per_batch() const { return options_.batch_size * static_cast<std::int64_t>(devices_.size()); }
   std::int64_t updates_of(std::size_t samples) const;
@@ -260,8 +250,10 @@ class Epoch {
   double seconds() const noexcept { return seconds_; }  ///< Time of the updates, set by finish().
   double items_per_second() const noexcept { return static_cast<double>(items_) / seconds_; }  ///< Of all ranks.
 
-  /// Calls Run::report(). Adds progress, learning rate, time, rate, memory and number of ranks to `values`, and the
-  /// learning rate to `scalars`. Call it after finish(). Collective.
+  /// Reports the epoch after finish(). Rank 0 prints "Epoch 1/30 - LINE", or with RunOptions::json `values`. Rank 0
+  /// writes `scalars` (tag and value) to TensorBoard, metrics.csv and curves.svg. Tags with the same part before '/'
+  /// share a chart. Adds progress, learning rate, time, rate, memory and number of ranks to `values`, and the learning
+  /// rate to `scalars`. Collective.
   void report(const std::string& line, const nlohmann::ordered_json& values,
               const std::vector<std::pair<std::string, double>>& scalars);
 

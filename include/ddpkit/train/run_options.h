@@ -18,10 +18,6 @@ class ProcessGroup;
 
 namespace ddpkit::train {
 
-class SummaryWriter;
-struct ProgressOptions;
-struct RunFolder;
-
 /// The options of trainers. A trainer sets its defaults before it declares them, and removes options that it does not
 /// use.
 struct RunOptions {
@@ -52,7 +48,7 @@ struct RunOptions {
   std::int64_t logging_steps = 0;                        ///< Print the loss every N updates; 0: never.
   bool profile = false;                                  ///< Time the phases of updates 11 to 30; write trace.json.
   bool json = false;                                     ///< Print one JSON line per epoch instead of the table.
-  std::string progress = "auto";                         ///< Or "bar", "lines", "off"; see progress_options().
+  std::string progress = "auto";                         ///< Or "bar", "lines", "off"; see --help.
 };
 
 /// Declares all of them. `run` must outlive the parse. Its values are the defaults in --help.
@@ -62,21 +58,5 @@ void declare(Options& options, RunOptions& run);
 /// exist. Collective.
 std::string data_folder(const std::string& named, const std::string& standard,
                         const std::function<void(const std::string& folder)>& generate, const ProcessGroup& group);
-
-/// Returns the options of an epoch's ProgressBar. bar: on a terminal only. lines: heartbeats without a terminal. auto:
-/// both, but no heartbeats with run.json. `items_per_step`: over all ranks.
-ProgressOptions progress_options(const RunOptions& run, const std::string& label, const std::string& unit,
-                                 double items_per_step, const ProcessGroup& group);
-
-/// Opens run.save_dir with open_run_folder(), and writes config.yaml, which --config reads. If save_dir is empty, first
-/// sets it to default_run_folder(). `config`: a JSON object of options.resolved() and of facts about the data.
-/// `facts_that_may_differ`: keys of facts that a resumed run may change.
-RunFolder open_run_folder(RunOptions& run, const Options& options, const std::string& config,
-                          const std::vector<std::string>& facts_that_may_differ, const ProcessGroup& group);
-
-/// Opens the TensorBoard events of rank 0 with run.tensorboard, and writes `config` to them. `step`: the number of
-/// updates so far. Collective.
-void open_summary(std::optional<SummaryWriter>& summary, const RunOptions& run, const RunFolder& folder,
-                  const std::string& config, std::int64_t step, const ProcessGroup& group);
 
 }  // namespace ddpkit::train
