@@ -200,8 +200,9 @@ TEST_CASE("the result after random kills is that of ranks which leave between tw
   }
 }
 
-TEST_CASE("shrink() leaves out lost ranks, also the one that serves the store", "[ranks][shm][elastic]") {
-  on_ranks("shrink() leaves out lost ranks, also the one that serves the store", 4,
+TEST_CASE("shrink() continues without lost ranks, also without the rank that serves the store",
+          "[ranks][shm][elastic]") {
+  on_ranks("shrink() continues without lost ranks, also without the rank that serves the store", 4,
            [](ProcessGroup& outer) {
              const ProcessGroup group = elastic_group(), copy = group;
              CHECK_THROWS_AS(group.shrink(), InvalidArgument);

@@ -26,7 +26,7 @@ struct ElasticOptions {
 
 /// Training that continues in the same processes after the loss of a rank. The remaining ranks drop the step in flight,
 /// deal the lost rank's samples among themselves, and continue with weights and optimizer state as they are. The result
-/// is that of a run which the lost rank had left at the beginning of that step.
+/// equals the result of a run that the lost rank leaves at the beginning of that step.
 ///
 ///     auto group = ddpkit::init_process_group({.elastic = true});
 ///     ...
@@ -41,7 +41,7 @@ struct ElasticOptions {
 ///     }
 ///
 /// Start the ranks with `ddpkit run --min-ranks`; other launchers end all ranks when one fails. Each sample is used
-/// once per epoch, except the usual padding at its end. The mean of the gradients is over the ranks that remain: the
+/// once per epoch, except the usual padding at its end. The gradients are averaged over the ranks that remain: the
 /// batch of all ranks becomes smaller. A rank that throws another error, or does not answer until the timeout, ends the
 /// run.
 class Elastic {

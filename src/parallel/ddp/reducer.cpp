@@ -213,16 +213,6 @@ void Reducer::Impl::set_replica_groups(ReplicaGroups groups) {
   lay_out();
 }
 
-/// The end of a backward with sharded gradients, if the model has replicas. Collective.
-void Reducer::Impl::average_replicas() {
-  const auto output = shard_output_.lock();
-  if (!replica_groups_.replicas || !output) return;
-  backward_.replica_average.finish(*replica_groups_.replicas,
-                                   [&](std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) {
-                                     output->receive(bucket, std::move(shard), used);
-                                   });
-}
-
 std::shared_ptr<ParameterShards> Reducer::Impl::parameter_shards() const {
   const std::lock_guard lock(mutex_);
   return parameter_shards_;

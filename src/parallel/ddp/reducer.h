@@ -105,7 +105,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void deliver_early();
   void finish_backward();
   void agree_on_used();
-  void average_replicas();
+  /// Averages the shards over the replicas, if the model has replicas. Collective.
+  void average_replicas() {
+    if (const auto output = shard_output_.lock(); output && replica_groups_.replicas)
+      backward_.replica_average.finish(*replica_groups_.replicas, *output);
+  }
   void finish_bucket(std::size_t bucket);
   void wait_for_result(BucketState& bucket);
   void deliver_shards(std::size_t bucket);

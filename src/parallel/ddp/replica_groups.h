@@ -11,6 +11,8 @@
 
 #include <ddpkit/comm/process_group.h>
 
+#include "parallel/ddp/shard_output.h"
+
 namespace ddpkit {
 
 struct ReplicaGroups {
@@ -25,14 +27,13 @@ class ReplicaAverage {
   void add(std::size_t bucket, at::Tensor shard, std::vector<std::uint8_t> used) {
     parts_.push_back({.bucket = bucket, .shard = std::move(shard), .used = std::move(used)});
   }
-  /// Collective. Calls `receive` for each bucket, in the order of add().
-  template <class Receive>
-  void finish(const ProcessGroup& replicas, const Receive& receive) {
+  /// Collective. Passes each shard to `output`, in the order of add().
+  void finish(const ProcessGroup& replicas, ShardOutput& output) {
     std::vector<Work> works;
     for (const Part& part : parts_) works.push_back(replicas.all_reduce_async(part.shard, ReduceOp::kAvg));
     for (std::size_t i = 0; i < works.size(); ++i) {
       works[i].wait();
-      receive(parts_[i].bucket, std::move(parts_[i].shard), parts_[i].used);
+      output.receive(parts_[i].bucket, std::move(parts_[i].shard), parts_[i].used);
     }
     parts_.clear();
   }
