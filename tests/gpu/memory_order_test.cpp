@@ -180,7 +180,8 @@ TEST_CASE("shards of gradients keep their memory while the optimizer's stream us
   optimizer.step();  // Releases the shard. Its memory was allocated on the other stream.
   {
     const CUDAStreamGuard guard(side);
-    for (int i = 0; i < 3; ++i) static_cast<void>(torch::zeros({kWidth * kWidth + kWidth}, one.group.device()));
+    std::vector<torch::Tensor> others;  // Kept: the stream has several blocks of this size.
+    for (int i = 0; i < 3; ++i) others.push_back(torch::zeros({kWidth * kWidth + kWidth}, one.group.device()));
   }
   CHECK(torch::allclose(one.net->weight, before - 8));
 }
