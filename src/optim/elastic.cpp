@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/hash.h>
 #include <fmt/format.h>
@@ -25,6 +26,7 @@ class Elastic::Impl {
  public:
   Impl(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler, ElasticOptions options);
 
+  /// Call before each step and each action that recover() may undo.
   void save();
   /// Continues without lost ranks. `cause`: the text of the error.
   void recover(std::string cause);
@@ -63,8 +65,7 @@ Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& mod
   if (options_.min_ranks < 1)
     throw InvalidArgument(fmt::format("Elastic: min_ranks is {}, but must be at least 1", options_.min_ranks));
   Reducer::Impl::of(ddp.reducer()).require_replicas("Elastic");
-  for (const at::Tensor& buffer : buffers_) saved_buffers_.push_back(buffer.detach().clone());
-  save();
+  for (const at::Tensor& buffer : buffers_) saved_buffers_.push_back(at::empty_like(buffer.detach()));
   check_steps();
 }
 
@@ -131,7 +132,6 @@ void Elastic::Impl::recover(std::string cause) {
       cause = error.what();
       continue;
     }
-    save();
     if (group.rank() != 0) return;
     const std::string text = fmt::format("[ddpkit] {}; {} rank{} from step {}\n", cause, group.world_size(),
                                          group.world_size() == 1 ? " continues" : "s continue", steps);

@@ -51,14 +51,9 @@ std::uint64_t number_in_environment(const char* name, std::uint64_t otherwise) {
 
 Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Death> death = {}) {
   const std::size_t control_bytes = shm::control_bytes(scenario.ranks);
-  const Mapping control = Mapping::create("control", control_bytes);
-  new (control.data()) shm::ControlHead{shm::kLayout, static_cast<std::uint32_t>(scenario.ranks)};
-  auto* blocks = reinterpret_cast<shm::RankBlock*>(control.data() + sizeof(shm::ControlHead));
+  const Mapping control = shm::create_control(scenario.ranks);
   std::vector<int> pids;
-  for (int r = 0; r < scenario.ranks; ++r) {
-    new (blocks + r) shm::RankBlock;
-    pids.push_back(kFirstPid + r);
-  }
+  for (int r = 0; r < scenario.ranks; ++r) pids.push_back(kFirstPid + r);
   std::vector<std::unique_ptr<Engine>> engines(pids.size());
   std::unique_ptr<Simulation> simulation;
   const auto run_rank = [&](int r) {

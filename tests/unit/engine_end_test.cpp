@@ -27,15 +27,11 @@ constexpr std::size_t kSegmentBytes = 4096;
 /// The memory of a group of two.
 class Control {
  public:
-  Control() : mapping_(Mapping::create("control", control_bytes(2))) {
-    new (mapping_.data()) ControlHead{kLayout, 2};
-    for (int rank = 0; rank < 2; ++rank) new (&block(rank)) RankBlock;
-  }
-  RankBlock& block(int rank) const { return reinterpret_cast<RankBlock*>(mapping_.data() + sizeof(ControlHead))[rank]; }
+  RankBlock& block(int rank) const { return rank_blocks(mapping_.data())[rank]; }
   Mapping open() const { return Mapping::open({.rank = 0, .pid = ::getpid()}, mapping_.descriptor(), mapping_.size()); }
 
  private:
-  Mapping mapping_;
+  Mapping mapping_ = create_control(2);
 };
 
 /// Forks a process that runs `body` and ends. Returns its id.

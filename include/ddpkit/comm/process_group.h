@@ -228,9 +228,9 @@ struct InitOptions {
   std::optional<at::Device> device = std::nullopt;
   /// Maximum time that a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  /// After the loss of a rank, the others can continue with ProcessGroup::shrink(). The lost rank fails the same
-  /// collective on all of them, also if some had completed it. Only with `shm` on the CPU, and without split(). The
-  /// same on all ranks.
+  /// After the loss of a rank, the others can continue with ProcessGroup::shrink(). They complete the same collectives,
+  /// and throw PeerLost when each of them has called the next one. Only with `shm` on the CPU, and without split(). The
+  /// value must be the same on all ranks.
   bool elastic = false;
   /// Rank, world size and master address. Empty: read from the environment.
   std::optional<LaunchEnvironment> environment = std::nullopt;

@@ -166,6 +166,11 @@ struct alignas(kCacheLine) ControlHead {
 inline constexpr std::uint64_t kLayout =
     0xddb0000000000008ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
+/// Returns the blocks of all ranks. [rank]
+inline RankBlock* rank_blocks(std::byte* control) noexcept {
+  return reinterpret_cast<RankBlock*>(control + sizeof(ControlHead));
+}
+
 inline std::size_t control_bytes(int world_size) {
   return sizeof(ControlHead) + sizeof(RankBlock) * static_cast<std::size_t>(world_size);
 }

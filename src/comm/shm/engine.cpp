@@ -67,8 +67,10 @@ OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs
   // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
   OperationHandle operation = collectives_.prepare(std::move(args));
   const auto can_post = [&] { return collectives_.can_post(); };
-  if (!can_post()) wait_until(lock, timeout_, nullptr, can_post);
-  throw_if_failed();
+  if (!can_post()) {
+    wait_until(lock, timeout_, nullptr, can_post);
+    throw_if_failed();
+  }
   collectives_.post(operation);
   progress();
   return operation;

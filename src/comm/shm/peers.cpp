@@ -54,9 +54,8 @@ std::exception_ptr make_error(FailureKind kind, const std::string& text, Error::
 
 Mapping create_control(int world_size) {
   Mapping control = Mapping::create("control", control_bytes(world_size));
-  auto* const head = new (control.data()) ControlHead{kLayout, static_cast<std::uint32_t>(world_size)};
-  auto* const blocks = reinterpret_cast<RankBlock*>(control.data() + sizeof *head);
-  for (int r = 0; r < world_size; ++r) new (blocks + r) RankBlock;
+  new (control.data()) ControlHead{kLayout, static_cast<std::uint32_t>(world_size)};
+  for (int r = 0; r < world_size; ++r) new (rank_blocks(control.data()) + r) RankBlock;
   return control;
 }
 
@@ -68,7 +67,7 @@ Peers::Peers(Mapping control, int rank, std::vector<int> pids, std::chrono::mill
       names_(std::move(names)),
       control_(std::move(control)),
       head_(*reinterpret_cast<ControlHead*>(control_.data())),
-      blocks_(reinterpret_cast<RankBlock*>(control_.data() + sizeof(ControlHead))) {
+      blocks_(rank_blocks(control_.data())) {
   try {
     if (world_size_ > 1) join(timeout);
   } catch (const PeerLost& error) {

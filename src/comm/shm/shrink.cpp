@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <ddpkit/error.h>
 
@@ -27,14 +26,10 @@ std::vector<int> remaining(const Peers& peers) {
   return ranks;
 }
 
-RankBlock* blocks_of(const Mapping& control) {
-  return reinterpret_cast<RankBlock*>(control.data() + sizeof(ControlHead));
-}
-
 /// Creates the control memory of a group of `members` and offers it to them.
 Mapping offer(const Peers& peers, const std::vector<int>& members) {
   Mapping control = create_control(static_cast<int>(members.size()));
-  for (std::size_t i = 0; i < members.size(); ++i) blocks_of(control)[i].previous = members[i];
+  for (std::size_t i = 0; i < members.size(); ++i) rank_blocks(control.data())[i].previous = members[i];
   const GroupOffer last = peers.own().offer.load();
   peers.own().offer.store({.number = static_cast<std::uint16_t>(last.number + 1),
                            .world_size = static_cast<std::uint16_t>(members.size()),
@@ -59,7 +54,7 @@ Mapping accept(const Peers& peers, int leader, std::uint16_t& seen, Clock::time_
   seen = theirs.number;
   Mapping control = peers.open(leader, theirs.fd, control_bytes(theirs.world_size), Mapping::Populate::kEager);
   members.clear();
-  for (int r = 0; r < theirs.world_size; ++r) members.push_back(blocks_of(control)[r].previous);
+  for (int r = 0; r < theirs.world_size; ++r) members.push_back(rank_blocks(control.data())[r].previous);
   return control;
 }
 
