@@ -4,11 +4,17 @@ import sys
 import time
 import traceback
 
+import torch
+
+# LibTorch replaces its thread pool at the first use in a child of fork(). If two threads do that at once, one of them
+# fails with "Invalid thread pool!".
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
 
 def run_each(cases, body):
     """Runs body(*case) in a forked process per case. Exits with 1 and the names of the cases that failed, if any.
 
-    The caller has imported torch, and must not have run an operator on several threads: these do not survive a fork."""
+    The caller must not have run an operator on several threads: these do not survive a fork."""
     failed = []
     for case in cases:
         sys.stdout.flush()
