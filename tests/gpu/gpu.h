@@ -28,9 +28,13 @@ inline int gpu_count() {
 
 #define NEEDS_GPU() NEEDS_GPUS(1)
 
+inline bool has_virtual_gpus() {
+  const char* preloaded = std::getenv("LD_PRELOAD");
+  return preloaded && std::strstr(preloaded, "libcudart.so.13");
+}
+
 /// Ends the test as skipped on real GPUs, which cannot inject faults.
-#define NEEDS_VIRTUAL_GPUS()                                                                         \
-  do {                                                                                               \
-    const char* preloaded = std::getenv("LD_PRELOAD");                                               \
-    if (!preloaded || !std::strstr(preloaded, "libcudart.so.13")) DDPKIT_SKIP("needs virtual GPUs"); \
+#define NEEDS_VIRTUAL_GPUS()                                    \
+  do {                                                          \
+    if (!has_virtual_gpus()) DDPKIT_SKIP("needs virtual GPUs"); \
   } while (false)

@@ -23,13 +23,15 @@ struct Training {
   int accumulate = 1;    ///< Backwards per step.
   bool no_sync = false;  ///< In all but the last backward of a step.
   std::function<void(LossModel& model, int step)> before_step = {};
+  std::optional<at::Device> alone = std::nullopt;  ///< Of the training in one process; by default the group's device.
 };
 
 /// Compares with the same training in one process: losses, clipped norms, and the weights and buffers at the end.
 inline void check_trains_as_alone(ProcessGroup& group, const MakeModel& make_model, const Training& training = {}) {
   const double tolerance = training.dtype == at::kDouble ? 1e-10 : 1e-5;
   const auto alone = make_model();
-  alone->to(group.device());
+  const at::Device device = training.alone.value_or(group.device());
+  alone->to(device);
   optim::FusedAdamW alone_optimizer(alone->parameters(), kAdamW);
   const auto model = make_model();
   model->to(group.device());
@@ -62,12 +64,12 @@ inline void check_trains_as_alone(ProcessGroup& group, const MakeModel& make_mod
   const auto names = model->named_parameters().keys();
   for (std::size_t i = 0; i < names.size(); ++i) {
     INFO("parameter " << names[i]);
-    CHECK(largest_difference(model->parameters()[i].detach(), alone->parameters()[i].detach()) < tolerance);
+    CHECK(largest_difference(model->parameters()[i].detach().to(device), alone->parameters()[i].detach()) < tolerance);
     check_same_bits_on_all_ranks(group, model->parameters()[i].detach());
   }
   if (group.rank() != 0) return;
   for (std::size_t i = 0; i < model->buffers().size(); ++i)
-    CHECK(largest_difference(model->buffers()[i], alone->buffers()[i]) < tolerance);
+    CHECK(largest_difference(model->buffers()[i].to(device), alone->buffers()[i]) < tolerance);
 }
 
 }  // namespace ddpkit::testing
