@@ -25,6 +25,9 @@ packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv 
 optional_packages=(libgloo-dev)
 # Compared with ddpkit in benchmarks, and starts ranks in a test; headers for the Python package.
 peer_packages=(libopenmpi-dev openmpi-bin python3-dev)
+# To build for 64-bit Arm and to run the tests on an emulator: the compiler, and libraries of Debian's port.
+aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
+aarch64_libraries=(catch2 libgloo-dev libyaml-cpp-dev libyaml-cpp0.7 nlohmann-json3-dev)
 
 log() { printf '%s\n' "$*" >&2; }
 

@@ -7,6 +7,12 @@
 namespace ddpkit::kernels {
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ 12 has _Float16 on x86-64 only.
+#else
+using Half = _Float16;
+#endif
+
 /// The storage type and the accumulator type of an element.
 template <class T>
 struct Element {
@@ -17,11 +23,11 @@ struct Element {
 };
 
 template <>
-struct Element<_Float16> {
-  using Storage = _Float16;
+struct Element<Half> {
+  using Storage = Half;
   using Accumulator = float;
-  static float load(_Float16 value) { return static_cast<float>(value); }
-  static _Float16 store(float value) { return static_cast<_Float16>(value); }
+  static float load(Half value) { return static_cast<float>(value); }
+  static Half store(float value) { return static_cast<Half>(value); }
 };
 
 struct BFloat16;

@@ -211,7 +211,7 @@ void scale_of(const ScaleArguments& a) {
       case DataType::kBFloat16:                                 \
         return kernel##_of<BFloat16>(arguments), true;          \
       case DataType::kFloat16:                                  \
-        return kernel##_of<_Float16>(arguments), true;          \
+        return kernel##_of<Half>(arguments), true;              \
       default:                                                  \
         return false;                                           \
     }                                                           \

@@ -190,7 +190,7 @@ bool reduce<Variant::DDPKIT_VARIANT>(const ReduceArguments& a) {
     case DataType::kInt64:
       return reduce_integer<std::int64_t>(op, a);
     case DataType::kFloat16:
-      return reduce_number<_Float16>(op, a);
+      return reduce_number<Half>(op, a);
     case DataType::kBFloat16:
       return reduce_number<BFloat16>(op, a);
     case DataType::kFloat32:

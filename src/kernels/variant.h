@@ -12,25 +12,24 @@
 
 namespace ddpkit::kernels {
 
-/// Instruction sets. Each set includes the previous sets.
-enum class Variant { kBaseline, kAvx2, kAvx512 };
+/// Instruction sets. Each set of an architecture includes the previous sets. The baseline of 64-bit Arm has NEON.
+enum class Variant { kBaseline, kAvx2, kAvx512, kSve };
 
 /// Returns the best variant for this processor.
 Variant variant();
-/// Returns "baseline", "avx2" or "avx512".
+/// Returns "baseline", "avx2", "avx512" or "sve".
 const char* variant_name();
-
-template <class T>
-T choose(T baseline, T avx2, T avx512) {
-  const Variant best = variant();
-  return best == Variant::kAvx512 ? avx512 : best == Variant::kAvx2 ? avx2 : baseline;
-}
 
 }  // namespace ddpkit::kernels
 
 #if defined(__x86_64__)
+#define DDPKIT_CHOOSE_VARIANT(kernel)                        \
+  (variant() == Variant::kAvx512 ? &kernel<Variant::kAvx512> \
+   : variant() == Variant::kAvx2 ? &kernel<Variant::kAvx2>   \
+                                 : &kernel<Variant::kBaseline>)
+#elif defined(__aarch64__)
 #define DDPKIT_CHOOSE_VARIANT(kernel) \
-  choose(&kernel<Variant::kBaseline>, &kernel<Variant::kAvx2>, &kernel<Variant::kAvx512>)
+  (variant() == Variant::kSve ? &kernel<Variant::kSve> : &kernel<Variant::kBaseline>)
 #else
 #define DDPKIT_CHOOSE_VARIANT(kernel) (&kernel<Variant::kBaseline>)
 #endif

@@ -26,8 +26,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// ThreadSanitizer's runtime has one thread in every process, which it restarts after a fork.
-#ifdef __SANITIZE_THREAD__
+/// ThreadSanitizer's runtime, and the emulator that runs tests for Arm, have one thread in every process, which they
+/// restart after a fork.
+#if defined(__SANITIZE_THREAD__) || defined(__aarch64__)
 constexpr std::ptrdiff_t kThreads = 2;
 #else
 constexpr std::ptrdiff_t kThreads = 1;

@@ -29,6 +29,8 @@ std::vector<Kernel> variants() {
 #if defined(__x86_64__)
   if (variant() >= Variant::kAvx2) kernels.push_back({"avx2", &reduce<Variant::kAvx2>});
   if (variant() >= Variant::kAvx512) kernels.push_back({"avx512", &reduce<Variant::kAvx512>});
+#elif defined(__aarch64__)
+  if (variant() == Variant::kSve) kernels.push_back({"sve", &reduce<Variant::kSve>});
 #endif
   return kernels;
 }

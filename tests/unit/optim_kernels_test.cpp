@@ -28,6 +28,8 @@ std::vector<Kernels> others() {
 #if defined(__x86_64__)
   if (variant() >= Variant::kAvx2) others.push_back(kernels_of<Variant::kAvx2>("avx2"));
   if (variant() >= Variant::kAvx512) others.push_back(kernels_of<Variant::kAvx512>("avx512"));
+#elif defined(__aarch64__)
+  if (variant() == Variant::kSve) others.push_back(kernels_of<Variant::kSve>("sve"));
 #endif
   return others;
 }

@@ -31,6 +31,8 @@ constexpr int kYieldTurns = 4;
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // `yield` does nothing on most processors.
 #else
   std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
