@@ -2,6 +2,11 @@
 file(REMOVE_RECURSE "${PREFIX}")
 execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${PREFIX}"
   OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+file(GLOB_RECURSE libraries "${PREFIX}/libddpkit.so.*")
+list(LENGTH libraries count)
+if(NOT count EQUAL 2)
+  message(FATAL_ERROR "in ${PREFIX} the shared library has not two names with versions, but '${libraries}'")
+endif()
 file(GLOB_RECURSE files "${PREFIX}/*Targets*.cmake")
 if(NOT files)
   message(FATAL_ERROR "nothing like ddpkitTargets.cmake was installed in ${PREFIX}")
