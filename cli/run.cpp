@@ -27,6 +27,7 @@ struct RunOptions {
   int node_rank = 0;
   std::string master_addr = {};
   std::optional<int> master_port = std::nullopt;  ///< 0: a free port.
+  std::string key_file = {};
   bool standalone = false;
   int max_restarts = 0;
   int min_ranks = 0;
@@ -50,6 +51,7 @@ LaunchOptions resolve(const RunOptions& options) {
   LaunchOptions launch{
       .command = options.program, .ranks = train::count_ranks(options.ranks, visible_gpus()), .nodes = options.nodes};
   launch.node_rank = options.node_rank;
+  launch.key_file = options.key_file;
   launch.max_restarts = options.max_restarts;
   launch.min_ranks = options.min_ranks;
   launch.numa_binding = options.numa_binding;
@@ -66,6 +68,8 @@ LaunchOptions resolve(const RunOptions& options) {
     launch.master_port = number_from_environment("MASTER_PORT", 0, 65535, one_host ? 0 : kPortOfSeveralHosts);
   }
   if (one_host) {
+    if (!options.key_file.empty())
+      throw InvalidArgument("--key-file is for several hosts: one host makes a random key for each launch");
     if (!options.master_addr.empty()) launch.master_addr = options.master_addr;
     return launch;
   }
@@ -133,6 +137,9 @@ void add_run(train::Options& app, Commands& commands) {
       .add("master_port", &run.master_port,
            "Rendezvous port, 0: a free port (default: MASTER_PORT, or a free port; 29500 for several hosts)")
       .between(0, 65535);
+  command.add("key_file", &run.key_file,
+              "Several hosts: file with the same 32 to 4096 random bytes on all hosts, mode 0600; only ranks with this "
+              "key can join (default: DDPKIT_KEY_FILE)");
   command.add("standalone", &run.standalone, "One host and a free port; ignores the environment")
       .excludes("master_addr")
       .excludes("master_port")

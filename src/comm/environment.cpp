@@ -67,6 +67,8 @@ LaunchEnvironment read_torchrun(const Variables& variables) {
   environment.local_rank = local_rank.value_or(environment.rank % environment.local_world_size);
   read_master(variables, environment);
   environment.use_agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  // Another launcher between `ddpkit run` and this rank has its own store.
+  if (!environment.use_agent_store) environment.key_descriptor = variables.number("DDPKIT_KEY_FD", 0, kAny);
   environment.run_id = variables.text("TORCHELASTIC_RUN_ID").value_or("none") + "/" +
                        variables.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;
@@ -260,9 +262,15 @@ std::string first_slurm_host(const std::string& node_list) {
 
 LaunchEnvironment read_launch_environment(const EnvironmentLookup& lookup) {
   const Variables variables(lookup);
-  if (!variables.text("RANK") && !variables.text("WORLD_SIZE")) return read_scheduler(variables);
-  LaunchEnvironment environment = read_torchrun(variables);
-  refuse_worlds_of_one(variables, environment);
+  const bool is_torchrun = variables.text("RANK") || variables.text("WORLD_SIZE");
+  LaunchEnvironment environment = is_torchrun ? read_torchrun(variables) : read_scheduler(variables);
+  if (is_torchrun) refuse_worlds_of_one(variables, environment);
+  environment.key_file = variables.text("DDPKIT_KEY_FILE").value_or("");
+  if (environment.use_agent_store && !environment.key_file.empty())
+    throw InvalidArgument(
+        "DDPKIT_KEY_FILE is set, but torchrun serves the store, which has no key: start the ranks with `ddpkit run`, "
+        "or "
+        "unset DDPKIT_KEY_FILE");
   return environment;
 }
 

@@ -1,19 +1,11 @@
-#include <net/if.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/ioctl.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -22,170 +14,15 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/master_address.h"
 #include "comm/roll_call.h"
+#include "comm/sockets.h"
+#include "comm/store/keyed_store.h"
+#include "comm/store/store_key.h"
+#include "comm/store/store_server.h"
 
 namespace ddpkit {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-/// How long to retry a host name that does not resolve. A cluster's DNS may be slower than the start of its processes.
-constexpr std::chrono::seconds kResolveLimit(5);
-
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Socket(Socket&& other) noexcept : fd_(other.release()) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
-using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
-
-Addresses resolve(const LaunchEnvironment& environment) {
-  const addrinfo hints{.ai_flags = AI_NUMERICSERV,
-                       .ai_family = AF_UNSPEC,
-                       .ai_socktype = SOCK_STREAM,
-                       .ai_protocol = 0,
-                       .ai_addrlen = 0,
-                       .ai_addr = nullptr,
-                       .ai_canonname = nullptr,
-                       .ai_next = nullptr};
-  const auto deadline = Clock::now() + kResolveLimit;
-  for (;;) {
-    addrinfo* found = nullptr;
-    const int status =
-        ::getaddrinfo(environment.master_addr.c_str(), std::to_string(environment.master_port).c_str(), &hints, &found);
-    if (status == 0) return {found, &::freeaddrinfo};
-    if (Clock::now() > deadline)
-      throw RendezvousError(fmt::format("MASTER_ADDR \"{}\" does not resolve to an address: {}",
-                                        environment.master_addr, ::gai_strerror(status)),
-                            {.rank = 0, .call = "rendezvous"});
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  }
-}
-
-bool is_loopback(const sockaddr& address) {
-  if (address.sa_family == AF_INET)
-    return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) == 127;
-  return address.sa_family == AF_INET6 &&
-         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
-}
-
-constexpr const char* kNoLoopback = ": the loopback interface is down or lacks this address; run: ip link set lo up";
-
-bool loopback_is_up() {
-  const Socket socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  ifreq request{};
-  std::strcpy(request.ifr_name, "lo");
-  return ::ioctl(socket.get(), SIOCGIFFLAGS, &request) != 0 || (request.ifr_flags & IFF_UP) != 0;
-}
-
-/// Opens the socket of rank 0's store. If the master's address is loopback, listens only on loopback, so other hosts
-/// cannot connect.
-int listen_as_master(const LaunchEnvironment& environment) {
-  const Addresses addresses = resolve(environment);
-  const addrinfo* loopback = nullptr;
-  for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
-    if (is_loopback(*at->ai_addr) && (!loopback || at->ai_family == AF_INET)) loopback = at;
-  }
-  sockaddr_in6 any{};
-  any.sin6_family = AF_INET6;
-  any.sin6_addr = in6addr_any;
-  any.sin6_port = htons(environment.master_port);
-  sockaddr_in any4{};
-  any4.sin_family = AF_INET;
-  any4.sin_addr.s_addr = htonl(INADDR_ANY);
-  any4.sin_port = htons(environment.master_port);
-
-  const auto fail = [&](const char* call, int error) {
-    const bool has_no_address = error == EADDRNOTAVAIL || error == ENETUNREACH;
-    throw RendezvousError(
-        fmt::format("cannot listen on {}, port {}: {}: {}{}", environment.master_addr, environment.master_port, call,
-                    std::strerror(error), has_no_address && loopback ? kNoLoopback : ""),
-        {.rank = 0, .call = "rendezvous"});
-  };
-  const sockaddr* address = loopback ? loopback->ai_addr : reinterpret_cast<const sockaddr*>(&any);
-  socklen_t length = loopback ? loopback->ai_addrlen : sizeof any;
-  Socket socket(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (socket.get() < 0 && !loopback && errno == EAFNOSUPPORT) {  // A host without IPv6.
-    address = reinterpret_cast<const sockaddr*>(&any4);
-    length = sizeof any4;
-    socket = Socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  }
-  if (socket.get() < 0) fail("socket", errno);
-  const int on = 1, off = 0;
-  if (::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0) fail("setsockopt", errno);
-  if (address->sa_family == AF_INET6 && !loopback &&
-      ::setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off) != 0)
-    fail("setsockopt", errno);
-  const bool is_bound = ::bind(socket.get(), address, length) == 0;
-  if (is_bound && ::listen(socket.get(), SOMAXCONN) == 0) return socket.release();
-  const int error = errno;
-  if (error != EADDRINUSE) fail(is_bound ? "listen" : "bind", error);
-  throw RendezvousError(fmt::format("MASTER_PORT {} is already taken on this host by another program, or by another "
-                                    "process with RANK=0: give each process of a job its own RANK, set MASTER_PORT to "
-                                    "a free port, or let `ddpkit run` choose one",
-                                    environment.master_port),
-                        {.rank = 0, .call = "rendezvous"});
-}
-
-/// Returns 0 if a process listens at the address, otherwise the errno.
-int connect_error(const addrinfo& at) {
-  const Socket socket(::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (socket.get() < 0) return errno;
-  if (::connect(socket.get(), at.ai_addr, at.ai_addrlen) == 0) return 0;
-  if (errno != EINPROGRESS) return errno;
-  pollfd descriptor{socket.get(), POLLOUT, 0};
-  int error = ETIMEDOUT;
-  socklen_t length = sizeof error;
-  if (::poll(&descriptor, 1, 2000) == 1) ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-  return error;
-}
-
-/// Returns when a process listens at the master's address. c10d's client would sleep one second between attempts.
-void wait_for_master(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-  const Addresses addresses = resolve(environment);
-  const auto start = Clock::now();
-  WaitReport report;
-  auto nap = std::chrono::milliseconds(2);
-  for (;;) {
-    int error = 0;
-    bool is_unreachable = true;  // All addresses are unreachable, so waiting does not help.
-    for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
-      error = connect_error(*at);
-      if (error == 0) return;
-      is_unreachable = is_unreachable && is_loopback(*at->ai_addr) &&
-                       (error == ENETUNREACH || error == EADDRNOTAVAIL || !loopback_is_up());
-    }
-    const std::string place =
-        fmt::format("rank 0 at {}:{} ({})", environment.master_addr, environment.master_port, std::strerror(error));
-    if (is_unreachable)
-      throw RendezvousError(fmt::format("rank {} cannot reach {}{}", environment.rank, place, kNoLoopback),
-                            {.rank = environment.rank, .call = "rendezvous"});
-    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
-    if (Clock::now() - start > timeout)
-      throw RendezvousError(fmt::format("the rendezvous timed out: rank {} cannot reach {} within {:.1f} s",
-                                        environment.rank, place, std::chrono::duration<double>(timeout).count()),
-                            {.rank = 0, .call = "rendezvous"});
-    report.write_if_late([&] {
-      return fmt::format("rank {} has waited {:.0f} s for {}{}", environment.rank, waited, place,
-                         alone_hint(environment));
-    });
-    std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, std::chrono::milliseconds(100));
-  }
-}
 
 /// The earlier rendezvous of this process.
 class RendezvousHistory {
@@ -206,7 +43,7 @@ class RendezvousHistory {
 
   /// Keeps the store until this process ends. Otherwise a rank that is early for the next rendezvous could connect to
   /// the store of the previous one, which would then end.
-  void serve(const LaunchEnvironment& environment, c10::intrusive_ptr<c10d::TCPStore> store) {
+  void serve(const LaunchEnvironment& environment, std::shared_ptr<void> store) {
     const std::lock_guard lock(mutex_);
     // Registered after the first store was created, so it runs before the destructors of LibTorch's statics.
     if (served_.empty()) std::atexit([] { all().end_served(); });
@@ -233,9 +70,53 @@ class RendezvousHistory {
 
   std::mutex mutex_;
   std::map<std::string, int> counts_;
-  std::map<std::string, c10::intrusive_ptr<c10d::TCPStore>> served_;
+  std::map<std::string, std::shared_ptr<void>> served_;  ///< TCPStores and StoreServers.
   const pid_t process_ = ::getpid();
 };
+
+bool serves_store(const LaunchEnvironment& environment) {
+  return environment.rank == 0 && !environment.use_agent_store && !RendezvousHistory::all().serves(environment);
+}
+
+c10::intrusive_ptr<c10d::Store> connect_tcp_store(const LaunchEnvironment& environment,
+                                                  std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = serves_store(environment);
+  options.waitWorkers = false;  // wait_for_ranks() waits and reports the missing ranks.
+  options.timeout = timeout;
+  if (options.isServer) options.masterListenFd = listen_as_master(environment);
+  wait_for_master(environment, "rank 0", timeout);
+  auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+  if (options.isServer)
+    RendezvousHistory::all().serve(environment, std::make_shared<c10::intrusive_ptr<c10d::TCPStore>>(store));
+  return store;
+}
+
+/// The launcher serves the store, or rank 0 if only the key file is known.
+c10::intrusive_ptr<c10d::Store> connect_keyed_store(LaunchEnvironment environment, std::chrono::milliseconds timeout) {
+  store::StorePass pass;
+  if (environment.key_descriptor) {
+    pass = store::read_pass(*environment.key_descriptor);
+    if (pass.port != 0) {
+      environment.master_addr = usable_loopback("127.0.0.1");
+      environment.master_port = pass.port;
+    }
+  } else {
+    pass = {.key = store::read_key_file(environment.key_file), .run = environment.run_id};
+    if (serves_store(environment))
+      RendezvousHistory::all().serve(
+          environment, std::make_shared<store::StoreServer>(listen_as_master(environment), pass.key, pass.run));
+  }
+  const std::string host = environment.key_descriptor ? "the launcher of host 0" : "rank 0";
+  const SocketAddress address = wait_for_master(environment, host, timeout);
+  return c10::make_intrusive<store::KeyedStore>(
+      store::StorePlace{.address = address,
+                        .name = fmt::format("{}:{}", environment.master_addr, environment.master_port),
+                        .key = pass.key,
+                        .run = pass.run},
+      timeout);
+}
 
 }  // namespace
 
@@ -243,20 +124,12 @@ void note_rendezvous(const LaunchEnvironment& environment) { RendezvousHistory::
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
   if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
-  c10d::TCPStoreOptions options;
-  options.port = environment.master_port;
-  RendezvousHistory& history = RendezvousHistory::all();
-  options.isServer = environment.rank == 0 && !environment.use_agent_store && !history.serves(environment);
-  options.waitWorkers = false;  // wait_for_ranks() waits and reports the missing ranks.
-  options.timeout = timeout;
-  if (options.isServer) options.masterListenFd = listen_as_master(environment);
-  wait_for_master(environment, timeout);
+  const bool has_key = environment.key_descriptor || !environment.key_file.empty();
   try {
-    auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-    if (options.isServer) history.serve(environment, store);
+    auto store = has_key ? connect_keyed_store(environment, timeout) : connect_tcp_store(environment, timeout);
     // The prefix separates runs that use the same port, and the rendezvous of one run.
     return c10::make_intrusive<c10d::PrefixStore>(
-        fmt::format("ddpkit/{}/{}", environment.run_id, history.count(environment)), std::move(store));
+        fmt::format("ddpkit/{}/{}", environment.run_id, RendezvousHistory::all().count(environment)), std::move(store));
   } catch (const c10::Error& error) {
     throw RendezvousError(fmt::format("rank {} cannot use the store at {}:{}: {}", environment.rank,
                                       environment.master_addr, environment.master_port, error.what_without_backtrace()),

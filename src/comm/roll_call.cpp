@@ -101,7 +101,7 @@ void RollCall::wait_for_all(const std::string& text) {
 }
 
 void RollCall::throw_lost_store(const c10::Error& error) const {
-  throw RendezvousError(fmt::format("rank {} lost the connection to rank 0's store during the rendezvous: {}",
+  throw RendezvousError(fmt::format("rank {} lost the connection to the store during the rendezvous: {}",
                                     first_rank_ + rank_, error.what_without_backtrace()),
                         {.rank = 0, .call = "rendezvous"});
 }
@@ -124,7 +124,7 @@ void RollCall::throw_if_announced() const {
     if (!store_->check({failed})) return;
     announced = text_of(store_->get(failed));
   } catch (const c10::Error&) {
-    return;  // Rank 0 has ended, and so has its store.
+    return;  // The store has ended.
   }
   int reporter = -1, failed = -1, length = 0;
   if (std::sscanf(announced.c_str(), "%d %d %n", &reporter, &failed, &length) != 2) return;
@@ -139,7 +139,7 @@ void RollCall::announce(const Error& error) const noexcept {
         fmt::format("{}{}", failed == own ? fmt::format("rank {} aborted: ", own) : "", error.what());
     store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, failed, text)));
   } catch (const std::exception&) {
-    // Without rank 0's store, the others do not wait.
+    // Without the store, the others do not wait.
   }
 }
 

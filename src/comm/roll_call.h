@@ -68,8 +68,9 @@ class RollCall {
 /// Returns a hint for a user whose environment still has the variables of a job; empty under a launcher.
 std::string alone_hint(const LaunchEnvironment& environment);
 
-/// Connects to the rendezvous store. Rank 0 serves a TCPStore at the master's address, unless the launcher does. Keys
-/// contain the run and the number of earlier rendezvous of this rank at that store.
+/// Connects to the rendezvous store. With a key, the store is the launcher's, or rank 0's if only a key file is known.
+/// Without a key, rank 0 serves a TCPStore at the master's address, unless torchrun does. Keys contain the run and the
+/// number of earlier rendezvous of this rank at that store.
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 /// Counts a completed rendezvous: the next one at the same store uses other keys.
 void note_rendezvous(const LaunchEnvironment& environment);

@@ -18,6 +18,7 @@
 
 #include "comm/host.h"
 #include "comm/trace/flight_view.h"
+#include "launch/hosted_store.h"
 #include "launch/numa_binding.h"
 #include "launch/process_reaper.h"
 #include "launch/rank_output.h"
@@ -50,6 +51,7 @@ class Launch {
 
   LaunchResult run() {
     if (options_.master_port == 0) port_.emplace();
+    store_.emplace(options_, port());
     cores_ = launcher::divide_cores(launcher::numa_nodes(allowed_cores()), options_.ranks, options_.numa_binding);
     for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     while (running() > 0 || waits_for_others() || !output_.empty()) {
@@ -73,7 +75,8 @@ class Launch {
   void start(int rank) {
     const FlightView& view = views_.emplace_back();
     const launcher::RankOutput::Ends ends = output_.open(rank);
-    const std::vector<std::string> environment = launcher::rank_environment(options_, rank, port(), view.descriptor());
+    const std::vector<std::string> environment =
+        launcher::rank_environment(options_, rank, port(), view.descriptor(), store_->descriptor());
     try {
       const launcher::RankProcess& process =
           processes_.emplace_back(launcher::RankStart{.command = options_.command,
@@ -81,7 +84,7 @@ class Launch {
                                                       .in = ends.in,
                                                       .out = ends.out,
                                                       .err = ends.err,
-                                                      .inherited = view.descriptor(),
+                                                      .inherited = {view.descriptor(), store_->descriptor()},
                                                       .cores = cores_[static_cast<std::size_t>(rank)],
                                                       .own_group = !ends.has_terminal});
       if (!ends.has_terminal) reaper_.add(process.pid());
@@ -358,6 +361,7 @@ class Launch {
   launcher::SignalPipe signals_;
   launcher::ProcessReaper reaper_;
   std::optional<launcher::ReservedPort> port_;
+  std::optional<launcher::HostedStore> store_;
   launcher::RankOutput output_;
   std::vector<std::vector<int>> cores_;           ///< [rank]
   std::vector<FlightView> views_;                 ///< [rank]

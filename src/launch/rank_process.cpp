@@ -24,6 +24,7 @@
 #include <ddpkit/comm/environment.h>
 #include <ddpkit/error.h>
 
+#include "comm/store/store_key.h"
 #include "comm/trace/event_ring.h"
 
 extern char** environ;
@@ -44,7 +45,9 @@ namespace {
   if (start.in >= 0) ::dup2(start.in, STDIN_FILENO);
   if (start.out >= 0) ::dup2(start.out, STDOUT_FILENO);
   if (start.err >= 0) ::dup2(start.err, STDERR_FILENO);
-  if (start.inherited >= 0) ::fcntl(start.inherited, F_SETFD, 0);
+  for (const int fd : start.inherited) {
+    if (fd >= 0) ::fcntl(fd, F_SETFD, 0);
+  }
   if (!start.cores.empty()) ::sched_setaffinity(0, sizeof cores, &cores);
   ::execvpe(arguments[0], arguments, environment);
   const int error = errno;
@@ -54,7 +57,11 @@ namespace {
 
 }  // namespace
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page) {
+std::string run_name(const LaunchOptions& options, int port) {
+  return options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
+}
+
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass) {
   std::map<std::string, std::string> variables;
   for (char** at = environ; *at; ++at) {
     const std::string entry = *at;
@@ -68,13 +75,14 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, int rank
   variables["LOCAL_WORLD_SIZE"] = std::to_string(options.ranks);
   variables["MASTER_ADDR"] = options.master_addr;
   variables["MASTER_PORT"] = std::to_string(port);
-  // Equal on all hosts. The hosts share only the rendezvous address.
-  variables["TORCHELASTIC_RUN_ID"] =
-      options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
+  variables["TORCHELASTIC_RUN_ID"] = run_name(options, port);
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options.restart_count);
   variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options.max_restarts);
   variables.erase("TORCHELASTIC_USE_AGENT_STORE");
   variables[kEventPageVariable] = std::to_string(page);
+  variables.erase(store::kKeyFileVariable);
+  variables.erase(store::kKeyDescriptorVariable);
+  if (pass >= 0) variables[store::kKeyDescriptorVariable] = std::to_string(pass);
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / options.ranks)));
   for (const auto& [name, value] : options.environment) variables[name] = value;
   std::vector<std::string> entries;

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <cstddef>
 #include <set>
 #include <string>
@@ -13,15 +14,19 @@
 namespace ddpkit::launcher {
 
 /// Returns the environment of rank `rank` of this host as "NAME=value": that of this process, then torchrun's
-/// variables, then those of the options. `page`: descriptor of the rank's flight recorder.
-std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page);
+/// variables, then those of the options. `page`: descriptor of the rank's flight recorder. `pass`: descriptor of the
+/// store's key; -1: no key.
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass);
+
+/// Returns the name of the run: equal on all hosts, which share only the rendezvous address.
+std::string run_name(const LaunchOptions& options, int port);
 
 /// Parameters for the start of a rank's process.
 struct RankStart {
   const std::vector<std::string>& command;
   const std::vector<std::string>& environment;  ///< "NAME=value"
   int in = -1, out = -1, err = -1;              ///< Descriptors; -1: those of this process.
-  int inherited = -1;                           ///< A further descriptor to inherit.
+  std::array<int, 2> inherited = {-1, -1};      ///< Further descriptors to inherit; -1: none.
   const std::vector<int>& cores;                ///< Empty: the cores of this process.
   bool own_group = true;                        ///< A separate process group, which is killed when the process ends.
 };

@@ -57,6 +57,30 @@ TEST_CASE("torchrun's variables", "[environment]") {
   CHECK(read({{"RANK", "0"}, {"WORLD_SIZE", "2"}}).master_port == 29500);
 }
 
+TEST_CASE("the key of the store", "[environment]") {
+  const auto rank = [](std::map<std::string, std::string> more) {
+    more.insert({{"RANK", "0"}, {"WORLD_SIZE", "2"}});
+    return read(more);
+  };
+  CHECK(!rank({}).key_descriptor);
+  CHECK(rank({}).key_file.empty());
+  CHECK(rank({{"DDPKIT_KEY_FD", "7"}}).key_descriptor == 7);
+  CHECK(rank({{"DDPKIT_KEY_FILE", "/key"}}).key_file == "/key");
+  // Under `ddpkit run`, another launcher has its own store.
+  CHECK(!rank({{"DDPKIT_KEY_FD", "7"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}).key_descriptor);
+  const auto mpi = read({{"PMI_RANK", "1"},
+                         {"PMI_SIZE", "2"},
+                         {"MPI_LOCALNRANKS", "2"},
+                         {"DDPKIT_KEY_FD", "7"},
+                         {"DDPKIT_KEY_FILE", "/key"}});
+  CHECK(!mpi.key_descriptor);
+  CHECK(mpi.key_file == "/key");
+  check_refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"DDPKIT_KEY_FD", "x"}}, "DDPKIT_KEY_FD is \"x\"");
+  check_refused(
+      {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"DDPKIT_KEY_FILE", "/key"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}},
+      "torchrun serves the store, which has no key");
+}
+
 TEST_CASE("Slurm's variables", "[environment]") {
   const auto environment = read({{"SLURM_PROCID", "5"},
                                  {"SLURM_LOCALID", "1"},

@@ -1,17 +1,21 @@
 #include <ddpkit/launch/launcher.h>
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <map>
 #include <thread>
 
 #include <ddpkit/error.h>
 
+#include "comm/store/store_key.h"
 #include "launch/rank_process.h"
 #include "launch/report.h"
+#include "store_door.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
@@ -45,6 +49,43 @@ TEST_CASE("every rank gets torchrun's environment", "[launch]") {
     const std::string number = std::to_string(rank);
     CHECK_THAT(three.output.at(rank), ContainsSubstring(number + " " + number + " 3 3 127.0.0.1\n"));
   }
+}
+
+TEST_CASE("a rank of an earlier launch cannot join the next one", "[launch][store]") {
+  using namespace ddpkit::store;
+  std::optional<StorePass> earlier, later;
+  const auto launch = [](std::optional<StorePass>& pass, int restart, const std::function<void()>& while_running) {
+    const Folder folder;
+    const std::string end = folder / "end";
+    const auto result = ddpkit::launch(
+        {.command = {"sh", "-c", "echo $$ $DDPKIT_KEY_FD; while [ ! -e " + end + " ]; do sleep 0.01; done"},
+         .restart_count = restart,
+         .on_output = [&](int, const std::string& text) {
+           int pid = 0, fd = -1;
+           if (std::sscanf(text.c_str(), "%d %d", &pid, &fd) != 2) return;
+           const int copy = ::open(("/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd)).c_str(), O_RDONLY);
+           pass = read_pass(copy);
+           ::close(copy);
+           while_running();
+           ddpkit::testing::write_file(end, "");
+         }});
+    CHECK(result.exit_code() == 0);
+  };
+  const auto join = [&](const StorePass& pass) {
+    const StorePlace place{
+        .address = ddpkit::testing::loopback(later->port), .name = "later", .key = pass.key, .run = pass.run};
+    return c10::make_intrusive<KeyedStore>(place, std::chrono::seconds(60));
+  };
+  launch(earlier, 0, [] {});
+  launch(later, 1, [&] {
+    REQUIRE((earlier && later));
+    join(*later)->set("a", "1");
+    CHECK_THROWS_WITH(join(*earlier), ContainsSubstring("its key is not the key of the store"));
+    StorePass mixed = *later;
+    mixed.run = earlier->run;
+    CHECK_THROWS_WITH(join(mixed), ContainsSubstring("it belongs to the run \"" + earlier->run));
+    CHECK(join(*later)->getNumKeys() == 1);
+  });
 }
 
 TEST_CASE("the ranks of several hosts are numbered through", "[launch]") {

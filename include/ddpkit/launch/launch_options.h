@@ -28,6 +28,10 @@ struct LaunchOptions {
   std::string master_addr = "127.0.0.1";
   /// Rendezvous port. 0: a free port, reserved on this host during the launch.
   int master_port = 0;
+  /// Several hosts: file with the key of the store of the rendezvous; the same on all hosts. Empty: the variable
+  /// DDPKIT_KEY_FILE. Without both, the store is c10d's TCPStore, which everybody who reaches the port can use. One
+  /// host: launch() makes a random key.
+  std::string key_file = {};
   /// Number of earlier starts of this job. Passed to the ranks in the environment.
   int restart_count = 0;
   int max_restarts = 0;  ///< Only passed to the ranks: launch() starts them once.
