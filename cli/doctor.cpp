@@ -92,7 +92,7 @@ void add_doctor(train::Options& app, Commands& commands) {
   auto shared = std::make_shared<DoctorOptions>();
   DoctorOptions& options = *shared;
   ModelPlan& model = options.model;
-  add_parameter_count(command, model.parameters, "Check whether a model of this size fits: 7.16M, 1.2G");
+  add_parameter_count(command, "params", model.parameters, "Check whether a model of this size fits: 7.16M, 1.2G");
   command.add("optimizer", &model.optimizer, "sgd, momentum, adam or adamw")
       .one_of({"sgd", "momentum", "adam", "adamw"})
       .needs("params");

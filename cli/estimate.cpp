@@ -12,6 +12,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 #include <ddpkit/scaling/estimate.h>
+#include <ddpkit/scaling/memory.h>
 #include <ddpkit/scaling/nccl.h>
 
 #include "commands.h"
@@ -34,6 +35,9 @@ struct EstimateOptions {
   double first_bucket_cap_mb = 1;
   Links links;
   scaling::TrainingEstimateOptions training;
+  double unit_parameters = 0, root_parameters = 0;
+  double optimizer_states = 2;
+  int prefetch = 1;
   double hours = 0;  ///< On one device.
   std::string plot;
   bool json = false;
@@ -47,6 +51,24 @@ scaling::StepProfile make_profile(const EstimateOptions& options) {
                                .parameter_bytes = options.parameters * options.element_bytes,
                                .bucket_bytes = options.bucket_cap_mb * (1 << 20),
                                .first_bucket_bytes = options.first_bucket_cap_mb * (1 << 20)});
+}
+
+/// Returns the memory per rank of a fully sharded model; otherwise nothing. [estimate]
+std::vector<scaling::RankMemory> memory_of(const EstimateOptions& options, const scaling::StepProfile& profile) {
+  if (!options.training.step.fully_sharded) return {};
+  double gradients = 0;
+  for (const scaling::BucketProfile& bucket : profile.buckets) gradients += bucket.bytes;
+  constexpr double kShardBytes = 4;  // Shards and optimizer state are float32.
+  std::vector<scaling::RankMemory> memory;
+  for (const int devices : options.training.devices)
+    memory.push_back(scaling::fully_sharded_memory({.parameter_bytes = kShardBytes * gradients / options.element_bytes,
+                                                    .unit_bytes = kShardBytes * options.unit_parameters,
+                                                    .root_bytes = kShardBytes * options.root_parameters,
+                                                    .optimizer_states = options.optimizer_states,
+                                                    .prefetch = options.prefetch,
+                                                    .gathered_fraction = options.element_bytes / kShardBytes},
+                                                   devices));
+  return memory;
 }
 
 int run_estimate(EstimateOptions& options) try {
@@ -63,8 +85,9 @@ int run_estimate(EstimateOptions& options) try {
   if (options.hours > 0) options.training.steps = options.hours * 3.6e9 / profile.step_us();
   const auto estimates = scaling::estimate_training_speedup(profile, links.all_reduce, options.training);
   const std::optional<Limits> limits = limits_of(profile, links, options.training.step);
-  std::cout << (options.json ? estimate_json(profile, links, estimates, limits) + "\n"
-                             : estimate_table(profile, links, estimates, limits));
+  const auto memory = memory_of(options, profile);
+  std::cout << (options.json ? estimate_json(profile, links, estimates, limits, memory) + "\n"
+                             : estimate_table(profile, links, estimates, limits) + memory_table(estimates, memory));
   if (options.plot.empty()) return 0;
   auto curve = options.training;
   curve.devices.clear();
@@ -78,7 +101,8 @@ int run_estimate(EstimateOptions& options) try {
 
 }  // namespace
 
-train::Options::Option add_parameter_count(train::Options& options, double& parameters, const std::string& help) {
+train::Options::Option add_parameter_count(train::Options& options, const std::string& name, double& parameters,
+                                           const std::string& help) {
   const auto parse = [&parameters](const std::string& text) {
     constexpr std::string_view kUnits = "kmgb";
     constexpr double kFactors[] = {1e3, 1e6, 1e9, 1e9};
@@ -94,7 +118,7 @@ train::Options::Option add_parameter_count(train::Options& options, double& para
     return "";
   };
   const auto show = [&parameters] { return parameters > 0 ? fmt::format("{}", parameters) : std::string(); };
-  return options.add("params", parse, show, help);
+  return options.add(name, parse, show, help);
 }
 
 void add_estimate(train::Options& app, Commands& commands) {
@@ -111,7 +135,7 @@ void add_estimate(train::Options& app, Commands& commands) {
   training.price_per_hour = -1;
   command.add("profile", &options.profile, "File of a run's timeline");
   command.add("compute_ms", &options.compute_ms, "Forward and backward of one device, in milliseconds").above(0);
-  add_parameter_count(command, options.parameters, "Parameters of the model: 7.16M, 1.2G");
+  add_parameter_count(command, "params", options.parameters, "Parameters of the model: 7.16M, 1.2G");
   command.add("other_ms", &options.other_ms, "Update, data and the rest, in milliseconds").at_least(0);
   command.add("element_bytes", &options.element_bytes, "Bytes per gradient element").between(1, 16);
   command.add("bucket_cap_mb", &options.bucket_cap_mb, "Bucket cap of DistributedDataParallel").above(0);
@@ -131,6 +155,21 @@ void add_estimate(train::Options& app, Commands& commands) {
               "Split the batch of one device over all devices (strong scaling)");
   command.add("sharded_update", &training.step.sharded_update,
               "Each device updates its part of the weights: divides --other-ms by the number of devices");
+  command.add("fully_sharded", &training.step.fully_sharded,
+              "Each device keeps a shard of the model (FullyShardedDataParallel): includes --sharded-update, adds the "
+              "gathers of the weights, and the memory of a device without activations");
+  add_parameter_count(command, "unit_params", options.unit_parameters,
+                      "Parameters of the largest unit, such as a block of a transformer")
+      .needs("fully_sharded");
+  add_parameter_count(command, "root_params", options.root_parameters, "Parameters in no unit, such as embeddings")
+      .needs("fully_sharded");
+  command
+      .add("optimizer_states", &options.optimizer_states, "State elements per parameter: AdamW 2, SGD with momentum 1")
+      .at_least(0)
+      .needs("fully_sharded");
+  command.add("prefetch", &options.prefetch, "Number of units that are gathered ahead; 0 over shm")
+      .between(0, 1000)
+      .needs("fully_sharded");
   command.add("hours", &options.hours, "Duration of the training on one device; adds times and cost").above(0);
   command
       .add("price_per_hour", &training.price_per_hour,
@@ -144,6 +183,8 @@ void add_estimate(train::Options& app, Commands& commands) {
     const bool has_step = command.is_given("compute_ms") && command.is_given("params");
     if (!options.check && command.is_given("profile") == has_step)
       throw train::UsageError("a step is needed: --profile FILE, or --compute-ms and --params");
+    if (options.training.step.fully_sharded && !command.is_given("unit_params"))
+      throw train::UsageError("--fully-sharded needs --unit-params: FullyShardedDataParallel::units() has the sizes");
     if (!command.is_given("devices") && !options.links.collectives.empty())
       options.training.devices = {1, make_links(options.links).most_devices};
     return run_estimate(options);

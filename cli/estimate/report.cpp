@@ -58,9 +58,23 @@ std::string estimate_table(const scaling::StepProfile& profile, const LinkModel&
          fmt::format("\nefficiency below 80 %: {}; below 50 %: {}\n", from(limits->below_80), from(limits->below_50));
 }
 
+std::string memory_table(const std::vector<scaling::TrainingEstimate>& estimates,
+                         const std::vector<scaling::RankMemory>& memory) {
+  if (memory.empty()) return {};
+  std::string text = fmt::format(
+      "\nmemory of a device in MB, without activations\n{:>8} {:>11} {:>11} {:>11} {:>12} {:>21} "
+      "{:>11}\n",
+      "devices", "weights", "gradients", "optimizer", "whole units", "gradients in progress", "total");
+  for (std::size_t i = 0; i < memory.size(); ++i)
+    text += fmt::format("{:>8} {:>11.1f} {:>11.1f} {:>11.1f} {:>12.1f} {:>21.1f} {:>11.1f}\n", estimates[i].devices,
+                        memory[i].weights / 1e6, memory[i].gradients / 1e6, memory[i].optimizer / 1e6,
+                        memory[i].whole_units / 1e6, memory[i].gradients_in_progress / 1e6, memory[i].total() / 1e6);
+  return text;
+}
+
 std::string estimate_json(const scaling::StepProfile& profile, const LinkModel& links,
-                          const std::vector<scaling::TrainingEstimate>& estimates,
-                          const std::optional<Limits>& limits) {
+                          const std::vector<scaling::TrainingEstimate>& estimates, const std::optional<Limits>& limits,
+                          const std::vector<scaling::RankMemory>& memory) {
   nlohmann::json document = {
       {"links", links.name},          {"forward_us", profile.forward_us},    {"backward_us", profile.backward_us},
       {"other_us", profile.other_us}, {"gradient_bytes", bytes_of(profile)}, {"estimates", nlohmann::json::array()}};
@@ -80,6 +94,13 @@ std::string estimate_json(const scaling::StepProfile& profile, const LinkModel& 
                                      {"algorithm", e.step.algorithm},
                                      {"hours", e.hours},
                                      {"cost", e.cost}});
+  for (std::size_t i = 0; i < memory.size(); ++i)
+    document["estimates"][i]["memory_bytes"] = {{"weights", memory[i].weights},
+                                                {"gradients", memory[i].gradients},
+                                                {"optimizer", memory[i].optimizer},
+                                                {"whole_units", memory[i].whole_units},
+                                                {"gradients_in_progress", memory[i].gradients_in_progress},
+                                                {"total", memory[i].total()}};
   return document.dump();
 }
 

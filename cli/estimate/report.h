@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ddpkit/scaling/estimate.h>
+#include <ddpkit/scaling/memory.h>
 
 #include "links.h"
 #include "published.h"
@@ -26,9 +27,14 @@ std::string estimate_table(const scaling::StepProfile& profile, const LinkModel&
                            const std::vector<scaling::TrainingEstimate>& estimates,
                            const std::optional<Limits>& limits);
 
-/// Returns the same as one JSON object on one line.
+/// Returns a table with one row per number of devices; an empty text if `memory` is empty. [estimate]
+std::string memory_table(const std::vector<scaling::TrainingEstimate>& estimates,
+                         const std::vector<scaling::RankMemory>& memory);
+
+/// Returns both tables as one JSON object on one line.
 std::string estimate_json(const scaling::StepProfile& profile, const LinkModel& links,
-                          const std::vector<scaling::TrainingEstimate>& estimates, const std::optional<Limits>& limits);
+                          const std::vector<scaling::TrainingEstimate>& estimates, const std::optional<Limits>& limits,
+                          const std::vector<scaling::RankMemory>& memory);
 
 /// Returns an SVG document: speed-up over devices, and the ideal line.
 std::string estimate_plot(const LinkModel& links, const std::vector<scaling::TrainingEstimate>& estimates);

@@ -61,29 +61,35 @@ StepPrediction predict_step(const StepProfile& profile, const AllReduceModel& al
   const double compute = options.fixed_global_batch ? 1.0 / ranks : 1;
   const double backward_us = compute * profile.backward_us;
   StepPrediction prediction;
-  double end = 0, largest = 0;
+  double end = 0, largest = 0, first_us = 0;
   for (const BucketProfile& bucket : profile.buckets) {
     const AllReduceTime time = all_reduce(bucket.bytes, ranks);
     prediction.communication_us += time.us;
+    first_us = time.us;  // Forward begins with the unit whose gradient comes last.
     end = std::max(end, compute * bucket.ready_us) + time.us;
     if (bucket.bytes > largest) {
       largest = bucket.bytes;
       prediction.algorithm = time.algorithm;
     }
   }
+  const double forward_us = compute * profile.forward_us;
+  const double gathers_us = options.fully_sharded ? prediction.communication_us / 2 : 0;
+  prediction.communication_us += gathers_us;
   if (!options.overlap) {
     prediction.exposed_us = prediction.communication_us;
   } else {
-    prediction.exposed_us = std::max(0.0, end - backward_us);
+    const double exposed_gathers_us = std::min(gathers_us, std::max(first_us / 2, gathers_us - forward_us));
+    prediction.exposed_us = std::max(0.0, end - backward_us) + exposed_gathers_us;
     const double hidden = std::max(0.0, prediction.communication_us - prediction.exposed_us);
-    prediction.contention_us = (options.contention - 1) * std::min(hidden, backward_us);
+    const double overlapped_us = options.fully_sharded ? forward_us + backward_us : backward_us;
+    prediction.contention_us = (options.contention - 1) * std::min(hidden, overlapped_us);
   }
   if (options.stragglers && ranks > 1 && !profile.steps_us.empty())
     prediction.straggler_us =
         compute * (quantile(profile.steps_us, std::pow(.5, 1.0 / ranks)) - quantile(profile.steps_us, .5));
-  const double other_us = options.sharded_update ? profile.other_us / ranks : profile.other_us;
-  prediction.us = compute * profile.forward_us + backward_us + other_us + prediction.exposed_us +
-                  prediction.contention_us + prediction.straggler_us;
+  const double other_us = options.sharded_update || options.fully_sharded ? profile.other_us / ranks : profile.other_us;
+  prediction.us =
+      forward_us + backward_us + other_us + prediction.exposed_us + prediction.contention_us + prediction.straggler_us;
   return prediction;
 }
 

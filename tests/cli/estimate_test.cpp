@@ -124,6 +124,22 @@ TEST_CASE("ddpkit estimate prints speed-up, efficiency and cost", "[estimate]") 
   CHECK(strong["below_50_percent_from"].get<int>() > 64);
   CHECK(strong["below_80_percent_from"].get<int>() < strong["below_50_percent_from"].get<int>());
 
+  const std::vector<std::string> sharded = {
+      "estimate", "--compute-ms",  "95", "--params",  "100M", "--fully-sharded", "--unit-params",
+      "2M",       "--root-params", "4M", "--devices", "1,8",  "--other-ms",      "8"};
+  const Run table = run_ddpkit(folder, sharded);
+  INFO(table.errors);
+  REQUIRE(table.exit_code == 0);
+  CHECK(table.lines.at(table.lines.size() - 4) == "memory of a device in MB, without activations");
+  CHECK_THAT(table.lines.back(), ContainsSubstring("8        50.0        50.0       100.0         32.0"));
+  auto as_json = sharded;
+  as_json.push_back("--json");
+  const auto eight = nlohmann::json::parse(run_ddpkit(folder, as_json).lines.at(0))["estimates"].at(1);
+  CHECK(eight["memory_bytes"]["weights"].get<double>() == Approx(4 * 100e6 / 8));
+  CHECK(eight["memory_bytes"]["whole_units"].get<double>() == Approx(4 * (2 * 2e6 + 4e6)));
+  CHECK(eight["memory_bytes"]["total"].get<double>() == Approx(4 * (4 * 100e6 / 8 + 2 * (2 * 2e6 + 4e6))));
+  CHECK(eight["step_us"].get<double>() > 96'000);
+
   write_file(folder / "run.json", timeline(1, 20));
   write_file(folder / "collectives.csv",
              "collective,backend,ranks,bytes,memory,us,algbw_GBps,busbw_GBps\n"
@@ -166,6 +182,8 @@ TEST_CASE("ddpkit estimate refuses what it cannot use in one sentence", "[estima
       {{"--compute-ms", "1", "--params", "1M", "--devices", "0"}, "--devices"},
       {{"--compute-ms", "1", "--params", "1M", "--collectives", folder / "wrong.csv"}, "wrong.csv:1: "},
       {{"--compute-ms", "1", "--params", "1M", "--plot", "/nowhere/x.svg"}, "cannot write /nowhere/x.svg"},
+      {{"--compute-ms", "1", "--params", "1M", "--fully-sharded"}, "--fully-sharded needs --unit-params"},
+      {{"--compute-ms", "1", "--params", "1M", "--prefetch", "2"}, "--fully-sharded"},
       {{"--profile", "/nowhere/x.json"}, "/nowhere/x.json: cannot be read"}};
   for (const auto& [arguments, why] : wrong) {
     std::vector<std::string> all = {"estimate"};

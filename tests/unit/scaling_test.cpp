@@ -4,6 +4,7 @@
 #include "support/catch.h"
 
 #include <ddpkit/scaling/estimate.h>
+#include <ddpkit/scaling/memory.h>
 #include <ddpkit/scaling/nccl.h>
 
 using namespace ddpkit::scaling;
@@ -128,6 +129,43 @@ TEST_CASE("speed-up, efficiency, time and cost", "[scaling]") {
   CHECK(devices_at_efficiency(profile, constant(75), .9, 64) == 2);
   CHECK(devices_at_efficiency(profile, constant(75), .5, 64) == 0);
   CHECK_THROWS_AS(estimate_training_speedup({}, constant(1)), std::invalid_argument);
+}
+
+TEST_CASE("fully sharded training adds gathers to forward", "[scaling]") {
+  const StepProfile profile{.forward_us = 40, .backward_us = 80, .other_us = 8, .buckets = {{40, 1}, {80, 1}}};
+  // Two gathers of 10 in forward; the first one is exposed, as the all-reduce of 20 after backward is.
+  const StepPrediction step = predict_step(profile, constant(20), 4, {.fully_sharded = true});
+  CHECK(step.communication_us == Approx(60));
+  CHECK(step.exposed_us == Approx(30));
+  CHECK(step.us == Approx(120 + 2 + 30));
+  CHECK(predict_step(profile, constant(20), 4, {.overlap = false, .fully_sharded = true}).us == Approx(120 + 2 + 60));
+  // Gathers of 100 in a forward of 40.
+  CHECK(predict_step(profile, constant(100), 4, {.fully_sharded = true}).exposed_us == Approx(40 + 200 - 80 + 60));
+  CHECK(predict_step(profile, constant(0), 1, {.fully_sharded = true}).us == Approx(128));
+}
+
+TEST_CASE("the memory of a fully sharded rank", "[scaling]") {
+  using ddpkit::scaling::fully_sharded_memory;
+  const auto memory = fully_sharded_memory({.parameter_bytes = 800, .unit_bytes = 40, .root_bytes = 80}, 4);
+  CHECK(memory.weights == 200);
+  CHECK(memory.gradients == 200);
+  CHECK(memory.optimizer == 400);
+  CHECK(memory.whole_units == 160);
+  CHECK(memory.gradients_in_progress == 160);
+  CHECK(memory.total() == 1120);
+  const auto half = fully_sharded_memory({.parameter_bytes = 800,
+                                          .unit_bytes = 40,
+                                          .root_bytes = 80,
+                                          .optimizer_states = 1,
+                                          .prefetch = 0,
+                                          .gathered_fraction = .5},
+                                         8);
+  CHECK(half.optimizer == 100);
+  CHECK(half.whole_units == 60);
+  CHECK(half.gradients_in_progress == 80);
+  CHECK(fully_sharded_memory({.parameter_bytes = 100, .unit_bytes = 100}, 1).whole_units == 100);  // It has one unit.
+  CHECK_THROWS_AS(fully_sharded_memory({.parameter_bytes = -1}, 4), std::invalid_argument);
+  CHECK_THROWS_AS(fully_sharded_memory({}, 0), std::invalid_argument);
 }
 
 TEST_CASE("a fixed global batch divides compute, a sharded update the update", "[scaling]") {

@@ -59,13 +59,17 @@ struct StepOptions {
   /// Each rank updates 1 / ranks of the weights (ShardedOptimizer), so `other_us` is divided by ranks. Reduce-scatter
   /// and all-gather transfer the same bytes as all-reduce.
   bool sharded_update = false;
+  /// Each rank keeps 1 / ranks of the weights (FullyShardedDataParallel). Includes `sharded_update`. Forward gathers
+  /// the weights, which takes half of an all-reduce. Backward gathers them again, and the reduce-scatter replaces the
+  /// all-reduce, so backward transfers the same bytes.
+  bool fully_sharded = false;
 };
 
 /// The parts of a step on several ranks, in microseconds.
 struct StepPrediction {
   double us = 0;                ///< The step.
   double communication_us = 0;  ///< All buckets together.
-  double exposed_us = 0;        ///< The part that did not overlap with backward.
+  double exposed_us = 0;        ///< The part that did not overlap with forward or backward.
   double contention_us = 0;     ///< Slowdown of compute because of the overlap.
   double straggler_us = 0;      ///< Waiting for the slowest rank.
   std::string algorithm = {};   ///< Algorithm for the largest bucket.
