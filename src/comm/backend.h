@@ -73,6 +73,8 @@ class Backend : public c10d::Backend {
   virtual at::Device control_device() const { return at::kCPU; }
   /// Returns null if the ranks do not map common memory.
   virtual SymmetricMemory* symmetric_memory() noexcept { return nullptr; }
+  /// Returns whether a reduce-scatter is an all-reduce of a copy of the input.
+  virtual bool scatters_by_all_reduce() const noexcept { return false; }
 
   // c10d's calls, with tensors of any shape. Outputs, and the input of a reduce-scatter, are contiguous.
   WorkPtr start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);

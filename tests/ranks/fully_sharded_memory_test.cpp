@@ -11,6 +11,7 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 #include <ddpkit/parallel/fully_sharded_data_parallel.h>
+#include <ddpkit/scaling/memory.h>
 
 #include "support/catch.h"
 #include "support/ranks.h"
@@ -81,8 +82,7 @@ void check_memory(ddpkit::ProcessGroup& group) {
   for (const auto& parameter : model->block(0)->parameters()) unit += static_cast<double>(parameter.nbytes());
   const double root = all - kLayers * unit, ranks = group.world_size();
   ddpkit::FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0});
-  // Until the optimizer is made, gradients are whole and have bucket buffers.
-  check_below(memory.live() - before, (1 + 1 / ranks) * all);
+  check_below(memory.live() - before, all / ranks);
   ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(fsdp, torch::optim::AdamWOptions(1e-3));
   for (int step = 0; step < 3; ++step) {
     const auto ids = ddpkit::testing::token_ids(step, 1, 2);
@@ -100,7 +100,37 @@ void check_memory(ddpkit::ProcessGroup& group) {
   }
 }
 
+/// Many small units: a copy of a unit that the backend makes for a moment is less than the tolerance of 3 %.
+void check_formula(ddpkit::ProcessGroup& group) {
+  auto& memory = CountingAllocator::installed();
+  const std::size_t before = memory.live();
+  constexpr int kWidth = 128, kLayers = 128;
+  constexpr double kUnit = 4.0 * kWidth * (kWidth + 1);
+  torch::nn::Sequential model;
+  for (int i = 0; i < kLayers; ++i) model->push_back(torch::nn::Linear(kWidth, kWidth));
+  ddpkit::FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0});
+  ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(fsdp, torch::optim::AdamWOptions(1e-3));
+  const double formula = ddpkit::scaling::fully_sharded_memory(
+                             {.parameter_bytes = kLayers * kUnit, .unit_bytes = kUnit}, group.world_size())
+                             .total();
+  for (int step = 0; step < 4; ++step) {
+    memory.take_peak();
+    fsdp(torch::ones({1, kWidth})).sum().backward();
+    optimizer.step();
+    const double peak = static_cast<double>(memory.take_peak() - before);
+    INFO("step " << step << ": " << peak << " bytes, formula " << formula << ", a unit " << kUnit);
+    CHECK(peak < 1.03 * formula);
+    if (step > 0) CHECK(peak > 0.97 * formula);
+    optimizer.zero_grad();
+  }
+}
+
 }  // namespace
+
+TEST_CASE("a fully sharded step needs the memory of its formula", "[ranks][fsdp][gloo][memory]") {
+  ddpkit::testing::on_ranks("a fully sharded step needs the memory of its formula", {2, 4}, check_formula,
+                            {.backend = "gloo"});
+}
 
 TEST_CASE("a fully sharded forward pass needs the memory of shards and a few units", "[ranks][fsdp][gloo][memory]") {
   ddpkit::testing::on_ranks("a fully sharded forward pass needs the memory of shards and a few units", {2, 4},

@@ -43,11 +43,12 @@ class SimulatedRanks final : public ShardTransport {
     shard.copy_(flat.narrow(0, rank_ * shard.numel(), shard.numel()));
   }
 
-  std::size_t agree(const Tag& tag) override {
+  Agreement agree(const Tag& tag) override {
     used.push_back(tag.unit);
     wanted.push_back(tag.wanted);
-    if (!others_expect_other) return tag.wanted.size();
-    return tag.wanted[0] == tag.unit ? 1 : 0;
+    Agreement agreement{.wanted = tag.wanted.size(), .reductions = tag.reductions};
+    if (others_expect_other) agreement.wanted = tag.wanted[0] == tag.unit ? 1 : 0;
+    return agreement;
   }
 
   /// The memory is garbage until the end of the gather.

@@ -55,6 +55,19 @@ struct FullyShardedOptions {
   /// @}
 };
 
+/// Collective. Shards the parameters of a module, usually a block of a transformer that was just built. If each block
+/// is sharded before the next one is built, no rank ever has the whole model:
+///
+///     for (int i = 0; i < 96; ++i) {
+///       blocks->push_back(Block(width));
+///       ddpkit::fully_shard(*blocks[i], group);
+///     }
+///
+/// All ranks get rank 0's parameters. They cannot be used until FullyShardedDataParallel wraps the whole model with the
+/// same group; each such module is a unit then. Set values and `requires_grad` before. `options`: only `replicas` and
+/// `precision` matter, and must be those of FullyShardedDataParallel. Throws like FullyShardedDataParallel.
+void fully_shard(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options = {});
+
 /// A unit of FullyShardedDataParallel.
 struct FullyShardedUnit {
   std::string name;            ///< Of its module: "blocks.0", "blocks.0 to blocks.3" after a merge, or "root".

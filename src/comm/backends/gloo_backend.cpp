@@ -178,6 +178,7 @@ class GlooBackend final : public ForwardingBackend {
                         const LaunchEnvironment& part) override {
     return create_gloo_backend(store, part, guard_->timeout());
   }
+  bool scatters_by_all_reduce() const noexcept override { return true; }
 
  private:
   std::function<bool()> end_of(const WorkPtr& work) override {

@@ -103,6 +103,7 @@ class HierarchicalBackend : public Backend {
     groups_.all->monitoredBarrier(options, wait_all_ranks);
   }
 
+  bool scatters_by_all_reduce() const noexcept override { return groups_.all->scatters_by_all_reduce(); }
   void abort_group(const std::string& reason) noexcept override;
   std::string end(std::chrono::milliseconds limit) override;
   void check() override {

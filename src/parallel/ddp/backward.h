@@ -22,6 +22,7 @@ struct BucketState {
   std::size_t pending = 0;  ///< Expected gradients that have not arrived.
   Work work;
   std::function<at::Tensor()> finish;
+  at::Tensor shard;                                       ///< The result, if sharded, until it is delivered.
   StreamSet writers;                                      ///< Streams of the gradients.
   std::optional<c10::Stream> stream = {};                 ///< Stream that started the reduction. Empty on the CPU.
   std::size_t bytes = 0, parameters = 0, sent_bytes = 0;  ///< See BucketStats.
@@ -42,7 +43,8 @@ struct Backward {
   Phase phase = Phase::kIdle;
   std::size_t started = 0;           ///< Buckets are reduced in one order on all ranks, in any order of completion.
   std::size_t finished = 0;          ///< The first bucket whose reduction is not known to be complete.
-  std::size_t taken = 0;             ///< The first bucket whose result has not been processed.
+  std::size_t taken = 0;             ///< The first bucket whose result has not been waited for.
+  std::size_t delivered = 0;         ///< The first bucket whose result has not been processed.
   std::vector<BucketState> buckets;  ///< [bucket]
   ReplicaAverage replica_average;
   /// Times when backward reached an output of the forward pass (only with a timeline, and perhaps before kReducing), of

@@ -82,11 +82,11 @@ class BucketStorage {
 };
 
 /// Each bucket has one buffer, and gradients are copied to it. `strides`: element order of each gradient in messages,
-/// equal on all ranks. `group` averages whole gradients, `shards` makes shards. `dtype`: of the buffers; empty: that of
-/// the gradients.
+/// equal on all ranks. `group` averages whole gradients, `shards` makes shards. `on_demand`: whole gradients get their
+/// buffers when they arrive, as shards do. `dtype`: of the buffers; empty: that of the gradients.
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
                                                  const ProcessGroup& group, const ProcessGroup& shards,
-                                                 bool gradient_as_bucket_view,
+                                                 bool gradient_as_bucket_view, bool on_demand,
                                                  std::optional<at::ScalarType> dtype = std::nullopt);
 
 /// Collective. The backend reduces gradients in place if they are in its arena. Copies a gradient to the arena if

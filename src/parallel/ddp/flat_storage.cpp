@@ -3,6 +3,7 @@
 #include <optional>
 #include <utility>
 
+#include "comm/backend.h"
 #include "parallel/ddp/bucket_storage.h"
 #include "tensor/tensor_memory.h"
 
@@ -12,9 +13,11 @@ namespace {
 class FlatStorage final : public BucketStorage {
  public:
   FlatStorage(const std::vector<NamedParameter>& parameters, const Strides& strides, ProcessGroup group,
-              ProcessGroup shards, bool as_bucket_view, std::optional<at::ScalarType> dtype)
+              ProcessGroup shards, bool as_bucket_view, bool on_demand, std::optional<at::ScalarType> dtype)
       : group_(std::move(group)),
         shard_group_(std::move(shards)),
+        on_demand_(on_demand),
+        by_all_reduce_(Backend::of(shard_group_)->scatters_by_all_reduce()),
         as_bucket_view_(as_bucket_view && !dtype),
         dtype_(dtype) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -35,7 +38,7 @@ class FlatStorage final : public BucketStorage {
         entries_[param].bucket = b;
         entries_[param].view.reset();
       }
-      if (!sharded) use_buffer(b, group_.allocate({layouts[b].numel}, dtype_of_bucket(b)).zero_());
+      if (!sharded && !on_demand_) use_buffer(b, group_.allocate({layouts[b].numel}, dtype_of_bucket(b)).zero_());
     }
   }
 
@@ -56,7 +59,8 @@ class FlatStorage final : public BucketStorage {
   Work reduce(std::size_t bucket) override {
     const at::Tensor& buffer = buffers_[bucket];
     if (!sharded_) return group_.all_reduce_async(buffer, ReduceOp::kAvg);
-    const at::Tensor sections = buffer.view({shard_group_.world_size(), buffer.numel() / shard_group_.world_size()});
+    if (by_all_reduce_) return shard_group_.all_reduce_async(buffer, ReduceOp::kAvg);
+    const at::Tensor sections = sections_of(bucket);
     shards_[bucket] = at::empty({sections.size(1)}, buffer.options());
     return shard_group_.reduce_scatter_async(shards_[bucket], sections, ReduceOp::kAvg);
   }
@@ -72,6 +76,7 @@ class FlatStorage final : public BucketStorage {
   void flush_copies_out() override { copies_out_.flush(); }
 
   at::Tensor take_shard(std::size_t bucket, const StreamSet& seen) override {
+    if (by_all_reduce_) shards_[bucket] = sections_of(bucket)[shard_group_.rank()].clone();
     // Whole gradients of a sharded bucket live only until their shard is taken.
     seen.keep_alive(buffers_[bucket]);
     buffers_[bucket].reset();
@@ -106,6 +111,11 @@ class FlatStorage final : public BucketStorage {
     return at::isFloatingType(own) ? dtype_.value_or(own) : own;
   }
 
+  at::Tensor sections_of(std::size_t bucket) const {
+    const at::Tensor& buffer = buffers_[bucket];
+    return buffer.view({shard_group_.world_size(), buffer.numel() / shard_group_.world_size()});
+  }
+
   void use_buffer(std::size_t bucket, const at::Tensor& buffer) {
     buffers_[bucket] = buffer;
     for (std::size_t i = 0; i < plan_[bucket].size(); ++i) {
@@ -123,6 +133,8 @@ class FlatStorage final : public BucketStorage {
   }
 
   ProcessGroup group_, shard_group_;
+  bool on_demand_;
+  bool by_all_reduce_;  ///< In the buffer. A reduce-scatter would copy the buffer first.
   bool as_bucket_view_;
   std::optional<at::ScalarType> dtype_;  ///< Of the buffers of floating gradients. Empty: that of the gradients.
   BucketPlan plan_;
@@ -137,8 +149,9 @@ class FlatStorage final : public BucketStorage {
 
 std::unique_ptr<BucketStorage> make_flat_storage(const std::vector<NamedParameter>& parameters, const Strides& strides,
                                                  const ProcessGroup& group, const ProcessGroup& shards,
-                                                 bool gradient_as_bucket_view, std::optional<at::ScalarType> dtype) {
-  return std::make_unique<FlatStorage>(parameters, strides, group, shards, gradient_as_bucket_view, dtype);
+                                                 bool gradient_as_bucket_view, bool on_demand,
+                                                 std::optional<at::ScalarType> dtype) {
+  return std::make_unique<FlatStorage>(parameters, strides, group, shards, gradient_as_bucket_view, on_demand, dtype);
 }
 
 }  // namespace ddpkit

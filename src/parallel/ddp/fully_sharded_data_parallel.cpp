@@ -3,10 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <limits>
-#include <map>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -19,10 +17,8 @@
 #include "comm/backend.h"
 #include "parallel/ddp/reducer.h"
 #include "parallel/ddp/replica_groups.h"
-#include "parallel/model_agreement.h"
-#include "parallel/sharding/gathered_use.h"
+#include "parallel/ddp/sharded_units.h"
 #include "parallel/sharding/parameter_shards.h"
-#include "parallel/sharding/unit_plan.h"
 
 namespace ddpkit {
 
@@ -43,7 +39,7 @@ class GroupTransport final : public ShardTransport {
         gathers_(separate(group_)),
         control_(group_.device().is_cpu() ? gathers_ : Backend::on_hosts(gathers_)),
         unit_names_(std::move(unit_names)),
-        numbers_(static_cast<std::int64_t>(3 + prefetch)) {}
+        numbers_(static_cast<std::int64_t>(4 + prefetch)) {}
 
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
@@ -59,16 +55,17 @@ class GroupTransport final : public ShardTransport {
   }
 
   /// Units may have the same size. Without the comparison, their weights would be mixed.
-  std::size_t agree(const Tag& tag) override {
-    if (world_size() == 1) return tag.wanted.size();
+  Agreement agree(const Tag& tag) override {
+    Agreement agreement{.wanted = tag.wanted.size(), .reductions = tag.reductions};
+    if (world_size() == 1) return agreement;
     const at::Tensor own = at::full({numbers_}, -1, at::kLong);
     auto* numbers = own.mutable_data_ptr<std::int64_t>();
     numbers[0] = static_cast<std::int64_t>(tag.unit);
     numbers[1] = static_cast<std::int64_t>(tag.updates);
-    std::copy(tag.wanted.begin(), tag.wanted.end(), numbers + 2);
+    numbers[2] = static_cast<std::int64_t>(tag.reductions);
+    std::copy(tag.wanted.begin(), tag.wanted.end(), numbers + kWanted);
     const at::Tensor all = guarded([&] { return control_.all_gather(own); });
     const auto* first = all.const_data_ptr<std::int64_t>();
-    std::size_t agreed = tag.wanted.size();
     for (int r = 1; r < world_size(); ++r) {
       const auto* other = first + r * numbers_;
       try {
@@ -77,10 +74,12 @@ class GroupTransport final : public ShardTransport {
         end_together();
         throw;
       }
-      const auto* differs = std::mismatch(first + 2, first + numbers_, other + 2).first;
-      agreed = std::min(agreed, static_cast<std::size_t>(differs - (first + 2)));
+      const auto* differs = std::mismatch(first + kWanted, first + numbers_, other + kWanted).first;
+      agreement.wanted = std::min(agreement.wanted, static_cast<std::size_t>(differs - (first + kWanted)));
     }
-    return agreed;
+    for (int r = 0; r < world_size(); ++r)
+      agreement.reductions = std::min(agreement.reductions, static_cast<std::uint64_t>(first[r * numbers_ + 2]));
+    return agreement;
   }
 
   std::function<void()> start_gather(std::size_t, const std::vector<at::Tensor>& flats,
@@ -148,9 +147,10 @@ class GroupTransport final : public ShardTransport {
           fmt::format("rank 0 uses unit {} and rank {} uses unit {}, but each gather needs the same unit on all ranks: "
                       "call the modules in the same order",
                       name(first[0]), r, name(other[0])));
-    if ((first[2] == first[0]) != (other[2] == other[0]))
+    const bool first_gathers = first[kWanted] == first[0], other_gathers = other[kWanted] == other[0];
+    if (first_gathers != other_gathers)
       fail(fmt::format("unit {} is whole on rank {}, but not on rank {}: call the modules in the same order",
-                       name(first[0]), first[2] == first[0] ? r : 0, first[2] == first[0] ? 0 : r));
+                       name(first[0]), first_gathers ? r : 0, first_gathers ? 0 : r));
   }
 
   ProcessGroup group_;
@@ -158,111 +158,21 @@ class GroupTransport final : public ShardTransport {
   ProcessGroup gathers_;
   ProcessGroup control_;  ///< On the CPU: the host reads the numbers without a wait for the device.
   std::vector<std::string> unit_names_;
-  std::int64_t numbers_;  ///< In a message of agree(): the used unit, the number of steps, the wanted units.
+  static constexpr std::ptrdiff_t kWanted = 3;
+  /// In a message of agree(): the used unit, the number of steps, that of reductions, and from kWanted the wanted
+  /// units.
+  std::int64_t numbers_;
 };
-
-std::size_t min_unit_bytes(const FullyShardedOptions& options) {
-  if (!(options.min_unit_mb >= 0) || !std::isfinite(options.min_unit_mb))
-    throw InvalidArgument(fmt::format("min_unit_mb is {} MiB, but must be 0 or more", options.min_unit_mb));
-  return static_cast<std::size_t>(options.min_unit_mb * (1 << 20));
-}
 
 /// Returns the number of units to gather ahead. The shm backend moves data only while ranks wait, and then at the speed
 /// of memory.
 std::size_t prefetch_of(const FullyShardedOptions& options, const ProcessGroup& group) {
-  if (options.prefetch < 0)
-    throw InvalidArgument(fmt::format("prefetch is {} units, but must be 0 or more", options.prefetch));
   if (group.world_size() == 1 || Backend::of(group)->symmetric_memory()) return 0;
   return static_cast<std::size_t>(options.prefetch);
 }
 
-void check_parameter(const std::string& name, const at::Tensor& tensor, at::Device device) {
-  const auto refuse = [&](const std::string& reason) {
-    throw InvalidArgument(fmt::format("FullyShardedDataParallel: parameter {} {}", name, reason));
-  };
-  if (GatheredParameter::is_gathered(tensor))
-    refuse("is sharded already, by another FullyShardedDataParallel: wrap each module once");
-  if (tensor.device() != device || tensor.layout() != at::kStrided)
-    refuse(
-        fmt::format("is not a dense tensor on {}, the device of the group: move the model there first (model->to"
-                    "(group.device()))",
-                    device.str()));
-  if (!tensor.is_non_overlapping_and_dense()) refuse("is not dense in memory: make it contiguous");
-  if (tensor.storage().use_count() > 1)
-    refuse("shares its memory with another tensor, which would keep the whole weight: release that tensor, or clone");
-}
-
-std::string text_of(const std::optional<at::ScalarType>& dtype) {
-  if (!dtype) return "unchanged";
-  if (!at::isFloatingType(*dtype))
-    throw InvalidArgument(
-        fmt::format("precision has the type {}, but must have floating types", c10::toString(*dtype)));
-  return c10::toString(*dtype);
-}
-
-/// Collective. Throws on all ranks if the models differ, or for a model that cannot be sharded.
-std::vector<UnitPlan> agree_on_units(torch::nn::Module& module, const ProcessGroup& group,
-                                     const FullyShardedOptions& options) {
-  std::vector<UnitPlan> plans;
-  check_same_on_all_ranks(group, "FullyShardedDataParallel", [&] {
-    const std::size_t min_bytes = min_unit_bytes(options);
-    if (options.replicas < 1 || group.world_size() % options.replicas != 0)
-      throw InvalidArgument(fmt::format("replicas is {}, but must divide the number of ranks, which is {}",
-                                        options.replicas, group.world_size()));
-    static_cast<void>(prefetch_of(options, group));
-    for (const auto& item : module.named_parameters()) check_parameter(item.key(), item.value(), group.device());
-    const auto sparse = sparse_weights(module);
-    for (const auto& item : module.named_parameters()) {
-      if (sparse.contains(item.value().unsafeGetTensorImpl()))
-        throw InvalidArgument(fmt::format(
-            "FullyShardedDataParallel: the gradient of parameter {} is sparse, which cannot be sharded: make "
-            "the embedding without sparse(true)",
-            item.key()));
-    }
-    plans = plan_units(module, options.units, min_bytes);
-    std::string text = fmt::format(
-        "units [{}], min_unit_mb {}, reshard_after_forward {}, prefetch {}, replicas {}, param_dtype {}, "
-        "reduce_dtype {}, cast_forward_inputs {}\n",
-        fmt::join(options.units, ", "), options.min_unit_mb, options.reshard_after_forward, options.prefetch,
-        options.replicas, text_of(options.precision.param_dtype), text_of(options.precision.reduce_dtype),
-        options.precision.cast_forward_inputs);
-    // Shards have the parameters' memory order.
-    for (const auto& item : module.named_parameters())
-      text += fmt::format("parameter {} with strides [{}]\n", item.key(), fmt::join(item.value().strides(), ", "));
-    return text;
-  });
-  check_same_model(group, "FullyShardedDataParallel", "the model differs between ranks", [&] {
-    NamedTensors parameters;
-    for (const auto& item : module.named_parameters()) parameters.emplace_back(item.key(), item.value());
-    auto lines = describe_model(module, parameters, {});
-    // Ranks may have equal parameters in modules of different types.
-    for (const UnitPlan& plan : plans) lines.push_back("unit " + plan.name);
-    return lines;
-  });
-  return plans;
-}
-
 DistributedDataParallelOptions ddp_options(const FullyShardedOptions& options) {
   return {.broadcast_buffers = options.broadcast_buffers, .find_unused_parameters = options.find_unused_parameters};
-}
-
-/// A block has the parameters of one type of a unit. Trained parameters are in a block without frozen ones: the block
-/// is a bucket of gradients with the same layout.
-ShardedUnit make_unit(UnitPlan plan, const FullyShardedPrecision& precision, int ranks) {
-  ShardedUnit unit{.name = std::move(plan.name), .blocks = {}, .stays_whole = plan.is_root};
-  std::map<std::pair<bool, at::ScalarType>, std::vector<NamedParameter>> kinds;
-  for (NamedParameter& parameter : plan.parameters)
-    kinds[{parameter.tensor.requires_grad(), parameter.tensor.scalar_type()}].push_back(std::move(parameter));
-  for (auto& [kind, parameters] : kinds) {
-    std::vector<std::int64_t> numels;
-    for (const NamedParameter& parameter : parameters) numels.push_back(parameter.tensor.numel());
-    at::ScalarType dtype = kind.second;
-    if (at::isFloatingType(dtype)) dtype = precision.param_dtype.value_or(dtype);
-    unit.blocks.push_back({.parameters = std::move(parameters),
-                           .layout = make_flat_layout(std::move(numels), c10::elementSize(dtype), ranks),
-                           .dtype = dtype});
-  }
-  return unit;
 }
 
 /// Collective.
@@ -278,14 +188,10 @@ ReplicaGroups split(const ProcessGroup& group, int replicas) {
 
 /// Collective.
 ShardedModel shard(torch::nn::Module& module, const ProcessGroup& group, const FullyShardedOptions& options) {
-  std::vector<ShardedUnit> units;
-  std::vector<std::string> names;
-  std::vector<UnitPlan> plans = agree_on_units(module, group, options);
+  std::vector<ShardedUnit> units = agree_on_units(module, group, options);
   ReplicaGroups groups = split(group, options.replicas);
-  for (UnitPlan& plan : plans) {
-    names.push_back(plan.name);
-    units.push_back(make_unit(std::move(plan), options.precision, groups.shards.world_size()));
-  }
+  std::vector<std::string> names;
+  for (const ShardedUnit& unit : units) names.push_back(unit.name);
   const std::size_t prefetch = prefetch_of(options, groups.shards);
   const std::size_t window = options.reshard_after_forward ? 1 + prefetch : std::numeric_limits<std::size_t>::max();
   auto transport = std::make_unique<GroupTransport>(groups, std::move(names), prefetch);

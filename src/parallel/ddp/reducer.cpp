@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
-#include <map>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -12,8 +12,11 @@
 
 #include <ddpkit/error.h>
 
+#include "parallel/ddp/bucket_plans.h"
 #include "parallel/ddp/debug.h"
+#include "parallel/join.h"
 #include "parallel/model_agreement.h"
+#include "parallel/sharding/gathered_use.h"
 #include "parallel/sharding/parameter_shards.h"
 
 namespace ddpkit {
@@ -39,6 +42,10 @@ std::vector<NamedParameter> trained(const std::vector<NamedParameter>& all) {
   auto parameters = select(all, std::not_fn(is_frozen));
   std::stable_partition(parameters.begin(), parameters.end(), is_dense);
   return parameters;
+}
+
+bool are_sharded(const std::vector<NamedParameter>& parameters) {
+  return !parameters.empty() && GatheredParameter::is_gathered(parameters[0].tensor);
 }
 
 UnusedPolicy unused_policy(const ReducerOptions& options) {
@@ -127,6 +134,19 @@ void Reducer::Impl::prepare_for_backward(const std::vector<at::Tensor>& outputs)
 
 // ---- settings
 
+/// Ends a backward that has begun and will not finish. A call from within a backward, such as the forward pass of a
+/// checkpoint, belongs to a backward in progress.
+void Reducer::Impl::end_abandoned_backward() {
+  if (backward_.phase == Phase::kIdle || backward_.phase == Phase::kInCommHook) return;
+  const bool has_died = backward_.phase != Phase::kShadow && !tracker_->will_end();
+  if (!has_died && BackwardTracker::inside_backward()) return;
+  // Other ranks may still write to the buffers of a started collective.
+  for (BucketState& bucket : backward_.buckets) {
+    if (bucket.work.valid()) bucket.work.wait();
+  }
+  reset();
+}
+
 void Reducer::Impl::require_no_backward(const char* what) {
   end_abandoned_backward();
   if (backward_.phase != Phase::kIdle) throw InvalidArgument(fmt::format("{} cannot be set while backward runs", what));
@@ -168,8 +188,8 @@ void Reducer::Impl::plan_shards(ShardOutput& output) {
         throw InvalidArgument(fmt::format("the gradient of {} is sparse: it cannot be sharded", parameter.name));
     }
   });
-  output.plan = make_plan(current_order(), /*sharded=*/true);
-  output.layouts = layouts_of(output.plan, shard_group().world_size());
+  output.plan = make_plan(order_of(plan), /*sharded=*/true);
+  output.layouts = layouts_of(dense_, output.plan, shard_group().world_size());
 }
 
 void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output) {
@@ -195,8 +215,9 @@ void Reducer::Impl::set_shard_output(const std::shared_ptr<ShardOutput>& output)
 void Reducer::Impl::set_parameter_shards(std::shared_ptr<ParameterShards> shards) {
   const std::lock_guard lock(mutex_);
   parameter_shards_ = std::move(shards);
-  use_plan(plan_blocks(), /*sharded=*/false);
-  log_plan("buckets of units");
+  parameter_shards_->set_reductions(reductions());
+  use_plan(make_plan({}, /*sharded=*/false), /*sharded=*/false);
+  log_plan(group_, "buckets of units", plan, parameters_);
 }
 
 void Reducer::Impl::set_reduce_dtype(at::ScalarType dtype) {
@@ -236,6 +257,52 @@ DistributedDataParallelStats Reducer::Impl::stats() const {
   return stats_.stats(rebuilds);
 }
 
+// ---- join
+
+void Reducer::Impl::notify(int event) {
+  if (join_ && backward_.phase != Phase::kShadow) join_->notify(*joinable_, event);
+}
+
+/// Returns the factor that turns an average over all ranks into an average over ranks with inputs.
+double Reducer::Impl::join_factor() const {
+  if (!join_ || join_->options().divide_by_initial_world_size) return 1;
+  return static_cast<double>(group_.world_size()) / join_->active();
+}
+
+void Reducer::Impl::divide_by_active_ranks() {
+  const double factor = join_factor();
+  if (factor == 1 || storage_->sharded()) return;
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const void*> divided;  // Two parameters may share one gradient.
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (!gradient.defined() || !used_.used_anywhere(i)) continue;
+    if (divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
+  }
+}
+
+void Reducer::Impl::shadow_bucket() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  start_bucket(backward_.started++);
+}
+
+void Reducer::Impl::shadow_end_of_backward() {
+  const std::lock_guard lock(mutex_);
+  begin_shadow();
+  finish_backward();
+}
+
+/// A backward without gradients: this rank has run out of inputs.
+void Reducer::Impl::begin_shadow() {
+  if (backward_.phase == Phase::kShadow) return;
+  end_abandoned_backward();
+  begin(Phase::kShadow);
+  for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+  used_.begin_shadow();
+  backward_.first_gradient = backward_.last_gradient = Clock::now();
+}
+
 // ---- buckets
 
 /// Allocates memory and buckets for the current hook. Collective.
@@ -247,63 +314,25 @@ void Reducer::Impl::lay_out() {
                                              options_.arena_bytes);
   storage_ = storage ? std::move(storage)
                      : make_flat_storage(dense_, strides_, group_, shard_group(), options_.gradient_as_bucket_view,
-                                         reduce_dtype_);
+                                         /*on_demand=*/are_sharded(dense_), reduce_dtype_);
   std::vector<std::size_t> order(dense_.size());
   std::iota(order.begin(), order.end(), 0);
   use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
-  log_plan("buckets");
+  log_plan(group_, "buckets", plan, parameters_);
 }
 
 /// Reduces whole gradients again if the output of shards was destroyed. Collective.
 void Reducer::Impl::follow_shard_output() {
   if (storage_->sharded() && shard_output_.expired())
-    use_plan(make_plan(current_order(), /*sharded=*/false), /*sharded=*/false);
-}
-
-std::vector<std::size_t> Reducer::Impl::current_order() const {
-  std::vector<std::size_t> order;
-  for (const auto& members : plan) order.insert(order.end(), members.begin(), members.end());
-  std::reverse(order.begin(), order.end());
-  return order;
+    use_plan(make_plan(order_of(plan), /*sharded=*/false), /*sharded=*/false);
 }
 
 /// `order`: all dense parameters, in reverse order of their gradients.
 BucketPlan Reducer::Impl::make_plan(const std::vector<std::size_t>& order, bool sharded) const {
-  if (parameter_shards_) return plan_blocks();
-  std::vector<ParameterInfo> infos;
-  for (const std::size_t index : order) {
-    const at::Tensor& tensor = dense_[index].tensor;
-    infos.push_back(
-        {.numel = static_cast<std::size_t>(tensor.numel()), .dtype = tensor.scalar_type(), .device = tensor.device()});
-  }
+  if (parameter_shards_) return plan_blocks(dense_, *parameter_shards_);
   const bool small = sharded && storage_->in_place();
   const auto cap = [small](std::size_t bytes) { return small ? std::min(bytes, kShardedBucketBytes) : bytes; };
-  BucketPlan buckets = plan_buckets(infos, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
-  for (auto& members : buckets) {
-    for (std::size_t& index : members) index = order[index];
-  }
-  return buckets;
-}
-
-/// Buckets are in the order of their last gradients.
-BucketPlan Reducer::Impl::plan_blocks() const {
-  std::map<std::pair<std::size_t, std::size_t>, std::vector<std::size_t>> members_of;  // [unit, block]
-  for (std::size_t i = 0; i < dense_.size(); ++i)
-    members_of[parameter_shards_->block_of(dense_[i].tensor)].push_back(i);
-  BucketPlan buckets;
-  for (auto& [block, members] : members_of) buckets.push_back(std::move(members));
-  std::stable_sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.front() > b.front(); });
-  return buckets;
-}
-
-std::vector<FlatLayout> Reducer::Impl::layouts_of(const BucketPlan& buckets, int ranks) const {
-  std::vector<FlatLayout> layouts;
-  for (const auto& members : buckets) {
-    std::vector<std::int64_t> numels;
-    for (const std::size_t index : members) numels.push_back(dense_[index].tensor.numel());
-    layouts.push_back(make_flat_layout(std::move(numels), dense_[members[0]].tensor.element_size(), ranks));
-  }
-  return layouts;
+  return plan_in_order(dense_, order, cap(options_.first_bucket_bytes), cap(options_.bucket_bytes));
 }
 
 void Reducer::Impl::use_plan(BucketPlan buckets, bool sharded) {
@@ -317,22 +346,9 @@ void Reducer::Impl::use_plan(BucketPlan buckets, bool sharded) {
   }
   storage_->keep_alive_for(seen_);  // Copies out of the old buckets may still be queued.
   seen_.clear();
-  storage_->lay_out(plan, layouts_of(plan, sharded ? shard_group().world_size() : 1), sharded);
+  storage_->lay_out(plan, layouts_of(dense_, plan, sharded ? shard_group().world_size() : 1), sharded);
   seen_.add_current();
   last_readers_.add_current();  // The current stream has zeroed the buffers.
-}
-
-/// For DDPKIT_DEBUG. The plan is equal on all ranks.
-void Reducer::Impl::log_plan(const char* what) const {
-  if (debug_level() < DebugLevel::kInfo || group_.rank() != 0) return;
-  debug_line(group_, fmt::format("{}: {} for {} dense parameters, {} sparse ones beside", what, plan.size(),
-                                 dense_.size(), parameters_.size() - dense_.size()));
-  for (std::size_t b = 0; b < plan.size(); ++b) {
-    std::vector<std::string> names;
-    for (const std::size_t index : plan[b]) names.push_back(dense_[index].name);
-    debug_line(group_, fmt::format("  bucket {}: {} bytes, {} parameters: {}", b, bucket_bytes_[b], names.size(),
-                                   fmt::join(names, ", ")));
-  }
 }
 
 void Reducer::Impl::note_arrival(std::size_t index) {
@@ -350,7 +366,7 @@ void Reducer::Impl::rebuild() {
   auto order = agree_on_order(std::exchange(arrival_order_, {}), dense_.size(), group_);
   std::reverse(order.begin(), order.end());
   use_plan(make_plan(order, /*sharded=*/false), /*sharded=*/false);
-  log_plan("buckets rebuilt in the order in which gradients came");
+  log_plan(group_, "buckets rebuilt in the order in which gradients came", plan, parameters_);
 }
 
 // ---- the public class
@@ -377,20 +393,5 @@ void Reducer::set_timeline(std::optional<Timeline> timeline) { impl_->set_timeli
 DistributedDataParallelStats Reducer::stats() const { return impl_->stats(); }
 const BucketPlan& Reducer::buckets() const noexcept { return impl_->plan; }
 std::optional<ArenaStats> Reducer::arena() const { return impl_->arena(); }
-
-const std::vector<NamedParameter>& parameters_of(const Reducer& reducer) {
-  return Reducer::Impl::of(reducer).parameters();
-}
-
-std::shared_ptr<ParameterShards> parameter_shards_of(const Reducer& reducer) {
-  return Reducer::Impl::of(reducer).parameter_shards();
-}
-
-const ProcessGroup& shard_group_of(const Reducer& reducer) { return Reducer::Impl::of(reducer).shard_group(); }
-
-void ShardOutput::make_plan(const Reducer& reducer) { Reducer::Impl::of(reducer).plan_shards(*this); }
-void ShardOutput::attach(const std::shared_ptr<ShardOutput>& output, const Reducer& reducer) {
-  Reducer::Impl::of(reducer).set_shard_output(output);
-}
 
 }  // namespace ddpkit

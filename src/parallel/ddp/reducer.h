@@ -18,13 +18,13 @@
 #include "parallel/ddp/step_stats.h"
 #include "parallel/ddp/used_parameters.h"
 #include "parallel/model_agreement.h"
+#include "parallel/sharding/parameter_shards.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit {
 
 class Joinable;
 class JoinContext;
-class ParameterShards;
 
 /// Shared with the hooks, which may outlive the reducer inside a graph.
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
@@ -75,11 +75,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void require_no_backward(const char* what);
   void follow_shard_output();
   BucketPlan make_plan(const std::vector<std::size_t>& order, bool sharded) const;
-  BucketPlan plan_blocks() const;
-  std::vector<std::size_t> current_order() const;
-  std::vector<FlatLayout> layouts_of(const BucketPlan& buckets, int ranks) const;
   void use_plan(BucketPlan buckets, bool sharded);
-  void log_plan(const char* what) const;
   void lay_out();
   void note_arrival(std::size_t index);
   void rebuild();
@@ -103,6 +99,12 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   }
   void note_finished();
   void deliver_early();
+  ParameterShards::Reductions reductions();
+  std::uint64_t reductions_before() const { return stats_.backwards() * plan.size(); }
+  void finish_reductions(std::uint64_t count);
+  void drop_gradient(std::size_t index);
+  void take_bucket();
+  void deliver_taken();
   void finish_backward();
   void agree_on_used();
   /// Averages the shards over the replicas, if the model has replicas. Collective.
@@ -110,9 +112,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     if (const auto output = shard_output_.lock(); output && replica_groups_.replicas)
       backward_.replica_average.finish(*replica_groups_.replicas, *output);
   }
-  void finish_bucket(std::size_t bucket);
   void wait_for_result(BucketState& bucket);
-  void deliver_shards(std::size_t bucket);
+  void deliver(std::size_t bucket);
+  void deliver_shard(std::size_t bucket);
   void notify(int event);
   double join_factor() const;
   void divide_by_active_ranks();

@@ -2,7 +2,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ScopeExit.h>
 
-#include <unordered_set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -49,19 +48,6 @@ void Reducer::Impl::begin(Phase phase) {
     bucket.bytes = bucket_bytes_[b];
     bucket.parameters = plan[b].size();
   }
-}
-
-/// Ends a backward that has begun and will not finish. A call from within a backward, such as the forward pass of a
-/// checkpoint, belongs to a backward in progress.
-void Reducer::Impl::end_abandoned_backward() {
-  if (backward_.phase == Phase::kIdle || backward_.phase == Phase::kInCommHook) return;
-  const bool has_died = backward_.phase != Phase::kShadow && !tracker_->will_end();
-  if (!has_died && BackwardTracker::inside_backward()) return;
-  // Other ranks may still write to the buffers of a started collective.
-  for (BucketState& bucket : backward_.buckets) {
-    if (bucket.work.valid()) bucket.work.wait();
-  }
-  reset();
 }
 
 /// Called at an output of a forward pass whose graph shows no parameter: the other ranks wait for this rank.
@@ -155,6 +141,7 @@ void Reducer::Impl::on_gradient(std::size_t index, const at::Tensor& added) {
     bucket.ready = now;
     if (!used_.is_ready(index)) return;  // Autograd may still add to the gradient.
     storage_->add(index, added);
+    if (storage_->sharded() && !storage_->in_place() && !seen_.has_streams()) drop_gradient(index);  // It was copied.
     if (used_.expects(index)) --bucket.pending;
     note_finished();
     start_complete_buckets();
@@ -175,7 +162,7 @@ void Reducer::Impl::note_writer(BucketState& bucket) {
 void Reducer::Impl::start_complete_buckets() {
   while (backward_.started < plan.size() && backward_.buckets[backward_.started].pending == 0)
     start_bucket(backward_.started++);
-  if (storage_->sharded() && used_.must_be_complete()) deliver_early();
+  if (storage_->sharded()) deliver_early();
 }
 
 void Reducer::Impl::start_bucket(std::size_t b) {
@@ -242,16 +229,48 @@ void Reducer::Impl::note_finished() {
 /// buckets in the same order.
 void Reducer::Impl::deliver_early() {
   note_finished();
-  while (backward_.taken < backward_.finished) finish_bucket(backward_.taken++);
+  while (backward_.taken < backward_.finished) take_bucket();
   // On a device, the stream waits, not the host: for all reductions but the last one.
-  while (seen_.has_streams() && backward_.taken + 1 < backward_.started) finish_bucket(backward_.taken++);
-  // With sharded parameters, a gather on another rank may come before the bucket that this rank would wait for.
-  if (!storage_->in_place() || parameter_shards_) return;
-  std::size_t under_way = 0;
-  for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
-  while (under_way > kShardedBytesUnderWay) {
-    under_way -= bucket_bytes_[backward_.taken];
-    finish_bucket(backward_.taken++);
+  while (seen_.has_streams() && backward_.taken + 1 < backward_.started) take_bucket();
+  // With sharded parameters, a gather on another rank may come before the bucket that this rank would wait for. Then
+  // finish_reductions() waits.
+  if (storage_->in_place() && !parameter_shards_) {
+    std::size_t under_way = 0;
+    for (std::size_t b = backward_.taken; b < backward_.started; ++b) under_way += bucket_bytes_[b];
+    while (under_way > kShardedBytesUnderWay) {
+      under_way -= bucket_bytes_[backward_.taken];
+      take_bucket();
+    }
+  }
+  deliver_taken();
+}
+
+/// On a device, streams wait for reductions, not the host.
+ParameterShards::Reductions Reducer::Impl::reductions() {
+  if (seen_.has_streams()) return {};
+  const auto started = [this] {
+    const std::lock_guard lock(mutex_);
+    return reductions_before() + backward_.started;
+  };
+  const auto weak = weak_from_this();
+  return {.started = [weak, started] { return weak.lock() ? started() : 0; },
+          .finish =
+              [weak](std::uint64_t count) {
+                if (const auto self = weak.lock()) self->finish_reductions(count);
+              }};
+}
+
+/// All ranks have started `count` reductions and call this at the same position in the order of gathers, so none of
+/// them waits in a gather. One reduction may run beside the next unit's backward.
+void Reducer::Impl::finish_reductions(std::uint64_t count) {
+  const std::lock_guard lock(mutex_);
+  if (backward_.phase != Phase::kReducing || !storage_->sharded()) return;
+  try {
+    while (reductions_before() + backward_.taken + 1 < count) take_bucket();
+    deliver_taken();
+  } catch (...) {
+    abort_group("before a gather");
+    rethrow_with_advice();
   }
 }
 
@@ -265,7 +284,10 @@ void Reducer::Impl::finish_backward() {
   last_readers_.clear();
   last_readers_.add_current();
   seen_.add_current();
-  while (backward_.taken < plan.size()) finish_bucket(backward_.taken++);
+  while (backward_.delivered < plan.size()) {
+    if (backward_.taken == backward_.delivered) take_bucket();
+    deliver(backward_.delivered++);
+  }
   average_replicas();
   for (std::size_t i = dense_.size(); i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
@@ -290,14 +312,40 @@ void Reducer::Impl::agree_on_used() {
   if (used_.learns_graph() && (!join_ || join_->active() == group_.world_size())) used_.learn_graph();
 }
 
-void Reducer::Impl::finish_bucket(std::size_t b) {
+/// Waits for the next bucket. The memory of a sharded bucket is freed.
+void Reducer::Impl::take_bucket() {
+  const std::size_t b = backward_.taken++;
   const Clock::time_point before = stats_.has_timeline() ? Clock::now() : Clock::time_point{};
   wait_for_result(backward_.buckets[b]);
   if (b >= backward_.finished) {
     const Clock::time_point now = backward_.buckets[b].finished = Clock::now();
     stats_.record_wait(b, before, now);
   }
-  if (storage_->sharded()) return deliver_shards(b);
+  if (!storage_->sharded()) return;
+  const at::NoGradGuard no_grad;
+  BucketState& bucket = backward_.buckets[b];
+  bucket.shard = storage_->take_shard(b, seen_);
+  for (const std::size_t index : plan[b]) {
+    if (used_.arrivals(index) > 0) drop_gradient(index);
+  }
+}
+
+/// The gradient is in the bucket.
+void Reducer::Impl::drop_gradient(std::size_t index) {
+  const at::Tensor gradient = std::exchange(parameters_[index].tensor.mutable_grad(), {});
+  // Copied to the bucket on this stream, which may not be the gradient's stream.
+  const auto& stream = backward_.buckets[*bucket_of_[index]].stream;
+  if (stream && gradient.defined()) gradient.record_stream(*stream);
+}
+
+/// Which parameters were used may be known only at the end of backward.
+void Reducer::Impl::deliver_taken() {
+  if (!used_.must_be_complete()) return;
+  while (backward_.delivered < backward_.taken) deliver(backward_.delivered++);
+}
+
+void Reducer::Impl::deliver(std::size_t b) {
+  if (storage_->sharded()) return deliver_shard(b);
   for (const std::size_t index : plan[b]) {
     if (used_.used_anywhere(index)) {
       storage_->write_back(index);
@@ -330,71 +378,22 @@ void Reducer::Impl::wait_for_result(BucketState& bucket) {
   if (bucket.stream) stream_waits(*seen_.current(), *bucket.stream);
 }
 
-void Reducer::Impl::deliver_shards(std::size_t b) {
+void Reducer::Impl::deliver_shard(std::size_t b) {
   const auto output = shard_output_.lock();
   if (!output)
     throw Error("the optimizer that takes the gradients was destroyed during backward",
                 {.rank = group_.rank(), .call = "backward", .bucket = b});
   const at::NoGradGuard no_grad;
-  at::Tensor shard = storage_->take_shard(b, seen_);
+  at::Tensor shard = std::exchange(backward_.buckets[b].shard, {});
   std::vector<std::uint8_t> used;  // [position]
   for (const std::size_t index : plan[b]) {
     used.push_back(used_.used_anywhere(index));
-    if (!used.back()) continue;
-    const at::Tensor gradient = std::exchange(parameters_[index].tensor.mutable_grad(), {});
-    // Copied to the bucket on this stream, which may not be the gradient's stream.
-    if (const auto& stream = backward_.buckets[b].stream; stream && gradient.defined()) gradient.record_stream(*stream);
+    if (used.back()) drop_gradient(index);
   }
   seen_.keep_alive(shard);  // Allocated on the stream that started the bucket, used and freed here.
   if (const double factor = join_factor(); factor != 1) shard.mul_(factor);
   if (replica_groups_.replicas) return backward_.replica_average.add(b, std::move(shard), std::move(used));
   output->receive(b, std::move(shard), used);
-}
-
-// ---- join
-
-void Reducer::Impl::notify(int event) {
-  if (join_ && backward_.phase != Phase::kShadow) join_->notify(*joinable_, event);
-}
-
-/// Returns the factor that turns an average over all ranks into an average over ranks with inputs.
-double Reducer::Impl::join_factor() const {
-  if (!join_ || join_->options().divide_by_initial_world_size) return 1;
-  return static_cast<double>(group_.world_size()) / join_->active();
-}
-
-void Reducer::Impl::divide_by_active_ranks() {
-  const double factor = join_factor();
-  if (factor == 1 || storage_->sharded()) return;
-  const at::NoGradGuard no_grad;
-  std::unordered_set<const void*> divided;  // Two parameters may share one gradient.
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
-    if (!gradient.defined() || !used_.used_anywhere(i)) continue;
-    if (divided.insert(gradient.unsafeGetTensorImpl()).second) gradient.mul_(factor);
-  }
-}
-
-void Reducer::Impl::shadow_bucket() {
-  const std::lock_guard lock(mutex_);
-  begin_shadow();
-  start_bucket(backward_.started++);
-}
-
-void Reducer::Impl::shadow_end_of_backward() {
-  const std::lock_guard lock(mutex_);
-  begin_shadow();
-  finish_backward();
-}
-
-/// A backward without gradients: this rank has run out of inputs.
-void Reducer::Impl::begin_shadow() {
-  if (backward_.phase == Phase::kShadow) return;
-  end_abandoned_backward();
-  begin(Phase::kShadow);
-  for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
-  used_.begin_shadow();
-  backward_.first_gradient = backward_.last_gradient = Clock::now();
 }
 
 }  // namespace ddpkit

@@ -28,7 +28,10 @@ struct KeysOf : c10::TensorImpl {
   static c10::DispatchKeySet& of(c10::TensorImpl& tensor) { return tensor.*(&KeysOf::key_set_); }
 };
 
-using Owner = std::weak_ptr<GatheredMemory>;
+struct Owner {
+  std::weak_ptr<GatheredMemory> memory;
+  std::shared_ptr<GatheredMemory> kept;
+};
 
 void delete_owner(void* owner) { delete static_cast<Owner*>(owner); }
 
@@ -73,7 +76,7 @@ class Uses {
   }
 
   void add(const Owner& owner, bool writes) {
-    auto memory = owner.lock();
+    auto memory = owner.memory.lock();
     if (!memory)
       throw InvalidArgument(
           "a parameter was used whose FullyShardedDataParallel has been destroyed, and with it the weights: copy or "
@@ -143,13 +146,16 @@ void register_fallback() {
 
 }  // namespace
 
-GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype, Owner memory)
+GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype,
+                                     at::ScalarType original_dtype, std::weak_ptr<GatheredMemory> memory,
+                                     std::shared_ptr<GatheredMemory> kept)
     : name_(std::move(name)),
       parameter_(std::move(parameter)),
-      original_dtype_(parameter_.scalar_type()),
+      original_dtype_(original_dtype),
       sizes_(parameter_.sizes().vec()),
       strides_(parameter_.strides().vec()),
-      memory_(std::move(memory)) {
+      memory_(std::move(memory)),
+      kept_(std::move(kept)) {
   register_fallback();
   storage_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
                                                    at::DataPtr(nullptr, parameter_.device()), /*allocator=*/nullptr,
@@ -168,7 +174,7 @@ GatheredParameter::GatheredParameter(std::string name, at::Tensor parameter, at:
 }
 
 void GatheredParameter::set_memory(void* data, std::size_t bytes) {
-  storage_->set_data_ptr_noswap(at::DataPtr(data, new Owner(memory_), &delete_owner, parameter_.device()));
+  storage_->set_data_ptr_noswap(at::DataPtr(data, new Owner{memory_, kept_}, &delete_owner, parameter_.device()));
   storage_->set_nbytes(bytes);
 }
 
@@ -215,5 +221,10 @@ at::Tensor GatheredParameter::replacing_values() const {
 void GatheredParameter::restore() { show(is_attached_ ? attached_ : detached_); }
 
 bool GatheredParameter::is_gathered(const at::Tensor& tensor) { return owner_of(tensor) != nullptr; }
+
+std::shared_ptr<GatheredMemory> GatheredParameter::kept_by(const at::Tensor& tensor) {
+  const Owner* owner = owner_of(tensor);
+  return owner ? owner->kept : nullptr;
+}
 
 }  // namespace ddpkit

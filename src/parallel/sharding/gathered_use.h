@@ -30,8 +30,10 @@ class GatheredMemory {
 class GatheredParameter {
  public:
   /// Detaches the parameter from its memory, whose values the caller has copied. The parameter is dense. From now on
-  /// its type is `dtype`.
-  GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype, std::weak_ptr<GatheredMemory> memory);
+  /// its type is `dtype`. `original_dtype`: the type of the caller's copy. `kept`: lives as long as the detached
+  /// memory, also without this object.
+  GatheredParameter(std::string name, at::Tensor parameter, at::ScalarType dtype, at::ScalarType original_dtype,
+                    std::weak_ptr<GatheredMemory> memory, std::shared_ptr<GatheredMemory> kept = nullptr);
 
   /// `data`: the elements in the parameter's memory order. The caller keeps them until detach().
   void attach(void* data);
@@ -49,6 +51,8 @@ class GatheredParameter {
 
   /// Returns whether the tensor's memory is that of a GatheredParameter, also after the parameter's owner has ended.
   static bool is_gathered(const at::Tensor& tensor);
+  /// Returns the `kept` of the tensor's memory; null if there is none.
+  static std::shared_ptr<GatheredMemory> kept_by(const at::Tensor& tensor);
 
  private:
   void set_memory(void* data, std::size_t bytes);
@@ -59,6 +63,7 @@ class GatheredParameter {
   at::ScalarType original_dtype_;
   std::vector<std::int64_t> sizes_, strides_;
   std::weak_ptr<GatheredMemory> memory_;
+  std::shared_ptr<GatheredMemory> kept_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   at::Tensor attached_, detached_;  ///< The parameter's TensorImpl is a shallow copy of one of them.
   bool is_attached_ = false;

@@ -89,7 +89,11 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
       Unit::Block block{.layout = std::move(given.layout),
                         .members = {},
                         .dtype = given.dtype.value_or(given.parameters[0].tensor.scalar_type()),
-                        .shard = {}};
+                        .shard = std::move(given.shard)};
+      if (block.shard.defined()) {
+        unit->blocks.push_back(std::move(block));
+        continue;
+      }
       if (rank == 0) {
         block.flat = at::zeros({block.layout.numel}, options);  // Padding is sent too.
         for (std::size_t i = 0; i < given.parameters.size(); ++i)
@@ -109,7 +113,7 @@ ParameterShards::ParameterShards(std::vector<ShardedUnit> units, std::unique_ptr
             .unit = &unit, .block = b, .position = unit.blocks[b].members.size()};
         unit.blocks[b].members.push_back(unit.parameters.size());
         unit.parameters.emplace_back(std::move(parameter.name), std::move(parameter.tensor), unit.blocks[b].dtype,
-                                     units_[u]);
+                                     unit.blocks[b].shard.scalar_type(), units_[u]);
       }
     }
   }
@@ -210,9 +214,11 @@ std::vector<ParameterShards::Unit*> ParameterShards::expect() {
 
 void ParameterShards::start(const std::vector<Unit*>& wanted, const Unit& used) {
   ShardTransport::Tag tag{.unit = used.index, .updates = updates_, .wanted = {}};
+  if (reductions_.started) tag.reductions = reductions_.started();
   for (const Unit* unit : wanted) tag.wanted.push_back(unit->index);
-  const std::size_t count = transport_->agree(tag);
-  for (std::size_t i = 0; i < count; ++i) {
+  const ShardTransport::Agreement agreement = transport_->agree(tag);
+  if (reductions_.finish) reductions_.finish(agreement.reductions);
+  for (std::size_t i = 0; i < agreement.wanted; ++i) {
     Unit& unit = *wanted[i];
     // The gather stream owns the memory of whole units, and waits for their users before they are released. So a gather
     // runs beside the work on the current stream, and no other tensor gets memory that is in use.
@@ -385,13 +391,6 @@ std::vector<ParameterShards::UnitStats> ParameterShards::stats() const {
     all.push_back(std::move(stats));
   }
   return all;
-}
-
-std::size_t ParameterShards::whole() const { return whole_; }
-
-std::size_t ParameterShards::most_whole() const {
-  const std::lock_guard lock(mutex_);
-  return most_whole_;
 }
 
 }  // namespace ddpkit

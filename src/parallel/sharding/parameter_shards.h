@@ -30,6 +30,7 @@ struct ShardedBlock {
   std::vector<NamedParameter> parameters;    ///< [position]
   FlatLayout layout;                         ///< In memory order of the parameters.
   std::optional<at::ScalarType> dtype = {};  ///< Gathered, and computed with. Empty: the type of the shards.
+  at::Tensor shard = {};                     ///< This rank's. Undefined: of the parameters' values on rank 0.
 };
 
 /// Parameters that are gathered together.
@@ -47,6 +48,7 @@ class ShardTransport {
     std::size_t unit = 0;             ///< Index of the unit that is used now.
     std::uint64_t updates = 0;        ///< Steps of the optimizer.
     std::vector<std::size_t> wanted;  ///< Units to gather: the used one if it is not whole, then expected ones.
+    std::uint64_t reductions = 0;     ///< See ParameterShards::Reductions.
   };
 
   virtual ~ShardTransport() = default;
@@ -57,10 +59,13 @@ class ShardTransport {
   /// Collective. Writes rank 0's elements of each rank's shard to `shard`. `flat`: all elements on rank 0, undefined on
   /// the other ranks.
   virtual void scatter(const at::Tensor& shard, const at::Tensor& flat) = 0;
-  /// Collective. Returns the number of units at the front of `wanted` that all ranks want. Throws CollectiveMismatch on
-  /// all ranks if they use different units or have made different numbers of steps, or if only some must gather the
-  /// used unit.
-  virtual std::size_t agree(const Tag& tag) = 0;
+  struct Agreement {
+    std::size_t wanted = 0;        ///< The number of units at the front of Tag::wanted that all ranks want.
+    std::uint64_t reductions = 0;  ///< Started on all ranks.
+  };
+  /// Collective. Throws CollectiveMismatch on all ranks if they use different units or have made different numbers of
+  /// steps, or if only some must gather the used unit.
+  virtual Agreement agree(const Tag& tag) = 0;
   /// Collective. Starts to write the shards of all ranks to the flat tensors, after the work on the current stream. The
   /// result makes the stream that is current then wait for the end. [block]
   virtual std::function<void()> start_gather(std::size_t unit, const std::vector<at::Tensor>& flats,
@@ -89,6 +94,14 @@ class ParameterShards {
   ~ParameterShards();
   ParameterShards(const ParameterShards&) = delete;
   ParameterShards& operator=(const ParameterShards&) = delete;
+
+  /// Reductions of gradients. Their order relative to gathers may differ between ranks. A rank must not wait for a
+  /// reduction that another rank has not started, because the other rank may wait for this rank in a gather.
+  struct Reductions {
+    std::function<std::uint64_t()> started;           ///< Returns the number of reductions that this rank has started.
+    std::function<void(std::uint64_t count)> finish;  ///< Called before a gather. All ranks have started `count`.
+  };
+  void set_reductions(Reductions reductions) { reductions_ = std::move(reductions); }
 
   /// Returns a view of the parameter's elements in this rank's shard, one-dimensional.
   at::Tensor piece(const at::Tensor& parameter) const;
@@ -131,8 +144,11 @@ class ParameterShards {
   std::vector<UnitStats> stats() const;  ///< [unit]
   /// Returns the number of units that are whole or being gathered now, and the maximum since the construction; without
   /// units that stay whole.
-  std::size_t whole() const;
-  std::size_t most_whole() const;
+  std::size_t whole() const { return whole_; }
+  std::size_t most_whole() const {
+    const std::lock_guard lock(mutex_);
+    return most_whole_;
+  }
 
  private:
   class Unit;
@@ -154,6 +170,7 @@ class ParameterShards {
   std::unique_ptr<ShardTransport> transport_;
   const std::size_t window_, prefetch_;
   const GatherStream gather_stream_;
+  Reductions reductions_;  ///< May be empty.
   /// Recursive: adopting a parameter may read another one.
   mutable std::recursive_mutex mutex_;
   std::vector<std::shared_ptr<Unit>> units_;

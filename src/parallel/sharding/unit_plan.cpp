@@ -13,6 +13,8 @@
 
 #include <ddpkit/error.h>
 
+#include "parallel/sharding/gathered_use.h"
+
 namespace ddpkit {
 namespace {
 
@@ -112,7 +114,8 @@ std::vector<UnitPlan> plan_units(const torch::nn::Module& module, const std::vec
   UnitPlan root{.name = "root", .parameters = {}, .is_root = true};
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
-    if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    if (!seen.insert(item.value().unsafeGetTensorImpl()).second || GatheredParameter::is_gathered(item.value()))
+      continue;
     UnitPlan* owner = &root;
     std::size_t length = 0;
     for (UnitPlan& unit : units) {

@@ -21,8 +21,8 @@ struct UnitPlan {
 /// Pure function: returns the same on every rank. `patterns`: names of modules, in which the part `*` matches any
 /// name, as "blocks.*". Empty: the children of the outermost ModuleList, ModuleDict and Sequential. A parameter belongs
 /// to the innermost unit, and a tied parameter to the first unit that has it. Parameters in no unit are the root's,
-/// which is the last unit. A unit of fewer than `min_bytes` bytes is merged with the next one. Throws InvalidArgument
-/// for a pattern that no module matches.
+/// which is the last unit. Parameters that are sharded already are in no unit. A unit of fewer than `min_bytes` bytes
+/// is merged with the next one. Throws InvalidArgument for a pattern that no module matches.
 std::vector<UnitPlan> plan_units(const torch::nn::Module& module, const std::vector<std::string>& patterns,
                                  std::size_t min_bytes);
 
