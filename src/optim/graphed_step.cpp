@@ -13,6 +13,7 @@
 #include "comm/cuda.h"
 #include "comm/device_index.h"
 #include "optim/fused_optimizer.h"
+#include "parallel/sharding/gathered_use.h"
 #include "tensor/stream_set.h"
 
 namespace ddpkit::optim {
@@ -34,6 +35,9 @@ class GraphedStep::Impl {
   bool captured() const noexcept { return graph_ != nullptr; }
 
   Tensors call(const Tensors& inputs) {
+    const NoGathers no_gathers(
+        "GraphedStep does not support FullyShardedDataParallel: before each gather, the ranks compare numbers on the "
+        "host, which a CUDA graph does not repeat; call the step without GraphedStep");
     const c10::Stream caller = cuda_guard().getStream(device_);
     // Inputs are allocated on one stream and released on the other, also if the step throws.
     for (const at::Tensor& input : inputs) {

@@ -162,3 +162,17 @@ TEST_CASE("a fully sharded step on 2 GPUs has the memory of its formula", "[gpu]
     CHECK(peak > unit * (4 * kLayers / 2 + 2));
   });
 }
+
+TEST_CASE("a graphed step with fully sharded parameters is refused", "[gpu][fsdp]") {
+  NEEDS_GPU();
+  on_gpus("a graphed step with fully sharded parameters is refused", 1, [](ProcessGroup& group) {
+    const auto model = maker<Mlp>(at::kFloat)();
+    model->to(group.device());
+    FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0});
+    const auto input = model->input(0, 0, at::kFloat).to(group.device());
+    ddpkit::optim::GraphedStep step(group.device(), {},
+                                    [&](const std::vector<at::Tensor>& batch) { return std::vector{fsdp(batch[0])}; });
+    CHECK_THROWS_WITH(step({input}), ContainsSubstring("GraphedStep does not support FullyShardedDataParallel"));
+    CHECK(fsdp(input).isfinite().item<bool>());
+  });
+}

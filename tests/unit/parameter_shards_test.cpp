@@ -6,6 +6,7 @@
 
 #include <ddpkit/parallel/activation_checkpoint.h>
 
+#include "parallel/sharding/gathered_use.h"
 #include "support/catch.h"
 #include "unit/sharded_models.h"
 
@@ -147,6 +148,18 @@ TEST_CASE("sharded parameters in evaluation", "[fsdp]") {
     CHECK(torch::equal(pair.whole->forward(token_ids(1)), pair.sharded->forward(token_ids(1))));
   }
   // Memory that was gathered in inference mode is no inference tensor.
+  pair.check_step();
+}
+
+TEST_CASE("sharded parameters where gathers are not possible", "[fsdp]") {
+  Pair pair;
+  ShardedModel sharded(*pair.sharded, {});
+  {
+    const ddpkit::NoGathers no_gathers("no gather is possible here");
+    CHECK_THROWS_WITH(loss_of(*pair.sharded, token_ids(1)), ContainsSubstring("no gather is possible here"));
+    loss_of(*pair.whole, token_ids(1));
+  }
+  CHECK(sharded.ranks->gathers == 0);
   pair.check_step();
 }
 

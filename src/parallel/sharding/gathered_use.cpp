@@ -63,6 +63,8 @@ bool reads_no_memory(const c10::FunctionSchema& schema) {
   return true;
 }
 
+thread_local const char* no_gathers = nullptr;  ///< The reason of NoGathers.
+
 /// The memory that one operation uses.
 class Uses {
  public:
@@ -91,6 +93,7 @@ class Uses {
   }
 
   void acquire(const char* operation) {
+    if (no_gathers && !uses_.empty()) throw InvalidArgument(no_gathers);
     for (Use& use : uses_) {
       use.memory->acquire(operation, use.writes);
       use.acquired = true;
@@ -221,6 +224,9 @@ at::Tensor GatheredParameter::replacing_values() const {
 void GatheredParameter::restore() { show(is_attached_ ? attached_ : detached_); }
 
 bool GatheredParameter::is_gathered(const at::Tensor& tensor) { return owner_of(tensor) != nullptr; }
+
+NoGathers::NoGathers(const char* reason) noexcept : before_(std::exchange(no_gathers, reason)) {}
+NoGathers::~NoGathers() { no_gathers = before_; }
 
 std::shared_ptr<GatheredMemory> GatheredParameter::kept_by(const at::Tensor& tensor) {
   const Owner* owner = owner_of(tensor);

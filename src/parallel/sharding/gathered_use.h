@@ -69,4 +69,16 @@ class GatheredParameter {
   bool is_attached_ = false;
 };
 
+/// While this object exists, operations of this thread on sharded parameters throw InvalidArgument with `reason`.
+class NoGathers {
+ public:
+  explicit NoGathers(const char* reason) noexcept;
+  ~NoGathers();
+  NoGathers(const NoGathers&) = delete;
+  NoGathers& operator=(const NoGathers&) = delete;
+
+ private:
+  const char* before_;
+};
+
 }  // namespace ddpkit
