@@ -90,7 +90,7 @@ void DistributedCLSTMPPOTrainer::State::check_plot() const {
   });
 }
 
-void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) const {
+void DistributedCLSTMPPOTrainer::State::finish(const TestResult& result) {
   if (run->is_main()) print_line(options.run.json ? as_json(result) : as_table(result));
   ddpkit::train::run_together(group, [&] {
     if (!run->is_main() || plot().empty()) return;

@@ -35,7 +35,7 @@ struct DistributedCLSTMPPOTrainer::State {
   void start();
   std::string plot() const;  ///< File of the equity curve; empty: none.
   void check_plot() const;   ///< Checks that the file is writable.
-  void finish(const TestResult& test) const;
+  void finish(const TestResult& test);
 
   TrainOptions options;
   ddpkit::train::Options declared{"clstm_ppo", ""};

@@ -1,4 +1,4 @@
-#include <ddpkit/optim/elastic.h>
+#include "optim/elastic.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -22,36 +22,11 @@
 
 namespace ddpkit::optim {
 
-class Elastic::Impl {
- public:
-  Impl(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler, ElasticOptions options);
+namespace {
 
-  /// Call before each step and each action that recover() may undo.
-  void save();
-  /// Continues without lost ranks. `cause`: the text of the error.
-  void recover(std::string cause);
+at::Generator generator() { return at::globalContext().defaultGenerator(at::kCPU); }
 
-  DistributedDataParallelBase& ddp;
-  ResumableSampler& sampler;
-  std::int64_t steps = 0;
-  bool interrupted = false;
-  struct Part {
-    std::function<void()> save, roll_back;
-  };
-  std::vector<Part> parts;
-
- private:
-  std::size_t fingerprint() const;
-  static at::Generator generator() { return at::globalContext().defaultGenerator(at::kCPU); }
-  void roll_back();
-  void check_steps() const;
-
-  const ElasticOptions options_;
-  std::vector<at::Tensor> parameters_, buffers_;
-  std::size_t fingerprint_ = 0;            ///< Before the step.
-  std::vector<at::Tensor> saved_buffers_;  ///< Values before the step. [buffer]
-  at::Tensor random_state_;
-};
+}  // namespace
 
 Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& module, ResumableSampler& data,
                     ElasticOptions options)
@@ -82,7 +57,7 @@ std::size_t Elastic::Impl::fingerprint() const {
   return hash;
 }
 
-void Elastic::Impl::save() {
+void Elastic::Impl::begin() {
   const at::NoGradGuard no_grad;
   fingerprint_ = fingerprint();
   for (std::size_t i = 0; i < buffers_.size(); ++i) saved_buffers_[i].copy_(buffers_[i]);
@@ -90,6 +65,13 @@ void Elastic::Impl::save() {
   const std::lock_guard lock(random.mutex());
   random_state_ = random.get_state();
   for (const Part& part : parts) part.save();
+  undoes_ = true;
+}
+
+void Elastic::Impl::add_step(std::size_t samples) {
+  ResumableSampler::Impl::of(sampler).add_trained(samples);
+  ++steps;
+  end();
 }
 
 void Elastic::Impl::roll_back() {
@@ -120,7 +102,7 @@ void Elastic::Impl::check_steps() const {
 
 void Elastic::Impl::recover(std::string cause) {
   const ProcessGroup& group = ddp.group();
-  roll_back();
+  if (undoes_) roll_back();
   for (;;) {
     const Regroup change = group.shrink(options_.min_ranks);
     ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
@@ -151,7 +133,7 @@ void Elastic::add(std::function<void()> save, std::function<void()> roll_back) {
 
 bool Elastic::step(std::int64_t samples, const std::function<void()>& train) {
   if (samples < 0) throw InvalidArgument(fmt::format("Elastic: a step has {} samples", samples));
-  impl_->save();
+  impl_->begin();
   try {
     train();
   } catch (const PeerLost& error) {
@@ -159,8 +141,7 @@ bool Elastic::step(std::int64_t samples, const std::function<void()>& train) {
     impl_->interrupted = true;
     return false;
   }
-  ResumableSampler::Impl::of(impl_->sampler).add_trained(static_cast<std::size_t>(samples));
-  ++impl_->steps;
+  impl_->add_step(static_cast<std::size_t>(samples));
   return true;
 }
 
@@ -168,10 +149,11 @@ bool Elastic::interrupted() noexcept { return std::exchange(impl_->interrupted, 
 
 void Elastic::retry(const std::function<void()>& action) {
   for (;;) {
-    impl_->save();
+    impl_->begin();
     try {
       action();
       impl_->ddp.group().barrier();  // A collective that one rank completes, all complete.
+      impl_->end();
       return;
     } catch (const PeerLost& error) {
       impl_->recover(error.what());

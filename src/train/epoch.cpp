@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -13,36 +14,56 @@
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/seed.h>
 
+#include "optim/elastic.h"
 #include "train/profile_window.h"
 
 namespace ddpkit::train {
 
-namespace {
-
-std::vector<std::size_t> order_of(ResumableSampler& sampler, std::int64_t epoch) {
-  sampler.set_epoch(static_cast<std::uint64_t>(epoch));
-  return sampler.indices();
-}
-
-}  // namespace
-
 Epoch::Epoch(Run& run, const std::string& unit, std::int64_t items_per_sample)
-    : Epoch(run, order_of(*run.sampler_, run.epoch()), unit, items_per_sample) {}
-
-Epoch::Epoch(Run& run, std::vector<std::size_t> order, const std::string& unit, std::int64_t items_per_sample)
-    : Epoch(run, run.updates_of(order.size()),
-            static_cast<std::int64_t>(order.size()) * run.group_.world_size() * items_per_sample, unit) {
-  order_ = std::move(order);
+    : run_(run), items_per_sample_(items_per_sample), unit_(unit) {
+  run.sampler_->set_epoch(static_cast<std::uint64_t>(run.epoch()));
+  deal();
   is_new_ = seed_epoch(run.options_.seed, run.epoch(), run.group_.rank());
 }
 
 Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit)
-    : run_(run),
-      updates_(updates),
-      items_(items),
-      unit_(unit),
-      bar_(run.bar(run.info_.epoch + 1, "Training", updates, unit,
-                   static_cast<double>(items) / static_cast<double>(updates))) {}
+    : run_(run), updates_(updates), items_(items), generation_(run.group_.generation()), unit_(unit) {
+  make_bar();
+}
+
+void Epoch::deal() {
+  order_ = run_.sampler_->indices();
+  updates_ = run_.updates_of(order_.size());
+  items_ = static_cast<std::int64_t>(order_.size()) * run_.group_.world_size() * items_per_sample_;
+  done_ = 0;
+  generation_ = run_.group_.generation();
+  make_bar();
+}
+
+void Epoch::make_bar() {
+  const double items_per_update =
+      static_cast<double>(items_) / static_cast<double>(std::max<std::int64_t>(updates_, 1));
+  bar_.reset(new ProgressBar(run_.bar(run_.info_.epoch + 1, "Training", updates_, unit_, items_per_update)));
+}
+
+std::int64_t Epoch::items_done() const { return items_ * done_ / std::max<std::int64_t>(updates_, 1); }
+
+void Epoch::retry(const std::function<void()>& updates) {
+  run_.retry([&] {
+    if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).end();
+    if (generation_ != run_.group_.generation()) {
+      items_before_ += items_done();
+      deal();
+      if (run_.must_save_) run_.save();
+    }
+    try {
+      updates();
+    } catch (const PeerLost&) {
+      bar_->clear();
+      throw;
+    }
+  });
+}
 
 std::int64_t Epoch::batches() const { return run_.batches_of(order_.size()); }
 
@@ -58,21 +79,28 @@ bool Epoch::next() {
   if (done_ == updates_) return false;
   if (must_end) {
     // Without a new update, the last checkpoint is already current.
-    if (run_.is_stopped_ && done_ > 0 && run_.resumes_within_epoch_) run_.save();
+    if (run_.is_stopped_ && (done_ > 0 || items_before_ > 0) && run_.resumes_within_epoch_) run_.save();
     return false;
   }
   if (run_.profile_) run_.profile_->begin_update();
   set_step(run_.info_.step);
   lr_ = run_.scheduler_->learning_rates().front();
+  if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).begin();
   return true;
 }
 
-void Epoch::advance(const std::function<std::string()>& note) {
-  ++done_;
+std::size_t Epoch::position() const {
   const auto used = static_cast<std::size_t>(done_ * run_.options_.grad_accum_steps * run_.samples_per_batch());
-  if (run_.sampler_) run_.sampler_->set_position(std::min(used, order_.size()));
+  return std::min(used, order_.size());
+}
+
+void Epoch::advance(const std::function<std::string()>& note) {
+  const std::size_t before = position();
+  ++done_;
+  if (run_.sampler_) run_.sampler_->set_position(position());
+  if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).add_step(position() - before);
   ++run_.info_.step;
-  bar_.advance(note);
+  bar_->advance(note);
   const std::int64_t interval = run_.options_.save_steps;
   if (done_ < updates_ && interval > 0 && run_.info_.step % interval == 0) run_.save();
 }
@@ -80,9 +108,9 @@ void Epoch::advance(const std::function<std::string()>& note) {
 bool Epoch::finish(double loss) {
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   if (run_.profile_) run_.profile_->end_update();  // The loop may count its updates without a last next().
-  bar_.clear();
+  bar_->clear();
   run_.print_profile(false);
-  run_.items_ += items_ * done_ / std::max<std::int64_t>(updates_, 1);
+  run_.items_ += items_before_ + items_done();
   run_.seconds_ += seconds_;
   run_.unit_ = unit_;
   if (run_.is_stopped_) return false;
@@ -101,15 +129,18 @@ void Epoch::report(const std::string& line, const nlohmann::ordered_json& values
   nlohmann::ordered_json json = {
       {"epoch", run_.info_.epoch}, {"epochs", run_.options_.epochs}, {"step", run_.info_.step}, {"lr", lr_}};
   json.update(values);
-  json.update({{unit_ + "_per_second", items_per_second()},
-               {"seconds", seconds_},
-               {"peak_memory_bytes", peak_memory_of_ranks(run_.group_)},
-               {"peak_device_bytes", peak_memory_of_devices(run_.devices_, run_.group_)},
-               {"world_size", run_.group_.world_size()},
-               {"devices", run_.devices()}});
   std::vector<std::pair<std::string, double>> all = scalars;
   all.emplace_back("training/lr", lr_);
-  run_.report(line, json, all);
+  bool is_reported = false;
+  run_.retry([&] {
+    json.update({{unit_ + "_per_second", items_per_second()},
+                 {"seconds", seconds_},
+                 {"peak_memory_bytes", peak_memory_of_ranks(run_.group_)},
+                 {"peak_device_bytes", peak_memory_of_devices(run_.devices_, run_.group_)},
+                 {"world_size", run_.group_.world_size()},
+                 {"devices", run_.devices()}});
+    if (!std::exchange(is_reported, run_.is_main())) run_.report(line, json, all);
+  });
 }
 
 void Epoch::report(const ClassificationResult& train, const ClassificationResult& evaluation, const std::string& name,

@@ -252,6 +252,7 @@ ProcessGroup Program::join(const RunOptions& run, InitOptions options) {
   run_ = &run;
   if (const std::optional<int> exit_code = launch_ranks(run, name_, argc_, argv_)) throw RanksEnded{*exit_code};
   options.backend = run.backend;
+  options.elastic = run.elastic;
   return init_process_group(options);
 }
 

@@ -1,5 +1,6 @@
 #include <ddpkit/train/run.h>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 #include <torch/utils.h>
 
@@ -11,16 +12,19 @@
 #include <fmt/format.h>
 
 #include <ddpkit/data/resumable_sampler.h>
+#include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/train/atomic_file.h>
 #include <ddpkit/train/json_text.h>
 #include <ddpkit/train/metrics.h>
 #include <ddpkit/train/text.h>
 #include <ddpkit/train/together.h>
 
+#include "optim/elastic.h"
 #include "train/checkpoint_shards.h"
 #include "train/console.h"
 #include "train/history.h"
 #include "train/profile_window.h"
+#include "train/training_lock.h"
 
 namespace ddpkit::train {
 
@@ -33,6 +37,8 @@ Run::Run(RunOptions& options, const Options& declared, const ProcessGroup& group
       scaler_(group, {.enabled = amp_ == at::kHalf}) {
   if (options.profile && !options.save)
     throw UsageError("--profile writes into the run folder, which --no-save disables");
+  if (options.profile && options.elastic)
+    throw UsageError("--profile measures a fixed number of ranks: it cannot be combined with --elastic");
   const std::string kind = group.device().is_cpu() ? "CPU " : "";
   print(fmt::format("Distributed training: {} {}{}(s)", this->devices(), kind, device_word(devices_)));
   print("Using device: " + group.device().str());
@@ -103,26 +109,39 @@ optim::Autocast Run::autocast(c10::Device device) const {
 }
 
 // The warm-up begins at the rate for one device (Goyal et al., arXiv 1706.02677).
-optim::Schedule Run::schedule(const RunParts& parts) const {
+optim::Schedule Run::schedule(std::int64_t updates_per_epoch) const {
   optim::Schedule result;
-  if (options_.lr_schedule == "cosine") result = optim::cosine_decay(parts.updates_per_epoch * options_.epochs);
-  const auto updates = static_cast<std::int64_t>(static_cast<double>(parts.updates_per_epoch) * options_.warmup_epochs);
+  if (options_.lr_schedule == "cosine") result = optim::cosine_decay(updates_per_epoch * options_.epochs);
+  const auto updates = static_cast<std::int64_t>(static_cast<double>(updates_per_epoch) * options_.warmup_epochs);
   if (updates == 0) return result;
   const double scale = optim::learning_rate_scale(options_.lr_scaling, devices());
-  return result * optim::warmup(updates, scale > 1 ? std::min(1 / scale, parts.most_warmup_start) : 1.0 / 3);
+  return result * optim::warmup(updates, scale > 1 ? std::min(1 / scale, most_warmup_start_) : 1.0 / 3);
+}
+
+void Run::make_scheduler(std::int64_t updates_per_epoch) {
+  scheduler_.emplace(*optimizer_, schedule(updates_per_epoch),
+                     optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = devices()});
+}
+
+// The learning rate of the sampler's position, as a fraction of the run.
+void Run::follow_sampler() {
+  const std::int64_t updates_per_epoch = updates_of(sampler_->num_samples());
+  scheduler_->set_step((epoch() + 1) * updates_per_epoch - updates_of(sampler_->indices().size()));
+  sampler_->set_position(0);
 }
 
 void Run::start(const RunParts& given, const nlohmann::json& facts) {
   RunParts parts = given;
   sampler_ = parts.sampler;
+  start_elastic(parts);
   resumes_within_epoch_ = parts.resumes_within_epoch;
+  most_warmup_start_ = parts.most_warmup_start;
   if (sampler_) parts.updates_per_epoch = updates_of(sampler_->num_samples());
   epoch_name_ = parts.epoch_name;
   start_ = std::chrono::steady_clock::now();
   model_ = &parts.model;
   optimizer_ = &parts.optimizer;
-  scheduler_.emplace(parts.optimizer, schedule(parts),
-                     optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = devices()});
+  make_scheduler(parts.updates_per_epoch);
   state_ = {checkpoint_part("scheduler", *scheduler_), checkpoint_part("scaler", scaler_)};
   if (sampler_) state_.push_back(checkpoint_part("sampler", *sampler_));
   state_.insert(state_.end(), parts.state.begin(), parts.state.end());
@@ -136,13 +155,15 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   open_folder(description, parts.facts_that_may_differ);
   checkpoint_.emplace(folder_.checkpoint, group_,
                       CheckpointOptions{.keep = options_.save_total_limit,
+                                        .asynchronous = !elastic_,  // A lost rank 0 would take the file with it.
                                         .sharded = parameter_shards_of(*optimizer_) != nullptr,
                                         .best_epoch_stem = "best_model_epoch"});
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
   if (is_resumed() && sampler_) {
     sampler_->set_epoch(static_cast<std::uint64_t>(epoch()));
-    scheduler_->set_step((epoch() + 1) * parts.updates_per_epoch - updates_of(sampler_->indices().size()));
+    follow_sampler();
   }
+  if (elastic_) optim::Elastic::Impl::of(*elastic_).steps = info_.step;
   info_.config = description;
   kept_step_ = info_.step;
   run_together(group_, [&] {
@@ -183,6 +204,41 @@ void Run::open_folder(const std::string& description, const std::vector<std::str
   });
 }
 
+void Run::start_elastic(const RunParts& parts) {
+  if (!options_.elastic) return;
+  if (!parts.wrapper || !sampler_)
+    throw UsageError(
+        fmt::format("--elastic needs a model in DistributedDataParallel and a sampler that can deal the "
+                    "samples of a lost rank again; {} lacks {}",
+                    declared_.program(), parts.wrapper ? "the sampler" : "the wrapper"));
+  elastic_ = std::make_unique<optim::Elastic>(
+      *parts.wrapper, parts.model, *sampler_,
+      optim::ElasticOptions{.min_ranks = options_.min_ranks,
+                            .on_change = [this](const Regroup&) { adapt_to_ranks(); }});
+}
+
+// As a run that resumes on this number of ranks.
+void Run::adapt_to_ranks() {
+  make_scheduler(updates_of(sampler_->num_samples()));
+  follow_sampler();
+  nlohmann::json config = nlohmann::json::parse(info_.config);
+  config["world_size"] = group_.world_size();
+  info_.config = json_text(config);
+}
+
+void Run::become_main() {
+  if (!is_main() || !is_saved() || folder_.lock) return;
+  folder_.lock = lock_folder(options_.save_dir);
+  wait_for_writer(folder_.checkpoint);  // The kernel frees the memory of the lost rank 0 before it closes its files.
+}
+
+void Run::retry(const std::function<void()>& action) {
+  if (!elastic_ || retries_) return action();
+  retries_ = true;
+  const auto end = c10::make_scope_exit([&] { retries_ = false; });
+  elastic_->retry(action);
+}
+
 void Run::step_optimizer() {
   const auto span = profile_ ? profile_->update_span() : std::nullopt;
   scaler_.step(*optimizer_);
@@ -191,8 +247,13 @@ void Run::step_optimizer() {
 }
 
 void Run::save(bool is_best) {
+  must_save_ = true;
+  retry([&] {
+    become_main();
+    if (checkpoint_) checkpoint_->save(*model_, *optimizer_, info_, state_, is_best);
+  });
+  must_save_ = false;
   kept_step_ = info_.step;
-  if (checkpoint_) checkpoint_->save(*model_, *optimizer_, info_, state_, is_best);
 }
 
 bool Run::must_end() {
@@ -202,7 +263,9 @@ bool Run::must_end() {
 }
 
 bool Run::finish() {
-  if (checkpoint_) checkpoint_->wait();
+  retry([&] {
+    if (checkpoint_) checkpoint_->wait();
+  });
   print_profile(true);
   if (is_stopped_ && is_main())
     log_line(
@@ -236,6 +299,12 @@ ProgressBar Run::bar(std::int64_t epoch, const std::string& loop, std::int64_t s
 void Run::report(const std::string& line, const nlohmann::ordered_json& values,
                  const std::vector<std::pair<std::string, double>>& scalars) {
   if (!is_main()) return;
+  become_main();
+  if (is_saved() && !history_) {  // Another rank has reported the epochs before.
+    history_ = std::make_unique<History>(options_.save_dir);
+    history_->load(step() - 1);
+    if (options_.tensorboard) summary_.emplace(std::filesystem::path(options_.save_dir) / "logs", step());
+  }
   print_line(options_.json ? values.dump() : fmt::format("{} {}/{} - {}", epoch_name_, epoch(), options_.epochs, line));
   if (history_) history_->add(epoch(), step(), scalars, epoch_word());
   if (!summary_) return;
@@ -251,10 +320,10 @@ void Run::write_file(const std::string& name, const std::string& text) const {
   if (is_main() && is_saved()) write_text(std::filesystem::path(options_.save_dir) / name, text);
 }
 
-void Run::print_summary(const std::string& result) const {
+void Run::print_summary(const std::string& result) {
   const bool is_cpu = devices_.front().is_cpu();
-  const std::vector<std::int64_t> memory =
-      is_cpu ? peak_memory_of_ranks(group_) : peak_memory_of_devices(devices_, group_);
+  std::vector<std::int64_t> memory;
+  retry([&] { memory = is_cpu ? peak_memory_of_ranks(group_) : peak_memory_of_devices(devices_, group_); });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   print(fmt::format("Training finished: {}, {} in {}{}", number_of(epoch(), epoch_word()), number_of(step(), "update"),
                     time_text(seconds),

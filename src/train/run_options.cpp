@@ -54,6 +54,15 @@ void declare(Options& options, RunOptions& run) {
       .may_differ();
   options.add("sync_batchnorm", &run.sync_batchnorm, "Synchronize batch norm over all ranks").also("sync_batch_norm");
   declare(options, run.launch);
+  options
+      .add("elastic", &run.elastic,
+           "Continue without a lost rank: CPU ranks of one host; start them with --nproc-per-node, or with ddpkit run "
+           "--min-ranks")
+      .may_differ();
+  options.add("min_ranks", &run.min_ranks, "With --elastic: fail with fewer ranks")
+      .between(1, 4096)
+      .needs("elastic")
+      .may_differ();
 
   options.section("run");
   options.add("save", &run.save, "Write checkpoints, records and pictures into the run folder").may_differ();

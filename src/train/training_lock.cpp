@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
+#include <ddpkit/train/atomic_file.h>
 
 namespace ddpkit::train {
 namespace {
@@ -45,6 +46,18 @@ std::shared_ptr<const void> lock_folder(const std::filesystem::path& folder) {
     std::this_thread::sleep_for(kBetweenTries);
   }
   return open;
+}
+
+void wait_for_writer(const std::filesystem::path& path) {
+  const auto limit = std::chrono::steady_clock::now() + kPatience;
+  for (;; std::this_thread::sleep_for(kBetweenTries)) {
+    try {
+      const AtomicFile probe(path);
+      return;
+    } catch (const InvalidArgument&) {
+      if (std::chrono::steady_clock::now() >= limit) throw;
+    }
+  }
 }
 
 }  // namespace ddpkit::train

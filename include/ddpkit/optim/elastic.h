@@ -46,6 +46,8 @@ struct ElasticOptions {
 /// run.
 class Elastic {
  public:
+  class Impl;  ///< Internal.
+
   /// Collective. All arguments must outlive this object. `objects` change in a step and return to their old values if
   /// the step is dropped: GradScaler, sums of losses, other objects that can be copied. Buffers of the module and the
   /// CPU's default generator are included. Throws InvalidArgument if the group was created without
@@ -57,6 +59,9 @@ class Elastic {
       : Elastic(ddp, ddp.module(), sampler, options) {
     (add(objects), ...);
   }
+  /// The same for a wrapper whose type is not known. `module`: the module in the wrapper.
+  Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
+          const ElasticOptions& options = {});
   ~Elastic();
   Elastic(const Elastic&) = delete;
   Elastic& operator=(const Elastic&) = delete;
@@ -74,8 +79,6 @@ class Elastic {
   std::int64_t steps() const noexcept;
 
  private:
-  Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
-          const ElasticOptions& options);
   template <class T>
   void add(T& object) {
     auto saved = std::make_shared<T>(object);
@@ -83,7 +86,6 @@ class Elastic {
   }
   void add(std::function<void()> save, std::function<void()> roll_back);
 
-  class Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -32,6 +32,9 @@ class Module;
 namespace ddpkit {
 class DistributedDataParallelBase;
 class ResumableSampler;
+namespace optim {
+class Elastic;
+}
 }  // namespace ddpkit
 
 namespace ddpkit::train {
@@ -74,12 +77,14 @@ struct RunParts {
 ///     run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler}, {{"data", name}});
 ///     while (run.has_epoch()) {
 ///       Epoch epoch(run, "samples");
-///       for (std::int64_t i = 0; epoch.next(); ++i) {
-///         optimizer.zero_grad();
-///         run.scaler().scale(loss_of(epoch.batch(i))).backward();
-///         run.step_optimizer();
-///         epoch.advance();
-///       }
+///       epoch.retry([&] {
+///         for (std::int64_t i = 0; epoch.next(); ++i) {
+///           optimizer.zero_grad();
+///           run.scaler().scale(loss_of(epoch.batch(i))).backward();
+///           run.step_optimizer();
+///           epoch.advance();
+///         }
+///       });
 ///       if (!epoch.finish(mean_loss)) break;
 ///       run.save();
 ///       epoch.report(...);
@@ -146,9 +151,13 @@ class Run {
   /// Returns whether an epoch remains, within RunOptions::epochs and max_steps.
   bool has_epoch() const { return info_.epoch < options_.epochs && !is_out_of_steps(); }
 
-  /// Saves a checkpoint in the background; with `is_best` also as best.pt and
-  /// best_model_epochN.pt (N from 0). Does nothing without a folder. Collective.
-  /// Throws the error of the previous checkpoint.
+  /// Calls `action`, such as an evaluation. With RunOptions::elastic, all remaining ranks call it again after each loss
+  /// of a rank. Updates belong into Epoch::retry(). The functions of Run and Epoch retry automatically. Collective.
+  void retry(const std::function<void()>& action);
+
+  /// Saves a checkpoint; with `is_best` also as best.pt and best_model_epochN.pt (N from 0). Writes in the background,
+  /// except with RunOptions::elastic. Does nothing without a folder. Collective. Throws the error of the previous
+  /// checkpoint.
   void save(bool is_best = false);
 
   /// Waits for the last checkpoint. Returns false if a signal has stopped the run; rank 0 then reports the signal and
@@ -172,7 +181,7 @@ class Run {
 
   /// Prints the last lines: number of epochs and updates, time, rate, peak memory of each rank or GPU, files, and
   /// `result`. With RunOptions::json only `result`. Collective.
-  void print_summary(const std::string& result) const;
+  void print_summary(const std::string& result);
 
  private:
   friend class Epoch;
@@ -181,11 +190,16 @@ class Run {
   void report(const std::string& line, const nlohmann::ordered_json& values,
               const std::vector<std::pair<std::string, double>>& scalars);
   void open_folder(const std::string& description, const std::vector<std::string>& facts_that_may_differ);
+  void start_elastic(const RunParts& parts);
+  void adapt_to_ranks();  // After the loss of a rank.
+  void become_main();     // Locks the folder if this rank has become rank 0.
   void print_profile(bool is_last);
   std::int64_t samples_per_batch() const { return options_.batch_size * static_cast<std::int64_t>(devices_.size()); }
   std::int64_t updates_of(std::size_t samples) const;
   bool is_out_of_steps() const { return options_.max_steps && info_.step >= *options_.max_steps; }
-  optim::Schedule schedule(const RunParts& parts) const;
+  optim::Schedule schedule(std::int64_t updates_per_epoch) const;
+  void make_scheduler(std::int64_t updates_per_epoch);
+  void follow_sampler();  // Sets the step of the scheduler.
   void seed_model() const;
   std::string epoch_word() const;  // "epoch"
   void print_model(const RunParts& parts) const;
@@ -202,6 +216,10 @@ class Run {
   ResumableSampler* sampler_ = nullptr;
   bool resumes_within_epoch_ = true;
   std::vector<CheckpointPart> state_;
+  double most_warmup_start_ = 1;
+  std::unique_ptr<optim::Elastic> elastic_;  // Null without RunOptions::elastic.
+  bool retries_ = false;                     // Within retry().
+  bool must_save_ = false;                   // The loss of a rank has interrupted save().
   RunFolder folder_;
   std::optional<Checkpoint> checkpoint_;
   CheckpointInfo info_;  // The progress of the run.
@@ -227,6 +245,12 @@ class Epoch {
   /// Without RunParts::sampler. `updates`: to make. `items`: of all ranks in these updates.
   Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit);
 
+  /// Calls `updates`: the loop over next(), and the sums over the ranks after it. With RunOptions::elastic, undoes the
+  /// update in flight after each loss of a rank, and calls `updates` again on all remaining ranks. batch() then returns
+  /// the samples of the epoch that no rank has used. Change the sums of the epoch after Run::step_optimizer(), because
+  /// they are not undone. Collective.
+  void retry(const std::function<void()>& updates);
+
   /// Returns false if the run has resumed within this epoch on the same number of ranks: then the checkpoint has
   /// restored the sums of each rank.
   bool is_new() const noexcept { return is_new_; }
@@ -248,7 +272,9 @@ class Epoch {
 
   double lr() const noexcept { return lr_; }            ///< Learning rate of the last update.
   double seconds() const noexcept { return seconds_; }  ///< Time of the updates, set by finish().
-  double items_per_second() const noexcept { return static_cast<double>(items_) / seconds_; }  ///< Of all ranks.
+  double items_per_second() const noexcept {            ///< Of all ranks.
+    return static_cast<double>(items_before_ + items_) / seconds_;
+  }
 
   /// Reports the epoch after finish(). Rank 0 prints "Epoch 1/30 - LINE", or with RunOptions::json `values`. Rank 0
   /// writes `scalars` (tag and value) to TensorBoard, metrics.csv and curves.svg. Tags with the same part before '/'
@@ -264,16 +290,21 @@ class Epoch {
               const nlohmann::ordered_json& more);
 
  private:
-  Epoch(Run& run, std::vector<std::size_t> order, const std::string& unit, std::int64_t items_per_sample);
+  void deal();  // Begins the rest of the sampler's epoch.
+  void make_bar();
+  std::int64_t items_done() const;  // Since deal().
+  std::size_t position() const;     // In order_.
 
   Run& run_;
   std::vector<std::size_t> order_ = {};  // Indices of this rank, with a sampler.
   bool is_new_ = true;
-  std::int64_t updates_, items_, done_ = 0;
+  std::int64_t updates_ = 0, items_ = 0, done_ = 0;  // Since deal().
+  std::int64_t items_before_ = 0, items_per_sample_ = 1;
+  std::uint64_t generation_;  // Of the group, at deal().
   std::string unit_;
   double lr_ = 0, seconds_ = 0;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-  ProgressBar bar_;
+  std::unique_ptr<ProgressBar> bar_;  // Of the updates since deal().
 };
 
 /// A scope without gradients in which all ranks evaluate the model of rank 0. The running statistics of batch norm

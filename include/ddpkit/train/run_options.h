@@ -38,6 +38,8 @@ struct RunOptions {
   std::string backend = {};                              ///< See InitOptions::backend.
   bool sync_batchnorm = false;                           ///< Synchronizes batch norm over all ranks.
   SelfLaunchOptions launch = {};                         ///< The ranks that the program starts.
+  bool elastic = false;                                  ///< Continue without a lost rank: see Run::retry().
+  int min_ranks = 1;                                     ///< With `elastic`: fail with fewer ranks.
   bool save = true;                                      ///< False: the run writes no files.
   std::string save_dir = {};                             ///< Folder of the run; empty: see default_run_folder().
   std::int64_t save_steps = 0;                           ///< Updates between checkpoints within an epoch; 0: none.
