@@ -90,8 +90,21 @@ note_steps() {
     }' "$1" >>"$made/ratios.tsv"
 }
 
+# note_recovery CSV: computes the ratios of ddpkit-elastic from the rows of `ddpkit bench recovery`.
+note_recovery() {
+  awk -F, '
+    NR > 1 { ms[$3, $1] = $4; if ($1 == "ddpkit-elastic") { sizes[++count] = $3 } else { others[$1] } }
+    END {
+      for (i = 1; i <= count; ++i)
+        for (other in others)
+          if (ms[sizes[i], other] > 0)
+            printf "kill to next step, %d MiB more memory per rank: ddpkit-elastic over %s\t%.4f\n", sizes[i], other, \
+              ms[sizes[i], "ddpkit-elastic"] / ms[sizes[i], other]
+    }' "$1" >>"$made/ratios.tsv"
+}
+
 # The parts that `all` and `check` measure. Each part has a function of its name below.
-parts=(collectives crowded sgd adamw har asr video clstm_ppo checkpoint hosts estimate micro headers)
+parts=(collectives crowded sgd adamw recovery har asr video clstm_ppo checkpoint hosts estimate micro headers)
 gpu_parts=(gpu_sgd gpu_one gpu_adamw gpu_micro gpu_har gpu_trainers gpu_collectives)
 
 measure_collectives() {
@@ -114,6 +127,10 @@ measure_adamw() {
   section "A step with AdamW, by how weights are updated" step --peers --starts 3 --backend shm --optimizer adamw \
     --model mlp-106k,mlp-7.6m --csv "$made/adamw.csv"
   note_steps "$made/adamw.csv"
+}
+measure_recovery() {
+  section "From the kill of a rank to the next step" recovery --peers --rounds 9 --resident-mib 0,4096 --csv "$made/recovery.csv"
+  note_recovery "$made/recovery.csv"
 }
 measure_har() {
   section "har: DataParallel and DistributedDataParallel" har --peers --devices 1,2 --plot "$made/har.svg"

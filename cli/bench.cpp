@@ -7,8 +7,9 @@ void add_bench(train::Options& app, Commands& commands) {
   bench.remove({"config"});
   add_bench_collectives(bench, commands);
   add_bench_step(bench, commands);
-  commands.emplace_back(&bench,
-                        []() -> int { throw train::UsageError("which benchmark? there are: collectives, step"); });
+  add_bench_recovery(bench, commands);
+  commands.emplace_back(
+      &bench, []() -> int { throw train::UsageError("which benchmark? there are: collectives, step, recovery"); });
 }
 
 }  // namespace ddpkit::cli

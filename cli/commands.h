@@ -20,6 +20,7 @@ void add_estimate(train::Options& app, Commands& commands);
 void add_bench(train::Options& app, Commands& commands);
 void add_bench_collectives(train::Options& bench, Commands& commands);
 void add_bench_step(train::Options& bench, Commands& commands);
+void add_bench_recovery(train::Options& bench, Commands& commands);
 
 /// Declares --params, a number of parameters: "7.16M", "1.2G".
 train::Options::Option add_parameter_count(train::Options& options, const std::string& name, double& parameters,

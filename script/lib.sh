@@ -15,6 +15,8 @@ cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-
 # With all dependencies: for the CUDA configuration and the comparisons with Python.
 full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18"
              "scikit-build-core>=0.10,<1")
+# Compared with ddpkit in `script/bench recovery`. Uses PyTorch of .deps/torch.
+torchft_wheels=("torchft-nightly>=2026.10")
 
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
