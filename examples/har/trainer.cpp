@@ -2,8 +2,11 @@
 
 #include <torch/torch.h>
 
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -55,20 +58,26 @@ void make_update(const std::vector<Split>& batches, Devices& devices, ddpkit::tr
   for (const Split& batch : batches) samples += batch.size();
   optimizer.zero_grad();
   at::Tensor mean;
+  std::mutex mutex;
+  std::vector<std::pair<at::Tensor, at::Tensor>> predictions;  // Logits and labels.
   for (const Split& batch : batches) {
     // Each sample has the same weight, also in the last batch of an epoch, which may be smaller.
     const double share = static_cast<double>(batch.size()) / static_cast<double>(samples);
     const Devices::Loss loss = [&](const Devices::Forward& forward, const Split& part) {
       const ddpkit::optim::Autocast autocast = run.autocast(part.windows.device());
       const at::Tensor logits = forward(part.windows);
-      metrics.add_predictions(logits, part.labels);
+      {
+        const std::lock_guard lock(mutex);  // The replicas of DataParallel are threads.
+        predictions.emplace_back(logits.detach(), part.labels);
+      }
       return run.scaler().scale(torch::cross_entropy_loss(logits, part.labels) * share);
     };
     const at::Tensor part = devices.backward(batch, loss, &batch == &batches.back()) / run.scaler().get_scale();
     mean = mean.defined() ? mean + part : part;
   }
-  metrics.add_loss(mean, samples);
   run.step_optimizer();
+  for (const auto& [logits, labels] : predictions) metrics.add_predictions(logits, labels);
+  metrics.add_loss(mean, samples);
 }
 
 // Evaluates each test window once, on one rank.
@@ -130,26 +139,29 @@ void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit
     const auto make_batch = [&](std::int64_t number) {
       return train.rows(torch::tensor(epoch.batch(number)).to(group.device()));
     };
-    ddpkit::Prefetcher<Split> loader(epoch.batches(), make_batch, {.num_workers = options.run.num_workers});
-    model->train();
+    ClassificationResult trained;
     tested.reset();
-    while (epoch.next()) {
-      std::vector<Split> batches;
-      for (int i = 0; i < options.run.grad_accum_steps; ++i) {
-        if (auto batch = loader.next()) batches.push_back(std::move(*batch));
+    epoch.retry([&] {
+      ddpkit::Prefetcher<Split> loader(epoch.batches(), make_batch, {.num_workers = options.run.num_workers});
+      model->train();
+      while (epoch.next()) {
+        std::vector<Split> batches;
+        for (int i = 0; i < options.run.grad_accum_steps; ++i) {
+          if (auto batch = loader.next()) batches.push_back(std::move(*batch));
+        }
+        make_update(batches, *devices, run, *optimizer, metrics);
+        epoch.advance([&] { return metrics.note(); });
       }
-      make_update(batches, *devices, run, *optimizer, metrics);
-      epoch.advance([&] { return metrics.note(); });
-    }
-    const ClassificationResult trained = metrics.reduce(group);
+      trained = metrics.reduce(group);
+    });
     if (!epoch.finish(trained.loss)) break;
-    tested = evaluate(*model, test, data.classes(), group, run);
+    run.retry([&] { tested = evaluate(*model, test, data.classes(), group, run); });
     epoch.report(trained, *tested, "test", "Test", data.class_names,
                  fmt::format("{:.1f} s, {:.0f} samples/s", epoch.seconds(), epoch.items_per_second()), {});
     run.save();
   }
   if (!run.finish()) return;
-  if (!tested) tested = evaluate(*model, test, data.classes(), group, run);
+  if (!tested) run.retry([&] { tested = evaluate(*model, test, data.classes(), group, run); });
   run.print(ddpkit::train::confusion_table(*tested, data.class_names));
   run.print_summary(fmt::format("test accuracy {:.1f} %", 100 * tested->accuracy));
 }

@@ -38,20 +38,24 @@ int main(int argc, char** argv) {
     while (run.has_epoch()) {
       train::Epoch epoch(run, "points");
       train::MeanLoss mean;
-      for (std::int64_t i = 0; epoch.next(); ++i) {
-        const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group.device());  // of this rank
-        optimizer.zero_grad();
-        const at::Tensor loss =
-            torch::cross_entropy_loss(ddp(points.index_select(0, rows)), inside.index_select(0, rows));
-        run.scaler().scale(loss).backward();  // exchanges the gradients
-        run.step_optimizer();
-        mean.add(loss.item<double>(), static_cast<double>(rows.numel()));
-        epoch.advance([&] { return mean.note(); });
-      }
-      const double loss = mean.reduce(group);
-      if (!epoch.finish(loss)) break;
+      double mean_of_ranks = 0;
+      epoch.retry([&] {  // with --elastic, again after the loss of a rank
+        for (std::int64_t i = 0; epoch.next(); ++i) {
+          const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group.device());  // of this rank
+          optimizer.zero_grad();
+          const at::Tensor loss =
+              torch::cross_entropy_loss(ddp(points.index_select(0, rows)), inside.index_select(0, rows));
+          run.scaler().scale(loss).backward();  // exchanges the gradients
+          run.step_optimizer();
+          mean.add(loss.item<double>(), static_cast<double>(rows.numel()));
+          epoch.advance([&] { return mean.note(); });
+        }
+        mean_of_ranks = mean.reduce(group);
+      });
+      if (!epoch.finish(mean_of_ranks)) break;
       run.save();
-      epoch.report(fmt::format("Train Loss: {:.4f}", loss), {{"train_loss", loss}}, {{"loss/train", loss}});
+      epoch.report(fmt::format("Train Loss: {:.4f}", mean_of_ranks), {{"train_loss", mean_of_ranks}},
+                   {{"loss/train", mean_of_ranks}});
     }
     if (run.finish()) run.print_summary(fmt::format("{} updates", run.step()));
   });
