@@ -85,8 +85,9 @@ class Trainer {
                 {"validation_characters", corpus_.validation.numel()}});
     while (run_.has_epoch() && train_epoch()) run_.save();
     if (!run_.finish()) return;
-    if (std::isnan(validated_)) validated_ = validate();
-    const std::string text = write();
+    if (std::isnan(validated_)) run_.retry([&] { validated_ = validate(); });
+    std::string text;
+    run_.retry([&] { text = write(); });
     if (!text.empty()) run_.print(text);
     run_.print_summary(fmt::format("validation loss {:.4f}", validated_));
   }
@@ -125,17 +126,20 @@ class Trainer {
   bool train_epoch() {
     ddpkit::train::Epoch epoch(run_, "characters", options_.context);
     if (epoch.is_new()) loss_ = {};
-    model_->train();
     validated_ = NAN;
-    for (std::int64_t i = 0; epoch.next(); ++i) {
-      const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group_.device());
-      const double loss = train_step(train_.index_select(0, rows));
-      loss_.add(loss, static_cast<double>(rows.numel()));
-      epoch.advance([&] { return fmt::format("loss={:.4f}", loss); });
-    }
-    const double mean = loss_.reduce(group_);
+    double mean = 0;
+    epoch.retry([&] {
+      model_->train();
+      for (std::int64_t i = 0; epoch.next(); ++i) {
+        const at::Tensor rows = torch::tensor(epoch.batch(i)).to(group_.device());
+        const double loss = train_step(train_.index_select(0, rows));
+        loss_.add(loss, static_cast<double>(rows.numel()));
+        epoch.advance([&] { return fmt::format("loss={:.4f}", loss); });
+      }
+      mean = loss_.reduce(group_);
+    });
     if (!epoch.finish(mean)) return false;
-    validated_ = validate();
+    run_.retry([&] { validated_ = validate(); });
     report(epoch, mean);
     return true;
   }

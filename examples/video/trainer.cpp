@@ -71,10 +71,18 @@ at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels, const Dat
   return (each * at::tensor(data.class_weights, each.options()).index_select(0, labels)).mean();
 }
 
+// The validation trials of this rank.
+std::vector<std::size_t> validation_trials(const Data& data, const ddpkit::ProcessGroup& group) {
+  const std::vector<std::size_t>& all = data.split.validation;
+  const auto share =
+      ddpkit::train::evaluation_share(static_cast<std::int64_t>(all.size()), group.rank(), group.world_size());
+  return {all.begin() + share.begin, all.begin() + share.end};
+}
+
 // Evaluates each validation trial once, on one rank.
-ClassificationResult evaluate(Classifier& model, Data& data, const std::vector<std::size_t>& trials,
-                              const TrainOptions& options, const ddpkit::ProcessGroup& group,
-                              const ddpkit::train::Run& run) {
+ClassificationResult evaluate(Classifier& model, Data& data, const TrainOptions& options,
+                              const ddpkit::ProcessGroup& group, const ddpkit::train::Run& run) {
+  const std::vector<std::size_t> trials = validation_trials(data, group);
   const ddpkit::train::EvaluationScope scope(model, group);
   ClassificationMetrics metrics(data.classes());
   const auto size = static_cast<std::ptrdiff_t>(options.run.batch_size);
@@ -109,11 +117,7 @@ void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit
   read_data(data, folder, options, group, run, faults);
   ddpkit::ResumableSampler sampler =
       make_sampler(data.set, data.split.train, data.class_weights, options.balance, options.run.seed, group);
-  const auto share = ddpkit::train::evaluation_share(static_cast<std::int64_t>(data.split.validation.size()),
-                                                     group.rank(), group.world_size());
-  const std::vector<std::size_t> validation(data.split.validation.begin() + share.begin,
-                                            data.split.validation.begin() + share.end);  // Of this rank.
-  run.print_batches(run.batches_of(sampler.num_samples()), run.batches_of(validation.size()));
+  run.print_batches(run.batches_of(sampler.num_samples()), run.batches_of(validation_trials(data, group).size()));
   const auto model = run.make_model([&] {
     return std::make_shared<Classifier>(
         ModelOptions{.classes = data.classes(), .dropout = options.dropout, .width = options.width});
@@ -147,31 +151,33 @@ void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit
         trials.push_back(data.split.train[static_cast<std::size_t>(place)]);
       return load_clips(data.set, trials, *data.loader, variation, options.repeat_frame);
     };
-    ddpkit::Prefetcher<Clips> loader(epoch.batches(), make_clips, loader_options(options));
-    model->train();
-    while (epoch.next()) {
-      const Clips clips = *loader.next();
-      const at::Tensor labels = clips.labels.to(group.device());
-      optimizer.zero_grad();
-      at::Tensor loss;
-      {
-        const ddpkit::optim::Autocast autocast = run.autocast(group.device());
-        const at::Tensor logits =
-            ddp(prepare_clips(clips.pixels.to(group.device()), clips.augmentations)).to(at::kFloat);
-        metrics.add_predictions(logits, labels);
-        loss = loss_of(logits, labels, data, options);
+    ClassificationResult trained, validated;
+    double wait_seconds = 0;
+    epoch.retry([&] {
+      ddpkit::Prefetcher<Clips> loader(epoch.batches(), make_clips, loader_options(options));
+      model->train();
+      while (epoch.next()) {
+        const Clips clips = *loader.next();
+        const at::Tensor labels = clips.labels.to(group.device());
+        optimizer.zero_grad();
+        at::Tensor logits, loss;
+        {
+          const ddpkit::optim::Autocast autocast = run.autocast(group.device());
+          logits = ddp(prepare_clips(clips.pixels.to(group.device()), clips.augmentations)).to(at::kFloat);
+          loss = loss_of(logits, labels, data, options);
+        }
+        run.scaler().scale(loss).backward();
+        run.step_optimizer();
+        metrics.add(logits.detach(), labels, loss.detach());
+        epoch.advance([&] { return metrics.note(); });
       }
-      run.scaler().scale(loss).backward();
-      metrics.add_loss(loss, clips.size());
-      run.step_optimizer();
-      epoch.advance([&] { return metrics.note(); });
-    }
-    const ClassificationResult trained = metrics.reduce(group);
+      trained = metrics.reduce(group);
+      wait_seconds = loader.stats().wait_seconds;
+    });
     if (!epoch.finish(trained.loss)) break;
-    const ClassificationResult validated = evaluate(*model, data, validation, options, group, run);
+    run.retry([&] { validated = evaluate(*model, data, options, group, run); });
     const bool is_best = best.update(run.epoch(), validated);
     run.save(is_best);
-    const double wait_seconds = loader.stats().wait_seconds;
     epoch.report(trained, validated, "validation", "Val", data.set.class_names,
                  fmt::format("{:.1f} s, {:.1f} clips/s, waited {:.0f}%", epoch.seconds(), epoch.items_per_second(),
                              100 * wait_seconds / epoch.seconds()),
@@ -179,7 +185,7 @@ void train(TrainOptions& options, const ddpkit::train::Options& declared, ddpkit
     if (is_best) run.print_best(fmt::format("F1: {:.4f}", validated.macro_f1()));
   }
   if (run.finish()) {
-    if (best.epoch() == 0) best.update(run.epoch(), evaluate(*model, data, validation, options, group, run));
+    if (best.epoch() == 0) run.retry([&] { best.update(run.epoch(), evaluate(*model, data, options, group, run)); });
     run.print(ddpkit::train::confusion_table(best.result(), data.set.class_names));
     run.print_summary(fmt::format("best macro F1 {:.3f} (epoch {})", best.result().macro_f1(), best.epoch()));
   }
