@@ -11,7 +11,7 @@
 namespace ddpkit::launcher {
 
 /// Serves the store in which the ranks connect, so the store outlives every rank. On one host with a random key, on a
-/// free port: MASTER_PORT stays free for programs that serve a store of their own, such as Python's. On several hosts
+/// free port: MASTER_PORT stays free for programs that serve a separate store, such as Python's. On several hosts
 /// with the key file, at the master's address of host 0. Without a key file, rank 0 serves c10d's TCPStore, and host 0
 /// prints a warning.
 class HostedStore {

@@ -201,13 +201,13 @@ TEST_CASE("the store survives clients that are killed", "[store]") {
   for (int i = 0; i < 4; ++i) {  // Forked before the server starts its thread.
     const pid_t child = ::fork();
     if (child == 0) {
-      std::array<char, 2 + 32> told{};
-      if (::read(go[0], told.data(), told.size()) != static_cast<ssize_t>(told.size())) ::_exit(1);
+      std::array<char, 2 + 32> message{};
+      if (::read(go[0], message.data(), message.size()) != static_cast<ssize_t>(message.size())) ::_exit(1);
       std::uint16_t port = 0;
-      std::memcpy(&port, told.data(), 2);
+      std::memcpy(&port, message.data(), 2);
       const ddpkit::store::StorePlace place{.address = loopback(port),
                                             .name = "killed",
-                                            .key = ddpkit::store::digest_of({told.data() + 2, 32}),
+                                            .key = ddpkit::store::digest_of({message.data() + 2, 32}),
                                             .run = "local-1/0"};
       KeyedStore store(place, kStoreLimit);
       store.add("children", 1);
@@ -219,11 +219,11 @@ TEST_CASE("the store survives clients that are killed", "[store]") {
   const ServedStore served;
   const auto client = served.join();
   for (std::size_t i = 0; i < children.size(); ++i) {
-    std::array<char, 2 + 32> told{};
+    std::array<char, 2 + 32> message{};
     const std::uint16_t port = served.port();
-    std::memcpy(told.data(), &port, 2);
-    std::memcpy(told.data() + 2, served.key.data(), 32);
-    REQUIRE(::write(go[1], told.data(), told.size()) == static_cast<ssize_t>(told.size()));
+    std::memcpy(message.data(), &port, 2);
+    std::memcpy(message.data() + 2, served.key.data(), 32);
+    REQUIRE(::write(go[1], message.data(), message.size()) == static_cast<ssize_t>(message.size()));
   }
   while (client->add("children", 0) < 4) std::this_thread::sleep_for(milliseconds(1));
   for (const pid_t child : children) {
