@@ -24,7 +24,7 @@ void use_plain_attention() {
 }
 
 /// On virtual GPUs, whose operators are slow, the CPU trains the model alone.
-void check_training(ProcessGroup& group, const ddpkit::testing::MakeModel& make_model, Training training = {}) {
+void check_trains(ProcessGroup& group, const ddpkit::testing::MakeModel& make_model, Training training = {}) {
   use_plain_attention();
   if (has_virtual_gpus()) training.alone = at::kCPU;
   check_trains_as_alone(group, make_model, training);
@@ -34,9 +34,9 @@ void check_models(ProcessGroup& group, bool reshard, int prefetch) {
   INFO("prefetch " << prefetch << ", reshard_after_forward " << reshard);
   const Training training{.options = {.min_unit_mb = 0, .reshard_after_forward = reshard, .prefetch = prefetch},
                           .dtype = at::kFloat};
-  check_training(group, maker<Mlp>(at::kFloat), training);
-  check_training(group, maker<Cnn>(at::kFloat), training);
-  check_training(group, maker<Transformer>(at::kFloat), training);
+  check_trains(group, maker<Mlp>(at::kFloat), training);
+  check_trains(group, maker<Cnn>(at::kFloat), training);
+  check_trains(group, maker<Transformer>(at::kFloat), training);
 }
 
 }  // namespace
@@ -59,8 +59,8 @@ TEST_CASE("two replicas of a fully sharded model on 4 GPUs train as one process"
   NEEDS_GPUS(4);
   on_gpus("two replicas of a fully sharded model on 4 GPUs train as one process", 4, [](ProcessGroup& group) {
     const ddpkit::FullyShardedOptions options{.min_unit_mb = 0, .replicas = 2};
-    check_training(group, maker<Cnn>(at::kFloat), {.options = options, .dtype = at::kFloat});
-    check_training(group, maker<Transformer>(at::kDouble), {.options = options, .max_norm = 0.05});
+    check_trains(group, maker<Cnn>(at::kFloat), {.options = options, .dtype = at::kFloat});
+    check_trains(group, maker<Transformer>(at::kDouble), {.options = options, .max_norm = 0.05});
   });
 }
 
@@ -68,10 +68,10 @@ TEST_CASE("fully sharded training on 2 GPUs clips and accumulates gradients", "[
   NEEDS_GPUS(2);
   on_gpus("fully sharded training on 2 GPUs clips and accumulates gradients", 2, [](ProcessGroup& group) {
     const auto make = maker<Transformer>(at::kDouble);
-    check_training(group, make, {.max_norm = 0.05});
-    check_training(group, make, {.max_norm = 0.05, .accumulate = 3});
-    check_training(group, make, {.max_norm = 0.05, .accumulate = 3, .no_sync = true});
-    check_training(group, maker<Transformer>(at::kDouble, [](Transformer& model) { model.checkpoint(); }));
+    check_trains(group, make, {.max_norm = 0.05});
+    check_trains(group, make, {.max_norm = 0.05, .accumulate = 3});
+    check_trains(group, make, {.max_norm = 0.05, .accumulate = 3, .no_sync = true});
+    check_trains(group, maker<Transformer>(at::kDouble, [](Transformer& model) { model.checkpoint(); }));
   });
 }
 
@@ -81,8 +81,8 @@ TEST_CASE("fully sharded models on 2 GPUs compute and reduce in another type", "
     Training training{.options = {.min_unit_mb = 0}, .dtype = at::kFloat};
     for (const auto& reduce : {std::optional(at::kDouble), std::optional<at::ScalarType>()}) {
       training.options.precision = {.param_dtype = at::kDouble, .reduce_dtype = reduce};
-      check_training(group, maker<Mlp>(at::kFloat), training);
-      check_training(group, maker<Transformer>(at::kFloat), training);
+      check_trains(group, maker<Mlp>(at::kFloat), training);
+      check_trains(group, maker<Transformer>(at::kFloat), training);
     }
   });
 }

@@ -28,7 +28,7 @@ using ddpkit::testing::read_file;
 constexpr int kRanks = 4;
 constexpr int kStep = 2;   ///< Complete steps before the deaths.
 constexpr int kSteps = 5;  ///< In all.
-constexpr int kLayers = 4;
+constexpr int kLinears = 4;
 
 struct Death {
   int rank = 1;
@@ -38,12 +38,12 @@ struct Death {
 
 struct Net : torch::nn::Module {
   Net() {
-    for (int i = 0; i < kLayers; ++i)
+    for (int i = 0; i < kLinears; ++i)
       layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(16, 16)));
   }
   torch::Tensor forward(torch::Tensor x) {
-    for (int i = 0; i < kLayers; ++i) {
-      if (i == kLayers / 2) in_the_middle();
+    for (int i = 0; i < kLinears; ++i) {
+      if (i == kLinears / 2) in_the_middle();
       x = torch::tanh(layers[static_cast<std::size_t>(i)]->forward(x));
     }
     return x;
@@ -87,7 +87,7 @@ void train(const std::vector<Death>& deaths, const Folder& folder) {
                                  witness);
   self = &elastic;
   model->in_the_middle = [&] { reach("forward"); };
-  for (int i = 0; i < kLayers; ++i)
+  for (int i = 0; i < kLinears; ++i)
     model->layers[static_cast<std::size_t>(i)]->weight.register_hook(
         [&reach, i](const torch::Tensor&) { reach("gradient " + std::to_string(i)); });
   do {
@@ -146,7 +146,7 @@ TEST_CASE("a rank ends at each point of a step or of retry()", "[ranks][shm][ela
   const char* name = "a rank ends at each point of a step or of retry()";
   for (const int rank : {0, 3}) {
     std::vector<std::string> points = {"forward", "retry", "end of retry"};
-    for (int i = 0; i < kLayers; ++i) points.push_back("gradient " + std::to_string(i));
+    for (int i = 0; i < kLinears; ++i) points.push_back("gradient " + std::to_string(i));
     for (const std::string& point : points) compare(name, {{.rank = rank, .point = point}});
     // The others have all gradients, and complete the step.
     for (const char* point : {"backward", "update"}) compare(name, {{.rank = rank, .point = point}}, kStep + 1);
