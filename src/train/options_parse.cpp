@@ -38,8 +38,10 @@ void give(Entry& entry, Entry::Source source, GivenValue value, const std::strin
   entry.given = std::move(value);
 }
 
+/// The file that a run writes has all options, also those without effect.
 bool is_on(const Entry& entry) {
   const nlohmann::json value = entry.get();
+  if (entry.source == Entry::Source::kFile && value == entry.before) return false;
   return entry.is_given() && value != false && value != "";
 }
 
@@ -99,6 +101,7 @@ void Options::State::apply(bool requires_all) const {
         throw UsageError(fmt::format("{} is required", entry->is_argument() ? entry->name : dashed(entry->key)));
       continue;
     }
+    if (entry->before.is_null()) entry->before = entry->get();
     const bool is_list_for_one = entry->given.is_list && !entry->is_list;
     const std::string must_be = is_list_for_one ? "a single value" : entry->set(entry->given.values);
     if (must_be.empty()) continue;

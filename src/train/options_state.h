@@ -31,6 +31,7 @@ struct Options::Entry {
   Source source = Source::kCode;
   std::string where = {};  ///< Source and name as written: "run.yaml:3: training.lr" or "--lr".
   GivenValue given = {};
+  nlohmann::json before = nullptr;  ///< The value of kCode.
 
   bool is_argument() const { return is_positional || is_rest; }
   bool is_stored() const { return !is_hidden && !is_argument() && !is_config; }

@@ -200,6 +200,13 @@ TEST_CASE("a wrong option is one sentence that names it", "[options]") {
   CHECK_THROWS_WITH(parse_run({"--save-dir", "x", "--resume", "--overwrite"}), "--overwrite excludes --resume");
 }
 
+TEST_CASE("an option needs another one only if it has an effect", "[options]") {
+  CHECK_THROWS_WITH(parse_run({"--min-ranks", "2"}), "--min-ranks needs --elastic");
+  CHECK_THROWS_WITH(parse_config("min_ranks: 2"), ContainsSubstring("run.yaml:1: min_ranks needs --elastic"));
+  CHECK(parse_config("min_ranks: 1").min_ranks == 1);  // As in the file that a run writes.
+  CHECK(parse_config("{min_ranks: 2, elastic: true}").min_ranks == 2);
+}
+
 TEST_CASE("the suggested name differs by one typing error", "[options]") {
   const std::vector<std::string> names = {"epochs", "lr", "batch-size"};
   CHECK(nearest("epoch", names) == "epochs");
