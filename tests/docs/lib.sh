@@ -64,7 +64,7 @@ check_options() {
     if [[ $name == script/bench ]]; then
       grep -qE "^ +$1( |\$)" <<<"$help" || wrong "$where: $name knows no $1"
       case $1 in
-        step | collectives) command=("$build/bin/ddpkit" bench "$1") ;;
+        step | collectives | recovery) command=("$build/bin/ddpkit" bench "$1") ;;
         har | asr | video | estimate) [ ! -x "$build/bin/bench_$1" ] || command=("$build/bin/bench_$1") ;;
       esac
       shift

@@ -22,6 +22,7 @@ struct Training {
   double max_norm = 0;
   int accumulate = 1;    ///< Backwards per step.
   bool no_sync = false;  ///< In all but the last backward of a step.
+  int steps = kSteps;
   std::function<void(LossModel& model, int step)> before_step = {};
   std::optional<at::Device> alone = std::nullopt;  ///< Of the training in one process; by default the group's device.
 };
@@ -37,7 +38,7 @@ inline void check_trains_as_alone(ProcessGroup& group, const MakeModel& make_mod
   model->to(group.device());
   FullyShardedDataParallel fsdp(model, group, training.options);
   optim::ShardedOptimizer<optim::FusedAdamW> optimizer(fsdp, kAdamW);
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < training.steps; ++step) {
     alone_optimizer.zero_grad();
     optimizer.zero_grad();
     for (LossModel* one : {alone.get(), model.get()}) {
