@@ -71,12 +71,7 @@ void add_bench_recovery(train::Options& bench, Commands& commands) {
     } catch (const InvalidArgument& error) {
       throw train::UsageError(error.what());
     }
-    try {
-      return run_bench(options);
-    } catch (const WorkerFailed& error) {
-      std::cerr << "ddpkit bench: " << error.what() << '\n';
-      return error.exit_code();
-    }
+    return run_with_workers([&] { return run_bench(options); });
   });
 }
 

@@ -134,12 +134,7 @@ void add_bench_step(train::Options& bench, Commands& commands) {
       throw train::UsageError(error.what());
     }
     if (!options.as_rank.empty()) return run_step_rank(options.as_rank, plan, options.control);
-    try {
-      return run_bench(options);
-    } catch (const WorkerFailed& error) {
-      std::cerr << "ddpkit bench: " << error.what() << '\n';
-      return error.exit_code();
-    }
+    return run_with_workers([&] { return run_bench(options); });
   });
 }
 

@@ -13,6 +13,13 @@
 
 namespace ddpkit::bench {
 
+int run_with_workers(const std::function<int()>& benchmark) try {
+  return benchmark();
+} catch (const WorkerFailed& error) {
+  std::cerr << "ddpkit bench: " << error.what() << '\n';
+  return error.exit_code();
+}
+
 Workers::Workers(Options options)
     : options_(std::move(options)),
       pending_(static_cast<std::size_t>(options_.ranks)),

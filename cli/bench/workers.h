@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -23,6 +24,9 @@ class WorkerFailed : public Error {
  private:
   int exit_code_;
 };
+
+/// Runs a benchmark and returns its exit code. If a worker fails, prints the cause and returns the worker's exit code.
+int run_with_workers(const std::function<int()>& benchmark);
 
 /// The backend of the workers is not available. The message has the reason.
 class NoBackend : public Error {
