@@ -105,17 +105,19 @@ Optimizer make_optimizer(const OptimizerChoice& choice, const std::vector<at::Te
 }
 
 void report_tensor(Report& report, std::uint32_t event, Kind kind, const std::string& name, const at::Tensor& tensor) {
-  Entry& entry = report.entries.emplace_back();
+  Entry entry;
   entry.event = event;
   entry.kind = kind;
   entry.name = name;
-  if (!tensor.defined()) return;
-  at::Tensor values = tensor.detach();
-  if (values.layout() == at::kSparse) values = values.to_dense();
-  if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
-  values = values.to(at::kDouble).contiguous();
-  const double* data = values.const_data_ptr<double>();
-  entry.values.assign(data, data + values.numel());
+  if (tensor.defined()) {
+    at::Tensor values = tensor.detach();
+    if (values.layout() == at::kSparse) values = values.to_dense();
+    if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
+    values = values.to(at::kDouble).contiguous();
+    const double* data = values.const_data_ptr<double>();
+    entry.values.assign(data, data + values.numel());
+  }
+  report.entries.push_back(std::move(entry));  // Reading a sharded parameter may throw: then there is no entry.
 }
 
 void report_state(Report& report, std::uint32_t event, const torch::optim::Optimizer& optimizer, Model& model) {
