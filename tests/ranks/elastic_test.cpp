@@ -240,6 +240,27 @@ TEST_CASE("shrink() continues without lost ranks, also without the rank that ser
            {.doomed = {0, 2, 3}});
 }
 
+TEST_CASE("after regroup() each rank has its own buffers", "[ranks][shm][elastic]") {
+  on_ranks("after regroup() each rank has its own buffers", 3,
+           [](ProcessGroup& fixed) {
+             const ProcessGroup group = elastic_group();
+             torch::nn::BatchNorm1d model(6);
+             ddpkit::DistributedDataParallel ddp(model, group, {.broadcast_buffers = false});
+             const auto train = [&] { ddp(torch::ones({4, 6})).sum().backward(); };
+             const torch::NoGradGuard no_grad;
+             model->running_mean.fill_(fixed.rank());
+             if (fixed.rank() == 0) die();
+             CHECK_THROWS_AS(group.barrier(), PeerLost);
+             group.shrink();
+             ddp.regroup();
+             CHECK(model->running_mean.eq(fixed.rank()).all().item<bool>());
+             const torch::AutoGradMode grad(true);
+             train();
+             group.barrier();
+           },
+           {.doomed = {0}});
+}
+
 TEST_CASE("Elastic undoes nothing that cannot be undone", "[ranks][shm][elastic]") {
   on_ranks("Elastic undoes nothing that cannot be undone", 3,
            [](ProcessGroup& fixed) {

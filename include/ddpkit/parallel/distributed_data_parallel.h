@@ -69,8 +69,9 @@ class DistributedDataParallelBase : public Joinable {
   /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
-  /// After ProcessGroup::shrink(): averages over the ranks that remain. Collective. Drops the gradients. Throws
-  /// InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within join().
+  /// After ProcessGroup::shrink(): averages over the ranks that remain. Parameters, which must be equal on all ranks,
+  /// and buffers keep their values. Collective. Drops the gradients. Throws InvalidArgument with a communication hook,
+  /// sharded parameters, a ShardedOptimizer, or within join().
   void regroup();
 
   const ProcessGroup& join_group() const override { return group(); }

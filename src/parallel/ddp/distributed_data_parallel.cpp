@@ -150,8 +150,9 @@ std::string text_of(const DistributedDataParallelOptions& options, const Process
 
 class DistributedDataParallelBase::Impl {
  public:
+  /// `broadcasts`: all ranks get rank 0's parameters and buffers.
   Impl(torch::nn::Module& module, ProcessGroup group, const DistributedDataParallelOptions& options,
-       const std::shared_ptr<ParameterShards>& shards);
+       const std::shared_ptr<ParameterShards>& shards, bool broadcasts = true);
 
   void before_forward(const Joinable& self);
   void record_forward();
@@ -178,7 +179,7 @@ class DistributedDataParallelBase::Impl {
 
 DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup process_group,
                                         const DistributedDataParallelOptions& options,
-                                        const std::shared_ptr<ParameterShards>& shards)
+                                        const std::shared_ptr<ParameterShards>& shards, bool broadcasts)
     : group(std::move(process_group)), module_(&module), options_(options) {
   NamedTensors parameters, buffers;
   std::vector<NamedParameter> distinct;
@@ -205,8 +206,8 @@ DistributedDataParallelBase::Impl::Impl(torch::nn::Module& module, ProcessGroup 
   for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
   sort_by_type(parameters_);
   sort_by_type(buffers_);
-  if (!shards) broadcast_all(parameters_, group, 0);
-  broadcast_all(buffers_, group, 0);
+  if (broadcasts && !shards) broadcast_all(parameters_, group, 0);
+  if (broadcasts) broadcast_all(buffers_, group, 0);
   for (const at::Tensor& buffer : buffers_) buffer_versions_.push_back(buffer._version());
   if (debug_level() >= DebugLevel::kInfo && group.rank() == 0) debug_line(group, text_of(options_, group));
   reducer = std::make_unique<Reducer>(std::move(distinct), group, reducer_options);
@@ -278,7 +279,8 @@ void DistributedDataParallelBase::Impl::regroup() {
   if (reducer) Reducer::Impl::of(*reducer).require_replicas("regroup");
   reducer.reset();
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
-  Impl next(*module_, group, options_, nullptr);  // The arena of the former reducer has been released.
+  // The arena of the former reducer has been released.
+  Impl next(*module_, group, options_, nullptr, /*broadcasts=*/false);
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
   *this = std::move(next);
