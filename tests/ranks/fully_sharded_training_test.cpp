@@ -230,7 +230,40 @@ struct Experts final : LossModel {
   torch::nn::ModuleList blocks;
 };
 
+/// In backward, some ranks have all gradients of the unit `ends` before `middle` is gathered, others after.
+struct Ends final : LossModel {
+  Ends() {
+    torch::manual_seed(3);
+    first = register_module("first", torch::nn::Linear(42, 42));
+    middle = register_module("middle", torch::nn::Linear(42, 42));
+    ends = register_module("ends", torch::nn::ModuleList());
+    for (int i = 0; i < 3; ++i) ends->push_back(torch::nn::Linear(42, 42));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const auto end = [&](std::size_t i) { return (*ends)[i]->as<torch::nn::Linear>(); };
+    const auto input = x.flatten(1);
+    const bool early = static_cast<int>(std::abs(x.flatten()[0].item<double>()) * 100) % 2 != 0;
+    const auto branch = early ? end(0)->forward(input).detach() : end(1)->forward(input);
+    return end(2)->forward(torch::tanh(middle(torch::tanh(first(input) + branch)))).pow(2).mean();
+  }
+  torch::nn::Linear first{nullptr}, middle{nullptr};
+  torch::nn::ModuleList ends;
+};
+
 }  // namespace
+
+TEST_CASE("ranks may reduce a fully sharded unit before or after another is gathered", "[ranks][fsdp]") {
+  for (const char* backend : {"shm", "gloo"}) {
+    ddpkit::testing::on_ranks(
+        "ranks may reduce a fully sharded unit before or after another is gathered", {2, 3},
+        [](ProcessGroup& group) {
+          const FullyShardedOptions options{
+              .units = {"first", "middle", "ends"}, .min_unit_mb = 0, .prefetch = 0, .find_unused_parameters = true};
+          check_trains_as_alone(group, maker<Ends>(at::kDouble), {.options = options});
+        },
+        {.backend = backend});
+  }
+}
 
 TEST_CASE("ranks may use different parameters of a fully sharded unit", "[ranks][fsdp]") {
   for (const char* backend : {"shm", "gloo"}) {
