@@ -4,6 +4,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 deps=$root/.deps
 build=$root/build
+torch=torch  # Below $deps.
 
 # Without bytecode, Python compiles torch at each import: 1.4 s of 3.9 s. Benchmarks would count that time for Python.
 unset PYTHONDONTWRITEBYTECODE
@@ -11,7 +12,15 @@ unset PYTHONDONTWRITEBYTECODE
 # The only definition of the LibTorch version. libtorch_cpu.so links the two NVIDIA wheels (libcudart.so.13,
 # libcupti.so.13), at the versions that torch==2.11.0 requires through cuda-toolkit[cudart,cupti]==13.0.2.
 torch_version=2.11.0
+if [ "${DDPKIT_TORCH:-$torch_version}" != "$torch_version" ]; then
+  [[ $DDPKIT_TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] \
+    || { printf 'script/%s: DDPKIT_TORCH is %s, but must be a version, such as %s\n' "${0##*/}" "$DDPKIT_TORCH" "$torch_version" >&2; exit 2; }
+  torch_version=$DDPKIT_TORCH
+  torch=torch-$torch_version
+  build=$root/build-$torch
+fi
 cpu_wheels=("torch==$torch_version" "nvidia-cuda-runtime==13.0.96" "nvidia-cuda-cupti==13.0.85")
+[ "$torch" = torch ] || cpu_wheels=("${cpu_wheels[0]}")  # script/bootstrap finds the versions of the two others.
 # With all dependencies: for the CUDA configuration and the comparisons with Python.
 full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "tensorboard>=2.18,<3" "av>=17,<18"
              "scikit-build-core>=0.10,<1")
