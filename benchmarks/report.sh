@@ -90,6 +90,31 @@ note_steps() {
     }' "$1" >>"$made/ratios.tsv"
 }
 
+# note_fsdp CSV: computes the ratios of sharded weights from the rows of `ddpkit bench step --update fused,sharded,fsdp`.
+note_fsdp() {
+  awk -F, '
+    NR == 1 { for (i = 1; i <= NF; ++i) column[$i] = i; next }
+    {
+      model = $column["model"]
+      if (!(model in seen)) { seen[model]; models[++count] = model }
+      us[model, $column["system"]] = $column["us"]
+      peak[model, $column["system"]] = $column["peak_bytes"]
+    }
+    function note(model, what, of, system, other) {
+      if (of[model, other] > 0) printf "%s of %s, adamw: %s over %s\t%.4f\n", what, model, system, other, of[model, system] / of[model, other]
+    }
+    END {
+      for (i = 1; i <= count; ++i) {
+        note(models[i], "step", us, "ddpkit-shm-sharded", "ddpkit-shm-fused")
+        note(models[i], "step", us, "ddpkit-shm-fsdp", "ddpkit-shm-fused")
+        note(models[i], "step", us, "ddpkit-shm-fsdp", "python-fsdp-gloo")
+        note(models[i], "peak memory", peak, "ddpkit-shm-fsdp", "ddpkit-shm-fused")
+        note(models[i], "peak memory", peak, "ddpkit-shm-fsdp", "python-fsdp-gloo")
+        note(models[i], "step", us, "alone-checkpointed", "alone")
+      }
+    }' "$1" >>"$made/ratios.tsv"
+}
+
 # note_recovery CSV: computes the ratios of ddpkit-elastic from the rows of `ddpkit bench recovery`.
 note_recovery() {
   awk -F, '
@@ -104,7 +129,7 @@ note_recovery() {
 }
 
 # The parts that `all` and `check` measure. Each part has a function of its name below.
-parts=(collectives crowded sgd adamw recovery har asr video clstm_ppo checkpoint hosts estimate micro headers)
+parts=(collectives crowded sgd adamw fsdp recovery har asr video clstm_ppo checkpoint hosts estimate micro headers)
 gpu_parts=(gpu_sgd gpu_one gpu_adamw gpu_micro gpu_har gpu_trainers gpu_collectives)
 
 measure_collectives() {
@@ -127,6 +152,11 @@ measure_adamw() {
   section "A step with AdamW, by how weights are updated" step --peers --starts 3 --backend shm --optimizer adamw \
     --model mlp-106k,mlp-7.6m --csv "$made/adamw.csv"
   note_steps "$made/adamw.csv"
+}
+measure_fsdp() {
+  section "Fully sharded training" step --peers --starts 2 --backend shm --optimizer adamw --update fused,sharded,fsdp \
+    --activation-checkpoint --batch 16 --model transformer,transformer-25m --csv "$made/fsdp.csv"
+  note_fsdp "$made/fsdp.csv"
 }
 measure_recovery() {
   section "From the kill of a rank to the next step" recovery --peers --rounds 9 --resident-mib 0,4096 --csv "$made/recovery.csv"

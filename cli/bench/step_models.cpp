@@ -8,6 +8,7 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/optim/sharded_optimizer.h>
+#include <ddpkit/parallel/activation_checkpoint.h>
 
 #include "step_plan.h"
 
@@ -82,7 +83,7 @@ class Transformer : public StepModel {
   using StepModel::to;
   static constexpr std::int64_t kTokens = 1000, kLength = 32;
 
-  Transformer(std::int64_t width, int layers) : embedding_(kTokens, width) {
+  Transformer(std::int64_t width, int layers, bool checkpoint) : embedding_(kTokens, width), checkpoint_(checkpoint) {
     register_module("embedding", embedding_);
     // As in GPT-2. LibTorch's default deviation of 1 makes the softmax of the tied output too sharp: in the twentieth
     // step, 46 % of its gradient are subnormal numbers. Some processors take several times as long for subnormal
@@ -98,7 +99,12 @@ class Transformer : public StepModel {
   }
   at::Tensor forward(const at::Tensor& input) override {
     at::Tensor x = embedding_->forward(input.t()) + position_;
-    for (const auto& layer : *layers_) x = layer->as<torch::nn::TransformerEncoderLayer>()->forward(x, mask_);
+    for (const auto& layer : *layers_) {
+      const auto forward = [layer](const at::Tensor& in, const at::Tensor& mask) {
+        return layer->as<torch::nn::TransformerEncoderLayer>()->forward(in, mask);
+      };
+      x = checkpoint_ ? activation_checkpoint(forward, x, mask_) : forward(x, mask_);
+    }
     return torch::linear(x, embedding_->weight).flatten(0, 1);
   }
   void to(torch::Device device, bool non_blocking = false) override {
@@ -110,6 +116,7 @@ class Transformer : public StepModel {
   torch::nn::Embedding embedding_;
   at::Tensor position_;
   torch::nn::ModuleList layers_;
+  bool checkpoint_;
   at::Tensor mask_;  // Not a buffer, because DistributedDataParallel broadcasts buffers.
 };
 
@@ -132,7 +139,7 @@ StepOptimizer fused_step_optimizer(std::vector<at::Tensor> parameters, const Opt
 
 }  // namespace
 
-StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device) {
+StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device, bool checkpoint) {
   torch::manual_seed(1);
   StepTask task;
   const auto data_seed = [rank] { torch::manual_seed(static_cast<std::uint64_t>(2 + rank)); };
@@ -154,7 +161,7 @@ StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, 
     classes();
   } else {
     const bool is_small = model == "transformer";
-    task.model = std::make_shared<Transformer>(is_small ? 128 : 512, is_small ? 2 : 8);
+    task.model = std::make_shared<Transformer>(is_small ? 128 : 512, is_small ? 2 : 8, checkpoint);
     data_seed();
     const at::Tensor text = torch::randint(Transformer::kTokens, {batch, Transformer::kLength + 1}, at::kLong);
     task.input = text.narrow(1, 0, Transformer::kLength);

@@ -33,9 +33,11 @@ struct StepTask {
   at::Tensor target;
 };
 
-/// Creates a task. `model`: a result of model_argument(). Weights and batch are equal on every device.
-/// benchmarks/peers/step.py has the same models. Throws InvalidArgument.
-StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device = at::kCPU);
+/// Creates a task. `model`: a result of model_argument(). Weights and batch are equal on every device. `checkpoint`:
+/// the layers of a transformer run again in backward. benchmarks/peers/step.py has the same models. Throws
+/// InvalidArgument.
+StepTask make_step_task(const std::string& model, std::int64_t batch, int rank, c10::Device device = at::kCPU,
+                        bool checkpoint = false);
 
 /// The functions of an optimizer that a step needs. Also wraps optimizers that are not a torch::optim::Optimizer.
 struct StepOptimizer {

@@ -23,7 +23,7 @@ constexpr double kNoCapMb = 1 << 20;
 }  // namespace
 
 std::optional<MlpShape> mlp_shape(std::string_view model) {
-  if (model == "cnn" || model == "lstm" || model == "transformer" || model == "transformer-25m") return std::nullopt;
+  if (model == "cnn" || model == "lstm" || has_checkpoints(model)) return std::nullopt;
   std::string names;
   for (const auto& [name, shape] : kNamedMlps) {
     if (name == model) return shape;
@@ -40,6 +40,8 @@ std::optional<MlpShape> mlp_shape(std::string_view model) {
                     model, names));
   return shape;
 }
+
+bool has_checkpoints(std::string_view model) { return model == "transformer" || model == "transformer-25m"; }
 
 std::string model_argument(std::string_view model) {
   const auto shape = mlp_shape(model);
@@ -72,6 +74,8 @@ void declare(train::Options& options, StepPlan& plan) {
   options.add("bucket_cap_mb", &plan.bucket_caps_mb,
               "Bucket caps in MiB to compare; \"default\"; or \"one\" for a single bucket");
   options.add("device", &plan.device, "cpu or cuda, one GPU per rank").one_of({"cpu", "cuda"});
+  options.add("activation_checkpoint", &plan.activation_checkpoint,
+              "Also measure one rank that runs the layers of a transformer again in backward");
   options.add("no_pin", &plan.no_pin, "Do not pin ranks to cores (default: one core per rank if there are enough)");
 }
 

@@ -22,6 +22,7 @@ struct StepPlan {
   int ranks = 0;               ///< 0: ranks_on() the device.
   int steps = 0;               ///< Timed steps per system, over all rounds. 0: as many as fit into `kTurnSeconds`.
   bool no_pin = false;         ///< Do not pin ranks to cores.
+  bool activation_checkpoint = false;  ///< Of each layer; for transformers.
 };
 
 /// Number of rounds. The systems take turns in each round, so a disturbance of the machine affects all systems.
@@ -70,7 +71,10 @@ BucketCaps bucket_caps(std::string_view text);
 /// Declares the options that the command and its processes share.
 void declare(train::Options& options, StepPlan& plan);
 
-/// Returns the arguments for one process of one system, in the format of declare().
+/// Returns whether the model has layers for `activation_checkpoint`.
+bool has_checkpoints(std::string_view model);
+
+/// Returns the arguments for one process of one system, in the format of declare(). Without `activation_checkpoint`.
 std::vector<std::string> to_arguments(const StepPlan& plan, const std::string& model);
 
 }  // namespace ddpkit::bench

@@ -64,7 +64,7 @@ class Training {
   Training(const StepPlan& plan, const std::optional<ProcessGroup>& group, bool exchanges, int rank, c10::Device device)
       : device_(device),
         bytes_before_(proportional_bytes()),
-        task_(make_step_task(plan.models.at(0), plan.batch, rank, device)),
+        task_(make_step_task(plan.models.at(0), plan.batch, rank, device, plan.activation_checkpoint)),
         group_(group) {
     const std::string update = updates_of(plan).at(0);
     if (exchanges && update == kFsdpUpdate) {

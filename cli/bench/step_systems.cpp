@@ -71,6 +71,12 @@ class ModelBench {
     };
     const auto alone = start_workers("alone", kAlone, kTorchUpdate, "default");
     systems_.push_back({.name = "alone", .bucket_cap_mb = "", .workers = alone, .together = false, .roams = true});
+    if (options_.plan.activation_checkpoint && has_checkpoints(model_))
+      systems_.push_back({.name = "alone-checkpointed",
+                          .bucket_cap_mb = "",
+                          .workers = start_workers("alone-checkpointed", kAlone, kTorchUpdate, "default", true),
+                          .together = false,
+                          .roams = true});
     const bool on_cpu = options_.plan.device == "cpu";
     // Independent processes: the cost of the memory bandwidth that CPU ranks share.
     if (on_cpu)
@@ -152,7 +158,7 @@ class ModelBench {
   }
 
   std::shared_ptr<Workers> start_workers(const std::string& name, const std::string& backend, const std::string& update,
-                                         const std::string& cap) const {
+                                         const std::string& cap, bool checkpoint = false) const {
     std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(),
                                         "bench",
                                         "step",
@@ -164,6 +170,7 @@ class ModelBench {
                                         update};
     const std::vector<std::string> arguments = to_arguments(options_.plan, model_);
     command.insert(command.end(), arguments.begin(), arguments.end());
+    if (checkpoint) command.emplace_back("--activation-checkpoint");
     return start_workers(name, command);
   }
 

@@ -180,17 +180,25 @@ TEST_CASE("ddpkit bench step measures each way to update", "[bench]") {
 #endif
 }
 
-TEST_CASE("ddpkit bench step measures sharded weights", "[bench]") {
+TEST_CASE("ddpkit bench step measures sharded weights and layers that run again", "[bench]") {
   const Folder folder;
   const MeasuredSteps measured =
-      measure_steps(folder, {"--model", "transformer", "--backend", "shm", "--steps", "4", "--optimizer", "adamw",
-                             "--update", "fsdp", "--bucket-cap-mb", "1,4"});
-  const auto is_fsdp = [](const auto& row) { return row.at("system") == "ddpkit-shm-fsdp"; };
-  REQUIRE(std::count_if(measured.rows.begin(), measured.rows.end(), is_fsdp) == 1);
-  const auto& row = *std::find_if(measured.rows.begin(), measured.rows.end(), is_fsdp);
-  CHECK(row.at("wrong") == "0");
-  CHECK(row.at("params") == measured.rows.front().at("params"));
-  CHECK(std::stod(row.at("us")) > 0);
+      measure_steps(folder, {"--model", "mlp-10k,transformer", "--backend", "shm", "--steps", "4", "--optimizer",
+                             "adamw", "--update", "fsdp", "--bucket-cap-mb", "1,4", "--activation-checkpoint"});
+  const auto of_system = [&](const std::string& system) {
+    std::map<std::string, std::map<std::string, std::string>> rows;
+    for (const auto& row : measured.rows)
+      if (row.at("system") == system) CHECK(rows.emplace(row.at("model"), row).second);
+    return rows;
+  };
+  CHECK(of_system("ddpkit-shm-fsdp").size() == 2);
+  CHECK(of_system("alone-checkpointed").size() == 1);  // An MLP has no such layers.
+  for (const std::string system : {"ddpkit-shm-fsdp", "alone-checkpointed"}) {
+    const auto row = of_system(system).at("transformer");
+    CHECK(row.at("wrong") == "0");
+    CHECK(row.at("params") == measured.rows.back().at("params"));
+    CHECK(std::stod(row.at("us")) > 0);
+  }
 }
 
 TEST_CASE("ddpkit bench step restarts its processes", "[bench]") {
@@ -228,6 +236,10 @@ TEST_CASE("A step's models train", "[bench]") {
     const StepTask other = make_step_task(name, 4, 1), same = make_step_task(name, 4, 0);
     CHECK(other.model->parameters()[0].equal(same.model->parameters()[0]));
     CHECK_FALSE(other.input.equal(same.input));
+    const StepTask again = make_step_task(name, 4, 0, at::kCPU, /*checkpoint=*/true);
+    for (const StepTask* one : {&same, &again})
+      torch::cross_entropy_loss(one->model->forward(one->input), one->target).backward();
+    CHECK(again.model->parameters()[0].grad().equal(same.model->parameters()[0].grad()));
   }
 }
 
