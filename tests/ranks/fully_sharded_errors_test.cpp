@@ -97,6 +97,19 @@ RANK_TEST("a rank that skips a step of a fully sharded model is an error", "[fsd
   CHECK_THROWS_WITH(job.backward(2), ContainsSubstring("optimizer steps and rank 1 after "));
 }
 
+RANK_TEST("a rank without a backward of a fully sharded model is an error", "[fsdp]", 2, 3) {
+  const auto model = maker<Mlp>(at::kDouble)();
+  FullyShardedDataParallel fsdp(model, group, {.min_unit_mb = 0, .reshard_after_forward = false});
+  ShardedOptimizer<FusedAdamW> optimizer(fsdp, torch::optim::AdamWOptions(1e-2));
+  const auto train = [&] {
+    const at::Tensor loss = fsdp(input_of(*model, group));
+    if (group.rank() != 1) loss.backward();
+    optimizer.step();
+    fsdp(input_of(*model, group));
+  };
+  CHECK_THROWS_WITH(train(), ContainsSubstring("rank 0 is at the end of backward and rank 1 uses unit"));
+}
+
 RANK_TEST("the use of a fully sharded parameter outside forward is an error on its rank alone", "[fsdp]", 2) {
   Job job(group);
   job.train();

@@ -230,21 +230,30 @@ struct Experts final : LossModel {
   torch::nn::ModuleList blocks;
 };
 
-/// In backward, some ranks have all gradients of the unit `ends` before `middle` is gathered, others after.
+/// In backward, some ranks have all gradients of the units of `ends` before `middle` is gathered, others after.
 struct Ends final : LossModel {
   Ends() {
     torch::manual_seed(3);
     first = register_module("first", torch::nn::Linear(42, 42));
     middle = register_module("middle", torch::nn::Linear(42, 42));
     ends = register_module("ends", torch::nn::ModuleList());
-    for (int i = 0; i < 3; ++i) ends->push_back(torch::nn::Linear(42, 42));
+    for (int i = 0; i < 2; ++i) {
+      torch::nn::ModuleList end;
+      for (int k = 0; k < 3; ++k) end->push_back(torch::nn::Linear(42, 42));
+      ends->push_back(end);
+    }
   }
   at::Tensor forward(const at::Tensor& x) override {
-    const auto end = [&](std::size_t i) { return (*ends)[i]->as<torch::nn::Linear>(); };
-    const auto input = x.flatten(1);
+    const auto layer = [&](std::size_t i, std::size_t k) {
+      return (*(*ends)[i]->as<torch::nn::ModuleList>())[k]->as<torch::nn::Linear>();
+    };
     const bool early = static_cast<int>(std::abs(x.flatten()[0].item<double>()) * 100) % 2 != 0;
-    const auto branch = early ? end(0)->forward(input).detach() : end(1)->forward(input);
-    return end(2)->forward(torch::tanh(middle(torch::tanh(first(input) + branch)))).pow(2).mean();
+    const auto input = x.flatten(1);
+    auto y = first(input);  // Requires a gradient on all ranks, so all use `middle` in backward.
+    for (std::size_t i = 0; i < 2; ++i)
+      y = early ? y + layer(i, 0)->forward(input).detach() : y + layer(i, 1)->forward(input);
+    y = torch::tanh(middle(torch::tanh(y)));
+    return layer(1, 2)->forward(torch::tanh(layer(0, 2)->forward(y))).pow(2).mean();
   }
   torch::nn::Linear first{nullptr}, middle{nullptr};
   torch::nn::ModuleList ends;
@@ -258,7 +267,7 @@ TEST_CASE("ranks may reduce a fully sharded unit before or after another is gath
         "ranks may reduce a fully sharded unit before or after another is gathered", {2, 3},
         [](ProcessGroup& group) {
           const FullyShardedOptions options{
-              .units = {"first", "middle", "ends"}, .min_unit_mb = 0, .prefetch = 0, .find_unused_parameters = true};
+              .units = {"first", "middle", "ends.*"}, .min_unit_mb = 0, .prefetch = 0, .find_unused_parameters = true};
           check_trains_as_alone(group, maker<Ends>(at::kDouble), {.options = options});
         },
         {.backend = backend});

@@ -25,6 +25,8 @@ constexpr Clause kClauses[] = {
     // The same, on a rank whose next collective precedes its next backward.
     {"node.when=by_rank", "wrapper.output=opaque", "do not match"},
     {"node.when=rank_0", "wrapper.output=opaque", "do not match"},
+    {"node.when=by_rank", "wrapper.output=opaque", "is at the end of backward"},
+    {"node.when=rank_0", "wrapper.output=opaque", "is at the end of backward"},
     // The same: checkpointed parameters do not appear in the graph of the forward pass.
     {"node.checkpoint", "wrapper.find_unused", "got a gradient though no output of forward comes from it"},
     // docs/optimizers.md: unsupported uses of a sharded optimizer.

@@ -137,6 +137,16 @@ class GroupTransport final : public ShardTransport {
   /// Compares the numbers of rank 0 and of rank `r`. All ranks throw the same error.
   void check_same(const std::int64_t* first, const std::int64_t* other, int r) const {
     const auto name = [&](std::int64_t unit) { return unit_names_.at(static_cast<std::size_t>(unit)); };
+    constexpr auto kEnd = static_cast<std::int64_t>(Tag::kEndOfBackward);
+    if ((first[0] == kEnd) != (other[0] == kEnd)) {
+      const bool first_ends = first[0] == kEnd;
+      throw CollectiveMismatch(
+          fmt::format("rank {} is at the end of backward and rank {} uses unit {}: run the same forward and backward "
+                      "passes on all ranks, with the same modules",
+                      first_ends ? 0 : r, first_ends ? r : 0, name(first_ends ? other[0] : first[0])),
+          {.rank = r, .call = "backward"});
+    }
+    if (first[0] == kEnd) return;
     const auto fail = [&](const std::string& text) { throw CollectiveMismatch(text, {.rank = r, .call = "gather"}); };
     // First: ranks with different numbers of steps also use different units next.
     if (first[1] != other[1])

@@ -280,6 +280,7 @@ void Reducer::Impl::finish_backward() {
   used_.check_complete(backward_.started);
   while (backward_.started < plan.size()) start_bucket(backward_.started++);
   notify(kJoinEndOfBackward);
+  if (parameter_shards_) parameter_shards_->end_backward();
   agree_on_used();
   last_readers_.clear();
   last_readers_.add_current();

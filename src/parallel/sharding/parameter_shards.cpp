@@ -164,6 +164,11 @@ void ParameterShards::begin_pass() {
   current_ = nullptr;
 }
 
+void ParameterShards::end_backward() {
+  const PlainTensors plain;  // No lock: the reducer's lock is held, and start() takes the locks in the other order.
+  transport_->agree({.unit = ShardTransport::Tag::kEndOfBackward, .updates = updates_, .wanted = {}});
+}
+
 /// Returns whether the use of the unit is a step in the order of units.
 bool ParameterShards::moves_to(const Unit& unit) const noexcept {
   return prefetch_ > 0 && !unit.stays_whole && current_.load(std::memory_order_relaxed) != &unit && scopes_of_all_ == 0;

@@ -45,7 +45,8 @@ class ShardTransport {
  public:
   /// Compared on all ranks before gathers.
   struct Tag {
-    std::size_t unit = 0;             ///< Index of the unit that is used now.
+    static constexpr std::size_t kEndOfBackward = static_cast<std::size_t>(-1);
+    std::size_t unit = 0;             ///< Index of the unit that is used now, or kEndOfBackward.
     std::uint64_t updates = 0;        ///< Steps of the optimizer.
     std::vector<std::size_t> wanted;  ///< Units to gather: the used one if it is not whole, then expected ones.
     std::uint64_t reductions = 0;     ///< See ParameterShards::Reductions.
@@ -115,6 +116,9 @@ class ParameterShards {
   void leave() noexcept { --scopes_; }
   /// Call before each forward pass, on all ranks.
   void begin_pass();
+  /// Collective. Call before the wait for the last reductions: a rank that waits for them does not gather. Throws
+  /// CollectiveMismatch on all ranks if another rank uses a unit instead.
+  void end_backward();
   /// Collective. Gathers all units, which stay whole until release_all(). Call within enter() and leave().
   void gather_all();
   /// Everything that was written to the parameters reaches the shards, also writes that bypassed the dispatcher.
