@@ -1,6 +1,8 @@
 #include "comm/backend.h"
 
 #include <exception>
+#include <numeric>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -17,10 +19,11 @@ Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device devi
   return c10::make_intrusive<ForwardingBackend>(std::move(backend), device);
 }
 
-void Backend::set_elastic() {
-  throw InvalidArgument(fmt::format(
-      "InitOptions::elastic: a {} group cannot continue without a lost rank; use shm with CPU ranks on one host",
-      getBackendName()));
+void Backend::set_elastic(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*environment*/) {
+  throw InvalidArgument(
+      fmt::format("InitOptions::elastic: a {} group cannot continue without a lost rank; use shm or gloo with CPU "
+                  "ranks on one host",
+                  getBackendName()));
 }
 
 Backend::Remainder Backend::shrink(int /*min_ranks*/) {
@@ -66,22 +69,18 @@ void Backend::barrier_blocking() {
   barrier(options)->wait();
 }
 
-namespace {
-
-constexpr std::uint64_t kNoEvent = ~std::uint64_t{0};
-
-}  // namespace
-
 /// A call of the inner backend. Owns the group: the work may end after the program has released the group.
 class ForwardingBackend::TracedWork final : public c10d::Work {
  public:
-  TracedWork(WorkPtr work, Ptr<ForwardingBackend> group, std::uint64_t event)
+  /// `number`: in the agreement; empty without an agreement, and for messages.
+  TracedWork(WorkPtr work, Ptr<ForwardingBackend> group, std::uint64_t event, std::optional<std::uint64_t> number)
       : c10d::Work(group->getRank(), work->retrieveOpType()),
         work_(std::move(work)),
         group_(std::move(group)),
-        event_(event) {}
+        event_(event),
+        number_(number) {}
 
-  bool isCompleted() override { return work_->isCompleted(); }
+  bool isCompleted() override { return number_ ? group_->agreement_->test(*number_) : work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess() && !(group_->hides_aborts_ && group_->guard_->failed()); }
   std::exception_ptr exception() const override { return work_->exception(); }
   int sourceRank() const override { return work_->sourceRank(); }
@@ -92,10 +91,15 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    bool result = false;
+    bool result = true;
     try {
-      result = work_->wait(timeout);
+      if (number_) {
+        group_->agreement_->wait(*number_, timeout);
+      } else {
+        result = work_->wait(timeout);
+      }
     } catch (const std::exception& error) {
+      if (number_) throw;
       if (group_->guard_) group_->guard_->throw_failure(kPatience);
       if (!group_->hides_aborts_) record_failure(error.what());
       throw;
@@ -121,6 +125,7 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
   const WorkPtr work_;
   const Ptr<ForwardingBackend> group_;
   const std::uint64_t event_;  ///< Index in the ring of events.
+  const std::optional<std::uint64_t> number_;
 };
 
 ForwardingBackend::ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device, std::unique_ptr<GroupGuard> guard,
@@ -140,6 +145,7 @@ void ForwardingBackend::leave() noexcept {
 }
 
 void ForwardingBackend::abort_group(const std::string& reason) noexcept {
+  if (agreement_) return agreement_->engine()->abort(reason);
   if (guard_) return guard_->abort(reason);
   try {
     inner_->abort();
@@ -149,12 +155,14 @@ void ForwardingBackend::abort_group(const std::string& reason) noexcept {
 }
 
 void ForwardingBackend::check() {
+  if (agreement_) return agreement_->check();
   if (guard_) guard_->throw_failure();
 }
 
 std::string ForwardingBackend::end(std::chrono::milliseconds limit) {
   if (guard_) {
-    std::string obstacle = guard_->end(limit);
+    std::string obstacle = agreement_ ? agreement_->end(limit) : "";
+    if (obstacle.empty()) obstacle = guard_->end(limit);
     if (obstacle.empty()) guard_->stop();
     return obstacle;
   }
@@ -175,6 +183,59 @@ Backend::Ptr<Backend> ForwardingBackend::subgroup(const Ptr<c10d::Store>& store,
     throw InvalidArgument(
         fmt::format("split: the backend \"{}\" cannot create a group of some of its ranks", getBackendName()));
   return adopt(inner_->split(store, ranks, inner_->getBackendOptions()), device_);
+}
+
+void ForwardingBackend::require_one_host(const LaunchEnvironment& environment) const {
+  if (environment.local_world_size != environment.world_size)
+    throw InvalidArgument(
+        fmt::format("InitOptions::elastic: a {} group continues without a lost rank only on one host, but {} of {} "
+                    "ranks are on this host",
+                    getBackendName(), environment.local_world_size, environment.world_size));
+}
+
+void ForwardingBackend::start_agreement(std::shared_ptr<shm::Engine> engine) {
+  agreement_ = std::make_unique<Agreement>(std::move(engine), *guard_);
+}
+
+Backend::Ptr<ForwardingBackend> ForwardingBackend::connect_again(const std::shared_ptr<shm::Engine>& engine) {
+  try {
+    RemainingStore remaining = connect_remaining(engine);
+    LaunchEnvironment place;
+    place.rank = place.local_rank = engine->rank();
+    place.world_size = place.local_world_size = engine->world_size();
+    auto next = reconnect(remaining.store, place, engine->name());
+    next->agreement_ = std::make_unique<Agreement>(engine, *next->guard_, std::move(remaining.server));
+    // Another rank may be lost after this rank has connected to it.
+    engine->run({.kind = shm::CollectiveKind::kBarrier, .recorded = false});
+    return next;
+  } catch (const std::exception& error) {
+    try {
+      engine->check_ranks();
+    } catch (const PeerLost&) {
+      return nullptr;
+    }
+    engine->abort(error.what());
+    throw;
+  }
+}
+
+Backend::Remainder ForwardingBackend::shrink(int min_ranks) {
+  if (!agreement_) return Backend::shrink(min_ranks);
+  Remainder remainder{.backend = nullptr, .old_rank_of = std::vector<int>(static_cast<std::size_t>(size_))};
+  std::iota(remainder.old_rank_of.begin(), remainder.old_rank_of.end(), 0);
+  std::shared_ptr<shm::Engine> engine = agreement_->engine();
+  Ptr<ForwardingBackend> next;
+  while (!next) {
+    std::vector<int> members;
+    engine = share(engine->shrink(min_ranks, members));
+    for (int& member : members) member = remainder.old_rank_of[static_cast<std::size_t>(member)];
+    remainder.old_rank_of = std::move(members);
+    next = connect_again(engine);
+  }
+  EventRing& ring = EventRing::of_process();
+  if (records_ && ring.is_world(group_number_)) ring.continue_world(next->group_number_);
+  remainder.backend = std::move(next);
+  return remainder;
 }
 
 /// The errors of c10d's backends do not name the device.
@@ -203,18 +264,25 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
   WorkPtr work;
   try {
     work = start();
-  } catch (const c10::DistBackendError&) {
+  } catch (const c10::DistBackendError& error) {
+    if (agreement_) agreement_->fail(error.what());
     if (guard_) guard_->throw_failure(kPatience);
     throw;
   }
+  std::optional<std::uint64_t> number;
   if (guard_) {
-    if (auto has_ended = end_of(work)) {
-      guard_->watch(index, event, std::move(has_ended));
+    const auto has_ended = end_of(work);
+    if (has_ended) {
+      guard_->watch(index, event, has_ended);
+    } else if (agreement_) {
+      throw InvalidArgument("a CUDA graph cannot contain collectives of a group with InitOptions::elastic");
     } else if (index != kNoEvent) {
       EventRing::of_process().finish(index);
     }
+    const bool is_message = kind == EventKind::kSend || kind == EventKind::kReceive;
+    if (agreement_ && !is_message) number = agreement_->add(work, has_ended);
   }
-  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), index);
+  return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), index, number);
 }
 
 namespace {

@@ -15,6 +15,7 @@
 
 #include <ddpkit/comm/environment.h>
 
+#include "comm/agreement.h"
 #include "comm/guard.h"
 #include "comm/trace/event_ring.h"
 
@@ -60,8 +61,8 @@ class Backend : public c10d::Backend {
   /// size and place on the host in the new group.
   virtual Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                 const LaunchEnvironment& part) = 0;
-  /// See InitOptions::elastic. Throws InvalidArgument if the backend cannot continue without a rank.
-  virtual void set_elastic();
+  /// See InitOptions::elastic. Collective. Throws InvalidArgument if the backend cannot continue without a rank.
+  virtual void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment);
   virtual bool is_elastic() const noexcept { return false; }
   struct Remainder {
     Ptr<Backend> backend;
@@ -106,6 +107,8 @@ class ForwardingBackend : public Backend {
   std::string end(std::chrono::milliseconds limit) override;
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                         const LaunchEnvironment& part) override;
+  bool is_elastic() const noexcept override { return agreement_ != nullptr; }
+  Remainder shrink(int min_ranks) override;
   at::Device control_device() const override { return device_; }
   void leave() noexcept override;
   GroupGuard& guard() const { return *guard_; }
@@ -146,6 +149,16 @@ class ForwardingBackend : public Backend {
   /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph: the call then runs in
   /// each replay.
   virtual std::function<bool()> end_of(const WorkPtr& /*work*/) { return {}; }
+  /// Throws InvalidArgument if the ranks are on several hosts.
+  void require_one_host(const LaunchEnvironment& environment) const;
+  /// For a backend with a guard and with reconnect(). `engine`: of the same ranks.
+  void start_agreement(std::shared_ptr<shm::Engine> engine);
+  /// Creates this backend again for the ranks that remain. Throws if they do not connect within kReconnectLimit.
+  /// `name`: this rank's number in messages.
+  virtual Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*place*/,
+                                           int /*name*/) {
+    return nullptr;
+  }
   /// Records a call of `bytes` bytes, if the group has several ranks. Returns it and its index in the ring of events.
   std::pair<Event, std::uint64_t> begin(EventKind kind, std::uint64_t bytes);
 
@@ -155,6 +168,8 @@ class ForwardingBackend : public Backend {
  private:
   class TracedWork;
 
+  /// Connects the ranks of `engine`. Returns null if another rank is lost meanwhile.
+  Ptr<ForwardingBackend> connect_again(const std::shared_ptr<shm::Engine>& engine);
   /// Calls `start` and records the call with the size of `tensor`. Checks the devices of `tensor` and `others`.
   template <class Start>
   WorkPtr trace(EventKind kind, const at::Tensor& tensor, const Tensors& others, const Start& start);
@@ -164,6 +179,7 @@ class ForwardingBackend : public Backend {
   const bool hides_aborts_, records_;
   const std::uint32_t group_number_;  ///< For the ring of events, if `records_`; the same for `sequence_`.
   std::atomic<std::uint64_t> sequence_ = 0;
+  std::unique_ptr<Agreement> agreement_;  ///< Of an elastic group.
 };
 
 /// Creates a backend by its name in InitOptions. Collective. Throws InvalidArgument for an unknown name, and for a

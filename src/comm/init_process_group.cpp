@@ -120,7 +120,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
     auto store = connect_store(environment, timeout);
     if (environment.world_size > 1) wait_for_ranks(store, environment, timeout);
     auto backend = backend_kind.create(store, environment, device, timeout);
-    if (options.elastic) backend->set_elastic();
+    if (options.elastic) backend->set_elastic(store, environment);
     note_rendezvous(environment);
     ring.set_phase(RankPhase::kTraining);
     return ProcessGroup(std::move(backend), std::move(store), device, environment);

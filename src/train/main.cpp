@@ -250,10 +250,11 @@ ProcessGroup Program::init_process_group(const InitOptions& options) {
 
 ProcessGroup Program::join(const RunOptions& run, InitOptions options) {
   run_ = &run;
-  if (run.elastic && !run.backend.empty() && run.backend != "shm")
-    throw UsageError(fmt::format(
-        "--elastic needs --backend shm and CPU ranks of one host, because {} cannot continue without a lost rank",
-        run.backend));
+  if (run.elastic && !run.backend.empty() && run.backend != "shm" && run.backend != "gloo")
+    throw UsageError(
+        fmt::format("--elastic needs --backend shm or gloo and CPU ranks of one host, because {} cannot continue "
+                    "without a lost rank",
+                    run.backend));
   if (const std::optional<int> exit_code = launch_ranks(run, name_, argc_, argv_)) throw RanksEnded{*exit_code};
   options.backend = run.backend;
   options.elastic = run.elastic;

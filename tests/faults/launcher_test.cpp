@@ -333,12 +333,15 @@ TEST_CASE("two runs with one port on one host do not disturb each other", "[faul
 }
 
 TEST_CASE("with --min-ranks the others continue without a lost rank", "[faults]") {
-  for (const std::string act : {"kill", "throw", "abort"}) {
+  using Case = std::pair<std::string, std::string>;  // Backend, fault.
+  for (const auto& [backend, act] :
+       {Case{"shm", "kill"}, Case{"shm", "throw"}, Case{"shm", "abort"}, Case{"gloo", "kill"}, Case{"gloo", "throw"}}) {
     const FaultFolder folder;
-    FaultRun run(worker_command(folder, {"-n", "3", "--min-ranks", "2"}, {"--elastic", "--act", act}));
+    FaultRun run(
+        worker_command(folder, {"-n", "3", "--min-ranks", "2"}, {"--elastic", "--backend", backend, "--act", act}));
     CHECK(run.wait() == 0);
     const std::string text = run.out() + run.err();
-    CAPTURE(act, text);
+    CAPTURE(backend, act, text);
     CHECK(text.find("done after 60 steps") != std::string::npos);
     CHECK(text.find("; 2 ranks continue\n") != std::string::npos);
     CHECK(text.find("; 2 ranks continue from step 20\n") != std::string::npos);
@@ -346,7 +349,7 @@ TEST_CASE("with --min-ranks the others continue without a lost rank", "[faults]"
     CHECK(folder.memory_holders() == std::vector<int>());
     const auto fault = folder.time_of("fault"), continued = folder.time_of("continued-1");
     REQUIRE((fault && continued));
-    add_row(act + " of a rank of an elastic group", "the others continue", *continued - *fault);
+    add_row(act + " of a rank of an elastic " + backend + " group", "the others continue", *continued - *fault);
   }
 }
 

@@ -1,5 +1,5 @@
-// The loss of a rank, after which the others continue. 5 random kills in a plain run, 100 with DDPKIT_TEST_KILLS=200
-// (script/test --all).
+// The loss of a rank, after which the others continue. 5 random kills on shm and 2 on gloo in a plain run, 100 of each
+// with DDPKIT_TEST_KILLS=200 (script/test --all).
 #include <signal.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -33,8 +33,8 @@ constexpr int kSamples = 70;
 constexpr int kEpochs = 4;
 
 /// Creates a second group of the ranks of a test.
-ProcessGroup elastic_group() {
-  return ddpkit::init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60), .elastic = true});
+ProcessGroup elastic_group(const std::string& backend, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  return ddpkit::init_process_group({.backend = backend, .timeout = timeout, .elastic = true});
 }
 
 [[noreturn]] void die() {
@@ -58,8 +58,8 @@ torch::nn::Sequential make_model() {
 
 /// Trains with everything that a step changes. Writes weights, buffers and random numbers to `folder`/RANK, where RANK
 /// is the number at the start, and the lost ranks and steps to `folder`/lost-RANK.
-void train(const std::vector<Kill>& kills, const std::filesystem::path& folder) {
-  const ProcessGroup group = elastic_group();
+void train(const std::string& backend, const std::vector<Kill>& kills, const std::filesystem::path& folder) {
+  const ProcessGroup group = elastic_group(backend);
   const int first_rank = group.rank();
   const torch::Tensor inputs = torch::randn({kSamples, 6}, at::make_generator<at::CPUGeneratorImpl>(3));
   const torch::Tensor targets = torch::arange(kSamples).remainder(3);
@@ -164,17 +164,14 @@ std::size_t first_difference(const std::string& one, const std::string& other) {
   return static_cast<std::size_t>(std::ranges::mismatch(one, other).in1 - one.begin());
 }
 
-int kills_wanted() {
+int kills_wanted(int in_plain_run) {
   const char* text = std::getenv("DDPKIT_TEST_KILLS");
-  return text ? std::atoi(text) / 2 : 5;
+  return text ? std::atoi(text) / 2 : in_plain_run;
 }
 
-}  // namespace
-
-TEST_CASE("the result after random kills is that of ranks which leave between two steps", "[ranks][shm][elastic]") {
+void check_random_kills(const char* name, const std::string& backend, int rounds) {
   constexpr int kRanks = 4;
-  const char* name = "the result after random kills is that of ranks which leave between two steps";
-  for (int round = 0; round < kills_wanted(); ++round) {
+  for (int round = 0; round < rounds; ++round) {
     std::mt19937 dice(static_cast<unsigned>(round));
     std::vector<Kill> kills;
     const int deaths = 1 + round % 2;
@@ -188,9 +185,9 @@ TEST_CASE("the result after random kills is that of ranks which leave between tw
       if (std::ranges::count(doomed, r) == 0) survivors.push_back(r);
     }
     const ddpkit::testing::Folder disturbed, calm;
-    on_ranks(name, kRanks, [&](ProcessGroup&) { train(kills, disturbed.path()); }, {.doomed = doomed});
+    on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, kills, disturbed.path()); }, {.doomed = doomed});
     find_lost(disturbed.path(), survivors, kills);
-    on_ranks(name, kRanks, [&](ProcessGroup&) { train(kills, calm.path()); }, {.doomed = doomed});
+    on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, kills, calm.path()); }, {.doomed = doomed});
     for (const int rank : survivors) {
       INFO("round " << round << ", rank " << rank);
       const std::string result = read(calm.path() / std::to_string(rank));
@@ -200,50 +197,65 @@ TEST_CASE("the result after random kills is that of ranks which leave between tw
   }
 }
 
+}  // namespace
+
+TEST_CASE("the result after random kills is that of ranks which leave between two steps", "[ranks][shm][elastic]") {
+  check_random_kills("the result after random kills is that of ranks which leave between two steps", "shm",
+                     kills_wanted(5));
+}
+
+TEST_CASE("the result on gloo after random kills is that of ranks which leave between two steps", "[ranks][elastic]") {
+  check_random_kills("the result on gloo after random kills is that of ranks which leave between two steps", "gloo",
+                     kills_wanted(2));
+}
+
 TEST_CASE("shrink() continues without lost ranks, also without the rank that serves the store",
           "[ranks][shm][elastic]") {
-  on_ranks("shrink() continues without lost ranks, also without the rank that serves the store", 4,
-           [](ProcessGroup& outer) {
-             const ProcessGroup group = elastic_group(), copy = group;
-             CHECK_THROWS_AS(group.shrink(), InvalidArgument);
-             CHECK_THROWS_AS(group.split({0, 1}), InvalidArgument);
-             const int first_rank = outer.rank();
-             if (first_rank == 0) die();
-             CHECK_THROWS_AS(group.barrier(), PeerLost);
-             const ddpkit::Regroup change = group.shrink();
-             CHECK(change.generation == 1);
-             CHECK(change.lost == std::vector<int>{0});
-             CHECK(change.old_rank_of == std::vector<int>{1, 2, 3});
-             CHECK(copy.rank() == first_rank - 1);
-             CHECK(copy.world_size() == 3);
-             CHECK(group.local_world_size() == 3);
-             torch::Tensor sum = torch::full({100000}, first_rank);
-             copy.all_reduce(sum);
-             CHECK(sum.eq(6).all().item<bool>());
-             if (first_rank == 2) die();
-             try {
+  for (const std::string backend : {"shm", "gloo"}) {
+    CAPTURE(backend);
+    on_ranks("shrink() continues without lost ranks, also without the rank that serves the store", 4,
+             [&](ProcessGroup& outer) {
+               const ProcessGroup group = elastic_group(backend), copy = group;
+               CHECK_THROWS_AS(group.shrink(), InvalidArgument);
+               CHECK_THROWS_AS(group.split({0, 1}), InvalidArgument);
+               const int first_rank = outer.rank();
+               if (first_rank == 0) die();
+               CHECK_THROWS_AS(group.barrier(), PeerLost);
+               const ddpkit::Regroup change = group.shrink();
+               CHECK(change.generation == 1);
+               CHECK(change.lost == std::vector<int>{0});
+               CHECK(change.old_rank_of == std::vector<int>{1, 2, 3});
+               CHECK(copy.rank() == first_rank - 1);
+               CHECK(copy.world_size() == 3);
+               CHECK(group.local_world_size() == 3);
+               torch::Tensor sum = torch::full({100000}, first_rank);
+               copy.all_reduce(sum);
+               CHECK(sum.eq(6).all().item<bool>());
+               if (first_rank == 2) die();
+               try {
+                 group.all_reduce(sum);
+                 FAIL("an all-reduce without rank 2");
+               } catch (const PeerLost& error) {
+                 CHECK(error.context().rank == 2);  // The number at the start.
+               }
+               const auto again = group.shrink(2);
+               CHECK(again.lost == std::vector<int>{1});
+               CHECK(group.generation() == 2);
+               sum.fill_(first_rank);
                group.all_reduce(sum);
-               FAIL("an all-reduce without rank 2");
-             } catch (const PeerLost& error) {
-               CHECK(error.context().rank == 2);  // The number at the start.
-             }
-             const auto again = group.shrink(2);
-             CHECK(again.lost == std::vector<int>{1});
-             CHECK(group.generation() == 2);
-             sum.fill_(first_rank);
-             group.all_reduce(sum);
-             CHECK(sum.eq(4).all().item<bool>());
-             if (first_rank == 3) die();
-             CHECK_THROWS_AS(group.barrier(), PeerLost);
-             CHECK_THROWS_AS(group.shrink(2), PeerLost);
-           },
-           {.doomed = {0, 2, 3}});
+               CHECK(sum.eq(4).all().item<bool>());
+               if (first_rank == 3) die();
+               CHECK_THROWS_AS(group.barrier(), PeerLost);
+               CHECK_THROWS_AS(group.shrink(2), PeerLost);
+             },
+             {.doomed = {0, 2, 3}});
+  }
 }
 
 TEST_CASE("after regroup() each rank has its own buffers", "[ranks][shm][elastic]") {
   on_ranks("after regroup() each rank has its own buffers", 3,
            [](ProcessGroup& fixed) {
-             const ProcessGroup group = elastic_group();
+             const ProcessGroup group = elastic_group("shm");
              torch::nn::BatchNorm1d model(6);
              ddpkit::DistributedDataParallel ddp(model, group, {.broadcast_buffers = false});
              const auto train = [&] { ddp(torch::ones({4, 6})).sum().backward(); };
@@ -264,7 +276,7 @@ TEST_CASE("after regroup() each rank has its own buffers", "[ranks][shm][elastic
 TEST_CASE("Elastic undoes nothing that cannot be undone", "[ranks][shm][elastic]") {
   on_ranks("Elastic undoes nothing that cannot be undone", 3,
            [](ProcessGroup& fixed) {
-             const ProcessGroup group = elastic_group();
+             const ProcessGroup group = elastic_group("shm");
              torch::nn::Sequential model = make_model();
              ddpkit::DistributedSampler sampler(kSamples, group);
              {
@@ -296,17 +308,21 @@ TEST_CASE("Elastic undoes nothing that cannot be undone", "[ranks][shm][elastic]
            {.doomed = {2}});
 }
 
-RANK_TEST("only shm on the CPU can be elastic", "[elastic]", 2) {
-  CHECK_THROWS_AS(ddpkit::init_process_group({.backend = "gloo", .elastic = true}), InvalidArgument);
-  // The program's own exception ends the rank. The others continue without it.
-  const ProcessGroup elastic = elastic_group();
-  if (group.rank() == 0) {
-    elastic.abort("a bad batch");
-    CHECK_THROWS_AS(elastic.shrink(), InvalidArgument);
-  } else {
-    CHECK_THROWS_AS(elastic.barrier(), PeerLost);
-    CHECK(elastic.shrink().lost == std::vector<int>{0});
-    CHECK(elastic.world_size() == 1);
-    elastic.barrier();
+RANK_TEST("a rank whose program aborts an elastic group leaves it", "[elastic]", 2, 3) {
+  CHECK_THROWS_AS(ddpkit::init_process_group({.backend = "hierarchical", .elastic = true}), InvalidArgument);
+  for (const std::string backend : {"shm", "gloo"}) {
+    CAPTURE(backend);
+    const ProcessGroup elastic = elastic_group(backend);
+    if (group.rank() == 0) {
+      elastic.abort("a bad batch");
+      CHECK_THROWS_AS(elastic.shrink(), InvalidArgument);
+      CHECK_THROWS_WITH(elastic.barrier(), ContainsSubstring("a bad batch"));
+    } else {
+      CHECK_THROWS_WITH(elastic.barrier(), ContainsSubstring("a bad batch"));
+      CHECK(elastic.shrink().lost == std::vector<int>{0});
+      CHECK(elastic.world_size() == group.world_size() - 1);
+      elastic.barrier();
+    }
+    group.barrier();
   }
 }

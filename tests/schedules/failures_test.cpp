@@ -158,6 +158,28 @@ TEST_CASE("schedules: a rank dies while the others continue without a lost rank"
   explore_deaths("another rank", {.ranks = 3, .body = body, .schedules = 3000}, 1);
 }
 
+TEST_CASE("schedules: a rank stops because of a failure elsewhere, and the others stop after the same collective",
+          "[schedules]") {
+  const auto body = [](ScenarioRank& rank) {
+    bool was_notified = false;
+    rank.engine->set_elastic([&](ddpkit::FailureKind, const std::string&, std::optional<int>) { was_notified = true; });
+    int completed = 0;
+    try {
+      for (; completed < 3; ++completed) {
+        if (rank.rank == 0 && completed == 1) rank.engine->stop(ddpkit::FailureKind::kPeerLost, "elsewhere", 2);
+        rank.engine->run({.kind = CollectiveKind::kBarrier, .recorded = false});
+      }
+      rank.check(false, "barriers without rank 0");
+    } catch (const PeerLost&) {
+    }
+    rank.check(was_notified, "a failure without a notification");
+    std::vector<int> members;
+    check_alike(rank, *rank.engine->shrink(1, members), completed);
+  };
+  explore("nobody dies", {.ranks = 3, .body = body, .schedules = 2000});
+  explore_deaths("rank 2 dies", {.ranks = 3, .body = body, .schedules = 2000}, 2);
+}
+
 TEST_CASE("schedules: a rank dies at each point of the rendezvous", "[schedules]") {
   explore_deaths("3 ranks",
                  {.ranks = 3,

@@ -185,7 +185,8 @@ class ProcessGroup {
   /// another rank ends meanwhile, the group continues without that rank, too. Handles of earlier collectives, and
   /// tensors of allocate(), belong to the old group.
   /// Throws PeerLost if fewer than `min_ranks` remain, Timeout if a rank does not call shrink(), and InvalidArgument if
-  /// the group has not lost a rank.
+  /// the group has not lost a rank. With `gloo`, the ranks connect again. If another rank ends within its connections,
+  /// the call takes up to 10 s.
   Regroup shrink(int min_ranks = 1) const;
   /// Returns how often shrink() has changed the group.
   std::uint64_t generation() const noexcept;
@@ -229,8 +230,9 @@ struct InitOptions {
   /// Maximum time that a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// After the loss of a rank, the others can continue with ProcessGroup::shrink(). They complete the same collectives,
-  /// and throw PeerLost when each of them has called the next one. Only with `shm` on the CPU, and without split(). The
-  /// value must be the same on all ranks.
+  /// and throw PeerLost when each of them has called the next one. Only with `shm` or `gloo`, CPU ranks of one host,
+  /// and without split(). With `gloo`, a collective then completes on no rank before all ranks have called it and wait
+  /// for it. The value must be the same on all ranks.
   bool elastic = false;
   /// Rank, world size and master address. Empty: read from the environment.
   std::optional<LaunchEnvironment> environment = std::nullopt;

@@ -6,14 +6,15 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -25,6 +26,7 @@
 
 #include <ddpkit/parse_number.h>
 
+#include "comm/backends/shm_rendezvous.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
 
@@ -34,16 +36,18 @@ namespace {
 /// The guard reports the late rank. gloo's timeout must come after the guard's.
 constexpr std::chrono::seconds kGlooAfterGuard(2);
 
-/// Returns the stream sockets of this process. [descriptor]
-std::set<int> open_sockets() {
-  std::set<int> sockets;
+/// Returns the descriptors of the stream sockets of this process. [inode] An earlier gloo group may close its sockets
+/// meanwhile, so descriptors may be reused.
+std::map<ino_t, int> open_sockets() {
+  std::map<ino_t, int> sockets;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
     int fd = -1, type = 0;
     socklen_t length = sizeof type;
-    if (parse_number(entry.path().filename().string(), fd) &&
+    struct stat status {};
+    if (parse_number(entry.path().filename().string(), fd) && ::fstat(fd, &status) == 0 &&
         ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) == 0 && type == SOCK_STREAM)
-      sockets.insert(fd);
+      sockets.emplace(status.st_ino, fd);
   }
   return sockets;
 }
@@ -101,11 +105,11 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
  public:
   /// `before`: the sockets that were open before the construction.
   GlooGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-            const c10::intrusive_ptr<Options>& options, const std::set<int>& before)
+            const c10::intrusive_ptr<Options>& options, const std::map<ino_t, int>& before)
       : ProcessGroupGloo(store, rank, size, options) {
     std::vector<int> sockets;
-    for (const int fd : open_sockets()) {
-      if (!before.contains(fd) && is_connected(fd)) sockets.push_back(fd);
+    for (const auto& [inode, fd] : open_sockets()) {
+      if (!before.contains(inode) && is_connected(fd)) sockets.push_back(fd);
     }
     // With another count, some sockets may belong to another thread of this process. They must not be shut down.
     if (sockets.size() == options->devices.size() * static_cast<std::size_t>(size - 1)) {
@@ -163,6 +167,12 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
   std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
 };
 
+/// `limit`: for the connections. `name`: this rank's number in messages.
+c10::intrusive_ptr<ForwardingBackend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const LaunchEnvironment& environment,
+                                                   std::chrono::milliseconds timeout, int name,
+                                                   std::chrono::milliseconds limit);
+
 class GlooBackend final : public ForwardingBackend {
  public:
   GlooBackend(Ptr<GlooGroup> group, std::unique_ptr<GroupGuard> guard)
@@ -178,6 +188,10 @@ class GlooBackend final : public ForwardingBackend {
                         const LaunchEnvironment& part) override {
     return create_gloo_backend(store, part, guard_->timeout());
   }
+  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment) override {
+    require_one_host(environment);
+    start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
+  }
   bool scatters_by_all_reduce() const noexcept override { return true; }
 
  private:
@@ -188,23 +202,36 @@ class GlooBackend final : public ForwardingBackend {
     };
   }
 
+  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name) override {
+    return connect_gloo(store, place, guard_->timeout(), name, kReconnectLimit);
+  }
+
   const Ptr<GlooGroup> group_;
 };
+
+c10::intrusive_ptr<ForwardingBackend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const LaunchEnvironment& environment,
+                                                   std::chrono::milliseconds timeout, int name,
+                                                   std::chrono::milliseconds limit) {
+  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name);
+  const SigpipeBlocked blocked;
+  const std::chrono::milliseconds gloo_timeout = clamp_timeout(timeout) + kGlooAfterGuard;
+  auto options = c10d::ProcessGroupGloo::Options::create(std::min(gloo_timeout, limit));
+  options->devices = choose_gloo_devices(environment);
+  options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
+  const std::map<ino_t, int> before = open_sockets();
+  auto group = c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, before);
+  group->setTimeout(gloo_timeout);
+  return c10::make_intrusive<GlooBackend>(std::move(group), std::move(guard));
+}
 
 }  // namespace
 
 c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                           const LaunchEnvironment& environment,
                                                           std::chrono::milliseconds timeout, int name) {
-  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
-  const SigpipeBlocked blocked;
-  auto options = c10d::ProcessGroupGloo::Options::create(clamp_timeout(timeout) + kGlooAfterGuard);
-  options->devices = choose_gloo_devices(environment);
-  options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
-  const std::set<int> before = open_sockets();
-  return c10::make_intrusive<GlooBackend>(
-      c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, before),
-      std::move(guard));
+  return connect_gloo(store, environment, timeout, name < 0 ? environment.rank : name,
+                      std::chrono::milliseconds::max());
 }
 
 }  // namespace ddpkit

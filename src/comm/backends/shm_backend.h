@@ -57,7 +57,9 @@ class ShmBackend : public Backend, public SymmetricMemory {
   Ptr<c10d::Backend> split(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                            const Ptr<Options>& options) override;
 
-  void set_elastic() override { engine_->set_elastic(); }
+  void set_elastic(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*environment*/) override {
+    engine_->set_elastic();
+  }
   bool is_elastic() const noexcept override { return engine_->is_elastic(); }
   Remainder shrink(int min_ranks) override;
 

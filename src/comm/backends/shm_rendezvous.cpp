@@ -58,12 +58,6 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
 
 }  // namespace
 
-std::shared_ptr<shm::Engine> share(std::unique_ptr<shm::Engine> engine) {
-  return {engine.release(), [](shm::Engine* made) {
-            if (made->is_of_this_process()) delete made;
-          }};
-}
-
 std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                                             std::chrono::milliseconds timeout, int first_rank) {
   if (world_size < 1 || rank < 0 || rank >= world_size)

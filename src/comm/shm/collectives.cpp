@@ -89,7 +89,7 @@ void Collectives::post(const OperationHandle& operation) {
               .group = group_number_,
               .sequence = sequence,
               .bytes = operation->bytes()};
-  operation->event = ring_.begin(event);
+  operation->event = args.recorded ? ring_.begin(event) : kNoEvent;
   operations_.push_back(operation);
   ++next_sequence_;
   peers_.publish(own_.posted, next_sequence_);

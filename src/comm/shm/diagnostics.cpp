@@ -141,10 +141,13 @@ std::vector<int> missing_ranks(const Peers& peers, const Awaited& awaited) {
   return missing;
 }
 
+const char* end_of(const Peers& peers, int rank) {
+  return peers.block(rank).left.load() ? "has left the group" : "has ended";
+}
+
 std::string lost_text(const Peers& peers, const Awaited& awaited, int lost) {
   return fmt::format("rank {} (pid {}) {} while rank {} waited for it in {}; it {}", peers.named(lost), peers.pid(lost),
-                     peers.block(lost).left.load() ? "has left the group" : "has ended", peers.named(peers.rank()),
-                     describe(peers, awaited), last_call(peers, lost));
+                     end_of(peers, lost), peers.named(peers.rank()), describe(peers, awaited), last_call(peers, lost));
 }
 
 std::string timeout_text(const Peers& peers, const Awaited& awaited, const std::vector<int>& missing,

@@ -30,6 +30,8 @@ struct Awaited {
 
 /// Returns the ranks that have not done what the wait needs next.
 std::vector<int> missing_ranks(const Peers& peers, const Awaited& awaited);
+/// Returns "has ended", or "has left the group".
+const char* end_of(const Peers& peers, int rank);
 /// Returns the error of a wait for a rank whose process has ended or that has left the group.
 std::string lost_text(const Peers& peers, const Awaited& awaited, int lost);
 std::string timeout_text(const Peers& peers, const Awaited& awaited, const std::vector<int>& missing,

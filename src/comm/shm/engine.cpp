@@ -58,6 +58,12 @@ Engine::~Engine() {
   }
 }
 
+std::shared_ptr<Engine> share(std::unique_ptr<Engine> engine) {
+  return {engine.release(), [](Engine* made) {
+            if (made->is_of_this_process()) delete made;
+          }};
+}
+
 bool Engine::is_of_this_process() const noexcept { return ::getpid() == peers_.pid(rank()); }
 
 OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs&& args) {
@@ -219,8 +225,9 @@ void Engine::fail(FailureKind kind, const std::string& text, std::optional<int> 
   if (const Operation* oldest = collectives_.oldest()) context.call = name_of(oldest->header.kind);
   failure_ = make_error(kind, text, std::move(context));
   peers_.publish_failure(kind, text, failed_rank, first_unfinished());
-  // The launcher only knows ranks of the world group.
-  ring_.fail(kind, ring_.is_world(group_number_) ? failed_rank : std::nullopt);
+  if (on_failure_) on_failure_(kind, text, failed_rank);
+  // The launcher only knows ranks of groups of all ranks, as elastic groups are.
+  ring_.fail(kind, elastic_ || ring_.is_world(group_number_) ? failed_rank : std::nullopt);
   if (elastic_ && kind == FailureKind::kPeerLost) drain();
   std::rethrow_exception(failure_);
 }
@@ -271,9 +278,30 @@ void Engine::abort(const std::string& reason) noexcept {
   }
 }
 
+void Engine::stop(FailureKind kind, const std::string& text, std::optional<int> failed_rank) {
+  const std::unique_lock lock(mutex_);
+  throw_if_failed();
+  fail(kind, text, failed_rank);
+}
+
+void Engine::set_elastic(OnFailure on_failure) {
+  const std::lock_guard lock(mutex_);
+  elastic_ = true;
+  on_failure_ = std::move(on_failure);
+}
+
 void Engine::check() const {
   const std::lock_guard lock(mutex_);
   throw_if_failed();
+}
+
+void Engine::check_ranks() {
+  const std::unique_lock lock(mutex_);
+  throw_if_failed();
+  fail_as_published();
+  for (const int r : peers_.lost())
+    fail(FailureKind::kPeerLost, fmt::format("rank {} (pid {}) {}", peers_.named(r), peers_.pid(r), end_of(peers_, r)),
+         peers_.named(r));
 }
 
 std::string Engine::end(std::chrono::milliseconds limit, const char* text) {

@@ -55,12 +55,16 @@ class Engine {
 
   int rank() const noexcept { return peers_.rank(); }
   int world_size() const noexcept { return peers_.world_size(); }
+  /// Returns this rank's number in messages.
+  int name() const noexcept { return peers_.named(rank()); }
   /// Returns false in a child made by fork().
   bool is_of_this_process() const noexcept;
 
   /// From now on, the loss of a rank lets the others complete the same collectives, also those that only some of them
   /// had completed, before they throw PeerLost. Then shrink() may follow. Call it on all ranks, before a collective.
-  void set_elastic() noexcept { elastic_ = true; }
+  /// `on_failure` is called once, before this rank waits for the others to fail. It must not call the engine.
+  using OnFailure = std::function<void(FailureKind kind, const std::string& text, std::optional<int> failed_rank)>;
+  void set_elastic(OnFailure on_failure = {});
   bool is_elastic() const noexcept { return elastic_; }
   /// After PeerLost: returns an engine of the ranks that remain, in their order, and sets `members` to their numbers in
   /// this engine. Collective of these ranks. Throws PeerLost if they are fewer than `min_ranks`, Timeout if a rank does
@@ -88,11 +92,15 @@ class Engine {
 
   /// Throws the error of the group, if there is one.
   void check() const;
+  /// The same. Throws PeerLost also if a rank has ended or failed that no collective waits for.
+  void check_ranks();
   /// Waits up to `limit` until all ranks have called end() and all collectives have ended. Then every later call throws
   /// Error with `text`, and the function returns an empty string. Otherwise the group has failed: returns its error.
   std::string end(std::chrono::milliseconds limit, const char* text);
   /// Ends the group from this rank. The others throw PeerLost with `reason`.
   void abort(const std::string& reason) noexcept;
+  /// Ends the group because of a failure that this rank has found elsewhere. Throws that failure, or an earlier one.
+  [[noreturn]] void stop(FailureKind kind, const std::string& text, std::optional<int> failed_rank);
 
   /// Makes progress for a rank that waits in another group of this process: that group may indirectly depend on the
   /// operations here, through a third rank. Returns false if no operation is in progress. Never blocks, never throws.
@@ -147,6 +155,7 @@ class Engine {
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
   bool elastic_ = false;
+  OnFailure on_failure_;
   std::vector<Due> due_;
   Peers peers_;
   Segments segments_{peers_};
@@ -164,6 +173,10 @@ class Engine {
   /// Shared with the background thread, because one of its callbacks may hold the last reference to the engine.
   std::shared_ptr<bool> ended_by_callback_ = std::make_shared<bool>(false);
 };
+
+/// A child made by fork() does not destroy the engine: the child does not have the engine's threads, and its end must
+/// not be reported to the other ranks.
+std::shared_ptr<Engine> share(std::unique_ptr<Engine> engine);
 
 /// The engines of this process.
 class Engines {

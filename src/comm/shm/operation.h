@@ -77,6 +77,7 @@ struct CollectiveArgs {
   std::vector<CoalescedTensor> tensors = {};    ///< Coalesced: at most kMaxCoalesced; `numel` is their sum.
   bool monitored = false;                       ///< Barrier: a timeout has the text of c10d's monitoredBarrier.
   bool names_all = false;                       ///< If `monitored`: report all missing ranks, not only the first.
+  bool recorded = true;                         ///< In the ring of events.
   std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
   std::function<void()> on_finish = {};         ///< Called once after success, before it counts as finished.
 };

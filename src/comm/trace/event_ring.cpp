@@ -146,6 +146,7 @@ void EventRing::write_stack(int) {
 }
 
 void EventRing::waits(std::uint64_t index) noexcept {
+  if (index == kNoEvent) return;
   auto event = page_->read(index);
   if (!event || event->begin_ns != 0) return;
   event->begin_ns = coarse_now_ns();

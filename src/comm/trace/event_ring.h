@@ -13,6 +13,8 @@ namespace ddpkit {
 
 /// Number of events that a process keeps.
 inline constexpr std::uint64_t kEvents = 1024;
+/// Index of a call that is not recorded.
+inline constexpr std::uint64_t kNoEvent = ~std::uint64_t{0};
 inline constexpr std::size_t kStackBytes = std::size_t{16} << 10;
 /// Environment variable with the descriptor of this process's page.
 inline constexpr const char* kEventPageVariable = "DDPKIT_FLIGHT_RECORDER_FD";
