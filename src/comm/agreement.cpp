@@ -134,7 +134,7 @@ bool Agreement::test(std::uint64_t number) {
       Call& call = calls_.front();
       if (!call.barrier) {
         if (!call.has_ended()) return guard_.failed();
-        if (guard_.failed() || !call.work->isSuccess()) return true;
+        if (guard_.failed() || call.work->exception()) return true;
         post_barrier(call);
       }
       if (!engine_->test(call.barrier)) return false;

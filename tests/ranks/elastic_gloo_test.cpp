@@ -60,23 +60,25 @@ int broadcast_until_lost(const ProcessGroup& group) {
 
 RANK_TEST("an elastic gloo collective completes on no rank before all have called it", "[elastic]", 3) {
   const ProcessGroup elastic = elastic_gloo();
-  torch::Tensor first = torch::full({3}, group.rank() + 1), second = first.clone();
-  if (group.rank() == 2) {
-    std::this_thread::sleep_for(milliseconds(300));
-    std::ofstream(shared_file("called")) << "yes";
-  }
-  // gloo needs only ranks 0 and 1 to complete the broadcast on these ranks.
-  ddpkit::Work one = elastic.broadcast_async(first, 0), two = elastic.all_reduce_async(second);
-  if (group.rank() == 0) {
-    while (!one.is_completed()) std::this_thread::sleep_for(milliseconds(1));
-  } else {
+  const torch::Tensor second = torch::full({3}, group.rank() + 1), first = second.clone();
+  for (const bool polls : {false, true}) {
+    const auto called = shared_file(polls ? "called again" : "called");
+    first.fill_(group.rank() + 1);
+    second.fill_(group.rank() + 1);
+    if (group.rank() == 2) {
+      std::this_thread::sleep_for(milliseconds(300));
+      std::ofstream(called) << "yes";
+    }
+    // gloo completes the broadcast on rank 1 without rank 2.
+    ddpkit::Work one = elastic.broadcast_async(first, 0), two = elastic.all_reduce_async(second);
+    while (polls && !one.is_completed()) std::this_thread::sleep_for(milliseconds(1));
+    if (!polls) one.wait();
+    CHECK(std::filesystem::exists(called));
+    two.wait();
     one.wait();
+    CHECK(first.eq(1).all().item<bool>());
+    CHECK(second.eq(6).all().item<bool>());
   }
-  CHECK(std::filesystem::exists(shared_file("called")));
-  two.wait();
-  one.wait();
-  CHECK(first.eq(1).all().item<bool>());
-  CHECK(second.eq(6).all().item<bool>());
   // A rank need not wait for a collective before it calls the next one.
   for (int i = 0; i < 100; ++i) {
     ddpkit::Work work = elastic.all_reduce_async(first);
@@ -173,6 +175,32 @@ TEST_CASE("an error of an elastic group comes after the end of its calls", "[ela
   CHECK_THROWS_AS(agreement.check(), PeerLost);
   CHECK(ended);
   backend.join();
+}
+
+TEST_CASE("an elastic group does not use the result of an aborted call", "[elastic]") {
+  // On a device, an aborted collective ends like a complete one.
+  class DeviceWork final : public c10d::Work {
+    bool wait(milliseconds /*timeout*/) override { return true; }
+    bool isCompleted() override { return true; }
+  };
+  for (const bool polls : {false, true}) {
+    std::atomic<bool> aborted = false;
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    ddpkit::GroupGuard guard(store, {}, std::chrono::seconds(60), /*name=*/0);
+    guard.start({.abort = [&] { aborted = true; }});
+    ddpkit::Agreement agreement(ddpkit::connect_engine(store, 0, 1, std::chrono::seconds(60), /*first_rank=*/0), guard);
+    const auto number = agreement.add(c10::make_intrusive<DeviceWork>(), [&] { return aborted.load(); });
+    std::thread failing([&] {
+      std::this_thread::sleep_for(milliseconds(50));
+      guard.fail({.kind = ddpkit::FailureKind::kPeerLost, .failed_rank = 1, .text = "rank 1 has ended"});
+    });
+    if (polls) {
+      while (!aborted) std::this_thread::sleep_for(milliseconds(1));
+      CHECK(agreement.test(number));
+    }
+    CHECK_THROWS_AS(agreement.wait(number), PeerLost);
+    failing.join();
+  }
 }
 
 TEST_CASE("a wait for a key of the store of the remaining ranks ends when a rank ends", "[ranks][elastic]") {
