@@ -22,7 +22,7 @@ Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device devi
 void Backend::set_elastic(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*environment*/) {
   throw InvalidArgument(
       fmt::format("InitOptions::elastic: a {} group cannot continue without a lost rank; use shm or gloo with CPU "
-                  "ranks on one host",
+                  "ranks, or nccl, on one host",
                   getBackendName()));
 }
 
@@ -91,13 +91,10 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    bool result = true;
+    bool result = false;
     try {
-      if (number_) {
-        group_->agreement_->wait(*number_, timeout);
-      } else {
-        result = work_->wait(timeout);
-      }
+      if (number_) group_->agreement_->wait(*number_, timeout);
+      result = work_->wait(timeout);
     } catch (const std::exception& error) {
       if (number_) throw;
       if (group_->guard_) group_->guard_->throw_failure(kPatience);
@@ -105,7 +102,7 @@ class ForwardingBackend::TracedWork final : public c10d::Work {
       throw;
     }
     if (group_->hides_aborts_) {
-      group_->check();
+      if (!number_) group_->check();  // With a number, all ranks have completed the call.
     } else if (event_ != kNoEvent) {  // On a device, only the guard knows when the call ends.
       EventRing::of_process().finish(event_);
       if (group_->guard_) group_->guard_->note_end(event_);
@@ -155,7 +152,8 @@ void ForwardingBackend::abort_group(const std::string& reason) noexcept {
 }
 
 void ForwardingBackend::check() {
-  if (agreement_) return agreement_->check();
+  // Another rank may have completed the same collectives without knowing the failure, and may update its weights.
+  if (is_elastic()) return;
   if (guard_) guard_->throw_failure();
 }
 
@@ -260,7 +258,11 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
   check_device(kind, tensor);
   for (const at::Tensor& other : others) check_device(kind, other);
   const auto [event, index] = begin(kind, tensor.defined() ? tensor.nbytes() : 0);
-  check();
+  if (agreement_) {
+    agreement_->check();
+  } else {
+    check();
+  }
   WorkPtr work;
   try {
     work = start();
@@ -274,8 +276,6 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
     const auto has_ended = end_of(work);
     if (has_ended) {
       guard_->watch(index, event, has_ended);
-    } else if (agreement_) {
-      throw InvalidArgument("a CUDA graph cannot contain collectives of a group with InitOptions::elastic");
     } else if (index != kNoEvent) {
       EventRing::of_process().finish(index);
     }

@@ -55,7 +55,7 @@ class Backend : public c10d::Backend {
   virtual std::string end(std::chrono::milliseconds limit) = 0;
   /// Records that this rank leaves the group. Called before the other ranks can detect it.
   virtual void leave() noexcept {}
-  /// Throws the group's failure, if there is one.
+  /// Throws the group's failure, if there is one. In an elastic group, only collectives throw it.
   virtual void check() = 0;
   /// Creates the backend of a group of `ranks` (rank numbers of this group). Collective among them. `part`: rank, world
   /// size and place on the host in the new group.

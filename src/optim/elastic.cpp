@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/hash.h>
@@ -24,7 +25,18 @@ namespace ddpkit::optim {
 
 namespace {
 
-at::Generator generator() { return at::globalContext().defaultGenerator(at::kCPU); }
+constexpr std::int64_t kEndBytes = 64;
+
+/// Returns the bytes at both ends of a dense tensor.
+at::Tensor ends_of(const at::Tensor& parameter) {
+  const at::Tensor flat = parameter.detach().view({-1});
+  const std::int64_t count = std::min(flat.numel(), std::max<std::int64_t>(kEndBytes / flat.element_size(), 1));
+  return at::cat({flat.narrow(0, 0, count), flat.narrow(0, flat.numel() - count, count)}).view(at::kByte);
+}
+
+std::size_t hash_of(const void* bytes, std::size_t size) {
+  return std::hash<std::string_view>()({static_cast<const char*>(bytes), size});
+}
 
 }  // namespace
 
@@ -41,29 +53,42 @@ Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& mod
     throw InvalidArgument(fmt::format("Elastic: min_ranks is {}, but must be at least 1", options_.min_ranks));
   Reducer::Impl::of(ddp.reducer()).require_replicas("Elastic");
   for (const at::Tensor& buffer : buffers_) saved_buffers_.push_back(at::empty_like(buffer.detach()));
+  generators_ = {at::globalContext().defaultGenerator(at::kCPU)};
+  if (!ddp.group().device().is_cpu()) generators_.push_back(at::globalContext().defaultGenerator(ddp.group().device()));
+  random_states_.resize(generators_.size());
   check_steps();
 }
 
-/// Hashes both ends of each parameter: torch's optimizers write through Tensor::data(), which counts no version.
+/// Hashes both ends of each parameter: torch's optimizers write through Tensor::data(), which counts no version. One
+/// copy brings the ends of all parameters of a device to the host.
 std::size_t Elastic::Impl::fingerprint() const {
   std::size_t hash = 0;
+  std::vector<at::Tensor> on_device;
   for (const at::Tensor& parameter : parameters_) {
-    const auto* const bytes = static_cast<const char*>(parameter.const_data_ptr());
-    const std::size_t size = parameter.is_contiguous() ? parameter.nbytes() : 0, end = std::min<std::size_t>(size, 64);
-    for (const std::string_view part : {std::string_view(bytes, end), std::string_view(bytes + size - end, end)})
-      hash = c10::hash_combine(hash, std::hash<std::string_view>()(part));
     hash = c10::hash_combine(hash, static_cast<std::size_t>(parameter._version()));
+    if (!parameter.is_contiguous() || parameter.numel() == 0) continue;
+    if (!parameter.is_cpu()) {
+      on_device.push_back(ends_of(parameter));
+      continue;
+    }
+    const auto* const bytes = static_cast<const char*>(parameter.const_data_ptr());
+    const std::size_t size = parameter.nbytes(), end = std::min<std::size_t>(size, kEndBytes);
+    hash = c10::hash_combine(hash, hash_of(bytes, end));
+    hash = c10::hash_combine(hash, hash_of(bytes + size - end, end));
   }
-  return hash;
+  if (on_device.empty()) return hash;
+  const at::Tensor ends = at::cat(on_device).cpu();
+  return c10::hash_combine(hash, hash_of(ends.const_data_ptr(), ends.nbytes()));
 }
 
 void Elastic::Impl::begin() {
   const at::NoGradGuard no_grad;
   fingerprint_ = fingerprint();
   for (std::size_t i = 0; i < buffers_.size(); ++i) saved_buffers_[i].copy_(buffers_[i]);
-  at::Generator random = generator();
-  const std::lock_guard lock(random.mutex());
-  random_state_ = random.get_state();
+  for (std::size_t i = 0; i < generators_.size(); ++i) {
+    const std::lock_guard lock(generators_[i].mutex());
+    random_states_[i] = generators_[i].get_state();
+  }
   for (const Part& part : parts) part.save();
   undoes_ = true;
 }
@@ -81,10 +106,9 @@ void Elastic::Impl::roll_back() {
         "Elastic: a rank was lost after the step had changed weights, and the change cannot be undone: call one "
         "optimizer step per Elastic::step(), after its last collective");
   for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].copy_(saved_buffers_[i]);
-  {
-    at::Generator random = generator();
-    const std::lock_guard lock(random.mutex());
-    random.set_state(random_state_);
+  for (std::size_t i = 0; i < generators_.size(); ++i) {
+    const std::lock_guard lock(generators_[i].mutex());
+    generators_[i].set_state(random_states_[i]);
   }
   for (const Part& part : parts) part.roll_back();
 }

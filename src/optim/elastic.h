@@ -1,6 +1,7 @@
 // Tier 2: ddpkit/optim/elastic.h.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -47,7 +48,8 @@ class Elastic::Impl {
   bool undoes_ = false;                    ///< Between begin() and end().
   std::size_t fingerprint_ = 0;            ///< Before the step.
   std::vector<at::Tensor> saved_buffers_;  ///< Values before the step. [buffer]
-  at::Tensor random_state_;
+  std::vector<at::Generator> generators_;  ///< Default generators of the CPU and of the group's device.
+  std::vector<at::Tensor> random_states_;  ///< Before the step. [generator]
 };
 
 }  // namespace ddpkit::optim

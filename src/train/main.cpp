@@ -258,7 +258,10 @@ ProcessGroup Program::join(const RunOptions& run, InitOptions options) {
   if (const std::optional<int> exit_code = launch_ranks(run, name_, argc_, argv_)) throw RanksEnded{*exit_code};
   options.backend = run.backend;
   options.elastic = run.elastic;
-  return init_process_group(options);
+  ProcessGroup group = init_process_group(options);
+  if (run.elastic && !group.device().is_cpu())
+    throw UsageError(fmt::format("--elastic needs CPU ranks, but this rank uses {}", group.device().str()));
+  return group;
 }
 
 int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {

@@ -212,7 +212,11 @@ TEST_CASE("a wait for a key of the store of the remaining ranks ends when a rank
              const auto remaining = ddpkit::connect_remaining(engine);
              remaining.store->set("from " + std::to_string(group.rank()), "here");
              for (int r = 0; r < 3; ++r) CHECK(remaining.store->get_to_str("from " + std::to_string(r)) == "here");
-             if (group.rank() == 1) die();
+             remaining.store->set("has read " + std::to_string(group.rank()), "all");
+             if (group.rank() == 1) {
+               remaining.store->wait({"has read 0", "has read 2"});
+               die();
+             }
              CHECK_THROWS_AS(remaining.store->get("nobody sets it"), PeerLost);
              CHECK_THROWS_AS(remaining.store->check({"from 0"}), PeerLost);
              std::vector<int> members;

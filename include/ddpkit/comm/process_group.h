@@ -185,15 +185,15 @@ class ProcessGroup {
   /// another rank ends meanwhile, the group continues without that rank, too. Handles of earlier collectives, and
   /// tensors of allocate(), belong to the old group.
   /// Throws PeerLost if fewer than `min_ranks` remain, Timeout if a rank does not call shrink(), and InvalidArgument if
-  /// the group has not lost a rank. With `gloo`, the ranks connect again. If another rank ends within its connections,
-  /// the call takes up to 10 s.
+  /// the group has not lost a rank. With `gloo` and `nccl`, the ranks connect again. If another rank ends within its
+  /// connections, that takes up to 10 s with `gloo`, and 30 s with `nccl`.
   Regroup shrink(int min_ranks = 1) const;
   /// Returns how often shrink() has changed the group.
   std::uint64_t generation() const noexcept;
 
   /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
   /// a collective that fails later leaves garbage. Call check() after the host has read a result, before using the
-  /// result.
+  /// result. In a group with InitOptions::elastic, it throws nothing: the next collective throws the error.
   void check() const;
 
   /// Ends the group in order. Collective: every rank calls it, after its last collective. Waits up to `limit` until the
@@ -230,9 +230,10 @@ struct InitOptions {
   /// Maximum time that a collective or the rendezvous waits for another rank.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// After the loss of a rank, the others can continue with ProcessGroup::shrink(). They complete the same collectives,
-  /// and throw PeerLost when each of them has called the next one. Only with `shm` or `gloo`, CPU ranks of one host,
-  /// and without split(). With `gloo`, a collective then completes on no rank before all ranks have called it and wait
-  /// for it. The value must be the same on all ranks.
+  /// and throw PeerLost when each of them has called the next one. Only with `shm` or `gloo` on the CPU, or `nccl`, on
+  /// one host, and without split(). With `gloo` and `nccl`, a collective then completes on no rank before all ranks
+  /// have called it and wait for it, and wait() blocks until the device has completed it. CUDA graphs cannot contain
+  /// collectives of the group. The value must be the same on all ranks.
   bool elastic = false;
   /// Rank, world size and master address. Empty: read from the environment.
   std::optional<LaunchEnvironment> environment = std::nullopt;

@@ -50,9 +50,9 @@ class Elastic {
 
   /// Collective. All arguments must outlive this object. `objects` change in a step and return to their old values if
   /// the step is dropped: GradScaler, sums of losses, other objects that can be copied. Buffers of the module and the
-  /// CPU's default generator are included. Throws InvalidArgument if the group was created without
-  /// InitOptions::elastic, with a communication hook, sharded parameters or a ShardedOptimizer, and if the group has
-  /// lost a rank before.
+  /// default generators of the CPU and of the group's device are included. Throws InvalidArgument if the group was
+  /// created without InitOptions::elastic, with a communication hook, sharded parameters or a ShardedOptimizer, and if
+  /// the group has lost a rank before.
   template <class M, class... Objects>
   Elastic(DistributedDataParallel<M>& ddp, ResumableSampler& sampler, const ElasticOptions& options = {},
           Objects&... objects)

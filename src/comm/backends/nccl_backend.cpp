@@ -5,6 +5,7 @@
 #include "comm/cuda.h"
 
 #ifdef DDPKIT_CUDA
+#include "comm/backends/shm_rendezvous.h"
 #include "comm/timeout.h"
 
 #define USE_C10D_NCCL  // The header is empty without it.
@@ -40,6 +41,9 @@ constexpr std::chrono::milliseconds kAbortDelay(100);
 /// The guard reports the late rank. c10d's timeout ends the process, so it must come after the guard's.
 constexpr std::chrono::seconds kWatchdogAfterGuard(60);
 
+/// In an elastic group.
+constexpr const char* kConnectSeconds = "30";
+
 /// C++ permits a pointer to a protected member through a derived class.
 struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
@@ -72,6 +76,11 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 };
 
 class NcclBackend;
+
+/// `name`: this rank's number in messages.
+c10::intrusive_ptr<ForwardingBackend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const LaunchEnvironment& environment, c10::Device device,
+                                                   std::chrono::milliseconds timeout, int name);
 
 /// Ends the groups that still exist when the program calls std::exit() or returns from main(): before CUDA ends, and
 /// before the destructors of static objects.
@@ -154,11 +163,23 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
                         const LaunchEnvironment& part) override {
     return create_nccl_backend(store, part, device_, guard_->timeout());
   }
+  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment) override {
+    require_one_host(environment);
+    // If a rank ends while the others connect again, NCCL waits for that rank. c10d reads the limit once, before its
+    // first wait.
+    ::setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", kConnectSeconds, /*overwrite=*/0);
+    start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
+  }
 
  private:
+  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name) override {
+    return connect_nccl(store, place, device_, guard_->timeout(), name);
+  }
   std::function<bool()> end_of(const WorkPtr& work) override {
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None)
       return cuda::reached([end = EndOf::event(*work)] { return end->query(); });
+    if (is_elastic())
+      throw InvalidArgument("a CUDA graph cannot contain collectives of a group with InitOptions::elastic");
     const std::shared_ptr<cuda::CapturedGroup> self(static_cast<cuda::CapturedGroup*>(this),
                                                     [owner = Ptr<NcclBackend>::reclaim_copy(this)](auto*) {});
     const std::lock_guard lock(graphs_mutex_);
@@ -237,6 +258,21 @@ void set_defaults() {
   static_cast<void>(once);
 }
 
+c10::intrusive_ptr<ForwardingBackend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const LaunchEnvironment& environment, c10::Device device,
+                                                   std::chrono::milliseconds timeout, int name) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = clamp_timeout(timeout) + kWatchdogAfterGuard;
+  options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
+  set_defaults();
+  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name);
+  auto backend = c10::make_intrusive<NcclBackend>(
+      c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), device,
+      std::move(guard));
+  OpenGroups::all().add(backend.get());
+  return backend;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -245,16 +281,7 @@ c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_p
   if (cuda::device_count() == 0) throw InvalidArgument("the nccl backend needs a GPU, but this host has none");
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = clamp_timeout(timeout) + kWatchdogAfterGuard;
-  options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
-  set_defaults();
-  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, environment.rank);
-  auto backend = c10::make_intrusive<NcclBackend>(
-      c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), device,
-      std::move(guard));
-  OpenGroups::all().add(backend.get());
-  return backend;
+  return connect_nccl(store, environment, device, timeout, environment.rank);
 }
 
 bool is_nccl_available() noexcept { return true; }

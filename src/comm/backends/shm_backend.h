@@ -68,7 +68,9 @@ class ShmBackend : public Backend, public SymmetricMemory {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   void abort_group(const std::string& reason) noexcept override { engine_->abort(reason); }
-  void check() override { engine_->check(); }
+  void check() override {
+    if (!is_elastic()) engine_->check();
+  }
   std::string end(std::chrono::milliseconds limit) override { return engine_->end(limit, kShutDown); }
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                         const LaunchEnvironment& part) override;
