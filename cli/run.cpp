@@ -1,14 +1,18 @@
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include <fmt/format.h>
 
 #include <ddpkit/error.h>
 #include <ddpkit/launch/launcher.h>
+#include <ddpkit/parse_number.h>
 #include <ddpkit/train/launch.h>
 
 #include "commands.h"
@@ -20,13 +24,16 @@ namespace {
 
 /// torchrun's default port, for launches on several hosts.
 constexpr int kPortOfSeveralHosts = 29500;
+constexpr int kMostHosts = 4096;
 
 struct RunOptions {
   std::string ranks = {};  ///< Format of train::count_ranks().
-  int nodes = 1;
   int node_rank = 0;
   std::string master_addr = {};
   std::optional<int> master_port = std::nullopt;  ///< 0: a free port.
+  std::string rdzv_endpoint = {};
+  HostOptions hosts = {};  ///< Number of hosts; the rest with `rdzv_endpoint`.
+  double heartbeat_seconds = 4;
   std::string key_file = {};
   bool standalone = false;
   int max_restarts = 0;
@@ -47,9 +54,73 @@ int visible_gpus() {
   return list.empty() ? 0 : std::min<int>(all, static_cast<int>(std::count(list.begin(), list.end(), ',')) + 1);
 }
 
+/// Parses N or MIN:MAX.
+train::Options::Parse node_count(RunOptions& run) {
+  return [&run](const std::string& text) -> std::string {
+    const std::string_view all = text;
+    const auto colon = all.find(':');
+    const bool is_range = colon != std::string_view::npos;
+    int least = 0, most = 0;
+    if (!parse_number(all.substr(0, colon), least) || !parse_number(all.substr(is_range ? colon + 1 : 0), most) ||
+        least < 1 || most < least || most > kMostHosts)
+      return fmt::format("a number from 1 to {}, or a range MIN:MAX", kMostHosts);
+    run.hosts.min_hosts = least;
+    run.hosts.max_hosts = most;
+    return "";
+  };
+}
+
+std::string text_of_nodes(const RunOptions& run) {
+  return run.hosts.min_hosts == run.hosts.max_hosts ? std::to_string(run.hosts.max_hosts)
+                                                    : fmt::format("{}:{}", run.hosts.min_hosts, run.hosts.max_hosts);
+}
+
+/// Parses HOST or HOST:PORT. An IPv6 address with a port has brackets.
+train::Options::Parse endpoint(RunOptions& run) {
+  return [&run](const std::string& text) -> std::string {
+    const auto bracket = text.starts_with('[') ? text.find(']') : std::string::npos;
+    const auto colon = text.find(':', bracket == std::string::npos ? 0 : bracket);
+    const bool is_ipv6 = bracket == std::string::npos && colon != text.rfind(':');
+    HostOptions hosts = run.hosts;
+    if (colon != std::string::npos && !is_ipv6 &&
+        (!parse_number(std::string_view(text).substr(colon + 1), hosts.port) || hosts.port < 1 || hosts.port > 65535))
+      return "HOST:PORT with a port from 1 to 65535";
+    hosts.address = is_ipv6 ? text : text.substr(0, colon);
+    if (bracket != std::string::npos) hosts.address = text.substr(1, bracket - 1);
+    if (hosts.address.empty()) return "HOST:PORT";
+    run.hosts = hosts;
+    run.rdzv_endpoint = text;
+    return "";
+  };
+}
+
+/// Parses last_call_timeout=SECONDS,join_timeout=SECONDS.
+train::Options::Parse timeouts(RunOptions& run) {
+  return [&run](const std::string& text) -> std::string {
+    for (std::string_view rest = text; !rest.empty();) {
+      const std::string_view item = rest.substr(0, rest.find(','));
+      rest.remove_prefix(std::min(rest.size(), item.size() + 1));
+      const std::string_view name = item.substr(0, item.find('='));
+      double seconds = -1;
+      if (item.size() > name.size()) parse_number(item.substr(name.size() + 1), seconds);
+      const bool is_last_call = name == "last_call_timeout";
+      if ((!is_last_call && name != "join_timeout") || !(seconds >= 0 && seconds <= 1e6))
+        return "last_call_timeout=SECONDS, join_timeout=SECONDS or both, separated by a comma";
+      (is_last_call ? run.hosts.last_call_timeout : run.hosts.join_timeout) =
+          std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+    }
+    return "";
+  };
+}
+
+std::string text_of_timeouts(const RunOptions& run) {
+  return fmt::format("last_call_timeout={:g},join_timeout={:g}",
+                     static_cast<double>(run.hosts.last_call_timeout.count()) / 1000,
+                     static_cast<double>(run.hosts.join_timeout.count()) / 1000);
+}
+
 LaunchOptions resolve(const RunOptions& options) {
-  LaunchOptions launch{
-      .command = options.program, .ranks = train::count_ranks(options.ranks, visible_gpus()), .nodes = options.nodes};
+  LaunchOptions launch{.command = options.program, .ranks = train::count_ranks(options.ranks, visible_gpus())};
   launch.node_rank = options.node_rank;
   launch.key_file = options.key_file;
   launch.max_restarts = options.max_restarts;
@@ -61,7 +132,16 @@ LaunchOptions resolve(const RunOptions& options) {
   launch.show_stdout = options.tee & 1;
   launch.show_stderr = options.tee & 2;
   launch.forward_signals = true;
-  const bool one_host = options.nodes == 1;
+  const bool one_host = options.hosts.max_hosts == 1;
+  if (!options.rdzv_endpoint.empty()) {
+    if (options.min_ranks > 0)
+      throw InvalidArgument("--min-ranks is for one host: with --rdzv-endpoint all ranks of a host are needed");
+    return launch;
+  }
+  if (options.hosts.min_hosts != options.hosts.max_hosts)
+    throw InvalidArgument(fmt::format("--nnodes {} needs --rdzv-endpoint: without it the number of hosts is fixed",
+                                      text_of_nodes(options)));
+  launch.nodes = options.hosts.max_hosts;
   if (options.master_port) {
     launch.master_port = *options.master_port;
   } else if (!options.standalone) {
@@ -83,17 +163,26 @@ LaunchOptions resolve(const RunOptions& options) {
   // Each launcher watches only the ranks of its host, so the hosts would not restart together.
   if (options.max_restarts > 0)
     throw InvalidArgument(
-        "--max-restarts is for one host: with --nnodes above 1 let the scheduler restart the job (Slurm "
-        "--requeue, Kubernetes restartPolicy); the trainers resume from their last checkpoint");
+        "--max-restarts with --nnodes above 1 needs --rdzv-endpoint HOST:PORT and --key-file FILE instead of "
+        "--master-addr: only then all hosts restart together");
   if (options.min_ranks > 0)
     throw InvalidArgument("--min-ranks is for one host: with --nnodes above 1 all ranks are needed");
-  if (options.node_rank >= options.nodes)
-    throw InvalidArgument(fmt::format("--node-rank {} is not below --nnodes {}", options.node_rank, options.nodes));
+  if (options.node_rank >= options.hosts.max_hosts)
+    throw InvalidArgument(
+        fmt::format("--node-rank {} is not below --nnodes {}", options.node_rank, options.hosts.max_hosts));
   return launch;
 }
 
 int run_ranks(const RunOptions& options) {
   LaunchOptions launch = resolve(options);
+  if (!options.rdzv_endpoint.empty()) {
+    HostOptions hosts = options.hosts;
+    hosts.max_restarts = options.max_restarts;
+    hosts.heartbeat_timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.heartbeat_seconds * 1000));
+    hosts.on_report = [](const std::string& text) { std::cerr << "ddpkit run: " + text; };
+    std::signal(SIGUSR1, SIG_IGN);  // Between rounds, no rank has a state to print.
+    return launch_on_hosts(launch, hosts);
+  }
   for (;; ++launch.restart_count) {
     const LaunchResult result = ddpkit::launch(launch);
     if (result.first_failure) std::cerr << "ddpkit run: " << result.summary();
@@ -130,8 +219,30 @@ void add_run(train::Options& app, Commands& commands) {
           "Ranks to start: a number, gpu, cpu (cores), or auto")
       .also("n")
       .required();
-  command.add("nnodes", &run.nodes, "Number of hosts; each runs one launcher").between(1, 4096);
-  command.add("node_rank", &run.node_rank, "Index of this host").between(0, 4095);
+  command.add(
+      "nnodes", node_count(run), [&run] { return text_of_nodes(run); },
+      "Number of hosts; each runs one launcher. With --rdzv-endpoint also MIN:MAX");
+  command
+      .add(
+          "rdzv_endpoint", endpoint(run), [&run] { return run.rdzv_endpoint; },
+          "Several hosts: HOST:PORT of the launchers' rendezvous (default port: 29400). The launcher on HOST serves it "
+          "and is host 0; the others are numbered in the order of their arrival")
+      .excludes("node_rank")
+      .excludes("master_addr")
+      .excludes("master_port");
+  command.add("rdzv_id", &run.hosts.run_id, "Name of the run; only launchers with this name and the key can join")
+      .needs("rdzv_endpoint");
+  command
+      .add(
+          "rdzv_conf", timeouts(run), [&run] { return text_of_timeouts(run); },
+          "join_timeout=SECONDS: wait for MIN hosts; last_call_timeout=SECONDS: then for MAX hosts")
+      .needs("rdzv_endpoint");
+  command
+      .add("heartbeat_timeout", &run.heartbeat_seconds,
+           "Seconds without a heartbeat of a host's launcher until the host is lost")
+      .between(0.5, 3600)
+      .needs("rdzv_endpoint");
+  command.add("node_rank", &run.node_rank, "Index of this host").between(0, kMostHosts - 1);
   command.add("master_addr", &run.master_addr, "Host of rank 0");
   command
       .add("master_port", &run.master_port,
@@ -143,8 +254,11 @@ void add_run(train::Options& app, Commands& commands) {
   command.add("standalone", &run.standalone, "One host and a free port; ignores the environment")
       .excludes("master_addr")
       .excludes("master_port")
-      .excludes("nnodes");
-  command.add("max_restarts", &run.max_restarts, "Maximum number of restarts of all ranks after a failure")
+      .excludes("nnodes")
+      .excludes("rdzv_endpoint");
+  command
+      .add("max_restarts", &run.max_restarts,
+           "Maximum number of restarts of all ranks after a failure. Several hosts: needs --rdzv-endpoint")
       .between(0, 1e6);
   command
       .add("min_ranks", &run.min_ranks,

@@ -65,9 +65,10 @@ Addresses resolve(const LaunchEnvironment& environment) {
         ::getaddrinfo(environment.master_addr.c_str(), std::to_string(environment.master_port).c_str(), &hints, &found);
     if (status == 0) return {found, &::freeaddrinfo};
     if (Clock::now() > deadline)
-      throw RendezvousError(fmt::format("MASTER_ADDR \"{}\" does not resolve to an address: {}",
-                                        environment.master_addr, ::gai_strerror(status)),
-                            {.rank = 0, .call = "rendezvous"});
+      throw RendezvousError(
+          fmt::format("{} \"{}\" does not resolve to an address: {}", environment.rank < 0 ? "the host" : "MASTER_ADDR",
+                      environment.master_addr, ::gai_strerror(status)),
+          {.rank = 0, .call = "rendezvous"});
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
 }
@@ -101,10 +102,8 @@ int connect_error(const addrinfo& at) {
   return error;
 }
 
-}  // namespace
-
-int listen_as_master(const LaunchEnvironment& environment) {
-  const Addresses addresses = resolve(environment);
+/// Returns nothing if another process listens there.
+std::optional<int> try_to_listen(const LaunchEnvironment& environment, const Addresses& addresses) {
   const addrinfo* loopback = nullptr;
   for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
     if (is_loopback(*at->ai_addr) && (!loopback || at->ai_family == AF_INET)) loopback = at;
@@ -143,6 +142,22 @@ int listen_as_master(const LaunchEnvironment& environment) {
   if (is_bound && ::listen(socket.get(), SOMAXCONN) == 0) return socket.release();
   const int error = errno;
   if (error != EADDRINUSE) fail(is_bound ? "listen" : "bind", error);
+  return std::nullopt;
+}
+
+bool belongs_to_this_host(const addrinfo& at) {
+  const Socket socket(::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_storage address{};
+  std::memcpy(&address, at.ai_addr, at.ai_addrlen);
+  // sockaddr_in6 has its port at the same place.
+  reinterpret_cast<sockaddr_in&>(address).sin_port = 0;
+  return socket.get() >= 0 && ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), at.ai_addrlen) == 0;
+}
+
+}  // namespace
+
+int listen_as_master(const LaunchEnvironment& environment) {
+  if (const auto listener = try_to_listen(environment, resolve(environment))) return *listener;
   throw RendezvousError(fmt::format("MASTER_PORT {} is already taken on this host by another program, or by another "
                                     "process with RANK=0: give each process of a job its own RANK, set MASTER_PORT to "
                                     "a free port, or let `ddpkit run` choose one",
@@ -150,9 +165,18 @@ int listen_as_master(const LaunchEnvironment& environment) {
                         {.rank = 0, .call = "rendezvous"});
 }
 
+std::optional<int> listen_if_first(const LaunchEnvironment& environment) {
+  const Addresses addresses = resolve(environment);
+  for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {
+    if (belongs_to_this_host(*at)) return try_to_listen(environment, addresses);
+  }
+  return std::nullopt;
+}
+
 SocketAddress wait_for_master(const LaunchEnvironment& environment, const std::string& host,
                               std::chrono::milliseconds timeout) {
   const Addresses addresses = resolve(environment);
+  const std::string who = environment.rank < 0 ? "this launcher" : fmt::format("rank {}", environment.rank);
   const auto start = Clock::now();
   WaitReport report;
   auto nap = std::chrono::milliseconds(2);
@@ -172,17 +196,15 @@ SocketAddress wait_for_master(const LaunchEnvironment& environment, const std::s
     const std::string place =
         fmt::format("{} at {}:{} ({})", host, environment.master_addr, environment.master_port, std::strerror(error));
     if (is_unreachable)
-      throw RendezvousError(fmt::format("rank {} cannot reach {}{}", environment.rank, place, kNoLoopback),
+      throw RendezvousError(fmt::format("{} cannot reach {}{}", who, place, kNoLoopback),
                             {.rank = environment.rank, .call = "rendezvous"});
     const double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (Clock::now() - start > timeout)
-      throw RendezvousError(fmt::format("the rendezvous timed out: rank {} cannot reach {} within {:.1f} s",
-                                        environment.rank, place, std::chrono::duration<double>(timeout).count()),
+      throw RendezvousError(fmt::format("the rendezvous timed out: {} cannot reach {} within {:.1f} s", who, place,
+                                        std::chrono::duration<double>(timeout).count()),
                             {.rank = 0, .call = "rendezvous"});
-    report.write_if_late([&] {
-      return fmt::format("rank {} has waited {:.0f} s for {}{}", environment.rank, waited, place,
-                         alone_hint(environment));
-    });
+    report.write_if_late(
+        [&] { return fmt::format("{} has waited {:.0f} s for {}{}", who, waited, place, alone_hint(environment)); });
     std::this_thread::sleep_for(nap);
     nap = std::min(nap * 2, std::chrono::milliseconds(100));
   }

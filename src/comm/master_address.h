@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 
 #include <ddpkit/comm/environment.h>
@@ -18,9 +19,11 @@ struct SocketAddress {
 /// Opens the socket of the store at the master's address. If the address is loopback, listens only on loopback, so
 /// other hosts cannot connect. Throws RendezvousError.
 int listen_as_master(const LaunchEnvironment& environment);
+/// The same if the address belongs to this host and no other process listens there. Otherwise returns nothing.
+std::optional<int> listen_if_first(const LaunchEnvironment& environment);
 
-/// Returns the address when a process listens at the master's address. `host`: who should listen, for messages. c10d's
-/// client would sleep one second between attempts. Throws RendezvousError.
+/// Returns the address when a process listens at the master's address. `host`: who should listen, for messages. Rank
+/// -1: this process is a launcher. c10d's client would sleep one second between attempts. Throws RendezvousError.
 SocketAddress wait_for_master(const LaunchEnvironment& environment, const std::string& host,
                               std::chrono::milliseconds timeout);
 

@@ -17,6 +17,11 @@
 
 namespace ddpkit::launcher {
 
+std::string key_file_of(const LaunchOptions& options) {
+  const char* variable = std::getenv(store::kKeyFileVariable);
+  return !options.key_file.empty() ? options.key_file : variable ? variable : "";
+}
+
 HostedStore::HostedStore(const LaunchOptions& options, int port) {
   store::StorePass pass{.run = fmt::format("{}/{}", run_name(options, port), options.restart_count)};
   int listener = -1;
@@ -26,8 +31,7 @@ HostedStore::HostedStore(const LaunchOptions& options, int port) {
     if (!free_port) throw Error(fmt::format("the store cannot be served on 127.0.0.1: {}", std::strerror(errno)));
     pass.port = *free_port;
   } else {
-    const char* variable = std::getenv(store::kKeyFileVariable);
-    const std::string file = !options.key_file.empty() ? options.key_file : variable ? variable : "";
+    const std::string file = key_file_of(options);
     if (file.empty()) {
       if (options.node_rank == 0)
         std::fputs(fmt::format("[ddpkit] everybody who reaches {}:{} can join this run, because there is no "

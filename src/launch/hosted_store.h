@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include <ddpkit/launch/launch_options.h>
 
@@ -9,6 +10,9 @@
 #include "comm/store/store_server.h"
 
 namespace ddpkit::launcher {
+
+/// Returns the name of the key file, from the options or the environment; empty: none.
+std::string key_file_of(const LaunchOptions& options);
 
 /// Serves the store in which the ranks connect, so the store outlives every rank. On one host with a random key, on a
 /// free port: MASTER_PORT stays free for programs that serve a separate store, such as Python's. On several hosts

@@ -1,4 +1,4 @@
-#include <ddpkit/launch/launcher.h>
+#include "launch/launch_round.h"
 
 #include <poll.h>
 #include <signal.h>
@@ -9,7 +9,6 @@
 #include <cstring>
 #include <fstream>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -18,6 +17,7 @@
 
 #include "comm/host.h"
 #include "comm/trace/flight_view.h"
+#include "launch/host_rounds.h"
 #include "launch/hosted_store.h"
 #include "launch/numa_binding.h"
 #include "launch/process_reaper.h"
@@ -26,6 +26,7 @@
 #include "launch/report.h"
 #include "launch/reserved_port.h"
 #include "launch/signal_pipe.h"
+#include "launch/stacks.h"
 
 namespace ddpkit {
 namespace {
@@ -33,8 +34,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// Time limit for a rank to write its stack.
-constexpr milliseconds kStackLimit(500);
 /// Interval for reading the flight recorders of the ranks.
 constexpr milliseconds kLook(250);
 /// Interval for polling the ranks, on a kernel without pidfds.
@@ -42,8 +41,11 @@ constexpr milliseconds kLookForEnds(10);
 
 class Launch {
  public:
-  explicit Launch(const LaunchOptions& options)
-      : options_(options), signals_(options.forward_signals), output_(options, [this] { return keeps_waiting(); }) {
+  Launch(const LaunchOptions& options, launcher::HostRounds* hosts)
+      : options_(options),
+        hosts_(hosts),
+        signals_(options.forward_signals),
+        output_(options, [this] { return keeps_waiting(); }) {
     result_.ranks.resize(static_cast<std::size_t>(options.ranks));
     sent_signals_.resize(result_.ranks.size());
     result_.first_rank = options.node_rank * options.ranks;
@@ -100,6 +102,7 @@ class Launch {
   void attend() {
     reap();
     for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
+    if (hosts_ && hosts_->has_ended() && !std::exchange(result_.ended_by_hosts, true)) follow_hosts();
     if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit && running() > 0) {
       result_.timed_out = true;
       stop(SIGTERM, options_.grace);
@@ -151,6 +154,7 @@ class Launch {
     output_.add_to(descriptors);
     descriptors.push_back({signals_.descriptor(), POLLIN, 0});
     descriptors.push_back({end_order_.descriptor(), POLLIN, 0});
+    if (hosts_ && !result_.ended_by_hosts) descriptors.push_back({hosts_->descriptor(), POLLIN, 0});
     const bool sees_ends = std::ranges::all_of(
         processes_, [](const auto& process) { return !process.running() || process.descriptor() >= 0; });
     const bool soon = !sees_ends || kill_at_ || close_at_;
@@ -173,6 +177,24 @@ class Launch {
     if (!first_failure_ && !kill_at_) find_absent_rank();
     if (!first_failure_ || kill_at_ || !options_.stop_on_failure) return;
     spared_ = suspects();
+    stop(SIGTERM, options_.grace);
+    if (!hosts_) return;
+    // After a timeout, the blamed rank is silent but has not failed.
+    const FlightView& view = views_[spared_.empty() ? *first_failure_ : spared_.front()];
+    hosts_->fail(view.failure() == FailureKind::kPeerLost ? view.failed_rank().value_or(launcher::kAnyRank)
+                                                          : launcher::kNoRank);
+  }
+
+  /// Ends the ranks, because another host or a rank of another host has failed. A rank that another host has lost may
+  /// end without a signal.
+  void follow_hosts() {
+    if (kill_at_) return;
+    for (std::size_t rank = 0; rank < views_.size(); ++rank) {
+      const bool has_left = views_[rank].has_left() && !launcher::lost_another(views_[rank].failure());
+      const int blamed = hosts_->blamed_rank();
+      if (blamed == result_.first_rank + static_cast<int>(rank) || (blamed == launcher::kAnyRank && has_left))
+        spared_.push_back(rank);
+    }
     stop(SIGTERM, options_.grace);
   }
 
@@ -229,34 +251,7 @@ class Launch {
       if (processes_[rank].running() && (!failed_rank || *failed_rank == static_cast<int>(rank)))
         asked.push_back(static_cast<int>(rank));
     }
-    result_.hung = look_at(asked);
-  }
-
-  std::vector<HungRank> look_at(const std::vector<int>& ranks) {
-    std::vector<bool> asked;
-    for (const int rank : ranks) {
-      const auto index = static_cast<std::size_t>(rank);
-      asked.push_back(views_[index].ask_for_stack(processes_[index].pid()));
-    }
-    const auto deadline = Clock::now() + kStackLimit;
-    const auto has_all_stacks = [&] {
-      for (std::size_t i = 0; i < ranks.size(); ++i) {
-        if (asked[i] && !views_[static_cast<std::size_t>(ranks[i])].has_stack()) return false;
-      }
-      return true;
-    };
-    while (!has_all_stacks() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(2));
-    std::vector<HungRank> result;
-    for (const int rank : ranks) {
-      const auto index = static_cast<std::size_t>(rank);
-      const int pid = processes_[index].pid();
-      std::string stack = views_[index].stack();
-      if (stack.empty()) stack = stopped_text(pid);
-      if (stack.empty()) stack = "printed no stack";
-      views_[index].sample();
-      result.push_back({rank, pid, views_[index].state(false), stack});
-    }
-    return result;
+    result_.hung = launcher::look_at(asked, views_, processes_);
   }
 
   void take_signal(int number) {
@@ -282,7 +277,8 @@ class Launch {
     }
     std::string text =
         fmt::format("{:.1f} s after the start:\n", std::chrono::duration<double>(Clock::now() - start_).count());
-    for (const HungRank& rank : look_at(alive)) text += launcher::describe(rank, result_.first_rank);
+    for (const HungRank& rank : launcher::look_at(alive, views_, processes_))
+      text += launcher::describe(rank, result_.first_rank);
     for (const RankExit& end : result_.ranks) {
       if (end.pid > 0)
         text += fmt::format("  rank {} (pid {}) {}\n", result_.first_rank + end.rank, end.pid, end.describe());
@@ -348,15 +344,21 @@ class Launch {
 
   /// The first rank to end is not always the first to fail: a rank that lost a peer may end before the peer.
   void name_first_failure() {
+    for (const std::size_t rank : ended_) {
+      if (result_.ended_by_hosts && !first_failure_ && !result_.ranks[rank].ok() && ended_independently(rank))
+        first_failure_ = rank;
+    }
     if (!first_failure_) return;
     const std::vector<std::size_t> ranks = suspects();
     const std::size_t first = ranks.empty() ? *first_failure_ : ranks.front();
     RankExit& end = result_.ranks[first];
     if (!end.before_rendezvous) end.awaited = end.ok() || !ended_independently(first);
+    end.lost_peer = launcher::lost_another(views_[first].failure());
     result_.first_failure = end;
   }
 
   const LaunchOptions& options_;
+  launcher::HostRounds* hosts_;
   LaunchResult result_;
   launcher::SignalPipe signals_;
   launcher::ProcessReaper reaper_;
@@ -381,17 +383,8 @@ class Launch {
 
 }  // namespace
 
-LaunchResult launch(const LaunchOptions& options) {
-  if (options.ranks < 1) throw InvalidArgument(fmt::format("{} ranks cannot be started: at least 1", options.ranks));
-  if (options.command.empty()) throw InvalidArgument("there is no program to start");
-  if (options.min_ranks > options.ranks)
-    throw InvalidArgument(fmt::format("at least {} ranks cannot remain of {}", options.min_ranks, options.ranks));
-  if (options.nodes < 1 || options.node_rank < 0 || options.node_rank >= options.nodes)
-    throw InvalidArgument(fmt::format("there is no host {} among {}", options.node_rank, options.nodes));
-  if (options.nodes > 1 && (options.master_port == 0 || options.master_addr == "127.0.0.1"))
-    throw InvalidArgument(
-        fmt::format("{} hosts need the address and port of host 0: set master_addr and master_port", options.nodes));
-  return Launch(options).run();
+LaunchResult launcher::launch_round(const LaunchOptions& options, HostRounds* hosts) {
+  return Launch(options, hosts).run();
 }
 
 }  // namespace ddpkit

@@ -58,6 +58,7 @@ namespace {
 }  // namespace
 
 std::string run_name(const LaunchOptions& options, int port) {
+  if (!options.run_id.empty()) return options.run_id;
   return options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
 }
 

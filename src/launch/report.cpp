@@ -10,29 +10,27 @@ namespace ddpkit {
 namespace launcher {
 namespace {
 
-bool lost_another(const Evidence& rank) {
-  return rank.failure == FailureKind::kPeerLost || rank.failure == FailureKind::kTimeout;
-}
-
 std::vector<std::size_t> blamed_by(std::size_t rank, const std::vector<Evidence>& ranks,
                                    const std::vector<std::size_t>& ended) {
   const std::optional<std::size_t> failed_rank = ranks[rank].failed_rank;
   // After a timeout, the blamed rank is silent but has not failed.
   if (failed_rank && ranks[rank].failure == FailureKind::kTimeout) return {};
   if (failed_rank && *failed_rank != rank) return {*failed_rank};
-  if (failed_rank || !lost_another(ranks[rank])) return {};
+  if (failed_rank || !lost_another(ranks[rank].failure)) return {};
   std::vector<std::size_t> failed, left;
   for (const std::size_t other : ended) {
-    if (!lost_another(ranks[other]) && ranks[other].ended_independently)
+    if (!lost_another(ranks[other].failure) && ranks[other].ended_independently)
       (ranks[other].ended_well ? left : failed).push_back(other);
   }
   for (std::size_t other = 0; other < ranks.size(); ++other) {
-    if (!lost_another(ranks[other]) && ranks[other].running && ranks[other].has_left) failed.push_back(other);
+    if (!lost_another(ranks[other].failure) && ranks[other].running && ranks[other].has_left) failed.push_back(other);
   }
   return failed.empty() ? left : failed;
 }
 
 }  // namespace
+
+bool lost_another(FailureKind failure) { return failure == FailureKind::kPeerLost || failure == FailureKind::kTimeout; }
 
 std::vector<std::size_t> suspects(std::size_t first, const std::vector<Evidence>& ranks,
                                   const std::vector<std::size_t>& ended) {

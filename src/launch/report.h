@@ -22,6 +22,9 @@ struct Evidence {
   bool ended_well = false;           ///< With exit code 0.
 };
 
+/// Returns whether a rank with this failure has lost another rank.
+bool lost_another(FailureKind failure);
+
 /// Returns the ranks that may have caused the end of rank `first`, the most likely first. Empty if `first` failed
 /// itself. A rank that lost a peer blames this peer, which may blame another rank in turn. Some backends blame no rank:
 /// then returns all ranks that left the group and lost no peer. `ended`: ranks in the order of their ends.

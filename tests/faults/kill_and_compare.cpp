@@ -10,9 +10,6 @@
 #include "faults/training.h"
 
 namespace ddpkit::testing {
-namespace {
-
-/// Returns the ranks that a launcher is running.
 std::vector<int> ranks_of(int launcher) {
   std::ifstream children(fmt::format("/proc/{0}/task/{0}/children", launcher));
   std::vector<int> ranks;
@@ -23,8 +20,6 @@ std::vector<int> ranks_of(int launcher) {
   }
   return ranks;
 }
-
-}  // namespace
 
 void kill_and_compare(int kills, unsigned seed) {
   const std::vector<std::string> options = {"--epochs", std::to_string(20 + 10 * kills), "--json"};

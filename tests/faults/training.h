@@ -25,6 +25,9 @@ inline std::vector<std::string> training(const std::filesystem::path& folder, co
   return arguments;
 }
 
+/// Returns the processes of har that a launcher is running.
+std::vector<int> ranks_of(int launcher);
+
 /// Kills ranks of a training run with restarts at `kills` random moments. Compares its weights with those of an
 /// undisturbed run.
 void kill_and_compare(int kills, unsigned seed);

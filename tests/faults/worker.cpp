@@ -158,7 +158,8 @@ class Run {
     if (what == "kill") die();
     if (what == "abort") std::abort();
     if (what == "segfault") ::raise(SIGSEGV);
-    if (what == "throw") throw std::runtime_error("thrown on purpose");
+    slow_end.slow = what == "throw-slowly";
+    if (what.starts_with("throw")) throw std::runtime_error("thrown on purpose");
     if (what == "stop") ::raise(SIGSTOP);
     if (what == "stuck") stuck_on_purpose();
     if (what == "extra") group_.barrier();
@@ -215,6 +216,6 @@ int main(int argc, char** argv) {
     die();
   }
   if (options.act == "leave") stuck_on_purpose();
-  slow_end.slow = options.act == "return-slowly";
-  return slow_end.slow ? 1 : status;
+  slow_end.slow = slow_end.slow || options.act == "return-slowly";
+  return options.act == "return-slowly" ? 1 : status;
 }

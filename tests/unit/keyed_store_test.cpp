@@ -58,6 +58,14 @@ void check_operations(c10d::Store& store) {
 
 }  // namespace
 
+TEST_CASE("a wait for a key of the keyed store ends without an error", "[store]") {
+  const ServedStore served;
+  const auto store = served.join();
+  CHECK(!store->exists_within("a", milliseconds(20)));
+  store->set("a", bytes("1"));
+  CHECK(store->exists_within("a", milliseconds(0)));
+}
+
 TEST_CASE("the keyed store has the operations of c10d's TCPStore", "[store]") {
   c10d::TCPStoreOptions options;
   options.port = 0;

@@ -32,6 +32,8 @@ struct LaunchOptions {
   /// DDPKIT_KEY_FILE. Without both, the store is c10d's TCPStore, which everybody who reaches the port can use. One
   /// host: launch() makes a random key.
   std::string key_file = {};
+  /// Name of the run, for the ranks (TORCHELASTIC_RUN_ID) and the store. Empty: from the port, or the process ID.
+  std::string run_id = {};
   /// Number of earlier starts of this job. Passed to the ranks in the environment.
   int restart_count = 0;
   int max_restarts = 0;  ///< Only passed to the ranks: launch() starts them once.
@@ -71,6 +73,7 @@ struct RankExit {
   bool before_rendezvous = false;            ///< It exited with code 0 before the rendezvous. Others waited for it.
   bool awaited = false;                      ///< It exited with code 0, or left the group, and other ranks then failed.
   bool ended_by_launcher = false;            ///< The launcher stopped it: another rank failed, signal or time limit.
+  bool lost_peer = false;                    ///< It failed because a rank of another host failed.
   double seconds = 0;                        ///< Time of the end, in seconds after the start.
   std::string state = {};                    ///< Last activity in the flight recorder: "was in all_reduce …".
   std::vector<std::string> last_lines = {};  ///< Last lines of its stderr.
@@ -98,6 +101,7 @@ struct LaunchResult {
   std::optional<RankExit> first_failure;  ///< The first rank that failed and was not stopped by the launcher.
   std::vector<HungRank> hung;             ///< Ranks that did not call a collective before its timeout.
   bool timed_out = false;                 ///< The time limit stopped the ranks.
+  bool ended_by_hosts = false;            ///< launch_on_hosts(): stopped, because another host or its ranks failed.
   int stopped_by_signal = 0;              ///< Signal to this process that stopped the ranks, or 0.
 
   /// Returns the exit code for a shell: 0; the code of the first failure (1 if that rank exited with code 0 or left

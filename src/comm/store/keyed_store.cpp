@@ -25,9 +25,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Additional time for the server to report that a wait has ended.
-constexpr std::chrono::seconds kGrace(10);
-
 std::string_view view_of(const std::vector<std::uint8_t>& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
@@ -117,8 +114,8 @@ class KeyedStore::Socket {
   int fd_;
 };
 
-KeyedStore::KeyedStore(StorePlace place, std::chrono::milliseconds timeout)
-    : Store(clamp_timeout(timeout)), place_(std::move(place)) {
+KeyedStore::KeyedStore(StorePlace place, std::chrono::milliseconds timeout, std::chrono::milliseconds grace)
+    : Store(clamp_timeout(timeout)), place_(std::move(place)), grace_(grace) {
   const auto deadline = Clock::now() + timeout_;
   std::string reason;
   auto nap = std::chrono::milliseconds(2);
@@ -134,7 +131,9 @@ KeyedStore::KeyedStore(StorePlace place, std::chrono::milliseconds timeout)
 
 KeyedStore::~KeyedStore() = default;
 
-c10::intrusive_ptr<c10d::Store> KeyedStore::clone() { return c10::make_intrusive<KeyedStore>(place_, timeout_); }
+c10::intrusive_ptr<c10d::Store> KeyedStore::clone() {
+  return c10::make_intrusive<KeyedStore>(place_, timeout_, grace_);
+}
 
 bool KeyedStore::join(std::string& reason) {
   const auto deadline = Clock::now() + std::min<std::chrono::milliseconds>(timeout_, kProofLimit);
@@ -170,14 +169,14 @@ bool KeyedStore::join(std::string& reason) {
   return true;
 }
 
-std::string KeyedStore::ask(const std::string& request, std::optional<std::chrono::milliseconds> waited) {
+std::string KeyedStore::exchange(const std::string& request, std::chrono::milliseconds waited) {
   if (request.size() > kMostPayload)
     C10_THROW_ERROR(DistStoreError, fmt::format("a request to the store has {} bytes; at most {} are possible: set "
                                                 "fewer values per call",
                                                 request.size(), kMostPayload));
   const std::lock_guard lock(mutex_);
   if (!socket_) throw_lost(place_.name, "an earlier call failed");
-  const auto deadline = Clock::now() + waited.value_or(limit_of(timeout_)) + kGrace;
+  const auto deadline = Clock::now() + waited + grace_;
   std::string header, reply, code;
   std::string error = socket_->send(socket_->to_server->seal(request), deadline);
   if (error.empty()) error = socket_->receive(header, kHeaderBytes, deadline);
@@ -189,6 +188,11 @@ std::string KeyedStore::ask(const std::string& request, std::optional<std::chron
     socket_.reset();
     throw_lost(place_.name, error);
   }
+  return reply;
+}
+
+std::string KeyedStore::ask(const std::string& request, std::optional<std::chrono::milliseconds> waited) {
+  const std::string reply = exchange(request, waited.value_or(limit_of(timeout_)));
   Reader fields(reply);
   const auto status = static_cast<Status>(fields.code());
   if (status == Status::kRefused) C10_THROW_ERROR(DistStoreError, std::string(fields.text()));
@@ -257,6 +261,11 @@ void KeyedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout
 
 void KeyedStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   ask_and_wait(Operation::kWait, keys, timeout);
+}
+
+bool KeyedStore::exists_within(const std::string& key, std::chrono::milliseconds timeout) {
+  const std::string reply = exchange(Writer(Operation::kWait).number(timeout.count()).text(key).finish(), timeout);
+  return Reader(reply).code() == static_cast<char>(Status::kOk);
 }
 
 void KeyedStore::append(const std::string& key, const std::vector<std::uint8_t>& value) {

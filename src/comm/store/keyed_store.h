@@ -28,9 +28,11 @@ struct StorePlace {
 /// ends or the store refuses the request.
 class KeyedStore final : public c10d::Store {
  public:
-  /// Connects within `timeout`, which is also the limit of each call. Throws RendezvousError if the store refuses this
-  /// process or does not prove that it has the key.
-  KeyedStore(StorePlace place, std::chrono::milliseconds timeout);
+  /// Connects within `timeout`, which is also the limit of each call. `grace`: additional time for the reply, after
+  /// which the connection is lost. Throws RendezvousError if the store refuses this process or does not prove that it
+  /// has the key.
+  KeyedStore(StorePlace place, std::chrono::milliseconds timeout,
+             std::chrono::milliseconds grace = std::chrono::seconds(10));
   ~KeyedStore() override;
   KeyedStore(const KeyedStore&) = delete;
   KeyedStore& operator=(const KeyedStore&) = delete;
@@ -50,6 +52,8 @@ class KeyedStore final : public c10d::Store {
   void wait(const std::vector<std::string>& keys) override;
   /// A timeout of 0 has no limit.
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  /// Returns whether the key exists within `timeout`.
+  bool exists_within(const std::string& key, std::chrono::milliseconds timeout);
   void append(const std::string& key, const std::vector<std::uint8_t>& value) override;
   std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<std::uint8_t>>& values) override;
@@ -63,11 +67,14 @@ class KeyedStore final : public c10d::Store {
   /// Sends a request and returns the fields of the reply. `waited`: time after which the server replies in any case; by
   /// default the timeout of the store.
   std::string ask(const std::string& request, std::optional<std::chrono::milliseconds> waited = std::nullopt);
+  /// The same without an error if the wait timed out.
+  std::string exchange(const std::string& request, std::chrono::milliseconds waited);
   std::string ask_and_wait(Operation operation, const std::vector<std::string>& keys,
                            std::chrono::milliseconds timeout);
   void check_size(const std::string& key, std::size_t bytes) const;
 
   const StorePlace place_;
+  const std::chrono::milliseconds grace_;
   std::mutex mutex_;  ///< One request at a time.
   std::unique_ptr<Socket> socket_;
 };
