@@ -74,7 +74,7 @@ TEST_CASE("a killed or stopped launcher of host 0 ends the others", "[faults][ho
     CAPTURE(number);
     const Endpoint endpoint;
     const FaultFolder folder;
-    // Host 0 alone may go on: the others end though MIN of them are left.
+    // Host 0 alone may continue: the others end though MIN of them are left.
     const auto runs = start(
         endpoint,
         endpoint.worker(folder, {"--nnodes", "2:3", "--heartbeat-timeout", "1", "--max-restarts", "3"}, kEndless), 3);
