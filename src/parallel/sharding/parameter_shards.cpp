@@ -263,9 +263,8 @@ void ParameterShards::finish(Unit& unit) {
 
 /// Releases units until `units` more can be whole. Returns false if operations use too many.
 bool ParameterShards::make_room(std::size_t units) {
-  while (whole_ + units > window_) {
+  while (whole_ + units > window_)
     if (!release_oldest()) return false;
-  }
   return true;
 }
 
