@@ -54,6 +54,16 @@ std::vector<std::string> node_of(int node, const FaultFolder& folder, const std:
                         options);
 }
 
+/// Returns when the ranks of `second` train. `first` prints nothing before it ends.
+void wait_for_training(FaultRun& first, FaultRun& second) {
+  const auto trains = [&] {
+    second.signal(SIGUSR1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return second.err().find("at step") != std::string::npos;
+  };
+  while (!trains()) REQUIRE(first.out().empty());
+}
+
 }  // namespace
 
 TEST_CASE("ranks of a host whose loopback has only IPv6 train", "[faults]") {
@@ -136,12 +146,7 @@ TEST_CASE("two nodes whose link goes down end with an error within the timeout",
   FaultRun second(node_of(1, folder, options), {"ip", "netns", "exec", nodes.name(1)});
   folder.pid_of(0);
   folder.pid_of(1);
-  const auto trains = [&] {
-    second.signal(SIGUSR1);
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    return second.err().find("at step") != std::string::npos;
-  };
-  while (!trains()) REQUIRE(first.out().empty());
+  wait_for_training(first, second);
   REQUIRE(nodes.link(0, "down"));
   const auto down = std::chrono::steady_clock::now();
   CHECK(first.wait(std::chrono::seconds(120)) == 1);
@@ -173,12 +178,7 @@ TEST_CASE("a host whose cable is cut is lost on both sides, and only the side wi
       FaultRun first(command, {"ip", "netns", "exec", nodes.name(0)});
       folder.pid_of(0);
       folder.pid_of(1);
-      const auto trains = [&] {
-        second.signal(SIGUSR1);
-        std::this_thread::sleep_for(std::chrono::milliseconds(200));
-        return second.err().find("at step") != std::string::npos;
-      };
-      while (!trains()) REQUIRE(first.out().empty());
+      wait_for_training(first, second);
       // The other node sees no carrier: packets are lost, and no connection is closed.
       REQUIRE(nodes.link(cut, "down"));
       const double down = now_seconds();

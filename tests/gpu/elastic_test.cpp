@@ -17,12 +17,14 @@
 
 #include "gpu/gpu.h"
 #include "gpu/models.h"
+#include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
 namespace {
 
 using ddpkit::InvalidArgument, ddpkit::PeerLost, ddpkit::ProcessGroup;
+using ddpkit::testing::die;
 using ddpkit::testing::Folder;
 using ddpkit::testing::read_file;
 
@@ -36,11 +38,6 @@ struct Death {
 
 ProcessGroup elastic_group() {
   return ddpkit::init_process_group({.backend = "nccl", .timeout = std::chrono::seconds(60), .elastic = true});
-}
-
-[[noreturn]] void die() {
-  ::kill(::getpid(), SIGKILL);
-  std::abort();
 }
 
 /// Writes weights, buffers and random numbers to `folder`/RANK, where RANK is the number at the start.
@@ -188,27 +185,9 @@ TEST_CASE("Elastic on 3 GPUs undoes nothing that cannot be undone", "[gpu]") {
                  torch::nn::Linear model(12, 3);
                  model->to(group.device());
                  ddpkit::DistributedDataParallel ddp(model, group);
-                 torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
                  ddpkit::DistributedSampler sampler(64, group);
-                 ddpkit::optim::Elastic elastic(ddp, sampler);
                  const torch::Tensor inputs = torch::ones({4, 12}).to(group.device());
-                 const auto update = [&] {
-                   optimizer.zero_grad();
-                   ddp(inputs).sum().backward();
-                   optimizer.step();
-                 };
-                 CHECK(elastic.step(4, update));
-                 if (outer.rank() == 2) {
-                   update();
-                   die();
-                 }
-                 // The rank is lost in the second update of one step.
-                 CHECK_THROWS_WITH(elastic.step(4,
-                                                [&] {
-                                                  update();
-                                                  update();
-                                                }),
-                                   ContainsSubstring("had changed weights"));
+                 ddpkit::testing::check_torn_step(ddp, sampler, inputs, outer.rank() == 2);
                },
                {}, {2});
 }

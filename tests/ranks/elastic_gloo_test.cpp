@@ -20,22 +20,19 @@
 
 #include "comm/agreement.h"
 #include "comm/backends/shm_rendezvous.h"
+#include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/ranks.h"
 
 namespace {
 
 using ddpkit::InvalidArgument, ddpkit::PeerLost, ddpkit::ProcessGroup, ddpkit::Timeout;
+using ddpkit::testing::die;
 using ddpkit::testing::on_ranks;
 using std::chrono::milliseconds;
 
 ProcessGroup elastic_gloo(milliseconds timeout = std::chrono::seconds(60)) {
   return ddpkit::init_process_group({.backend = "gloo", .timeout = timeout, .elastic = true});
-}
-
-[[noreturn]] void die() {
-  ::kill(::getpid(), SIGKILL);
-  std::abort();
 }
 
 /// A file that all ranks of a test see.

@@ -18,6 +18,7 @@
 
 #include <ddpkit/ddpkit.h>
 
+#include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
@@ -27,6 +28,7 @@ namespace {
 using ddpkit::InvalidArgument;
 using ddpkit::PeerLost;
 using ddpkit::ProcessGroup;
+using ddpkit::testing::die;
 using ddpkit::testing::on_ranks;
 
 constexpr int kSamples = 70;
@@ -35,11 +37,6 @@ constexpr int kEpochs = 4;
 /// Creates a second group of the ranks of a test.
 ProcessGroup elastic_group(const std::string& backend, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   return ddpkit::init_process_group({.backend = backend, .timeout = timeout, .elastic = true});
-}
-
-[[noreturn]] void die() {
-  ::kill(::getpid(), SIGKILL);
-  std::abort();
 }
 
 constexpr int kNever = 1 << 20;
@@ -285,25 +282,7 @@ TEST_CASE("Elastic undoes nothing that cannot be undone", "[ranks][shm][elastic]
              }
              ddpkit::DistributedDataParallel ddp(model, group);
              CHECK_THROWS_AS(ddpkit::optim::Elastic(ddp, sampler, {.min_ranks = 0}), InvalidArgument);
-             torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
-             ddpkit::optim::Elastic elastic(ddp, sampler);
-             const auto update = [&] {
-               optimizer.zero_grad();
-               ddp(torch::ones({4, 6})).sum().backward();
-               optimizer.step();
-             };
-             CHECK(elastic.step(4, update));
-             if (fixed.rank() == 2) {
-               update();
-               die();
-             }
-             // The rank is lost in the second update of one step.
-             CHECK_THROWS_WITH(elastic.step(4,
-                                            [&] {
-                                              update();
-                                              update();
-                                            }),
-                               ContainsSubstring("had changed weights"));
+             ddpkit::testing::check_torn_step(ddp, sampler, torch::ones({4, 6}), fixed.rank() == 2);
            },
            {.doomed = {2}});
 }

@@ -21,11 +21,13 @@
 #include <ddpkit/parallel/distributed_data_parallel.h>
 #include <ddpkit/train/metrics.h>
 
+#include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
+using ddpkit::testing::die;
 using ddpkit::testing::Folder;
 using ddpkit::testing::on_ranks;
 using ddpkit::testing::read_file;
@@ -46,11 +48,6 @@ struct Death {
   std::string at = {};    ///< Within the next update: "forward", "gradient"; empty: before it. Or after the update
                           ///< before: "evaluation", "save", "write" (on rank 0), "report".
 };
-
-[[noreturn]] void die() {
-  ::kill(::getpid(), SIGKILL);
-  std::abort();
-}
 
 ProcessGroup elastic_group() {
   return ddpkit::init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60), .elastic = true});

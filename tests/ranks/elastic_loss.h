@@ -1,0 +1,45 @@
+// The loss of a rank in tests of elastic groups.
+#pragma once
+
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include <ddpkit/optim/elastic.h>
+
+#include "support/catch.h"
+
+namespace ddpkit::testing {
+
+[[noreturn]] inline void die() {
+  ::kill(::getpid(), SIGKILL);
+  std::abort();
+}
+
+/// One rank, for which `is_lost` is true, is lost in the second update of one step.
+template <class M>
+void check_torn_step(DistributedDataParallel<M>& ddp, ResumableSampler& sampler, const at::Tensor& inputs,
+                     bool is_lost) {
+  torch::optim::SGD optimizer(ddp.module().parameters(), torch::optim::SGDOptions(0.1));
+  optim::Elastic elastic(ddp, sampler);
+  const auto update = [&] {
+    optimizer.zero_grad();
+    ddp(inputs).sum().backward();
+    optimizer.step();
+  };
+  CHECK(elastic.step(4, update));
+  if (is_lost) {
+    update();
+    die();
+  }
+  CHECK_THROWS_WITH(elastic.step(4,
+                                 [&] {
+                                   update();
+                                   update();
+                                 }),
+                    ContainsSubstring("had changed weights"));
+}
+
+}  // namespace ddpkit::testing
