@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <random>
+#include <stdexcept>
 
 #include <fmt/format.h>
 
@@ -50,6 +51,7 @@ std::uint64_t number_in_environment(const char* name, std::uint64_t otherwise) {
 }
 
 Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Death> death = {}) {
+  if (scenario.ranks > kMaxRanks) throw std::invalid_argument("a scenario has more than kMaxRanks ranks");
   const std::size_t control_bytes = shm::control_bytes(scenario.ranks);
   const Mapping control = shm::create_control(scenario.ranks);
   std::vector<int> pids;

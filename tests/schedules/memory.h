@@ -22,7 +22,7 @@
 
 namespace ddpkit::schedules {
 
-inline constexpr int kMaxRanks = 3;
+inline constexpr int kMaxRanks = 4;
 
 /// The known operations of each rank. [rank]
 using Clock = std::array<std::uint32_t, kMaxRanks>;

@@ -29,6 +29,9 @@ void futex_wake(std::atomic<std::uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+/// The last step of Peers::join(). In the first step, a rank has described its memory.
+constexpr std::uint32_t kJoined = 2;
+
 /// Between publishing a count and checking which peers sleep. The counterpart is start_sleep().
 void full_barrier() {
 #if defined(__SANITIZE_THREAD__)
@@ -122,8 +125,8 @@ void Peers::join(std::chrono::milliseconds timeout) {
     CPU_OR(&all, &all, &theirs);
   }
   core_each_ = CPU_COUNT(&all) >= world_size_;
-  self.joined.store(2);
-  wait_for_joined(2, timeout, deadline);
+  self.joined.store(kJoined);
+  wait_for_joined(kJoined, timeout, deadline);
   staging.close_descriptor();
   channels.close_descriptor();
 }
@@ -132,12 +135,7 @@ void Peers::wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeou
                             std::chrono::steady_clock::time_point deadline) const {
   for (int r = 0; r < world_size_; ++r) {
     while (block(r).joined.load() < step) {
-      throw_failure_of(r);
-      if (!watches_[static_cast<std::size_t>(r)].alive() && block(r).joined.load() < step) {
-        throw_failure_of(r);  // The rank may have published a failure between the two checks.
-        throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(r), pid(r)),
-                       {.rank = named(r), .call = "rendezvous"});
-      }
+      for (int other = 0; other < world_size_; ++other) throw_if_missing(other);
       if (std::chrono::steady_clock::now() > deadline)
         throw Timeout(fmt::format("rank {} timed out: rank {} did not join the shm group of {} ranks within {:.1f} s",
                                   named(rank_), named(r), world_size_, std::chrono::duration<double>(timeout).count()),
@@ -145,6 +143,17 @@ void Peers::wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeou
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
+}
+
+/// A rank that fails or ends in the first step prevents the second step of all others. So all ranks join, or none.
+void Peers::throw_if_missing(int rank) const {
+  const auto is_meeting = [&] { return block(rank).joined.load() < kJoined; };
+  if (!is_meeting()) return;
+  throw_failure_of(rank);
+  if (watches_[static_cast<std::size_t>(rank)].alive() || !is_meeting()) return;
+  throw_failure_of(rank);  // The rank may have published a failure between the two checks.
+  throw PeerLost(fmt::format("rank {} (pid {}) ended while the ranks were meeting", named(rank), pid(rank)),
+                 {.rank = named(rank), .call = "rendezvous"});
 }
 
 std::vector<std::byte*> Peers::staging_slots() const {

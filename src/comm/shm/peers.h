@@ -111,6 +111,7 @@ class Peers {
   void join(std::chrono::milliseconds timeout);
   void wait_for_joined(std::uint32_t step, std::chrono::milliseconds timeout,
                        std::chrono::steady_clock::time_point deadline) const;
+  void throw_if_missing(int rank) const;
   void throw_failure_of(int rank) const;
   void wake_others() const noexcept;
 
