@@ -225,12 +225,13 @@ RemainingStore connect_remaining(const std::shared_ptr<shm::Engine>& engine) {
   LaunchEnvironment place;
   place.master_addr = address;
   place.master_port = pass.port;
+  const auto check = [&] { engine->check_ranks(); };
   auto store = c10::make_intrusive<store::KeyedStore>(
-      store::StorePlace{.address = wait_for_master(place, "the lowest remaining rank", kReconnectLimit),
+      store::StorePlace{.address = wait_for_master(place, "the lowest remaining rank", kReconnectLimit, check),
                         .name = fmt::format("{}:{}", address, pass.port),
                         .key = pass.key,
                         .run = kRun},
-      kReconnectLimit);
+      kReconnectLimit, /*grace=*/kReconnectLimit, check);
   result.store = c10::make_intrusive<WatchedStore>(std::move(store), engine);
   return result;
 }

@@ -201,7 +201,7 @@ Backend::Ptr<ForwardingBackend> ForwardingBackend::connect_again(const std::shar
     LaunchEnvironment place;
     place.rank = place.local_rank = engine->rank();
     place.world_size = place.local_world_size = engine->world_size();
-    auto next = reconnect(remaining.store, place, engine->name());
+    auto next = reconnect(remaining.store, place, engine->name(), [&] { engine->check_ranks(); });
     next->agreement_ = std::make_unique<Agreement>(engine, *next->guard_, std::move(remaining.server));
     // Another rank may be lost after this rank has connected to it.
     engine->run({.kind = shm::CollectiveKind::kBarrier, .recorded = false});

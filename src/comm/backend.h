@@ -153,10 +153,10 @@ class ForwardingBackend : public Backend {
   void require_one_host(const LaunchEnvironment& environment) const;
   /// For a backend with a guard and with reconnect(). `engine`: of the same ranks.
   void start_agreement(std::shared_ptr<shm::Engine> engine);
-  /// Creates this backend again for the ranks that remain. Throws if they do not connect within kReconnectLimit.
-  /// `name`: this rank's number in messages.
+  /// Creates this backend again for the ranks that remain. Throws if they do not connect within a limit. `name`: this
+  /// rank's number in messages. `check`: throws if another rank has ended.
   virtual Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*place*/,
-                                           int /*name*/) {
+                                           int /*name*/, const std::function<void()>& /*check*/) {
     return nullptr;
   }
   /// Records a call of `bytes` bytes, if the group has several ranks. Returns it and its index in the ring of events.

@@ -174,13 +174,14 @@ std::optional<int> listen_if_first(const LaunchEnvironment& environment) {
 }
 
 SocketAddress wait_for_master(const LaunchEnvironment& environment, const std::string& host,
-                              std::chrono::milliseconds timeout) {
+                              std::chrono::milliseconds timeout, const std::function<void()>& check) {
   const Addresses addresses = resolve(environment);
   const std::string who = environment.rank < 0 ? "this launcher" : fmt::format("rank {}", environment.rank);
   const auto start = Clock::now();
   WaitReport report;
   auto nap = std::chrono::milliseconds(2);
   for (;;) {
+    check();
     int error = 0;
     bool is_unreachable = true;  // All addresses are unreachable, so waiting does not help.
     for (const addrinfo* at = addresses.get(); at; at = at->ai_next) {

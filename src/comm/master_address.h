@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -23,8 +24,10 @@ int listen_as_master(const LaunchEnvironment& environment);
 std::optional<int> listen_if_first(const LaunchEnvironment& environment);
 
 /// Returns the address when a process listens at the master's address. `host`: who should listen, for messages. Rank
-/// -1: this process is a launcher. c10d's client would sleep one second between attempts. Throws RendezvousError.
-SocketAddress wait_for_master(const LaunchEnvironment& environment, const std::string& host,
-                              std::chrono::milliseconds timeout);
+/// -1: this process is a launcher. `check`: called before each attempt; may throw. c10d's client would sleep one second
+/// between attempts. Throws RendezvousError.
+SocketAddress wait_for_master(
+    const LaunchEnvironment& environment, const std::string& host, std::chrono::milliseconds timeout,
+    const std::function<void()>& check = [] {});
 
 }  // namespace ddpkit

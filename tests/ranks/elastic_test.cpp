@@ -249,6 +249,27 @@ TEST_CASE("shrink() continues without lost ranks, also without the rank that ser
   }
 }
 
+TEST_CASE("a silent rank is an error after the loss of another", "[ranks][shm][elastic]") {
+  on_ranks("a silent rank is an error after the loss of another", 3,
+           [](ProcessGroup& fixed) {
+             const ProcessGroup group = elastic_group("shm", std::chrono::seconds(1));
+             if (fixed.rank() == 2) die();
+             if (fixed.rank() == 0) {
+               CHECK_THROWS_AS(group.barrier(), PeerLost);
+               try {
+                 group.shrink();
+                 FAIL("a group without rank 1, which runs");
+               } catch (const ddpkit::Timeout& error) {
+                 CHECK(error.context().rank == 1);
+               }
+               fixed.send(torch::ones({1}), 1);
+             }
+             torch::Tensor message = torch::zeros({1});
+             if (fixed.rank() == 1) fixed.recv(message, 0);
+           },
+           {.doomed = {2}});
+}
+
 TEST_CASE("after regroup() each rank has its own buffers", "[ranks][shm][elastic]") {
   on_ranks("after regroup() each rank has its own buffers", 3,
            [](ProcessGroup& fixed) {

@@ -202,7 +202,8 @@ class GlooBackend final : public ForwardingBackend {
     };
   }
 
-  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name) override {
+  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
+                                   const std::function<void()>& /*check*/) override {
     return connect_gloo(store, place, guard_->timeout(), name, kReconnectLimit);
   }
 

@@ -17,6 +17,7 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -41,12 +42,20 @@ constexpr std::chrono::milliseconds kAbortDelay(100);
 /// The guard reports the late rank. c10d's timeout ends the process, so it must come after the guard's.
 constexpr std::chrono::seconds kWatchdogAfterGuard(60);
 
-/// In an elastic group.
-constexpr const char* kConnectSeconds = "30";
+/// Time in which the ranks that remain in an elastic group must connect.
+constexpr std::chrono::seconds kConnectLimit(30);
 
 /// C++ permits a pointer to a protected member through a derived class.
 struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
+};
+
+/// The same for a communicator.
+struct LastResult : c10d::NCCLComm {
+  using Lock = std::unique_lock<std::recursive_mutex>;
+  static std::pair<Lock, ncclResult_t&> of(c10d::NCCLComm& communicator) {
+    return {Lock(communicator.*(&LastResult::mutex_)), communicator.*(&LastResult::ncclAsyncErr_)};
+  }
 };
 
 /// Gives access to protected members.
@@ -68,6 +77,23 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     return {};
   }
 
+  /// Waits until NCCL has connected the ranks in its nonblocking mode. `check`: may throw.
+  void wait_until_connected(const std::function<void()>& check) {
+    const auto is_connected = [this] {
+      return std::ranges::all_of(devNCCLCommMap_, [this](auto& entry) {
+        const auto [lock, result] = LastResult::of(*entry.second);
+        result = ncclSuccess;  // c10d asks NCCL only if the last result is a success.
+        return checkForNCCLErrors(entry.second) || result != ncclInProgress;
+      });
+    };
+    const bool in_time = poll_until(std::chrono::steady_clock::now() + kConnectLimit, [&] {
+      check();
+      return is_connected();
+    });
+    const std::string error = in_time ? find_error() : fmt::format("no connection within {} s", kConnectLimit.count());
+    if (!error.empty()) throw RendezvousError("NCCL cannot connect the remaining ranks: " + error);
+  }
+
   /// Removes the running collectives from c10d's watchdog, which would log them as failed.
   void silence_watchdog() {
     const std::lock_guard lock(workMetaListMutex_);
@@ -77,10 +103,12 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 
 class NcclBackend;
 
-/// `name`: this rank's number in messages.
+/// `name`: this rank's number in messages. `check`: called while the ranks connect; may throw. Without it, a rank that
+/// ends meanwhile lets the others wait without a limit.
 c10::intrusive_ptr<ForwardingBackend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    const LaunchEnvironment& environment, c10::Device device,
-                                                   std::chrono::milliseconds timeout, int name);
+                                                   std::chrono::milliseconds timeout, int name,
+                                                   const std::function<void()>& check = {});
 
 /// Ends the groups that still exist when the program calls std::exit() or returns from main(): before CUDA ends, and
 /// before the destructors of static objects.
@@ -114,12 +142,14 @@ class OpenGroups {
 /// warning, and another rank that is still in the last collective hangs.
 class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup {
  public:
-  NcclBackend(Ptr<NcclGroup> group, at::Device device, std::unique_ptr<GroupGuard> guard)
+  NcclBackend(Ptr<NcclGroup> group, at::Device device, std::unique_ptr<GroupGuard> guard,
+              const std::function<void()>& check)
       : ForwardingBackend(group, device, std::move(guard), /*hides_aborts=*/true), group_(std::move(group)) {
     group_->setBoundDeviceId(device);
     // allocateTensor() needs LibTorch's allocator, and a communicator to register the memory with.
     at::globalContext().lazyInitDevice(at::kCUDA);
     group_->eagerConnectSingleDevice(device);
+    if (check) group_->wait_until_connected(check);
     guard_->start({.abort = [this] { end_collectives(); }, .error = [this] { return find_error(); }});
   }
   ~NcclBackend() override {
@@ -165,15 +195,13 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
   }
   void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment) override {
     require_one_host(environment);
-    // If a rank ends while the others connect again, NCCL waits for that rank. c10d reads the limit once, before its
-    // first wait.
-    ::setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", kConnectSeconds, /*overwrite=*/0);
     start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
   }
 
  private:
-  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name) override {
-    return connect_nccl(store, place, device_, guard_->timeout(), name);
+  Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
+                                   const std::function<void()>& check) override {
+    return connect_nccl(store, place, device_, guard_->timeout(), name, check);
   }
   std::function<bool()> end_of(const WorkPtr& work) override {
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None)
@@ -260,15 +288,17 @@ void set_defaults() {
 
 c10::intrusive_ptr<ForwardingBackend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    const LaunchEnvironment& environment, c10::Device device,
-                                                   std::chrono::milliseconds timeout, int name) {
+                                                   std::chrono::milliseconds timeout, int name,
+                                                   const std::function<void()>& check) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = clamp_timeout(timeout) + kWatchdogAfterGuard;
   options->is_high_priority_stream = true;  // Small communication kernels must not queue behind backward's kernels.
+  if (check) options->config.blocking = 0;
   set_defaults();
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name);
   auto backend = c10::make_intrusive<NcclBackend>(
       c10::make_intrusive<NcclGroup>(store, environment.rank, environment.world_size, std::move(options)), device,
-      std::move(guard));
+      std::move(guard), check);
   OpenGroups::all().add(backend.get());
   return backend;
 }

@@ -26,6 +26,21 @@ std::vector<int> remaining(const Peers& peers) {
   return ranks;
 }
 
+[[noreturn]] void throw_late(const Peers& peers, int rank, const char* text) {
+  throw Timeout(fmt::format("shrink: rank {} timed out: rank {} (pid {}) {} after the loss of a rank",
+                            peers.named(peers.rank()), peers.named(rank), peers.pid(rank), text),
+                {.rank = peers.named(rank), .call = "shrink"});
+}
+
+/// The ranks have waited for each other; see Engine::drain(). A rank that still runs and does not know of the loss
+/// would later continue as a second group.
+void require_all_know(const Peers& peers) {
+  for (int r = 0; r < peers.world_size(); ++r) {
+    if (r != peers.rank() && !peers.has_ended(r) && peers.block(r).failure.load() == 0)
+      throw_late(peers, r, "made no call");
+  }
+}
+
 /// Creates the control memory of a group of `members` and offers it to them.
 Mapping offer(const Peers& peers, const std::vector<int>& members) {
   Mapping control = create_control(static_cast<int>(members.size()));
@@ -45,11 +60,7 @@ Mapping accept(const Peers& peers, int leader, std::uint16_t& seen, Clock::time_
     theirs = peers.block(leader).offer.load();
     return theirs.number != seen || peers.has_ended(leader);
   });
-  if (!came)
-    throw Timeout(
-        fmt::format("shrink: rank {} timed out: rank {} (pid {}) did not call shrink() after the loss of a rank",
-                    peers.named(peers.rank()), peers.named(leader), peers.pid(leader)),
-        {.rank = peers.named(leader), .call = "shrink"});
+  if (!came) throw_late(peers, leader, "did not call shrink()");
   if (theirs.number == seen) return {};
   seen = theirs.number;
   Mapping control = peers.open(leader, theirs.fd, control_bytes(theirs.world_size), Mapping::Populate::kEager);
@@ -63,6 +74,7 @@ Mapping accept(const Peers& peers, int leader, std::uint16_t& seen, Clock::time_
 void shrink(const Peers& peers, int min_ranks, milliseconds timeout,
             const std::function<void(SmallerGroup, milliseconds)>& join) {
   const auto deadline = Clock::now() + timeout;
+  require_all_know(peers);
   std::vector<std::uint16_t> seen(static_cast<std::size_t>(peers.world_size()), 0);  // [rank]
   for (;;) {
     std::vector<int> members = remaining(peers);

@@ -114,12 +114,15 @@ class KeyedStore::Socket {
   int fd_;
 };
 
-KeyedStore::KeyedStore(StorePlace place, std::chrono::milliseconds timeout, std::chrono::milliseconds grace)
+KeyedStore::KeyedStore(StorePlace place, std::chrono::milliseconds timeout, std::chrono::milliseconds grace,
+                       const std::function<void()>& check)
     : Store(clamp_timeout(timeout)), place_(std::move(place)), grace_(grace) {
   const auto deadline = Clock::now() + timeout_;
   std::string reason;
   auto nap = std::chrono::milliseconds(2);
-  while (!join(reason)) {
+  for (;;) {
+    check();
+    if (join(reason)) return;
     if (Clock::now() >= deadline)
       throw RendezvousError(fmt::format("the handshake with the store at {} did not succeed within {}: {}", place_.name,
                                         seconds_of(timeout_), reason),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,10 +30,11 @@ struct StorePlace {
 class KeyedStore final : public c10d::Store {
  public:
   /// Connects within `timeout`, which is also the limit of each call. `grace`: additional time for the reply, after
-  /// which the connection is lost. Throws RendezvousError if the store refuses this process or does not prove that it
-  /// has the key.
-  KeyedStore(StorePlace place, std::chrono::milliseconds timeout,
-             std::chrono::milliseconds grace = std::chrono::seconds(10));
+  /// which the connection is lost. `check`: called before each attempt to connect; may throw. Throws RendezvousError if
+  /// the store refuses this process or does not prove that it has the key.
+  KeyedStore(
+      StorePlace place, std::chrono::milliseconds timeout, std::chrono::milliseconds grace = std::chrono::seconds(10),
+      const std::function<void()>& check = [] {});
   ~KeyedStore() override;
   KeyedStore(const KeyedStore&) = delete;
   KeyedStore& operator=(const KeyedStore&) = delete;

@@ -43,6 +43,7 @@ Communicator::Communicator(const std::string& name, int ranks, int rank)
   segment_ = reinterpret_cast<Segment*>(bytes);
   slots_ = bytes + kSlotsAt;
   mails_ = reinterpret_cast<Mail*>(slots_ + count * kSlotBytes);
+  run_fault(kInit.data());
   if (++segment_->joined == ranks) ::shm_unlink(name.c_str());
 }
 

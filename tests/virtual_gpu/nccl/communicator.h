@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "virtual_gpu/vgpu.h"
@@ -105,6 +106,8 @@ class Communicator {
   bool check_calls(const Call& call);
   /// Executes the fault that VGPU_FAULT specifies for this call.
   void run_fault(const char* call);
+  /// The creation of a communicator, for VGPU_FAULT.
+  static constexpr std::string_view kInit = "CommInitRank";
 
   const int rank_, ranks_, device_;
   const std::string name_;

@@ -1,5 +1,6 @@
 // VGPU_FAULT="rank=1 call=AllReduce n=37 do=hang" specifies a fault in the 37th all-reduce of rank 1.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -45,9 +46,9 @@ bool Communicator::refuses(const char* call) {
 
 void Communicator::run_fault(const char* call) {
   const Fault& fault = fault_of_process();
-  if (std::string_view(fault.action) == "refuse" || fault.rank != rank_ || std::string(fault.call) != call ||
-      ++calls_of_fault_ != fault.number)
-    return;
+  if (std::string_view(fault.action) == "refuse" || fault.rank != rank_ || std::string_view(fault.call) != call) return;
+  static std::atomic<int> communicators = 0;
+  if ((fault.call == kInit ? ++communicators : ++calls_of_fault_) != fault.number) return;
   const std::string action = fault.action;
   if (action == "die") ::raise(SIGKILL);
   if (action == "lost") lose_devices();
