@@ -156,8 +156,8 @@ TEST_CASE("schedules: a rank dies while the others continue without a lost rank"
       }
     };
   };
-  explore_deaths("the rank that offers", {.ranks = 3, .body = body_of(3), .schedules = 2000}, 0);
-  explore_deaths("another rank", {.ranks = 3, .body = body_of(3), .schedules = 2000}, 1);
+  explore_deaths("the rank that offers", {.ranks = 3, .body = body_of(3), .schedules = 3000}, 0);
+  explore_deaths("another rank", {.ranks = 3, .body = body_of(3), .schedules = 3000}, 1);
   explore_deaths("the rank that offers to two", {.ranks = 4, .body = body_of(4), .schedules = 2000}, 0);
 }
 
