@@ -3,6 +3,7 @@
 #include <exception>
 #include <numeric>
 #include <optional>
+#include <shared_mutex>
 #include <string_view>
 #include <utility>
 
@@ -265,6 +266,7 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
   }
   WorkPtr work;
   try {
+    const std::shared_lock lock(starts_);
     work = start();
   } catch (const c10::DistBackendError& error) {
     if (agreement_) agreement_->fail(error.what());

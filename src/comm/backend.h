@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -164,6 +165,8 @@ class ForwardingBackend : public Backend {
 
   const at::Device device_;
   const std::unique_ptr<GroupGuard> guard_;
+  /// Shared while a call is being started. An abort that frees what `inner_` uses needs it exclusively.
+  std::shared_timed_mutex starts_;
 
  private:
   class TracedWork;

@@ -170,6 +170,28 @@ TEST_CASE("NCCL refuses a call on one of 2 virtual GPUs after the other has fail
           {{"VGPU_FAULT", "rank=0 call=Broadcast n=1 do=refuse"}});
 }
 
+TEST_CASE("an abort waits until NCCL has started the call of another thread", "[gpu]") {
+  NEEDS_GPUS(2);
+  NEEDS_VIRTUAL_GPUS();
+  const auto body = [](ProcessGroup& group) {
+    const auto inner = *group.split({0, 1});
+    const auto tensor = torch::ones({5}).to(group.device());
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      inner.abort("no such luck");
+    }
+    const auto message = failure_of<ddpkit::PeerLost>([&] {
+      inner.broadcast(tensor);
+      static_cast<void>(tensor.cpu());
+      inner.barrier();
+    });
+    CHECK(message == "rank 1 aborted: no such luck");
+    group.barrier();
+  };
+  on_gpus("an abort waits until NCCL has started the call of another thread", 2, body,
+          {{"VGPU_FAULT", "rank=0 call=Broadcast n=1 do=hold:600"}});
+}
+
 TEST_CASE("virtual GPUs that call different collectives report each rank's call", "[gpu]") {
   NEEDS_GPUS(3);
   NEEDS_VIRTUAL_GPUS();

@@ -39,6 +39,8 @@ using EndEvent = std::shared_ptr<at::cuda::CUDAEvent>;
 constexpr std::chrono::seconds kEndLimit(2);
 /// After a failure, running collectives have this time to complete.
 constexpr std::chrono::milliseconds kAbortDelay(100);
+/// A call that NCCL has not started within this time waits for another rank: only the abort ends it.
+constexpr std::chrono::seconds kStartLimit(1);
 /// The guard reports the late rank. c10d's timeout ends the process, so it must come after the guard's.
 constexpr std::chrono::seconds kWatchdogAfterGuard(60);
 
@@ -50,7 +52,7 @@ struct EndOf : c10d::ProcessGroupNCCL::WorkNCCL {
   static EndEvent event(c10d::Work& work) { return dynamic_cast<WorkNCCL&>(work).*(&EndOf::ncclEndEvent_); }
 };
 
-/// The same for a communicator.
+/// The same for a communicator. Only for communicators that no other thread uses yet.
 struct LastResult : c10d::NCCLComm {
   using Lock = std::unique_lock<std::recursive_mutex>;
   static std::pair<Lock, ncclResult_t&> of(c10d::NCCLComm& communicator) {
@@ -244,6 +246,7 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
     try {
       guard_->is_idle(kAbortDelay);  // The lost rank may have completed its part.
       group_->silence_watchdog();
+      const std::unique_lock lock(starts_, kStartLimit);  // The abort frees the communicator, also during a call of it.
       group_->abort();  // Also waits until the graphs of this group have been released.
     } catch (const std::exception&) {
       // The device is lost.

@@ -60,7 +60,9 @@ std::pair<std::size_t, std::size_t> bytes_of(const Communicator& communicator, c
 ncclResult_t collective(ncclComm_t handle, vgpu::nccl::Call call, const void* send, void* receive, void* stream) {
   if (vgpu::devices_are_lost()) return ncclUnhandledCudaError;
   const auto communicator = communicator_of(handle);
-  if (communicator->refuses(call.name().c_str() + std::strlen("nccl"))) return ncclInternalError;
+  if (const ncclResult_t result = communicator->run_host_fault(call.name().c_str() + std::strlen("nccl")))
+    return result;
+  communicator_of(handle);  // Another thread may not end the communicator until this call returns.
   const auto [sent, received] = bytes_of(*communicator, call);
   std::vector<vgpu::Access> accesses = {{send, sent, false}, {receive, received, true}};
   vgpu::nccl::Factor factor;

@@ -98,13 +98,13 @@ class Communicator {
   /// Operations of ncclRedOpCreatePreMulSum(). Only the thread that calls collectives uses them.
   std::map<int, Scale> scales;
 
-  /// Returns whether VGPU_FAULT makes the host's call return an error.
-  bool refuses(const char* call);
+  /// Executes the fault that VGPU_FAULT specifies for this call on the host.
+  ncclResult_t run_host_fault(const char* call);
 
  private:
   bool barrier(std::atomic<std::uint64_t> RankPage::*arrived, std::uint64_t& generation);
   bool check_calls(const Call& call);
-  /// Executes the fault that VGPU_FAULT specifies for this call.
+  /// Executes the fault that VGPU_FAULT specifies for this call on its stream.
   void run_fault(const char* call);
   /// The creation of a communicator, for VGPU_FAULT.
   static constexpr std::string_view kInit = "CommInitRank";

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <string_view>
 #include <thread>
 
@@ -35,25 +36,31 @@ const Fault& fault_of_process() {
   return fault;
 }
 
+bool is_on_host(std::string_view action) { return action == "refuse" || action.starts_with("hold:"); }
+
+void sleep_ms(const std::string& text) { std::this_thread::sleep_for(std::chrono::milliseconds(std::stol(text))); }
+
 }  // namespace
 
-bool Communicator::refuses(const char* call) {
+ncclResult_t Communicator::run_host_fault(const char* call) {
   const Fault& fault = fault_of_process();
-  if (std::string_view(fault.action) != "refuse" || fault.rank != rank_ || std::string_view(fault.call) != call)
-    return false;
-  return ++calls_of_fault_ == fault.number;
+  if (!is_on_host(fault.action) || fault.rank != rank_ || std::string_view(fault.call) != call) return ncclSuccess;
+  if (++calls_of_fault_ != fault.number) return ncclSuccess;
+  const std::string action = fault.action;
+  if (action == "refuse") return ncclInternalError;
+  sleep_ms(action.substr(5));
+  return ncclSuccess;
 }
 
 void Communicator::run_fault(const char* call) {
   const Fault& fault = fault_of_process();
-  if (std::string_view(fault.action) == "refuse" || fault.rank != rank_ || std::string_view(fault.call) != call) return;
+  if (is_on_host(fault.action) || fault.rank != rank_ || std::string_view(fault.call) != call) return;
   static std::atomic<int> communicators = 0;
   if ((fault.call == kInit ? ++communicators : ++calls_of_fault_) != fault.number) return;
   const std::string action = fault.action;
   if (action == "die") ::raise(SIGKILL);
   if (action == "lost") lose_devices();
-  if (action.starts_with("delay:"))
-    std::this_thread::sleep_for(std::chrono::milliseconds(std::atol(action.c_str() + 6)));
+  if (action.starts_with("delay:")) sleep_ms(action.substr(6));
   if (action == "error") error_ = ncclRemoteError;
   Backoff backoff;
   while ((action == "hang" || action == "error") && !aborted_) backoff.pause();
