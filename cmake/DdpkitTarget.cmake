@@ -4,10 +4,10 @@
 if(PROJECT_IS_TOP_LEVEL)
   find_program(CCACHE_PROGRAM ccache)
   if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-    # Precompiled headers hit the cache only with this sloppiness. Paths are relative to the source folder, so that
-    # clones share the cache.
+    # Precompiled headers hit the cache only with this sloppiness, and the unity sources of an outside project only with
+    # file_macro. Paths are relative to the source folder, so that clones share the cache.
     set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
-        "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
+        "CCACHE_SLOPPINESS=pch_defines,time_macros,file_macro,include_file_mtime,include_file_ctime"
         "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${CCACHE_PROGRAM}")
   endif()
 endif()

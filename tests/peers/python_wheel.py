@@ -1,4 +1,5 @@
 """python_wheel.py SOURCE_FOLDER: builds the wheel of ddpkit_torch, installs it, and trains with it under torchrun."""
+import os
 import pathlib
 import subprocess
 import sys
@@ -27,9 +28,9 @@ def main():
         folder = pathlib.Path(temporary)
         # This environment has no pip, so the pip of the system works on it.
         pip = ("python3", "-m", "pip", "--python", sys.executable, "--disable-pip-version-check")
-        # With -Werror, the compiler cache has the objects of the default build.
+        # With -Werror and this name of the compiler, the compiler cache has the objects of the default build.
         run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,
-            "--config-settings=cmake.define.DDPKIT_WERROR=ON", f"{sys.argv[1]}/python")
+            "--config-settings=cmake.define.DDPKIT_WERROR=ON", f"{sys.argv[1]}/python", env={**os.environ, "CXX": "c++"})
         (wheel,) = folder.glob("ddpkit_torch-*.whl")
         run(*pip, "install", "--no-deps", "--root-user-action=ignore", "--target", folder / "installed", wheel)
         assert {path.name.split(".")[0] for path in (folder / "installed/ddpkit_torch").iterdir()} - {"__pycache__"} == {
