@@ -21,10 +21,7 @@ Backend::Ptr<Backend> Backend::adopt(Ptr<c10d::Backend> backend, at::Device devi
 }
 
 void Backend::set_elastic(const Ptr<c10d::Store>& /*store*/, const LaunchEnvironment& /*environment*/) {
-  throw InvalidArgument(
-      fmt::format("InitOptions::elastic: a {} group cannot continue without a lost rank; use shm or gloo with CPU "
-                  "ranks, or nccl, on one host",
-                  getBackendName()));
+  throw Error(fmt::format("{} has no elastic groups", getBackendName()));
 }
 
 Backend::Remainder Backend::shrink(int /*min_ranks*/) {
@@ -182,14 +179,6 @@ Backend::Ptr<Backend> ForwardingBackend::subgroup(const Ptr<c10d::Store>& store,
     throw InvalidArgument(
         fmt::format("split: the backend \"{}\" cannot create a group of some of its ranks", getBackendName()));
   return adopt(inner_->split(store, ranks, inner_->getBackendOptions()), device_);
-}
-
-void ForwardingBackend::require_one_host(const LaunchEnvironment& environment) const {
-  if (environment.local_world_size != environment.world_size)
-    throw InvalidArgument(
-        fmt::format("InitOptions::elastic: a {} group continues without a lost rank only on one host, but {} of {} "
-                    "ranks are on this host",
-                    getBackendName(), environment.local_world_size, environment.world_size));
 }
 
 void ForwardingBackend::start_agreement(std::shared_ptr<shm::Engine> engine) {

@@ -62,7 +62,7 @@ class Backend : public c10d::Backend {
   /// size and place on the host in the new group.
   virtual Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                 const LaunchEnvironment& part) = 0;
-  /// See InitOptions::elastic. Collective. Throws InvalidArgument if the backend cannot continue without a rank.
+  /// See InitOptions::elastic. Collective. Only for the backends and ranks that init_process_group() allows.
   virtual void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment);
   virtual bool is_elastic() const noexcept { return false; }
   struct Remainder {
@@ -150,8 +150,6 @@ class ForwardingBackend : public Backend {
   /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph: the call then runs in
   /// each replay.
   virtual std::function<bool()> end_of(const WorkPtr& /*work*/) { return {}; }
-  /// Throws InvalidArgument if the ranks are on several hosts.
-  void require_one_host(const LaunchEnvironment& environment) const;
   /// For a backend with a guard and with reconnect(). `engine`: of the same ranks.
   void start_agreement(std::shared_ptr<shm::Engine> engine);
   /// Creates this backend again for the ranks that remain. Throws if they do not connect within a limit. `name`: this
@@ -194,7 +192,8 @@ c10::intrusive_ptr<Backend> create_backend(std::string_view name, const c10::int
 c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                           const LaunchEnvironment& environment,
                                                           std::chrono::milliseconds timeout, int name = -1);
-/// Throws InvalidArgument if the backend is not built.
+/// Throws InvalidArgument if the backend is not built, or cannot use `device` on this host.
+void check_nccl(at::Device device);
 c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                           const LaunchEnvironment& environment, at::Device device,
                                                           std::chrono::milliseconds timeout);

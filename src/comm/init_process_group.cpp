@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <iterator>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -33,32 +34,36 @@ using BackendPtr = c10::intrusive_ptr<Backend>;
 /// A backend and its name.
 struct BackendKind {
   std::string_view name;
+  std::optional<at::DeviceType> elastic_device;  ///< The ranks' device in groups with InitOptions::elastic.
+  /// Throws InvalidArgument for a device that the backend does not support.
+  void (*check)(at::Device device);
   BackendPtr (*create)(const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
                        std::chrono::milliseconds timeout);
 };
 
 constexpr BackendKind kBackends[] = {
-    {"shm",
+    {"shm", at::kCPU, [](at::Device) {},
      [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
         std::chrono::milliseconds timeout) {
        if (device.is_cpu()) return create_shm_part(store, environment.rank, environment.world_size, timeout);
        return create_staged_shm_backend(store, environment.rank, environment.world_size, device, timeout);
      }},
-    {"gloo",
+    {"gloo", at::kCPU, [](at::Device) {},
      [](const StorePtr& store, const LaunchEnvironment& environment, at::Device, std::chrono::milliseconds timeout) {
        return BackendPtr(create_gloo_backend(store, environment, timeout));
      }},
-    {"nccl",
+    {"nccl", at::kCUDA, check_nccl,
      [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
         std::chrono::milliseconds timeout) {
        return BackendPtr(create_nccl_backend(store, environment, device, timeout));
      }},
-    {"hierarchical",
-     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device device,
-        std::chrono::milliseconds timeout) {
+    {"hierarchical", std::nullopt,
+     [](at::Device device) {
        if (!device.is_cpu())
          throw InvalidArgument(
              fmt::format("the hierarchical backend supports only the CPU, not {}; use nccl", device.str()));
+     },
+     [](const StorePtr& store, const LaunchEnvironment& environment, at::Device, std::chrono::milliseconds timeout) {
        return create_hierarchical_backend(store, environment, timeout);
      }},
 };
@@ -82,6 +87,20 @@ const BackendKind& choose_backend(const InitOptions& options, const LaunchEnviro
     backend = gpu ? "nccl" : one_host ? "shm" : "gloo";
   }
   return backend_named(backend, named_here ? "the backend" : "DDPKIT_BACKEND");
+}
+
+/// See InitOptions::elastic.
+void check_elastic(const BackendKind& kind, at::Device device, const LaunchEnvironment& environment) {
+  if (kind.elastic_device != device.type())
+    throw InvalidArgument(
+        fmt::format("InitOptions::elastic: a {} group cannot continue without a lost rank; use shm or gloo with CPU "
+                    "ranks, or nccl, on one host",
+                    kind.name));
+  if (environment.local_world_size != environment.world_size)
+    throw InvalidArgument(
+        fmt::format("InitOptions::elastic: a {} group continues without a lost rank only on one host, but {} of {} "
+                    "ranks are on this host",
+                    kind.name, environment.local_world_size, environment.world_size));
 }
 
 }  // namespace
@@ -112,6 +131,9 @@ ProcessGroup init_process_group(const InitOptions& options) {
   if (options.timeout.count() <= 0)
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", options.timeout.count()));
   const std::chrono::milliseconds timeout = clamp_timeout(options.timeout);
+  // Before the ranks connect: a rank that ends its connections is a lost rank for the others.
+  backend_kind.check(device);
+  if (options.elastic) check_elastic(backend_kind, device, environment);
   if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
   EventRing& ring = EventRing::of_process();
   ring.start_rendezvous(environment.world_size);

@@ -1,6 +1,8 @@
 #include <ddpkit/comm/environment.h>
 
+#include <chrono>
 #include <map>
+#include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -239,4 +241,29 @@ TEST_CASE("a CUDA device without an index is that of the local rank", "[environm
   const ddpkit::ProcessGroup group(ddpkit::create_shm_backend(store, 0, 1, std::chrono::seconds(60)), store, cuda,
                                    environment);
   CHECK(group.device() == c10::Device(c10::kCUDA, 3));
+}
+
+TEST_CASE("options that a backend does not support are refused without the other ranks", "[environment]") {
+  const auto refusal = [](ddpkit::InitOptions options, int ranks_of_host = 2) {
+    // Rank 1 does not exist. A connection would be a Timeout.
+    options.environment =
+        LaunchEnvironment{.world_size = 2, .local_world_size = ranks_of_host, .master_port = 1, .run_id = ""};
+    options.timeout = std::chrono::seconds(1);
+    try {
+      ddpkit::init_process_group(options);
+    } catch (const ddpkit::InvalidArgument& error) {
+      return std::string(error.what());
+    } catch (const ddpkit::Error& error) {
+      return "another error: " + std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  CHECK_THAT(refusal({.backend = "hierarchical", .elastic = true}),
+             ContainsSubstring("a hierarchical group cannot continue without a lost rank"));
+  CHECK_THAT(refusal({.backend = "shm", .device = at::kCUDA, .elastic = true}),
+             ContainsSubstring("a shm group cannot continue without a lost rank"));
+  CHECK_THAT(refusal({.backend = "gloo", .elastic = true}, 1),
+             ContainsSubstring("only on one host, but 1 of 2 ranks are on this host"));
+  CHECK_THAT(refusal({.backend = "hierarchical", .device = at::kCUDA}), ContainsSubstring("supports only the CPU"));
+  CHECK_THAT(refusal({.backend = "nccl", .device = at::kCPU}), ContainsSubstring("nccl backend"));
 }

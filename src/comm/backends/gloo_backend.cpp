@@ -188,8 +188,7 @@ class GlooBackend final : public ForwardingBackend {
                         const LaunchEnvironment& part) override {
     return create_gloo_backend(store, part, guard_->timeout());
   }
-  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment) override {
-    require_one_host(environment);
+  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& /*environment*/) override {
     start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
   }
   bool scatters_by_all_reduce() const noexcept override { return true; }

@@ -195,8 +195,7 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
                         const LaunchEnvironment& part) override {
     return create_nccl_backend(store, part, device_, guard_->timeout());
   }
-  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& environment) override {
-    require_one_host(environment);
+  void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& /*environment*/) override {
     start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
   }
 
@@ -308,12 +307,15 @@ c10::intrusive_ptr<ForwardingBackend> connect_nccl(const c10::intrusive_ptr<c10d
 
 }  // namespace
 
-c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                          const LaunchEnvironment& environment, c10::Device device,
-                                                          std::chrono::milliseconds timeout) {
+void check_nccl(at::Device device) {
   if (cuda::device_count() == 0) throw InvalidArgument("the nccl backend needs a GPU, but this host has none");
   if (!device.is_cuda())
     throw InvalidArgument(fmt::format("the nccl backend needs a CUDA device, not {}", device.str()));
+}
+
+c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                          const LaunchEnvironment& environment, c10::Device device,
+                                                          std::chrono::milliseconds timeout) {
   return connect_nccl(store, environment, device, timeout, environment.rank);
 }
 
@@ -325,12 +327,17 @@ bool is_nccl_available() noexcept { return true; }
 
 namespace ddpkit {
 
-c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&,
-                                                          const LaunchEnvironment&, c10::Device,
-                                                          std::chrono::milliseconds) {
+void check_nccl(at::Device) {
   throw InvalidArgument(
       "this build of ddpkit has no nccl backend: build the CUDA configuration (cmake --preset cuda, or "
       "-DDDPKIT_CUDA=ON)");
+}
+
+c10::intrusive_ptr<ForwardingBackend> create_nccl_backend(const c10::intrusive_ptr<c10d::Store>&,
+                                                          const LaunchEnvironment&, c10::Device device,
+                                                          std::chrono::milliseconds) {
+  check_nccl(device);
+  return {};
 }
 
 bool is_nccl_available() noexcept { return false; }

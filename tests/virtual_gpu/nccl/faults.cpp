@@ -58,11 +58,12 @@ void Communicator::run_fault(const char* call) {
   static std::atomic<int> communicators = 0;
   if ((fault.call == kInit ? ++communicators : ++calls_of_fault_) != fault.number) return;
   const std::string action = fault.action;
+  Backoff backoff;
+  while (fault.call == kInit && segment_->joined < ranks_ - 1) backoff.pause();
   if (action == "die") ::raise(SIGKILL);
   if (action == "lost") lose_devices();
   if (action.starts_with("delay:")) sleep_ms(action.substr(6));
   if (action == "error") error_ = ncclRemoteError;
-  Backoff backoff;
   while ((action == "hang" || action == "error") && !aborted_) backoff.pause();
 }
 
