@@ -60,6 +60,7 @@ void train(const std::vector<Death>& deaths, const Folder& folder) {
   ddpkit::DistributedDataParallel ddp(model, group, gpu::small_buckets());
   ddpkit::optim::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
   ddpkit::DistributedSampler sampler(64, group);
+  at::Generator generator = at::globalContext().defaultGenerator(group.device());
   ddpkit::optim::Elastic elastic(ddp, sampler, {.on_change = [&](const ddpkit::Regroup&) { reach("regroup"); }});
   self = &elastic;
   model->parameters().back().register_hook([&](const torch::Tensor&) { reach("first gradient"); });
@@ -75,6 +76,7 @@ void train(const std::vector<Death>& deaths, const Folder& folder) {
       const bool complete = elastic.step(4, [&] {
         optimizer.zero_grad();
         const torch::Tensor output = ddp(inputs.index_select(0, chosen));
+        generator.set_current_seed(generator.current_seed() + 1);  // Virtual GPUs draw from the generator of the CPU.
         reach("forward");
         output.pow(2).sum().backward();
         reach("backward");
@@ -93,6 +95,7 @@ void train(const std::vector<Death>& deaths, const Folder& folder) {
   for (const torch::Tensor& buffer : model->buffers()) values.push_back(buffer);
   values.push_back(torch::randn({4}));
   values.push_back(torch::rand({4}, torch::TensorOptions(group.device())));
+  values.push_back(torch::tensor(static_cast<std::int64_t>(generator.current_seed())));
   for (const torch::Tensor& value : values) {
     const torch::Tensor dense = value.detach().cpu().contiguous();
     file.write(static_cast<const char*>(dense.const_data_ptr()), static_cast<std::streamsize>(dense.nbytes()));
