@@ -84,8 +84,7 @@ struct RemainingStore {
   std::shared_ptr<void> server;  ///< On rank 0, which serves the store. Must exist as long as a rank uses the store.
 };
 
-/// Time in which the remaining ranks must connect. If a rank ends within a connection to another one, the others only
-/// notice it after this time.
+/// Time in which the remaining ranks must connect.
 inline constexpr std::chrono::seconds kReconnectLimit(10);
 
 /// Creates a store among the ranks of `engine`, which need no earlier store: that one may have ended with rank 0.

@@ -49,6 +49,8 @@ RollCall::RollCall(c10::intrusive_ptr<c10d::Store> store, std::string name, int 
 
 std::string RollCall::key(int rank) const { return fmt::format("{}/{}", name_, rank); }
 
+std::string RollCall::key_of_complete() const { return fmt::format("{}/complete/{}", name_, rank_); }
+
 std::vector<int> RollCall::missing() const {
   std::vector<int> ranks;
   for (int r = 0; r < world_size_; ++r) {
@@ -140,6 +142,26 @@ void RollCall::announce(const Error& error) const noexcept {
     store_->compareSet(fmt::format("{}/failed", name_), {}, bytes_of(fmt::format("{} {} {}", own, failed, text)));
   } catch (const std::exception&) {
     // Without the store, the others do not wait.
+  }
+}
+
+void RollCall::require_first() const {
+  try {
+    if (!store_->check({key_of_complete()})) return;
+  } catch (const c10::Error& error) {
+    throw_lost_store(error);
+  }
+  throw InvalidArgument(
+      fmt::format("rank {} has already joined a group through this store: pass each group a c10d::PrefixStore with "
+                  "another prefix",
+                  first_rank_ + rank_));
+}
+
+void RollCall::complete() const noexcept {
+  try {
+    store_->set(key_of_complete(), bytes_of("yes"));
+  } catch (const std::exception&) {
+    // The store has ended, so no other rendezvous uses it.
   }
 }
 

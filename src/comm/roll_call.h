@@ -50,9 +50,14 @@ class RollCall {
   void throw_if_announced() const;
   /// Reports this rank's error to the ranks that still wait. Never throws.
   void announce(const Error& error) const noexcept;
+  /// Throws InvalidArgument if this rank has completed a rendezvous with this name at this store. A second one would
+  /// read the texts of the first.
+  void require_first() const;
+  void complete() const noexcept;
 
  private:
   std::string key(int rank) const;
+  std::string key_of_complete() const;
   std::vector<int> missing() const;
   [[noreturn]] void throw_lost_store(const c10::Error& error) const;
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
@@ -203,8 +204,9 @@ TEST_CASE("an elastic group does not use the result of an aborted call", "[elast
 TEST_CASE("a wait for a key of the store of the remaining ranks ends when a rank ends", "[ranks][elastic]") {
   on_ranks("a wait for a key of the store of the remaining ranks ends when a rank ends", 3,
            [](ProcessGroup& group) {
+             const auto store = c10::make_intrusive<c10d::PrefixStore>("engine", group.store());
              const auto engine =
-                 ddpkit::connect_engine(group.store(), group.rank(), 3, std::chrono::seconds(60), /*first_rank=*/0);
+                 ddpkit::connect_engine(store, group.rank(), 3, std::chrono::seconds(60), /*first_rank=*/0);
              engine->set_elastic();
              const auto remaining = ddpkit::connect_remaining(engine);
              remaining.store->set("from " + std::to_string(group.rank()), "here");

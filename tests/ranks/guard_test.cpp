@@ -1,18 +1,22 @@
 // c10d's backends do not report another rank's failure; ddpkit's guard does.
 #include <signal.h>
+#include <sys/socket.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include <ddpkit/error.h>
 
 #include "ranks/group_of.h"
 #include "support/catch.h"
+#include "support/port.h"
 #include "support/ranks.h"
 
 namespace {
@@ -99,6 +103,44 @@ TEST_CASE("a rank that is killed ends the gloo collectives of the others", "[ran
     CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));
   };
   ddpkit::testing::on_ranks("a rank that is killed ends the gloo collectives of the others", 3, body, {.doomed = {1}});
+}
+
+RANK_TEST("a rank that throws ends the gloo collectives of the others while other threads connect", "[guard]", 3) {
+  // The process has more new connections than those of gloo.
+  std::atomic<bool> connected = false;
+  std::vector<int> ends;
+  std::thread other([&] {
+    const ddpkit::testing::TakenPort port;
+    while (!connected) {
+      for (const int fd : port.connect()) ends.push_back(fd);
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  });
+  {
+    const ProcessGroup inner = group_of("gloo", group, std::chrono::minutes(10));
+    connected = true;
+    other.join();
+    inner.barrier();
+    if (group.rank() == 1) {
+      group.barrier();
+      inner.abort("the loss is NaN");
+    } else {
+      ddpkit::Work work = inner.all_reduce_async(torch::ones({5}));
+      group.barrier();
+      CHECK_THROWS_AS(work.wait(), PeerLost);
+    }
+    group.barrier();  // Rank 1 keeps its connections until then.
+  }
+  REQUIRE(ends.size() >= 2);
+  for (std::size_t i = 0; i < ends.size(); i += 2) {
+    char byte = 'x';
+    CHECK(::send(ends[i], &byte, 1, 0) == 1);
+    CHECK(::recv(ends[i + 1], &byte, 1, 0) == 1);
+    CHECK(::send(ends[i + 1], &byte, 1, 0) == 1);
+    CHECK(::recv(ends[i], &byte, 1, 0) == 1);
+    ::close(ends[i]);
+    ::close(ends[i + 1]);
+  }
 }
 
 TEST_CASE("a killed rank is detected while another process holds its connections", "[ranks][guard]") {

@@ -5,12 +5,14 @@
 
 #include <cstdlib>
 #include <optional>
+#include <string>
 #include <thread>
 
 #define USE_C10D_GLOO  // The header is empty without it.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
 
 #include "support/captured_stderr.h"
@@ -130,6 +132,18 @@ RANK_TEST("ranks can rendezvous repeatedly in one process", "[rendezvous][gloo]"
     member.all_reduce(sum);
     CHECK(sum[9].item<float>() == static_cast<float>(group.world_size()));
   }
+}
+
+RANK_TEST("a second group through the same store is refused", "[rendezvous][shm]", 1, 2, 3) {
+  // Otherwise it could read where the memory of the first group was.
+  CHECK_THROWS_WITH(
+      ddpkit::create_shm_backend(group.store(), group.rank(), group.world_size(), std::chrono::seconds(60)),
+      ContainsSubstring("rank " + std::to_string(group.rank()) +
+                        " has already joined a group through "
+                        "this store: pass each group a c10d::PrefixStore"));
+  torch::Tensor sum = torch::ones({10});
+  ddpkit::testing::another_group(group, "second").all_reduce(sum);
+  CHECK(sum[9].item<float>() == static_cast<float>(group.world_size()));
 }
 
 RANK_TEST("a child made by fork() may end without its parent's group", "[rendezvous][shm][gloo]", 2) {

@@ -2,7 +2,9 @@
 // simulation's ranks, and a reduction reports its reads and writes.
 #include <array>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -55,8 +57,10 @@ namespace ddpkit::shm {
 
 using schedules::Simulation;
 
-Mapping::~Mapping() = default;
-void Mapping::close_descriptor() noexcept { fd_ = -1; }
+Mapping::~Mapping() { close_descriptor(); }
+void Mapping::close_descriptor() noexcept {
+  if (fd_ >= 0) schedules::files()[static_cast<std::size_t>(std::exchange(fd_, -1))] = nullptr;
+}
 
 Mapping Mapping::create(const std::string&, std::size_t bytes, Populate) {
   Mapping mapping;
@@ -67,12 +71,15 @@ Mapping Mapping::create(const std::string&, std::size_t bytes, Populate) {
   return mapping;
 }
 
-Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate) {
+Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate, const std::function<bool()>&) {
   if (schedules::is_dead(owner.pid))
     throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
                    {.rank = owner.rank, .call = "rendezvous"});
+  std::byte* const pages = schedules::files().at(static_cast<std::size_t>(fd));
+  if (pages == nullptr)
+    throw RendezvousError(fmt::format("the memory of rank {} is closed", owner.rank), {.rank = owner.rank});
   Mapping mapping;
-  mapping.pages_ = schedules::unowned(schedules::files().at(static_cast<std::size_t>(fd)));
+  mapping.pages_ = schedules::unowned(pages);
   mapping.size_ = bytes;
   return mapping;
 }

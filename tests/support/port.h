@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdint>
 
 #include "support/catch.h"
@@ -29,6 +30,15 @@ class TakenPort {
   TakenPort& operator=(const TakenPort&) = delete;
 
   std::uint16_t port() const { return port_; }
+  /// Returns both ends of a new connection.
+  std::array<int, 2> connect() const {
+    sockaddr_in address{};
+    socklen_t length = sizeof address;
+    const int client = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    REQUIRE(::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0);
+    REQUIRE(::connect(client, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+    return {client, ::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC)};
+  }
 
  private:
   int fd_;

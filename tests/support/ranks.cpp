@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <string>
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -85,11 +86,14 @@ void on_ranks(const std::string& name, int ranks, const std::function<void(Proce
     FAIL("the ranks of '" << name << "' did not end in time: a hang");
   }
   const auto doomed = [&](int rank) { return std::ranges::count(options.doomed, rank) > 0; };
+  std::string failed;  // Of all ranks: the failure of one is often the cause of another's.
   for (int rank = 0; rank < ranks; ++rank) {
     const ChildEnd& end = result.ends[static_cast<std::size_t>(rank)];
     if (!end.ok() && !doomed(rank) && !end.stopped)
-      FAIL("rank " << rank << " of " << ranks << " " << end.describe() << "; its output:\n" << end.output);
+      failed += fmt::format("rank {} of {} {}; its output:\n{}\n", rank, ranks, end.describe(), end.output);
   }
+  if (!failed.empty()) FAIL(failed);
+
   for (int rank = 0; rank < ranks; ++rank) {
     INFO("rank " << rank << " of " << ranks << ", whose output is:\n" << output(rank));
     REQUIRE(std::filesystem::exists(marker(folder.path(), rank)) != doomed(rank));

@@ -160,6 +160,15 @@ TEST_CASE("a limit of addresses is named, and arenas shrink below it") {
 }
 #endif
 
+TEST_CASE("memory that a rank has closed after a failure is not waited for") {
+  int calls = 0;
+  const auto has_closed = [&] { return ++calls > 0; };
+  CHECK_THROWS_AS(
+      Mapping::open({.rank = 2, .pid = ::getpid()}, 9999, kMappedBytes, Mapping::Populate::kEager, has_closed),
+      ddpkit::RendezvousError);
+  CHECK(calls == 1);
+}
+
 TEST_CASE("memory that a living rank does not show") {
   try {
     Mapping::open({.rank = 2, .pid = ::getpid()}, 9999, kMappedBytes);

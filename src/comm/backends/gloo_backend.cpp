@@ -6,15 +6,18 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <functional>
-#include <map>
+#include <iterator>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -22,11 +25,13 @@
 #define USE_C10D_GLOO  // The header is empty without it.
 #include <ATen/ops/div.h>
 #include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <ddpkit/parse_number.h>
 
 #include "comm/backends/shm_rendezvous.h"
+#include "comm/roll_call.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
 
@@ -35,22 +40,6 @@ namespace {
 
 /// The guard reports the late rank. gloo's timeout must come after the guard's.
 constexpr std::chrono::seconds kGlooAfterGuard(2);
-
-/// Returns the descriptors of the stream sockets of this process. [inode] An earlier gloo group may close its sockets
-/// meanwhile, so descriptors may be reused.
-std::map<ino_t, int> open_sockets() {
-  std::map<ino_t, int> sockets;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    int fd = -1, type = 0;
-    socklen_t length = sizeof type;
-    struct stat status {};
-    if (parse_number(entry.path().filename().string(), fd) && ::fstat(fd, &status) == 0 &&
-        ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) == 0 && type == SOCK_STREAM)
-      sockets.emplace(status.st_ino, fd);
-  }
-  return sockets;
-}
 
 /// gloo writes to connections that may have ended. gloo's threads inherit this thread's signal mask.
 class SigpipeBlocked {
@@ -66,12 +55,6 @@ class SigpipeBlocked {
  private:
   sigset_t before_;
 };
-
-bool is_connected(int fd) {
-  sockaddr_storage peer{};
-  socklen_t length = sizeof peer;
-  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0;
-}
 
 std::shared_ptr<gloo::transport::Device> device_of_interface(const std::string& interface) {
   try {
@@ -99,22 +82,67 @@ std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const 
                           : ProcessGroupGloo::createDeviceForHostname(address)};
 }
 
+/// Returns the epoll instances of this process.
+std::set<int> epoll_instances() {
+  std::set<int> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    int fd = -1;
+    if (parse_number(entry.path().filename().string(), fd) &&
+        std::filesystem::read_symlink(entry.path(), error) == "anon_inode:[eventpoll]")
+      found.insert(fd);
+  }
+  return found;
+}
+
+bool is_connected(int fd) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof peer;
+  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && peer.ss_family != AF_UNIX;
+}
+
+/// gloo's devices. Each waits for its sockets with one epoll instance, so the sockets are those that it has registered.
+class GlooDevices {
+ public:
+  explicit GlooDevices(const LaunchEnvironment& environment) {
+    static std::mutex mutex;  // Another thread could create devices meanwhile.
+    const std::lock_guard lock(mutex);
+    const std::set<int> before = epoll_instances();
+    devices_ = choose_gloo_devices(environment);
+    std::ranges::set_difference(epoll_instances(), before, std::back_inserter(instances_));
+  }
+
+  const std::vector<std::shared_ptr<gloo::transport::Device>>& list() const { return devices_; }
+  /// Returns the descriptors of the connected sockets. The devices must exist.
+  std::vector<int> connected() const {
+    std::vector<int> sockets;
+    for (const int instance : instances_) {
+      std::ifstream info(fmt::format("/proc/self/fdinfo/{}", instance));  // See proc(5).
+      for (std::string line; std::getline(info, line);) {
+        int fd = -1;
+        if (std::sscanf(line.c_str(), "tfd: %d", &fd) == 1 && is_connected(fd)) sockets.push_back(fd);
+      }
+    }
+    return sockets;
+  }
+
+ private:
+  std::vector<std::shared_ptr<gloo::transport::Device>> devices_;
+  std::vector<int> instances_;
+};
+
 /// ProcessGroupGloo divides after the sum, and its reduce() does not divide. For float16, this class divides before the
 /// sum, as DistributedDataParallel in Python does: the sum may overflow although the mean does not.
 class GlooGroup final : public c10d::ProcessGroupGloo {
  public:
-  /// `before`: the sockets that were open before the construction.
+  /// `options` has the devices of `devices`.
   GlooGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-            const c10::intrusive_ptr<Options>& options, const std::map<ino_t, int>& before)
+            const c10::intrusive_ptr<Options>& options, const GlooDevices& devices)
       : ProcessGroupGloo(store, rank, size, options) {
-    std::vector<int> sockets;
-    for (const auto& [inode, fd] : open_sockets()) {
-      if (!before.contains(inode) && is_connected(fd)) sockets.push_back(fd);
-    }
-    // With another count, some sockets may belong to another thread of this process. They must not be shut down.
-    if (sockets.size() == options->devices.size() * static_cast<std::size_t>(size - 1)) {
-      for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    }
+    const std::vector<int> sockets = devices.connected();
+    // With another count, an epoll instance is that of a foreign library. Its sockets must not be shut down.
+    if (sockets.size() != options->devices.size() * static_cast<std::size_t>(size - 1)) return;
+    for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   }
 
   ~GlooGroup() override {
@@ -167,11 +195,23 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
   std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
 };
 
-/// `limit`: for the connections. `name`: this rank's number in messages.
-c10::intrusive_ptr<ForwardingBackend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   const LaunchEnvironment& environment,
-                                                   std::chrono::milliseconds timeout, int name,
-                                                   std::chrono::milliseconds limit);
+/// gloo waits five times as long as its timeout for a connection.
+constexpr int kGlooFactor = 5;
+
+/// `timeout`: of the collectives. `limit`: for the connections.
+c10::intrusive_ptr<GlooGroup> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const LaunchEnvironment& environment, std::chrono::milliseconds timeout,
+                                           std::chrono::milliseconds limit = std::chrono::milliseconds::max()) {
+  const SigpipeBlocked blocked;
+  const std::chrono::milliseconds gloo_timeout = clamp_timeout(timeout) + kGlooAfterGuard;
+  auto options = c10d::ProcessGroupGloo::Options::create(std::min(gloo_timeout, limit / kGlooFactor));
+  const GlooDevices devices(environment);
+  options->devices = devices.list();
+  options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
+  auto group = c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, devices);
+  group->setTimeout(gloo_timeout);
+  return group;
+}
 
 class GlooBackend final : public ForwardingBackend {
  public:
@@ -201,37 +241,38 @@ class GlooBackend final : public ForwardingBackend {
     };
   }
 
+  /// A connection of gloo cannot be ended from outside, and one to a rank that has ended lasts until its limit. So the
+  /// first limit is short. If a rank did not connect in time, all try again with a longer one.
   Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
                                    const std::function<void()>& /*check*/) override {
-    return connect_gloo(store, place, guard_->timeout(), name, kReconnectLimit);
+    auto guard = std::make_unique<GroupGuard>(store, place, guard_->timeout(), name);
+    for (std::chrono::milliseconds limit(500);; limit *= 2) {
+      const auto own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("within {} ms", limit.count()), store);
+      Ptr<GlooGroup> group;
+      std::string error;
+      try {
+        group = connect_gloo(own, place, guard_->timeout(), limit);
+      } catch (const std::exception& exception) {
+        error = exception.what();
+      }
+      RollCall roll_call(own, "connected", place.rank, place.world_size, guard_->timeout());
+      const std::vector<std::string> errors = roll_call.exchange(error);
+      const auto failed = std::ranges::find_if(errors, [](const std::string& each) { return !each.empty(); });
+      if (failed == errors.end()) return c10::make_intrusive<GlooBackend>(std::move(group), std::move(guard));
+      if (limit > kReconnectLimit) throw Error(*failed);
+    }
   }
 
   const Ptr<GlooGroup> group_;
 };
-
-c10::intrusive_ptr<ForwardingBackend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   const LaunchEnvironment& environment,
-                                                   std::chrono::milliseconds timeout, int name,
-                                                   std::chrono::milliseconds limit) {
-  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name);
-  const SigpipeBlocked blocked;
-  const std::chrono::milliseconds gloo_timeout = clamp_timeout(timeout) + kGlooAfterGuard;
-  auto options = c10d::ProcessGroupGloo::Options::create(std::min(gloo_timeout, limit));
-  options->devices = choose_gloo_devices(environment);
-  options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
-  const std::map<ino_t, int> before = open_sockets();
-  auto group = c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, before);
-  group->setTimeout(gloo_timeout);
-  return c10::make_intrusive<GlooBackend>(std::move(group), std::move(guard));
-}
 
 }  // namespace
 
 c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                           const LaunchEnvironment& environment,
                                                           std::chrono::milliseconds timeout, int name) {
-  return connect_gloo(store, environment, timeout, name < 0 ? environment.rank : name,
-                      std::chrono::milliseconds::max());
+  auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
+  return c10::make_intrusive<GlooBackend>(connect_gloo(store, environment, timeout), std::move(guard));
 }
 
 }  // namespace ddpkit

@@ -66,6 +66,7 @@ std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store
     throw InvalidArgument(fmt::format("the timeout is {} ms, but must be positive", timeout.count()));
   timeout = clamp_timeout(timeout);
   RollCall roll_call(store, "shm", rank, world_size, timeout, first_rank);
+  roll_call.require_first();
   try {
     shm::Mapping control;
     std::vector<int> pids{::getpid()};
@@ -80,7 +81,9 @@ std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store
     }
     std::vector<int> names(pids.size());
     std::iota(names.begin(), names.end(), first_rank);
-    return share(std::make_unique<shm::Engine>(std::move(control), rank, pids, timeout, std::move(names)));
+    auto engine = share(std::make_unique<shm::Engine>(std::move(control), rank, pids, timeout, std::move(names)));
+    roll_call.complete();
+    return engine;
   } catch (const Error& error) {
     // Otherwise the other ranks would report the end of this rank as the cause.
     if (world_size > 1) roll_call.announce(error);

@@ -20,6 +20,7 @@
 
 #include "comm/host.h"
 #include "comm/shm/process_watch.h"
+#include "comm/timeout.h"
 
 namespace ddpkit::shm {
 namespace {
@@ -127,13 +128,15 @@ Mapping Mapping::create(const std::string& name, std::size_t bytes, Populate pop
   return mapping;
 }
 
-int open_descriptor(const RankProcessId& owner, int fd, int flags) {
+int open_descriptor(const RankProcessId& owner, int fd, int flags, const std::function<bool()>& has_closed) {
   const std::string path = descriptor_path(owner, fd);
   const int opened = ::open(path.c_str(), flags | O_CLOEXEC);
   if (opened >= 0) return opened;
   const int error = errno;
   // An ending process closes its descriptors shortly before it counts as ended.
-  if (ProcessWatch(owner.pid).ends_within(std::chrono::seconds(2)))
+  const ProcessWatch watch(owner.pid);
+  const auto ends_or_has_closed = [&] { return (has_closed && has_closed()) || !watch.alive(); };
+  if (poll_until(std::chrono::steady_clock::now() + std::chrono::seconds(2), ends_or_has_closed) && !watch.alive())
     throw PeerLost(fmt::format("rank {} (pid {}) ended before its shared memory was opened", owner.rank, owner.pid),
                    {.rank = owner.rank, .call = "rendezvous"});
   const char* advice = "the ranks must run on one host and in one container; use the gloo backend otherwise";
@@ -155,8 +158,9 @@ int open_descriptor(const RankProcessId& owner, int fd, int flags) {
                          .call = "rendezvous"});
 }
 
-Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate) {
-  const int opened = open_descriptor(owner, fd, O_RDWR);
+Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate,
+                      const std::function<bool()>& has_closed) {
+  const int opened = open_descriptor(owner, fd, O_RDWR, has_closed);
   Mapping mapping;
   mapping.pages_ = MappedPages::all().get(opened, bytes, populate);
   const int error = errno;

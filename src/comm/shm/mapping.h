@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,8 +17,8 @@ struct RankProcessId {
 
 /// Opens the owner's descriptor `fd` in this process, with the `flags` of open(2). Throws PeerLost if the owner's
 /// process has ended. Throws RendezvousError with the cause if it cannot be opened (another host, container or user,
-/// too many open files).
-int open_descriptor(const RankProcessId& owner, int fd, int flags);
+/// too many open files). `has_closed`: whether the owner may have closed the descriptor because of a failure.
+int open_descriptor(const RankProcessId& owner, int fd, int flags, const std::function<bool()>& has_closed = {});
 
 /// Pages shared between processes, from an anonymous memory file (memfd). They are not visible in a file system. The
 /// kernel frees them when the last process that maps them has ended, for any reason.
@@ -45,7 +46,8 @@ class Mapping {
   static Mapping create(const std::string& name, std::size_t bytes, Populate populate = Populate::kEager);
 
   /// Maps the pages of the owner's descriptor. Throws like open_descriptor().
-  static Mapping open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate = Populate::kEager);
+  static Mapping open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate = Populate::kEager,
+                      const std::function<bool()>& has_closed = {});
 
   std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }

@@ -170,10 +170,12 @@ std::vector<ChannelBlock*> Peers::channels() const {
 }
 
 Mapping Peers::open(int rank, int fd, std::size_t bytes, Mapping::Populate populate) const {
+  // A rank that fails publishes the failure before it closes its memory.
+  const auto has_closed = [&] { return block(rank).failure.load() != 0; };
   try {
-    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, populate);
+    return Mapping::open({.rank = named(rank), .pid = pid(rank)}, fd, bytes, populate, has_closed);
   } catch (const Error&) {
-    throw_failure_of(rank);  // A rank that fails publishes the failure before it closes its memory.
+    throw_failure_of(rank);
     throw;
   }
 }

@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -21,8 +22,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-
-#include "comm/timeout.h"
 
 namespace ddpkit::shm {
 namespace {
@@ -134,11 +133,6 @@ bool ProcessWatch::alive() const noexcept {
   }
   // A kernel or a sandbox without pidfd.
   return pid_ > 0 && (::kill(pid_, 0) == 0 || errno == EPERM);
-}
-
-bool ProcessWatch::ends_within(std::chrono::milliseconds patience) const noexcept {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  return poll_until(deadline, [this] { return !alive(); });
 }
 
 }  // namespace ddpkit::shm

@@ -1,7 +1,6 @@
 // Tier 0: the standard library only.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 
 namespace ddpkit::shm {
@@ -30,8 +29,6 @@ class ProcessWatch {
   /// Returns false after the process has ended, also before its parent has reaped it. Makes a system call, except with
   /// a page.
   bool alive() const noexcept;
-  /// Returns whether the process has ended or ends within `patience`.
-  bool ends_within(std::chrono::milliseconds patience) const noexcept;
 
  private:
   void unmap() noexcept;
