@@ -12,8 +12,12 @@
 #include <thread>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
 #include <ddpkit/error.h>
 
+#include "comm/backend.h"
+#include "comm/guard.h"
 #include "ranks/group_of.h"
 #include "support/catch.h"
 #include "support/port.h"
@@ -140,6 +144,24 @@ RANK_TEST("a rank that throws ends the gloo collectives of the others while othe
     CHECK(::recv(ends[i], &byte, 1, 0) == 1);
     ::close(ends[i]);
     ::close(ends[i + 1]);
+  }
+}
+
+RANK_TEST("a rank that is missing when gloo connects is named when the timeout ends", "[guard]", 2, 3) {
+  constexpr std::chrono::seconds kTimeout(2);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("missing", group.store());
+  ddpkit::LaunchEnvironment environment;
+  environment.rank = environment.local_rank = group.rank();
+  environment.world_size = environment.local_world_size = group.world_size();
+  if (group.rank() == 1) {
+    // The rank comes, and does not connect.
+    const ddpkit::GroupGuard guard(store, environment, kTimeout, /*name=*/1);
+    group.barrier();
+  } else {
+    CHECK_THROWS_WITH(
+        ddpkit::create_gloo_backend(store, environment, kTimeout),
+        ContainsSubstring("rank 1 of " + std::to_string(group.world_size()) + " did not come within 2.0 s"));
+    group.barrier();
   }
 }
 

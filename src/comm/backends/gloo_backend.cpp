@@ -195,22 +195,47 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
   std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
 };
 
-/// gloo waits five times as long as its timeout for a connection.
-constexpr int kGlooFactor = 5;
-
-/// `timeout`: of the collectives. `limit`: for the connections.
-c10::intrusive_ptr<GlooGroup> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
-                                           const LaunchEnvironment& environment, std::chrono::milliseconds timeout,
-                                           std::chrono::milliseconds limit = std::chrono::milliseconds::max()) {
+/// `limit`: for each connection. gloo waits five times as long as its timeout for one.
+c10::intrusive_ptr<GlooGroup> connect_once(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const LaunchEnvironment& environment, std::chrono::milliseconds limit) {
   const SigpipeBlocked blocked;
-  const std::chrono::milliseconds gloo_timeout = clamp_timeout(timeout) + kGlooAfterGuard;
-  auto options = c10d::ProcessGroupGloo::Options::create(std::min(gloo_timeout, limit / kGlooFactor));
+  auto options = c10d::ProcessGroupGloo::Options::create(limit / 5);
   const GlooDevices devices(environment);
   options->devices = devices.list();
   options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
-  auto group = c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, devices);
-  group->setTimeout(gloo_timeout);
-  return group;
+  return c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, devices);
+}
+
+/// A connection of gloo cannot be ended from outside, and one to a rank that has ended lasts until its limit. So the
+/// first limit is short. If a rank did not connect in time, all try again with a longer one, up to `longest`.
+/// `timeout`: of the collectives. Collective.
+c10::intrusive_ptr<GlooGroup> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
+                                           const LaunchEnvironment& environment, std::chrono::milliseconds timeout,
+                                           std::chrono::milliseconds longest) {
+  for (std::chrono::milliseconds limit(500);; limit *= 2) {
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("gloo within {} ms", limit.count()), store);
+    RollCall roll_call(own, "connected", environment.rank, environment.world_size, clamp_timeout(timeout));
+    c10::intrusive_ptr<GlooGroup> group;
+    std::string error;
+    try {
+      group = connect_once(own, environment, limit);
+    } catch (const Error& exception) {
+      roll_call.announce(exception);
+      throw;
+    } catch (const std::exception& exception) {
+      error = exception.what();
+    }
+    const std::vector<std::string> errors = roll_call.exchange(error);
+    const auto failed = std::ranges::find_if(errors, [](const std::string& each) { return !each.empty(); });
+    if (failed == errors.end()) {
+      group->setTimeout(clamp_timeout(timeout) + kGlooAfterGuard);
+      return group;
+    }
+    const auto rank = static_cast<int>(failed - errors.begin());
+    if (limit >= longest)
+      throw RendezvousError(fmt::format("rank {} did not connect through gloo: {}", rank, *failed),
+                            {.rank = rank, .call = "rendezvous"});
+  }
 }
 
 class GlooBackend final : public ForwardingBackend {
@@ -229,7 +254,10 @@ class GlooBackend final : public ForwardingBackend {
     return create_gloo_backend(store, part, guard_->timeout());
   }
   void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& /*environment*/) override {
-    start_agreement(connect_engine(store, rank_, size_, guard_->timeout(), /*first_rank=*/0));
+    // A rank waits for the end of the others' calls. gloo does not end a wait for a send that was in progress when its
+    // connection ended, before its timeout.
+    const auto timeout = clamp_timeout(guard_->timeout()) + 2 * kGlooAfterGuard;
+    start_agreement(connect_engine(store, rank_, size_, timeout, /*first_rank=*/0));
   }
   bool scatters_by_all_reduce() const noexcept override { return true; }
 
@@ -241,26 +269,11 @@ class GlooBackend final : public ForwardingBackend {
     };
   }
 
-  /// A connection of gloo cannot be ended from outside, and one to a rank that has ended lasts until its limit. So the
-  /// first limit is short. If a rank did not connect in time, all try again with a longer one.
   Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
                                    const std::function<void()>& /*check*/) override {
     auto guard = std::make_unique<GroupGuard>(store, place, guard_->timeout(), name);
-    for (std::chrono::milliseconds limit(500);; limit *= 2) {
-      const auto own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("within {} ms", limit.count()), store);
-      Ptr<GlooGroup> group;
-      std::string error;
-      try {
-        group = connect_gloo(own, place, guard_->timeout(), limit);
-      } catch (const std::exception& exception) {
-        error = exception.what();
-      }
-      RollCall roll_call(own, "connected", place.rank, place.world_size, guard_->timeout());
-      const std::vector<std::string> errors = roll_call.exchange(error);
-      const auto failed = std::ranges::find_if(errors, [](const std::string& each) { return !each.empty(); });
-      if (failed == errors.end()) return c10::make_intrusive<GlooBackend>(std::move(group), std::move(guard));
-      if (limit > kReconnectLimit) throw Error(*failed);
-    }
+    return c10::make_intrusive<GlooBackend>(connect_gloo(store, place, guard_->timeout(), kReconnectLimit),
+                                            std::move(guard));
   }
 
   const Ptr<GlooGroup> group_;
@@ -272,7 +285,7 @@ c10::intrusive_ptr<ForwardingBackend> create_gloo_backend(const c10::intrusive_p
                                                           const LaunchEnvironment& environment,
                                                           std::chrono::milliseconds timeout, int name) {
   auto guard = std::make_unique<GroupGuard>(store, environment, timeout, name < 0 ? environment.rank : name);
-  return c10::make_intrusive<GlooBackend>(connect_gloo(store, environment, timeout), std::move(guard));
+  return c10::make_intrusive<GlooBackend>(connect_gloo(store, environment, timeout, timeout), std::move(guard));
 }
 
 }  // namespace ddpkit
