@@ -271,6 +271,7 @@ Backend::WorkPtr ForwardingBackend::trace(EventKind kind, const at::Tensor& tens
       EventRing::of_process().finish(index);
     }
     const bool is_message = kind == EventKind::kSend || kind == EventKind::kReceive;
+    if (!is_message) work = ending(std::move(work));
     if (agreement_ && !is_message) number = agreement_->add(work, has_ended);
   }
   return c10::make_intrusive<TracedWork>(std::move(work), Ptr<ForwardingBackend>::reclaim_copy(this), index, number);

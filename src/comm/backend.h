@@ -150,6 +150,8 @@ class ForwardingBackend : public Backend {
   /// because `work` owns tensors. Returns an empty function during the capture of a CUDA graph: the call then runs in
   /// each replay.
   virtual std::function<bool()> end_of(const WorkPtr& /*work*/) { return {}; }
+  /// Returns `work` of a collective, or a work whose wait() also ends after an abort.
+  virtual WorkPtr ending(WorkPtr work) { return work; }
   /// For a backend with a guard and with reconnect(). `engine`: of the same ranks.
   void start_agreement(std::shared_ptr<shm::Engine> engine);
   /// Creates this backend again for the ranks that remain. Throws if they do not connect within a limit. `name`: this

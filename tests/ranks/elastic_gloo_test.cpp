@@ -90,7 +90,7 @@ TEST_CASE("the survivors of a death have completed the same gloo collectives", "
     CAPTURE(round);
     on_ranks("the survivors of a death have completed the same gloo collectives", 3,
              [&](ProcessGroup& group) {
-               const ProcessGroup elastic = elastic_gloo(std::chrono::seconds(10));
+               const ProcessGroup elastic = elastic_gloo();
                const int victim = round % 3;
                std::thread killer;
                elastic.barrier();
@@ -115,7 +115,7 @@ TEST_CASE("a second rank ends while the others connect through gloo again", "[ra
     const int second = round % 2 == 0 ? 0 : 2;  // Rank 0 serves the new store.
     on_ranks("a second rank ends while the others connect through gloo again", 4,
              [&](ProcessGroup& group) {
-               const ProcessGroup elastic = elastic_gloo(std::chrono::seconds(10));
+               const ProcessGroup elastic = elastic_gloo();
                const int first_rank = group.rank();
                if (first_rank == 3) die();
                CHECK_THROWS_AS(elastic.barrier(), PeerLost);

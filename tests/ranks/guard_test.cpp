@@ -184,3 +184,36 @@ TEST_CASE("a killed rank is detected while another process holds its connections
   ddpkit::testing::on_ranks("a killed rank is detected while another process holds its connections", 3, body,
                             {.doomed = {1}});
 }
+
+TEST_CASE("a rank that is killed while gloo sends to it is named to the sender", "[ranks][guard]") {
+  // gloo ends the wait for such a send only at the timeout.
+  const std::string name = "a rank that is killed while gloo sends to it is named to the sender";
+  for (const bool is_message : {false, true}) {
+    const auto body = [&](ProcessGroup& group) {
+      const ProcessGroup inner = group_of("gloo", group, std::chrono::minutes(1));
+      inner.barrier();
+      std::thread killer;
+      if (group.rank() == 1)
+        killer = std::thread([] {
+          std::this_thread::sleep_for(milliseconds(300));
+          ::raise(SIGKILL);
+        });
+      const torch::Tensor large = torch::ones({16 << 20});
+      const auto use = [&] {
+        for (;;) {
+          if (!is_message) {
+            inner.broadcast(large, 0);
+          } else if (group.rank() == 0) {
+            inner.send(large, 1);
+          } else {
+            inner.recv(large, 0);
+          }
+        }
+      };
+      const auto message = guard_failure<PeerLost>(use, std::chrono::seconds(30), 1);
+      CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));
+    };
+    CAPTURE(is_message);
+    ddpkit::testing::on_ranks(name, is_message ? 2 : 3, body, {.doomed = {1}});
+  }
+}

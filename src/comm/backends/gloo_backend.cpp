@@ -5,34 +5,25 @@
 #ifdef DDPKIT_GLOO
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
+#include <atomic>
 #include <functional>
-#include <iterator>
 #include <memory>
-#include <mutex>
-#include <set>
-#include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
-#define USE_C10D_GLOO  // The header is empty without it.
 #include <ATen/ops/div.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include <ddpkit/parse_number.h>
-
+#include "comm/backends/gloo_devices.h"
 #include "comm/backends/shm_rendezvous.h"
 #include "comm/roll_call.h"
-#include "comm/sockets.h"
 #include "comm/timeout.h"
 
 namespace ddpkit {
@@ -56,80 +47,10 @@ class SigpipeBlocked {
   sigset_t before_;
 };
 
-std::shared_ptr<gloo::transport::Device> device_of_interface(const std::string& interface) {
-  try {
-    return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
-  } catch (const std::exception& error) {
-    throw InvalidArgument(fmt::format(
-        "GLOO_SOCKET_IFNAME names the network interface \"{}\", which gloo cannot use: {}", interface, error.what()));
-  }
-}
-
-/// One connection per device: gloo spreads its collectives over them.
-std::vector<std::shared_ptr<gloo::transport::Device>> choose_gloo_devices(const LaunchEnvironment& environment) {
-  using c10d::ProcessGroupGloo;
-  if (const char* names = std::getenv("GLOO_SOCKET_IFNAME"); names && *names) {
-    std::vector<std::shared_ptr<gloo::transport::Device>> devices;
-    std::istringstream list(names);
-    for (std::string interface; std::getline(list, interface, ',');) devices.push_back(device_of_interface(interface));
-    return devices;
-  }
-  // On one host, loopback works for any host name and does not accept connections from other hosts.
-  if (environment.local_world_size == environment.world_size)
-    return {ProcessGroupGloo::createDeviceForHostname(usable_loopback("127.0.0.1"))};
-  const std::string address = address_towards(environment.master_addr);
-  return {address.empty() ? ProcessGroupGloo::createDefaultDevice()
-                          : ProcessGroupGloo::createDeviceForHostname(address)};
-}
-
-/// Returns the epoll instances of this process.
-std::set<int> epoll_instances() {
-  std::set<int> found;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    int fd = -1;
-    if (parse_number(entry.path().filename().string(), fd) &&
-        std::filesystem::read_symlink(entry.path(), error) == "anon_inode:[eventpoll]")
-      found.insert(fd);
-  }
-  return found;
-}
-
-bool is_connected(int fd) {
-  sockaddr_storage peer{};
-  socklen_t length = sizeof peer;
-  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && peer.ss_family != AF_UNIX;
-}
-
-/// gloo's devices. Each waits for its sockets with one epoll instance, so the sockets are those that it has registered.
-class GlooDevices {
- public:
-  explicit GlooDevices(const LaunchEnvironment& environment) {
-    static std::mutex mutex;  // Another thread could create devices meanwhile.
-    const std::lock_guard lock(mutex);
-    const std::set<int> before = epoll_instances();
-    devices_ = choose_gloo_devices(environment);
-    std::ranges::set_difference(epoll_instances(), before, std::back_inserter(instances_));
-  }
-
-  const std::vector<std::shared_ptr<gloo::transport::Device>>& list() const { return devices_; }
-  /// Returns the descriptors of the connected sockets. The devices must exist.
-  std::vector<int> connected() const {
-    std::vector<int> sockets;
-    for (const int instance : instances_) {
-      std::ifstream info(fmt::format("/proc/self/fdinfo/{}", instance));  // See proc(5).
-      for (std::string line; std::getline(info, line);) {
-        int fd = -1;
-        if (std::sscanf(line.c_str(), "tfd: %d", &fd) == 1 && is_connected(fd)) sockets.push_back(fd);
-      }
-    }
-    return sockets;
-  }
-
- private:
-  std::vector<std::shared_ptr<gloo::transport::Device>> devices_;
-  std::vector<int> instances_;
-};
+/// How long gloo's threads sleep before they count as stuck.
+constexpr std::chrono::milliseconds kSleep(500);
+/// Interval at which a wait for a collective looks at gloo's threads.
+constexpr std::chrono::milliseconds kSlice(200);
 
 /// ProcessGroupGloo divides after the sum, and its reduce() does not divide. For float16, this class divides before the
 /// sum, as DistributedDataParallel in Python does: the sum may overflow although the mean does not.
@@ -137,9 +58,9 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
  public:
   /// `options` has the devices of `devices`.
   GlooGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-            const c10::intrusive_ptr<Options>& options, const GlooDevices& devices)
-      : ProcessGroupGloo(store, rank, size, options) {
-    const std::vector<int> sockets = devices.connected();
+            const c10::intrusive_ptr<Options>& options, GlooDevices devices)
+      : ProcessGroupGloo(store, rank, size, options), devices_(std::move(devices)) {
+    const std::vector<int> sockets = devices_.connected();
     // With another count, an epoll instance is that of a foreign library. Its sockets must not be shut down.
     if (sockets.size() != options->devices.size() * static_cast<std::size_t>(size - 1)) return;
     for (const int fd : sockets) sockets_.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
@@ -152,6 +73,19 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
   /// gloo has no abort. A collective fails if one of its connections ends.
   void end_connections() {
     for (const int fd : sockets_) ::shutdown(fd, SHUT_RD);  // SHUT_WR would cause SIGPIPE in gloo.
+    has_ended_ = true;
+  }
+
+  /// Returns whether collectives that have not ended after end_connections() only wait for their timeout. gloo does not
+  /// end a wait for a send that was in progress when its connection ended (Pair::signalException). And it no longer
+  /// reads from a connection on which it was receiving for a collective that has failed (Pair::prepareRead). Then its
+  /// threads sleep, and write to no tensor any more.
+  bool is_stuck() const {
+    if (!has_ended_ || sockets_.empty()) return false;
+    const std::string before = state();
+    if (before.empty()) return false;
+    std::this_thread::sleep_for(kSleep);
+    return state() == before;
   }
 
   using Tensors = std::vector<at::Tensor>;
@@ -192,7 +126,57 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
     return options;
   }
 
+  /// Returns how often gloo's threads have run, and what they have not read. Returns nothing if one of them runs, or
+  /// will read the end of a connection.
+  std::string state() const {
+    std::string state = runs_of_gloo_threads();
+    for (const int fd : devices_.connected()) {
+      int unread = 0;
+      if (state.empty() || ::ioctl(fd, FIONREAD, &unread) != 0 || unread == 0) return {};
+      state += fmt::format(" {} of {}", unread, fd);
+    }
+    return state;
+  }
+
+  const GlooDevices devices_;
   std::vector<int> sockets_;  ///< Duplicates of gloo's sockets.
+  std::atomic<bool> has_ended_ = false;
+};
+
+/// A collective whose wait() also ends when gloo's threads are stuck.
+class GlooWork final : public c10d::Work {
+ public:
+  GlooWork(c10::intrusive_ptr<c10d::Work> work, c10::intrusive_ptr<GlooGroup> group, const GroupGuard& guard)
+      : c10d::Work(group->getRank(), work->retrieveOpType()),
+        work_(std::move(work)),
+        group_(std::move(group)),
+        guard_(guard) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return work_->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    using Clock = std::chrono::steady_clock;
+    const auto deadline = Clock::now() + (timeout == kNoTimeout ? clamp_timeout(timeout.max()) : timeout);
+    while (!work_->isCompleted() && Clock::now() < deadline) {
+      try {
+        return work_->wait(std::min(kSlice, time_until(deadline)));
+      } catch (const std::exception&) {
+        if (work_->isCompleted()) throw;
+      }
+      if (guard_.failed() && group_->is_stuck()) throw Error("a connection of gloo has ended");
+    }
+    return work_->wait(timeout == kNoTimeout ? timeout : std::chrono::milliseconds(1));
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> work_;
+  const c10::intrusive_ptr<GlooGroup> group_;
+  const GroupGuard& guard_;
 };
 
 /// `limit`: for each connection. gloo waits five times as long as its timeout for one.
@@ -200,10 +184,10 @@ c10::intrusive_ptr<GlooGroup> connect_once(const c10::intrusive_ptr<c10d::Store>
                                            const LaunchEnvironment& environment, std::chrono::milliseconds limit) {
   const SigpipeBlocked blocked;
   auto options = c10d::ProcessGroupGloo::Options::create(limit / 5);
-  const GlooDevices devices(environment);
+  GlooDevices devices(environment);
   options->devices = devices.list();
   options->threads = std::max(options->threads, static_cast<int>(options->devices.size()) * 2);
-  return c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, devices);
+  return c10::make_intrusive<GlooGroup>(store, environment.rank, environment.world_size, options, std::move(devices));
 }
 
 /// A connection of gloo cannot be ended from outside, and one to a rank that has ended lasts until its limit. So the
@@ -246,7 +230,13 @@ class GlooBackend final : public ForwardingBackend {
   }
   ~GlooBackend() override {
     guard_->stop();
-    if (guard_->failed()) group_->end_connections();
+    if (!guard_->failed()) return;
+    group_->end_connections();
+    // The destructor waits for gloo's threads, which may be stuck.
+    std::thread([group = group_]() mutable {
+      while (group.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      group.reset();
+    }).detach();
   }
 
   Ptr<Backend> subgroup(const Ptr<c10d::Store>& store, const std::vector<int>& /*ranks*/,
@@ -254,8 +244,7 @@ class GlooBackend final : public ForwardingBackend {
     return create_gloo_backend(store, part, guard_->timeout());
   }
   void set_elastic(const Ptr<c10d::Store>& store, const LaunchEnvironment& /*environment*/) override {
-    // A rank waits for the end of the others' calls. gloo does not end a wait for a send that was in progress when its
-    // connection ended, before its timeout.
+    // A rank waits for the end of the others' calls, at most until gloo's timeout.
     const auto timeout = clamp_timeout(guard_->timeout()) + 2 * kGlooAfterGuard;
     start_agreement(connect_engine(store, rank_, size_, timeout, /*first_rank=*/0));
   }
@@ -263,11 +252,12 @@ class GlooBackend final : public ForwardingBackend {
 
  private:
   std::function<bool()> end_of(const WorkPtr& work) override {
-    return [weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
-      const WorkPtr owned = weak.lock();
-      return !owned || owned->isCompleted();  // gloo's queue owns the work until its end.
+    return [this, weak = c10::weak_intrusive_ptr<c10d::Work>(work)] {
+      const WorkPtr owned = weak.lock();  // gloo's queue owns the work until its end.
+      return !owned || owned->isCompleted() || (guard_->failed() && group_->is_stuck());
     };
   }
+  WorkPtr ending(WorkPtr work) override { return c10::make_intrusive<GlooWork>(std::move(work), group_, *guard_); }
 
   Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
                                    const std::function<void()>& /*check*/) override {
