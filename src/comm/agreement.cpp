@@ -55,10 +55,24 @@ void Agreement::run(const std::function<void()>& call) {
     call();
   } catch (...) {
     const milliseconds limit = guard_.timeout() + kAfterTimeout;
-    if (guard_.is_idle(limit)) throw;
-    throw Timeout(fmt::format("rank {} timed out: after a failure of the group, its calls did not end within {:.1f} s",
-                              engine_->name(), std::chrono::duration<double>(limit).count()),
-                  {.rank = engine_->name(), .call = "collective"});
+    if (!guard_.is_idle(limit))
+      throw Timeout(
+          fmt::format("rank {} timed out: after a failure of the group, its calls did not end within {:.1f} s",
+                      engine_->name(), std::chrono::duration<double>(limit).count()),
+          {.rank = engine_->name(), .call = "collective"});
+    order_after_calls();
+    throw;
+  }
+}
+
+/// On a device, the current stream waits for the calls that have ended, also for those that nobody has waited for.
+void Agreement::order_after_calls() {
+  for (const Call& call : calls_) {
+    try {
+      if (call.work->isCompleted()) call.work->wait(kNoTimeout);
+    } catch (const std::exception&) {
+      // The call has failed.
+    }
   }
 }
 

@@ -64,6 +64,7 @@ class Agreement {
   // These functions require mutex_.
   /// Runs `call`. If it throws, waits for the end of this rank's calls.
   void run(const std::function<void()>& call);
+  void order_after_calls();
   void throw_if_failed();
   void find_failure(const std::string& reason);
   void wait_for_work(Call& call, std::chrono::milliseconds timeout);
