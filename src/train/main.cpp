@@ -250,18 +250,13 @@ ProcessGroup Program::init_process_group(const InitOptions& options) {
 
 ProcessGroup Program::join(const RunOptions& run, InitOptions options) {
   run_ = &run;
-  if (run.elastic && !run.backend.empty() && run.backend != "shm" && run.backend != "gloo")
+  if (run.elastic && run.backend == "hierarchical")
     throw UsageError(
-        fmt::format("--elastic needs --backend shm or gloo and CPU ranks of one host, because {} cannot continue "
-                    "without a lost rank",
-                    run.backend));
+        "--elastic needs --backend shm, gloo or nccl on one host: hierarchical cannot continue without a lost rank");
   if (const std::optional<int> exit_code = launch_ranks(run, name_, argc_, argv_)) throw RanksEnded{*exit_code};
   options.backend = run.backend;
   options.elastic = run.elastic;
-  ProcessGroup group = init_process_group(options);
-  if (run.elastic && !group.device().is_cpu())
-    throw UsageError(fmt::format("--elastic needs CPU ranks, but this rank uses {}", group.device().str()));
-  return group;
+  return init_process_group(options);
 }
 
 int run_main(Options& options, int argc, const char* const* argv, const std::function<void(Program&)>& body) noexcept {

@@ -56,7 +56,7 @@ void declare(Options& options, RunOptions& run) {
   declare(options, run.launch);
   options
       .add("elastic", &run.elastic,
-           "Continue without a lost rank: CPU ranks of one host; start them with --nproc-per-node, or with ddpkit run "
+           "Continue without a lost rank, on one host; start the ranks with --nproc-per-node, or with ddpkit run "
            "--min-ranks")
       .may_differ();
   options.add("min_ranks", &run.min_ranks, "With --elastic: fail with fewer ranks")

@@ -132,6 +132,27 @@ TEST_CASE("har stopped and resumed on 2 GPUs ends with the weights of a whole ru
   check_close(har_weights(parts), har_weights(whole));
 }
 
+// The reference: a checkpoint of 3 ranks from the beginning of the lost update, resumed on 2 ranks.
+TEST_CASE("har --elastic on 3 virtual GPUs continues without a lost rank with the bits of a resumed run", "[gpu]") {
+  NEEDS_GPUS(3);
+  NEEDS_VIRTUAL_GPUS();
+  const Folder continued, resumed, work;
+  const auto run = run_ddpkit(
+      work, joined({"run", "-n", "3", "--min-ranks", "2", DDPKIT_TEST_HAR, "--elastic"}, plain_har(continued, 8)),
+      {{"VGPU_FAULT", "rank=2 call=AllReduce n=12 do=die"}});
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  check_quiet(run.errors);
+  const std::string words = "; 2 ranks continue from step ";
+  const auto at = run.errors.find(words);
+  REQUIRE(at != std::string::npos);
+  const std::string step = std::to_string(std::stoi(run.errors.substr(at + words.size())));
+  run_ranks(work, 3, DDPKIT_TEST_HAR, joined(plain_har(resumed, 8), {"--save-steps", "1", "--max-steps", step}));
+  REQUIRE(std::to_string(ddpkit::train::read_checkpoint_info(resumed / "checkpoint.pt").step) == step);
+  run_ranks(work, 2, DDPKIT_TEST_HAR, plain_har(resumed, 8));
+  CHECK(ddpkit::testing::same_bits(har_weights(continued), har_weights(resumed)));
+}
+
 TEST_CASE("ddpkit estimate predicts from a timeline of har on 2 GPUs", "[gpu]") {
   NEEDS_GPUS(2);
   const Folder work;
