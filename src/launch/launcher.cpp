@@ -88,8 +88,8 @@ class Launch {
                                                       .err = ends.err,
                                                       .inherited = {view.descriptor(), store_->descriptor()},
                                                       .cores = cores_[static_cast<std::size_t>(rank)],
-                                                      .own_group = !ends.has_terminal});
-      if (!ends.has_terminal) reaper_.add(process.pid());
+                                                      .own_group = !ends.has_terminal,
+                                                      .reaper = reaper_.descriptor()});
       end_order_.add(process.descriptor(), static_cast<std::size_t>(rank));
     } catch (...) {
       output_.close_ends(ends);

@@ -72,17 +72,17 @@ ProcessReaper::ProcessReaper() {
 }
 
 ProcessReaper::~ProcessReaper() {
-  add(kDone);
+  send(socket_, kDone);
   ::close(socket_);
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-void ProcessReaper::add(pid_t group) noexcept {
-  // The reaper may have been killed: the launch continues without it.
-  [[maybe_unused]] const auto sent = ::send(socket_, &group, sizeof group, MSG_NOSIGNAL);
-}
+void ProcessReaper::add_own_group(int descriptor) noexcept { send(descriptor, ::getpid()); }
 
-void ProcessReaper::remove(pid_t group) noexcept { add(-group); }
+void ProcessReaper::send(int descriptor, pid_t number) noexcept {
+  // The reaper may have been killed: the launch continues without it.
+  [[maybe_unused]] const auto sent = ::send(descriptor, &number, sizeof number, MSG_NOSIGNAL);
+}
 
 }  // namespace ddpkit::launcher

@@ -17,10 +17,15 @@ class ProcessReaper {
   ProcessReaper(const ProcessReaper&) = delete;
   ProcessReaper& operator=(const ProcessReaper&) = delete;
 
-  void add(pid_t group) noexcept;
-  void remove(pid_t group) noexcept;
+  /// Adds the process group that this process leads. Call it between fork and exec with the descriptor() of the
+  /// launcher: if the launcher added the group itself, it could be killed before, when the program runs already.
+  static void add_own_group(int descriptor) noexcept;
+  int descriptor() const noexcept { return socket_; }
+  void remove(pid_t group) noexcept { send(socket_, -group); }
 
  private:
+  static void send(int descriptor, pid_t number) noexcept;
+
   int socket_ = -1;
   pid_t pid_ = -1;
 };

@@ -26,6 +26,7 @@
 
 #include "comm/store/store_key.h"
 #include "comm/trace/event_ring.h"
+#include "launch/process_reaper.h"
 
 extern char** environ;
 
@@ -38,10 +39,12 @@ namespace {
   // The kernel kills the rank when the launcher ends. The next check covers a launcher that ended before this call.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);
-  if (start.own_group)
+  if (start.own_group) {
     ::setpgid(0, 0);
-  else
+    ProcessReaper::add_own_group(start.reaper);
+  } else {
     ::signal(SIGHUP, SIG_IGN);  // The launcher receives SIGHUP too and forwards it as SIGTERM.
+  }
   if (start.in >= 0) ::dup2(start.in, STDIN_FILENO);
   if (start.out >= 0) ::dup2(start.out, STDOUT_FILENO);
   if (start.err >= 0) ::dup2(start.err, STDERR_FILENO);

@@ -29,6 +29,7 @@ struct RankStart {
   std::array<int, 2> inherited = {-1, -1};      ///< Further descriptors to inherit; -1: none.
   const std::vector<int>& cores;                ///< Empty: the cores of this process.
   bool own_group = true;                        ///< A separate process group, which is killed when the process ends.
+  int reaper = -1;                              ///< ProcessReaper::descriptor() for that group.
 };
 
 /// Returns the process groups that have a running member.

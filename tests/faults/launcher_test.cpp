@@ -62,6 +62,13 @@ TEST_CASE("ranks and their children end when the launcher is killed", "[faults]"
   CHECK(folder.memory_holders() == std::vector<int>());
   add_row("kill -9 of the launcher", "no rank outlives it", now_seconds() - killed);
 
+  // Programs that run before the launcher has noted their start.
+  for (int i = 0; i < 20; ++i) {
+    FaultRun early({"run", "-n", "2", "--", "sh", "-c", "sleep 300 & kill -9 $PPID; sleep 300; :"});
+    CHECK(early.wait() == 137);
+    CHECK(early.orphans() == std::vector<int>());
+  }
+
   FaultRun family({"run", "-n", "2", "--", "sh", "-c", "sleep 300 & sleep 300; :"});
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const double family_killed = now_seconds();
