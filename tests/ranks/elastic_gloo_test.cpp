@@ -77,6 +77,10 @@ RANK_TEST("an elastic gloo collective completes on no rank before all have calle
     CHECK(first.eq(1).all().item<bool>());
     CHECK(second.eq(6).all().item<bool>());
   }
+  // The barrier takes microseconds, the sum some milliseconds.
+  const torch::Tensor large = torch::full({4 << 20}, group.rank() + 1);
+  elastic.all_reduce(large);
+  CHECK(large.eq(6).all().item<bool>());
   // A rank need not wait for a collective before it calls the next one.
   for (int i = 0; i < 100; ++i) {
     ddpkit::Work work = elastic.all_reduce_async(first);
