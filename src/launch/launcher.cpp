@@ -88,8 +88,7 @@ class Launch {
                                                       .err = ends.err,
                                                       .inherited = {view.descriptor(), store_->descriptor()},
                                                       .cores = cores_[static_cast<std::size_t>(rank)],
-                                                      .own_group = !ends.has_terminal,
-                                                      .reaper = reaper_.descriptor()});
+                                                      .reaper = ends.has_terminal ? -1 : reaper_.descriptor()});
       end_order_.add(process.descriptor(), static_cast<std::size_t>(rank));
     } catch (...) {
       output_.close_ends(ends);

@@ -17,8 +17,8 @@ class ProcessReaper {
   ProcessReaper(const ProcessReaper&) = delete;
   ProcessReaper& operator=(const ProcessReaper&) = delete;
 
-  /// Adds the process group that this process leads. Call it between fork and exec with the descriptor() of the
-  /// launcher: if the launcher added the group itself, it could be killed before, when the program runs already.
+  /// Adds the process group that this process leads. Call it between fork and exec. The launcher cannot add the group:
+  /// it may be killed before it does, when the program runs already. `descriptor`: of the launcher's reaper.
   static void add_own_group(int descriptor) noexcept;
   int descriptor() const noexcept { return socket_; }
   void remove(pid_t group) noexcept { send(socket_, -group); }

@@ -39,7 +39,7 @@ namespace {
   // The kernel kills the rank when the launcher ends. The next check covers a launcher that ended before this call.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);
-  if (start.own_group) {
+  if (start.reaper >= 0) {
     ::setpgid(0, 0);
     ProcessReaper::add_own_group(start.reaper);
   } else {
@@ -114,7 +114,7 @@ std::set<pid_t> living_groups() {
   return groups;
 }
 
-RankProcess::RankProcess(const RankStart& start) : own_group_(start.own_group) {
+RankProcess::RankProcess(const RankStart& start) : own_group_(start.reaper >= 0) {
   int report[2];
   if (::pipe2(report, O_CLOEXEC) != 0) throw Error(fmt::format("no pipe: {}", std::strerror(errno)));
   std::vector<char*> environment, arguments;

@@ -28,8 +28,9 @@ struct RankStart {
   int in = -1, out = -1, err = -1;              ///< Descriptors; -1: those of this process.
   std::array<int, 2> inherited = {-1, -1};      ///< Further descriptors to inherit; -1: none.
   const std::vector<int>& cores;                ///< Empty: the cores of this process.
-  bool own_group = true;                        ///< A separate process group, which is killed when the process ends.
-  int reaper = -1;                              ///< ProcessReaper::descriptor() for that group.
+  /// ProcessReaper::descriptor() for a separate process group, which is killed when the process ends; -1: no such
+  /// group.
+  int reaper = -1;
 };
 
 /// Returns the process groups that have a running member.

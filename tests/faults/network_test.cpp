@@ -84,9 +84,8 @@ TEST_CASE("ranks of a host whose loopback has only IPv6 train", "[faults]") {
   for (const auto& [backend, launcher] : {Case{"shm", with_key}, Case{"gloo", with_key}, Case{"shm", without_key}}) {
     CAPTURE(backend, launcher);
     const FaultFolder folder;
-    auto command = worker_command(folder, launcher, {"--steps", "3", "--backend", backend});
-    if (launcher != with_key) command.erase(std::find(command.rbegin(), command.rend(), "--").base() - 1);
-    FaultRun run(command, {"ip", "netns", "exec", name});
+    FaultRun run(worker_command(folder, launcher, {"--steps", "3", "--backend", backend}),
+                 {"ip", "netns", "exec", name});
     CHECK(run.wait() == 0);
     CAPTURE(run.err());
     CHECK_THAT(run.out(), ContainsSubstring("done after 3 steps"));

@@ -42,7 +42,7 @@ std::filesystem::path shared_file(const std::string& name) {
 }
 
 /// Calls collectives in the time in which another rank ends, and returns the number of complete ones.
-int broadcast_until_lost(const ProcessGroup& group, std::int64_t numel = 3) {
+int broadcast_until_lost(const ProcessGroup& group, std::int64_t numel) {
   int complete = 0;
   try {
     for (;; ++complete) {
