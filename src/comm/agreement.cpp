@@ -154,7 +154,7 @@ bool Agreement::test(std::uint64_t number) {
       if (!engine_->test(call.barrier)) return false;
       remove_first();
     }
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     // wait() throws it.
   }
   return true;

@@ -1,6 +1,7 @@
 #include "comm/call_log.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include <fmt/format.h>
@@ -31,8 +32,13 @@ bool CallLog::add(std::uint64_t index, const Event& event, std::function<bool()>
 
 bool CallLog::look() {
   const std::lock_guard lock(mutex_);
-  const auto ended = std::erase_if(calls_, [](const Call& call) {
-    if (!call.has_ended()) return false;
+  const auto ended = std::erase_if(calls_, [this](const Call& call) {
+    try {
+      if (!call.has_ended()) return false;
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      if (error_.empty()) error_ = text.substr(0, text.find('\n'));
+    }
     EventRing::of_process().finish(call.index);
     return true;
   });
@@ -52,6 +58,11 @@ std::optional<CallLog::Late> CallLog::late(std::chrono::milliseconds timeout) co
   if (calls_.empty() || Clock::now() - std::max(calls_.front().since, progress_) < timeout) return std::nullopt;
   const Call& call = calls_.front();
   return Late{call.number, kind_text(call.event), describe_with_step(call.event)};
+}
+
+std::string CallLog::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
 }
 
 std::uint64_t CallLog::count() const {

@@ -24,7 +24,7 @@ class CallLog {
   };
 
   /// `index`: of the call in the ring, which is notified of the end. `has_ended` is called on another thread. Returns
-  /// whether no other call was in progress.
+  /// whether no other call was in progress. A call whose `has_ended` throws has ended; see error().
   bool add(std::uint64_t index, const Event& event, std::function<bool()> has_ended);
   /// Returns whether calls are in progress.
   bool look();
@@ -32,6 +32,8 @@ class CallLog {
   /// members of an object, here the tensors, until its last weak pointer is released.
   void note_end(std::uint64_t index);
   std::optional<Late> late(std::chrono::milliseconds timeout) const;
+  /// Returns the first line of the first error that a `has_ended` threw; otherwise an empty string.
+  std::string error() const;
 
   /// Returns the number of collectives called.
   std::uint64_t count() const;
@@ -54,6 +56,7 @@ class CallLog {
   std::vector<Call> calls_;  ///< In progress, oldest first.
   std::uint64_t count_ = 0;
   std::optional<Event> last_;
+  std::string error_;
   Clock::time_point progress_;  ///< Time of the last end of a call.
 };
 

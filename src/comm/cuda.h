@@ -19,8 +19,8 @@ void set_device(c10::Device device);
 /// streams[i]. Returns false, and does nothing, if there is no NCCL or if NCCL does not support the type.
 bool reduce(const std::vector<at::Tensor>& parts, const std::vector<c10::Stream>& streams);
 
-/// Returns `query` of an event for the guard's thread: another thread may capture a graph. Returns true if the device
-/// is lost: then the program's next call for the device fails.
+/// Returns `query` of an event for the guard's thread: another thread may capture a graph. Throws if the device is
+/// lost.
 std::function<bool()> reached(std::function<bool()> query);
 
 /// A process group whose collectives a graph contains.

@@ -97,7 +97,7 @@ void GroupGuard::stop() noexcept {
   wake();
   if (thread_.joinable()) thread_.join();
   fail_if_unwinding();
-  send_to_all("bye\n");
+  send_to_all(fmt::format("bye {}\n", calls_.count()));
   for (const Peer& peer : peers_) {
     if (peer.fd >= 0) ::close(peer.fd);
   }
@@ -152,7 +152,8 @@ bool GroupGuard::look() {
   if (failed_) return false;
   look_for_ended_peers();
   if (leads_ && ends_ && !all_end_) look_for_end();
-  if (is_busy) look_for_error();
+  look_for_left_peers();
+  look_for_error(is_busy);
   if (late_) judge();
   if (!late_ && ranks_ > 1) {
     if (const auto late = calls_.late(timeout_)) {
@@ -182,9 +183,19 @@ void GroupGuard::look_for_ended_peers() {
   }
 }
 
-void GroupGuard::look_for_error() {
+void GroupGuard::look_for_left_peers() {
+  for (const Peer& peer : peers_) {
+    if (peer.calls && calls_.count() > *peer.calls)
+      fail(
+          {FailureKind::kPeerLost, peer.name,
+           fmt::format("rank {} (pid {}) has left the group; rank {} {}", peer.name, peer.pid, name_, calls_.state())});
+  }
+}
+
+void GroupGuard::look_for_error(bool is_busy) {
   if (error_.empty()) {
-    error_ = actions_.error();
+    error_ = calls_.error();
+    if (error_.empty() && is_busy) error_ = actions_.error();
     error_since_ = Clock::now();
   }
   if (!error_.empty() && Clock::now() - error_since_ > kErrorDelay) abort(error_);
@@ -215,8 +226,9 @@ void GroupGuard::judge() {
     if (!state.empty() && name != late_->name) awaited.emplace_back(name, state);
   };
   if (leads_) add(name_, answer_to(*late_));
-  for (const Peer& peer : peers_)
-    add(peer.name, peer.answer ? *peer.answer : peer.fd < 0 ? "has left the group" : "does not answer");
+  for (const Peer& peer : peers_) {
+    if (peer.fd >= 0) add(peer.name, peer.answer.value_or("does not answer"));
+  }
   std::string text = late_->text + (awaited.empty() ? "; all ranks have called it" : ", waiting for ");
   for (std::size_t i = 0; i < awaited.size(); ++i)
     text += fmt::format("{}rank {}, which {}", i == 0 ? "" : "; ", awaited[i].first, awaited[i].second);

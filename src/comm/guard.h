@@ -90,6 +90,7 @@ class GroupGuard {
     std::string unread = {};
     std::optional<std::string> answer = {};         ///< Answer about `late_`; empty text: this peer is not the cause.
     bool ends = false;                              ///< It has called end().
+    std::optional<std::uint64_t> calls = {};        ///< It has left the group; its number of collectives.
     std::optional<shm::ProcessWatch> process = {};  ///< Only on one host.
   };
   /// A call that exceeded its timeout. On rank 0: of any rank.
@@ -115,7 +116,9 @@ class GroupGuard {
   void take_failure(Peer& peer, std::istream& words, const std::string& line);
   /// Returns whether to call look() again soon.
   bool look();
-  void look_for_error();
+  void look_for_error(bool is_busy);
+  /// Fails if this rank has called a collective that a rank never called before it left.
+  void look_for_left_peers();
   /// Finds ended processes whose connections the kernel has not closed yet, because it still frees their memory.
   void look_for_ended_peers();
   void disconnect(Peer& peer);
@@ -142,7 +145,7 @@ class GroupGuard {
   int wake_ = -1, listener_ = -1;
   CallLog calls_;
   std::optional<LateCall> late_;
-  std::string error_;  ///< Error of the backend, found at `error_since_`.
+  std::string error_;  ///< Error of a call or of the backend, found at `error_since_`.
   Clock::time_point error_since_;
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;  ///< Only the guard's thread changes it.

@@ -130,7 +130,10 @@ bool GroupGuard::take(Peer& peer, const std::string& line) {
   std::string word;
   words >> word;
   if (peer.name < 0) return word == "hello" && take_hello(peer, words);
-  if (word == "bye") return false;
+  if (word == "bye") {
+    words >> peer.calls.emplace();
+    return false;
+  }
   if (word == "end") {
     const std::lock_guard lock(mutex_);
     peer.ends = true;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <csignal>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -94,6 +95,49 @@ TEST_CASE("a rank that throws ends the collectives of the other GPUs", "[gpu]") 
       }
       group.barrier();
     }
+  });
+}
+
+TEST_CASE("a rank that leaves an nccl group is named to those that call one more collective", "[gpu]") {
+  NEEDS_GPUS(3);
+  on_gpus("a rank that leaves an nccl group is named to those that call one more collective", 3,
+          [](ProcessGroup& group) {
+            for (const int leaver : {1, 0}) {
+              std::optional<ProcessGroup> inner = group.split({0, 1, 2});
+              const auto tensor = torch::ones({5}).to(group.device());
+              inner->all_reduce(tensor);
+              if (group.rank() == leaver) {
+                inner.reset();
+              } else {
+                try {
+                  inner->all_reduce(tensor);
+                  static_cast<void>(tensor.cpu());
+                  inner->check();
+                  FAIL("no error");
+                } catch (const ddpkit::PeerLost& error) {
+                  CHECK(error.context().rank == leaver);
+                  CHECK_THAT(error.what(), ContainsSubstring(") has left the group; rank ") &&
+                                               ContainsSubstring("all_reduce number 1 (20 bytes, group "));
+                }
+              }
+              group.barrier();
+            }
+          });
+}
+
+TEST_CASE("a rank that leaves an nccl group before its collective has ended is named", "[gpu]") {
+  NEEDS_GPUS(2);
+  on_gpus("a rank that leaves an nccl group before its collective has ended is named", 2, [](ProcessGroup& group) {
+    std::optional<ProcessGroup> inner = group.split({0, 1});
+    const auto tensor = torch::ones({5}).to(group.device());
+    if (group.rank() == 1) {
+      static_cast<void>(inner->all_reduce_async(tensor));
+      inner.reset();
+    }
+    group.barrier();
+    if (group.rank() != 0) return;
+    const auto message = failure_of<ddpkit::PeerLost>([&] { inner->all_reduce(tensor); });
+    CHECK(message == "rank 1 aborted: it left the group while its calls ran");
   });
 }
 

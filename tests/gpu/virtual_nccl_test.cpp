@@ -4,6 +4,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <optional>
+
 #include <ddpkit/ddpkit.h>
 
 #include "gpu/gpu.h"
@@ -98,13 +100,16 @@ TEST_CASE("the first call of an nccl group on 2 GPUs may allocate memory, with a
   }
 }
 
-TEST_CASE("a virtual GPU that is lost ends its rank with an error, and the others learn which", "[gpu]") {
-  NEEDS_GPUS(3);
-  NEEDS_VIRTUAL_GPUS();
-  const auto body = [](ProcessGroup& outer) {
+namespace {
+
+/// Trains on 3 GPUs; rank 1 loses its GPU. `keeps_group`: it does not leave the group before the others have failed.
+void lose_gpu(const std::string& test, bool keeps_group) {
+  const auto body = [=](ProcessGroup& outer) {
+    std::optional<ProcessGroup> kept;
     const auto message = [&] {
       try {
         const auto group = *outer.split({0, 1, 2});
+        if (keeps_group) kept = group;
         auto net = gpu::net();
         net->to(group.device());
         ddpkit::DistributedDataParallel ddp(net, group, gpu::small_buckets());
@@ -125,7 +130,22 @@ TEST_CASE("a virtual GPU that is lost ends its rank with an error, and the other
       }
     }();
     CHECK_THAT(message, ContainsSubstring(outer.rank() == 1 ? "uncorrectable ECC error" : "rank 1 aborted: "));
+    outer.store()->set("end of " + std::to_string(outer.rank()), std::vector<std::uint8_t>{});
+    if (keeps_group) outer.store()->wait({"end of 0", "end of 2"});
   };
-  on_gpus("a virtual GPU that is lost ends its rank with an error, and the others learn which", 3, body,
-          {{"VGPU_FAULT", "rank=1 call=AllReduce n=20 do=lost"}});
+  on_gpus(test, 3, body, {{"VGPU_FAULT", "rank=1 call=AllReduce n=20 do=lost"}});
+}
+
+}  // namespace
+
+TEST_CASE("a virtual GPU that is lost ends its rank with an error, and the others learn which", "[gpu]") {
+  NEEDS_GPUS(3);
+  NEEDS_VIRTUAL_GPUS();
+  lose_gpu("a virtual GPU that is lost ends its rank with an error, and the others learn which", false);
+}
+
+TEST_CASE("a rank that has lost its virtual GPU and keeps the group is named to the others", "[gpu]") {
+  NEEDS_GPUS(3);
+  NEEDS_VIRTUAL_GPUS();
+  lose_gpu("a rank that has lost its virtual GPU and keeps the group is named to the others", true);
 }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -98,10 +99,28 @@ RANK_TEST("a rank that is late to a gloo collective is named when the timeout en
   CHECK_THROWS_AS(inner.barrier(), Timeout);
 }
 
+RANK_TEST("a rank that leaves a gloo group is named to those that call one more collective", "[guard]", 2, 3) {
+  for (const int leaver : {1, 0}) {
+    std::optional<ProcessGroup> inner = group_of("gloo", group, std::chrono::minutes(10));
+    inner->all_reduce(torch::ones({5}));
+    group.barrier();
+    if (group.rank() == leaver) {
+      inner.reset();
+    } else {
+      const auto message =
+          guard_failure<PeerLost>([&] { inner->all_reduce(torch::ones({5})); }, std::chrono::seconds(1), leaver);
+      CHECK_THAT(message, ContainsSubstring(") has left the group; rank ") &&
+                              ContainsSubstring("all_reduce number 1 (20 bytes, group "));
+    }
+    group.barrier();
+  }
+}
+
 TEST_CASE("a rank that is killed ends the gloo collectives of the others", "[ranks][guard]") {
   const auto body = [](ProcessGroup& group) {
     const ProcessGroup inner = group_of("gloo", group, std::chrono::minutes(10));
     inner.barrier();
+    group.barrier();  // Otherwise the death may interrupt the first barrier.
     if (group.rank() == 1) ::raise(SIGKILL);
     const auto message = guard_failure<PeerLost>([&] { inner.barrier(); }, std::chrono::seconds(1), 1);
     CHECK_THAT(message, ContainsSubstring("rank 1 (pid ") && ContainsSubstring("has ended"));

@@ -158,6 +158,8 @@ class NcclBackend final : public ForwardingBackend, private cuda::CapturedGroup 
     OpenGroups::all().remove(this);
     try {
       if (!end(kEndLimit).empty()) {
+        // The other ranks cannot complete these calls.
+        if (!guard_->is_idle(std::chrono::milliseconds(0))) guard_->abort("it left the group while its calls ran");
         guard_->stop();
         group_->silence_watchdog();
         group_->abort();  // Does not wait for graphs: a graph with this group's collectives owns the group.
