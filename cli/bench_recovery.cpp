@@ -8,6 +8,7 @@
 #include "bench/python.h"
 #include "bench/recovery_rank.h"
 #include "bench/recovery_systems.h"
+#include "bench/step_plan.h"
 #include "bench/workers.h"
 #include "commands.h"
 #include "output_file.h"
@@ -42,13 +43,16 @@ int run_bench(const RecoveryCommandOptions& options) {
 void add_bench_recovery(train::Options& bench, Commands& commands) {
   train::Options& command = bench.command("recovery", "Time from the kill of a rank to the next step");
   command.epilog(
-      "Trains an MLP of 106 k parameters, kills one rank with SIGKILL at a random moment of a step, and waits for the\n"
-      "next step of all other ranks (ddpkit-restart: of all ranks). Each round starts new processes; the figures are\n"
-      "medians over the rounds. docs/benchmarks.md explains the columns.");
+      "Trains an MLP, kills one rank with SIGKILL at a random moment of a step, and waits for the next step of all "
+      "other\n"
+      "ranks (ddpkit-restart: of all ranks). Each round starts new processes; the figures are medians over the "
+      "rounds.\n"
+      "docs/benchmarks.md explains the columns.");
   auto shared = std::make_shared<RecoveryCommandOptions>();
   RecoveryCommandOptions& options = *shared;
   command.add("nproc_per_node", &options.recovery.ranks, "Number of ranks").between(2, 1024).also("n").also("ranks");
   command.add("rounds", &options.recovery.rounds, "Kills per system").between(1, 1000);
+  command.add("model", &options.recovery.model, "An MLP of ddpkit bench step");
   command
       .add("resident_mib", &options.recovery.resident_mib, "Additional memory of each rank; several values: more rows")
       .between(0, 1 << 20);
@@ -60,10 +64,13 @@ void add_bench_recovery(train::Options& bench, Commands& commands) {
   commands.emplace_back(&command, [shared] {
     RecoveryCommandOptions& options = *shared;
     if (!options.rank.system.empty()) {
+      options.rank.model = model_argument(options.recovery.model);
       options.rank.resident_mib = options.recovery.resident_mib.front();
       return run_recovery_rank(options.rank);
     }
     try {
+      if (!mlp_shape(options.recovery.model))
+        throw InvalidArgument(fmt::format("bench recovery trains only MLPs, not {}", options.recovery.model));
       if (options.recovery.peers) {
         if (const std::string reason = why_no_torchft(); !reason.empty()) throw InvalidArgument(reason);
       }

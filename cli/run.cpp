@@ -38,6 +38,7 @@ struct RunOptions {
   bool standalone = false;
   int max_restarts = 0;
   int min_ranks = 0;
+  int max_replacements = 0;
   std::string log_dir = {};
   int tee = 3;
   double grace_seconds = 30;
@@ -125,6 +126,7 @@ LaunchOptions resolve(const RunOptions& options) {
   launch.key_file = options.key_file;
   launch.max_restarts = options.max_restarts;
   launch.min_ranks = options.min_ranks;
+  launch.max_replacements = options.max_replacements;
   launch.numa_binding = options.numa_binding;
   launch.signal_grace = std::chrono::milliseconds(static_cast<std::int64_t>(options.grace_seconds * 1000));
   launch.grace = std::min(launch.grace, launch.signal_grace);
@@ -265,6 +267,11 @@ void add_run(train::Options& app, Commands& commands) {
            "After a failure, do not end the others while at least this many run: for programs that continue without a "
            "lost rank; 0: all ranks")
       .between(0, 1e6);
+  command
+      .add("max_replacements", &run.max_replacements,
+           "Start a new process for a lost rank, at most this often; it joins the others between two steps")
+      .between(0, 1e6)
+      .needs("min_ranks");
   command.add("log_dir", &run.log_dir,
               "Folder for each rank's output: attempt_A/RANK/{stdout,stderr}.log, and collectives.txt, its last 1,024 "
               "collectives and timeline events; A increases with each start");

@@ -15,6 +15,7 @@ parser.add_argument("--address", help="port of the lighthouse")
 parser.add_argument("--replicas", type=int)
 parser.add_argument("--replacement", type=int, help="takes the place of this replica; otherwise LOCAL_RANK")
 parser.add_argument("--resident-mib", type=int, default=0)
+parser.add_argument("--model", help="mlp-HIDDENxLAYERS")
 arguments = parser.parse_args()
 
 WARMUP, STEPS_AFTER, BATCH = 20, 20, 32
@@ -44,9 +45,10 @@ def run_replica(replica):
     resident = b"\1" * (arguments.resident_mib << 20)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.manual_seed(0)
-    sizes = [561, 128, 128, 128]
-    hidden = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
-    model = nn.Sequential(*hidden, nn.Linear(128, 6))
+    hidden, layers = map(int, arguments.model.removeprefix("mlp-").split("x"))
+    sizes = [561] + layers * [hidden]
+    parts = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.Linear(hidden, 6))
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def load(state):

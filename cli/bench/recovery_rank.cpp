@@ -10,12 +10,14 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/optim/elastic.h>
+#include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "step_models.h"
@@ -34,12 +36,12 @@ double us(Clock::duration time) { return std::chrono::duration<double, std::micr
 
 class RecoveryTraining {
  public:
-  explicit RecoveryTraining(const ProcessGroup& group)
+  RecoveryTraining(const ProcessGroup& group, const std::string& model)
       : group_(group),
         first_rank_(group.rank()),
-        task_(make_step_task(model_argument(kRecoveryModel), kBatch, group.rank())),
+        task_(make_step_task(model, kBatch, group.rank())),
         ddp_(task_.model, group),
-        optimizer_(make_step_optimizer("sgd", kFusedUpdate, task_.model->parameters())) {}
+        optimizer_(task_.model->parameters(), torch::optim::SGDOptions(0.01)) {}
 
   void train() {
     optimizer_.zero_grad();
@@ -47,30 +49,32 @@ class RecoveryTraining {
     optimizer_.step();
   }
 
-  /// Call after each step. `has_recovered`: in a group that has lost a rank, or that was started again. Returns false
-  /// after the last step.
-  bool note_step(bool has_recovered) {
+  /// Call after each step. `changes`: how often the ranks have changed. Returns false after the last step, some steps
+  /// after change `last`.
+  bool note_step(std::uint64_t changes, std::uint64_t last) {
     const Clock::time_point now = Clock::now();
     if (last_) longest_ = std::max(longest_, now - *last_);
     last_ = now;
-    if (++steps_ == kRecoveryWarmup && !has_recovered) report(fmt::format("ready {} {}", first_rank_, ::getpid()));
-    if (!has_recovered) return true;
-    if (steps_after_++ == 0)
+    if (++steps_ == kRecoveryWarmup && changes == 0) report(fmt::format("ready {} {}", first_rank_, ::getpid()));
+    if (std::exchange(changes_, changes) != changes) {
+      steps_after_ = 0;
       report(fmt::format("step {} {:.1f} {:.1f}", first_rank_, us(now.time_since_epoch()), us(longest_)));
-    return steps_after_ < kStepsAfter;
+      longest_ = {};
+    }
+    return changes < last || ++steps_after_ < kStepsAfter;
   }
 
-  /// Trains until a rank is lost, and then without it.
+  /// Trains until a rank is lost, then without it, and then with a new one.
   void run_elastic() {
     DistributedSampler sampler(kSamples, group_);
-    optim::Elastic elastic(ddp_, sampler);
-    for (std::uint64_t epoch = 0;; ++epoch) {
+    optim::Elastic elastic(ddp_, sampler, {}, optimizer_);
+    for (std::uint64_t epoch = sampler.epoch();; ++epoch) {
       sampler.set_epoch(epoch);
       do {
         sampler.reset();
         while (const auto indices = sampler.next(kBatch)) {
           if (!elastic.step(static_cast<std::int64_t>(indices->size()), [this] { train(); })) break;
-          if (!note_step(group_.generation() > 0)) return;
+          if (!note_step(group_.generation(), 2)) return;
         }
       } while (elastic.interrupted());
     }
@@ -89,7 +93,7 @@ class RecoveryTraining {
         std::filesystem::rename(checkpoint + ".tmp", checkpoint);
       }
       group_.barrier();
-    } while (note_step(is_restarted));
+    } while (note_step(is_restarted ? 1 : 0, 1));
   }
 
  private:
@@ -103,9 +107,10 @@ class RecoveryTraining {
   int first_rank_;
   StepTask task_;
   DistributedDataParallel<StepModel> ddp_;
-  StepOptimizer optimizer_;
+  optim::FusedSGD optimizer_;
   std::optional<Clock::time_point> last_;
   Clock::duration longest_{};
+  std::uint64_t changes_ = 0;
   int steps_ = 0, steps_after_ = 0;
 };
 
@@ -115,7 +120,7 @@ int run_recovery_rank(const RecoveryRankOptions& options) {
   torch::set_num_threads(1);
   const std::vector<char> resident(static_cast<std::size_t>(options.resident_mib) << 20, 1);
   const bool is_elastic = options.system == "elastic";
-  RecoveryTraining training(init_process_group({.backend = "shm", .elastic = is_elastic}));
+  RecoveryTraining training(init_process_group({.backend = "shm", .elastic = is_elastic}), options.model);
   if (is_elastic) {
     training.run_elastic();
   } else {

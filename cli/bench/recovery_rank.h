@@ -13,10 +13,10 @@ namespace ddpkit::bench {
 /// benchmarks/peers/recovery.py prints the same lines.
 inline constexpr const char* kRecoveryReport = "recovery ";
 inline constexpr int kRecoveryWarmup = 20;
-inline constexpr const char* kRecoveryModel = "mlp-106k";
 
 struct RecoveryRankOptions {
   std::string system;             ///< "elastic", or "restart": with checkpoints.
+  std::string model;              ///< A result of model_argument().
   std::string checkpoint = {};    ///< File of "restart".
   std::int64_t resident_mib = 0;  ///< Memory that the rank touches before it trains.
 };

@@ -16,6 +16,7 @@
 #include <random>
 #include <sstream>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -25,6 +26,7 @@
 
 #include "python.h"
 #include "recovery_rank.h"
+#include "step_plan.h"
 #include "timing.h"
 #include "workers.h"
 
@@ -154,7 +156,9 @@ std::pair<double, double> last_step(Job& job, int ranks, Clock::time_point start
   return {last, longest};
 }
 
-Round ddpkit_round(const std::string& system, std::int64_t resident_mib, int ranks, std::mt19937_64& dice) {
+Round ddpkit_round(const std::string& system, std::int64_t resident_mib, const RecoveryOptions& options,
+                   std::mt19937_64& dice) {
+  const int ranks = options.ranks;
   const bool is_elastic = system == kElastic;
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   const std::string checkpoint =
@@ -162,21 +166,27 @@ Round ddpkit_round(const std::string& system, std::int64_t resident_mib, int ran
   std::filesystem::remove(checkpoint);
   std::vector<std::string> command = {program, "run", "--nproc-per-node", std::to_string(ranks)};
   const std::vector<std::string> recovery =
-      is_elastic ? std::vector<std::string>{"--min-ranks", "1"} : std::vector<std::string>{"--max-restarts", "1"};
+      is_elastic ? std::vector<std::string>{"--min-ranks", "1", "--max-replacements", "1"}
+                 : std::vector<std::string>{"--max-restarts", "1"};
   command.insert(command.end(), recovery.begin(), recovery.end());
-  command.insert(command.end(), {"--", program, "bench", "recovery", "--as-rank", is_elastic ? "elastic" : "restart",
-                                 "--resident-mib", std::to_string(resident_mib), "--checkpoint", checkpoint});
+  command.insert(command.end(),
+                 {"--", program, "bench", "recovery", "--as-rank", is_elastic ? "elastic" : "restart", "--model",
+                  options.model, "--resident-mib", std::to_string(resident_mib), "--checkpoint", checkpoint});
   Round round;
   {
     Job job(system, {.command = command, .environment = {{"OMP_NUM_THREADS", "1"}}});
     const auto [time, victim] = kill_one(job, ranks, dice);
     round.kill_to_step_ms = last_step(job, is_elastic ? ranks - 1 : ranks, time).first;
+    // The launcher starts the new process at once.
+    if (is_elastic) std::tie(round.rejoin_ms, round.stall_ms) = last_step(job, ranks, time);
   }
   std::filesystem::remove(checkpoint);
   return round;
 }
 
-Round torchft_round(const std::string& system, std::int64_t resident_mib, int ranks, std::mt19937_64& dice) {
+Round torchft_round(const std::string& system, std::int64_t resident_mib, const RecoveryOptions& options,
+                    std::mt19937_64& dice) {
+  const int ranks = options.ranks;
   std::vector<std::string> common = torchft_command("recovery.py");
   if (system == kTorchft) common.push_back("--tuned");
   const auto with = [&](const std::vector<std::string>& more) {
@@ -186,8 +196,10 @@ Round torchft_round(const std::string& system, std::int64_t resident_mib, int ra
   };
   Job lighthouse(system, with({"--lighthouse"}));
   const Words place = lighthouse.next("lighthouse");
-  const std::vector<std::string> replica = {"--address",           place.at(1),      "--replicas",
-                                            std::to_string(ranks), "--resident-mib", std::to_string(resident_mib)};
+  const std::vector<std::string> replica = {"--address",      place.at(1),
+                                            "--replicas",     std::to_string(ranks),
+                                            "--resident-mib", std::to_string(resident_mib),
+                                            "--model",        model_argument(options.model)};
   Round round;
   {
     LaunchOptions all = with(replica);
@@ -222,7 +234,7 @@ RecoveryRow bench_recovery_of(const std::string& system, std::int64_t resident_m
   const auto measure = system.starts_with(kTorchft) ? torchft_round : ddpkit_round;
   std::vector<double> kill_to_step, rejoin, stall;
   for (int i = 0; i < options.rounds; ++i) {
-    const Round round = measure(system, resident_mib, options.ranks, dice);
+    const Round round = measure(system, resident_mib, options, dice);
     kill_to_step.push_back(round.kill_to_step_ms);
     if (round.rejoin_ms) rejoin.push_back(*round.rejoin_ms);
     if (round.stall_ms) stall.push_back(*round.stall_ms);

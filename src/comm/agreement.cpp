@@ -185,8 +185,8 @@ namespace {
 /// Waits for keys only while all ranks of an engine run.
 class WatchedStore final : public c10d::PrefixStore {
  public:
-  WatchedStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<shm::Engine> engine)
-      : PrefixStore("remaining", std::move(store)), engine_(std::move(engine)) {}
+  WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<shm::Engine> engine)
+      : PrefixStore(prefix, std::move(store)), engine_(std::move(engine)) {}
 
   bool check(const std::vector<std::string>& keys) override {
     engine_->check_ranks();
@@ -218,6 +218,11 @@ struct Pass {
 
 }  // namespace
 
+c10::intrusive_ptr<c10d::Store> watch(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
+                                      std::shared_ptr<shm::Engine> engine) {
+  return c10::make_intrusive<WatchedStore>(prefix, std::move(store), std::move(engine));
+}
+
 RemainingStore connect_remaining(const std::shared_ptr<shm::Engine>& engine) {
   constexpr const char* kRun = "remaining";
   const std::string address = usable_loopback("127.0.0.1");
@@ -246,7 +251,7 @@ RemainingStore connect_remaining(const std::shared_ptr<shm::Engine>& engine) {
                         .key = pass.key,
                         .run = kRun},
       kReconnectLimit, /*grace=*/kReconnectLimit, check);
-  result.store = c10::make_intrusive<WatchedStore>(std::move(store), engine);
+  result.store = watch("remaining", std::move(store), engine);
   return result;
 }
 

@@ -79,6 +79,11 @@ class Agreement {
   std::uint64_t completed_ = 0;  ///< Number of the first of them.
 };
 
+/// Returns a part of `store` that waits for keys only while all ranks of `engine` run. Each call that waits for a key
+/// throws PeerLost if a rank ends.
+c10::intrusive_ptr<c10d::Store> watch(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
+                                      std::shared_ptr<shm::Engine> engine);
+
 /// A store of the ranks that remain after a loss.
 struct RemainingStore {
   c10::intrusive_ptr<c10d::Store> store;

@@ -28,6 +28,11 @@ Backend::Remainder Backend::shrink(int /*min_ranks*/) {
   throw InvalidArgument("shrink: the group was created without InitOptions::elastic");
 }
 
+Backend::Ptr<Backend> Backend::connect_with_new(const Ptr<c10d::Store>& /*store*/, int /*rank*/,
+                                                const std::vector<int>& /*names*/) {
+  throw Error(fmt::format("new ranks cannot join a group of {}", getBackendName()));
+}
+
 Backend::WorkPtr Backend::start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;

@@ -71,6 +71,15 @@ class Backend : public c10d::Backend {
   };
   /// See ProcessGroup::shrink().
   virtual Remainder shrink(int min_ranks);
+  /// This rank's number in messages.
+  virtual int name() const noexcept { return rank_; }
+  /// The step before which new ranks join; see Joining. Null if new ranks cannot join.
+  virtual std::atomic<std::uint64_t>* join_step() noexcept { return nullptr; }
+  /// Connects this rank with former and new ranks, as rank `rank` of a new group. Collective of all of them. `names`:
+  /// numbers in messages. [rank] Only if join_step() is not null.
+  virtual Ptr<Backend> connect_with_new(const Ptr<c10d::Store>& store, int rank, const std::vector<int>& names);
+  /// Called when this backend replaces `former`, which was of the same group.
+  virtual void follow(const Backend& /*former*/) noexcept {}
   /// Returns the device for tensors of ddpkit's own messages.
   virtual at::Device control_device() const { return at::kCPU; }
   /// Returns null if the ranks do not map common memory.

@@ -10,6 +10,8 @@
 #include <ddpkit/error.h>
 #include <ddpkit/parse_number.h>
 
+#include "comm/trace/event_ring.h"
+
 namespace ddpkit {
 namespace {
 
@@ -69,6 +71,7 @@ LaunchEnvironment read_torchrun(const Variables& variables) {
   environment.use_agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   // Another launcher between `ddpkit run` and this rank has its own store.
   if (!environment.use_agent_store) environment.key_descriptor = variables.number("DDPKIT_KEY_FD", 0, kAny);
+  environment.replaces = variables.text(kReplacesVariable) == "1";
   environment.run_id = variables.text("TORCHELASTIC_RUN_ID").value_or("none") + "/" +
                        variables.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;

@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <ddpkit/comm/process_group.h>
 #include <ddpkit/error.h>
@@ -20,6 +20,7 @@
 #include "comm/backends/staged_backend.h"
 #include "comm/cuda.h"
 #include "comm/device_index.h"
+#include "comm/joining.h"
 #include "comm/roll_call.h"
 #include "comm/sockets.h"
 #include "comm/timeout.h"
@@ -103,6 +104,25 @@ void check_elastic(const BackendKind& kind, at::Device device, const LaunchEnvir
                     kind.name, environment.local_world_size, environment.world_size));
 }
 
+/// Returns a group of this rank alone, which waits to join the others.
+ProcessGroup begin_joining(const InitOptions& options, const BackendKind& kind, at::Device device,
+                           const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+  if (!options.elastic || kind.name != "shm" || !device.is_cpu())
+    throw InvalidArgument(
+        fmt::format("rank {} replaces a lost rank: that needs InitOptions::elastic, the shm backend and CPU ranks",
+                    environment.rank));
+  auto store = connect_store(environment, timeout);
+  note_rendezvous(environment);
+  LaunchEnvironment alone = environment;
+  alone.rank = alone.local_rank = 0;
+  alone.world_size = alone.local_world_size = 1;
+  auto backend = kind.create(c10::make_intrusive<c10d::HashStore>(), alone, device, timeout);
+  backend->set_elastic(store, alone);
+  ProcessGroup group(std::move(backend), std::move(store), device, alone);
+  Joining::begin(group, environment.rank);
+  return group;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<Backend> create_backend(std::string_view name, const c10::intrusive_ptr<c10d::Store>& store,
@@ -135,6 +155,7 @@ ProcessGroup init_process_group(const InitOptions& options) {
   backend_kind.check(device);
   if (options.elastic) check_elastic(backend_kind, device, environment);
   if (device.is_cuda() && cuda::device_count() > 0) cuda::set_device(device);
+  if (environment.replaces) return begin_joining(options, backend_kind, device, environment, timeout);
   EventRing& ring = EventRing::of_process();
   ring.start_rendezvous(environment.world_size);
   const auto start = std::chrono::steady_clock::now();

@@ -20,6 +20,7 @@
 
 #include "comm/backend.h"
 #include "comm/device_index.h"
+#include "comm/process_group_state.h"
 #include "comm/roll_call.h"
 #include "comm/timeout.h"
 
@@ -38,51 +39,6 @@ void Work::wait() {
 }
 
 bool Work::is_completed() { return !work_ || work_->isCompleted(); }
-
-struct ProcessGroup::State {
-  /// A child made by fork() must not delete the state: it would wait for threads that it does not have, and the end of
-  /// the group would be reported to the other ranks.
-  struct Deleter {
-    void operator()(State* state) const {
-      if (::getpid() != state->process) return;
-      state->backend->leave();
-      delete state;
-    }
-  };
-
-  void abort(const std::string& reason) noexcept {
-    if (!shut_down) backend->abort_group(reason);
-    const std::lock_guard lock(parts_mutex);
-    for (const auto& part : parts) {
-      if (const auto alive = part.lock()) alive->abort(reason);
-    }
-  }
-
-  void add_part(const std::shared_ptr<State>& part) {
-    const std::lock_guard lock(parts_mutex);
-    std::erase_if(parts, [](const auto& earlier) { return earlier.expired(); });
-    parts.push_back(part);
-  }
-
-  /// Throws if shutdown() has ended the group.
-  Backend& open() const {
-    if (shut_down) throw Error(kShutDown);
-    return *backend;
-  }
-
-  c10::intrusive_ptr<Backend> backend;
-  c10::intrusive_ptr<c10d::Backend> native;
-  c10::intrusive_ptr<c10d::Store> store;
-  at::Device device;
-  LaunchEnvironment environment;
-  std::string backend_name;
-  std::uint64_t generation = 0;
-  std::atomic<int> splits = 0;
-  std::atomic<bool> shut_down = false;
-  pid_t process = ::getpid();
-  std::mutex parts_mutex = {};
-  std::vector<std::weak_ptr<State>> parts = {};  ///< Results of split().
-};
 
 const c10::intrusive_ptr<Backend>& Backend::of(const ProcessGroup& group) noexcept { return group.state_->backend; }
 
@@ -321,13 +277,11 @@ Regroup ProcessGroup::shrink(int min_ranks) const {
   for (int r = 0; r < world_size(); ++r) {
     if (std::ranges::find(change.old_rank_of, r) == change.old_rank_of.end()) change.lost.push_back(r);
   }
-  state.backend = std::move(backend);
-  state.native = state.backend->native();
-  LaunchEnvironment& place = state.environment;
-  place.rank = place.local_rank = state.backend->getRank();
-  place.world_size = place.local_world_size = state.backend->getSize();
+  state.continue_in(std::move(backend));
   return change;
 }
+
+bool ProcessGroup::is_joining() const noexcept { return state_->joining_name.has_value(); }
 
 std::uint64_t ProcessGroup::generation() const noexcept { return state_->generation; }
 

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -18,6 +19,10 @@ class Store;
 namespace ddpkit {
 
 class Error;
+
+/// Converts a text to a value of a store, and back.
+inline std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+inline std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 /// Prints to stderr why a rank still waits: after 5 s, then at increasing intervals.
 class WaitReport {

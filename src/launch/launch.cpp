@@ -16,6 +16,8 @@ void check(const LaunchOptions& options) {
   if (options.command.empty()) throw InvalidArgument("there is no program to start");
   if (options.min_ranks > options.ranks)
     throw InvalidArgument(fmt::format("at least {} ranks cannot remain of {}", options.min_ranks, options.ranks));
+  if (options.max_replacements > 0 && options.min_ranks < 1)
+    throw InvalidArgument("lost ranks are replaced only if the others continue: set min_ranks");
 }
 
 }  // namespace

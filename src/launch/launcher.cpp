@@ -15,14 +15,11 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/host.h"
 #include "comm/trace/flight_view.h"
 #include "launch/host_rounds.h"
 #include "launch/hosted_store.h"
-#include "launch/numa_binding.h"
-#include "launch/process_reaper.h"
+#include "launch/local_ranks.h"
 #include "launch/rank_output.h"
-#include "launch/rank_process.h"
 #include "launch/report.h"
 #include "launch/reserved_port.h"
 #include "launch/signal_pipe.h"
@@ -54,14 +51,13 @@ class Launch {
   LaunchResult run() {
     if (options_.master_port == 0) port_.emplace();
     store_.emplace(options_, port());
-    cores_ = launcher::divide_cores(launcher::numa_nodes(allowed_cores()), options_.ranks, options_.numa_binding);
-    for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
-    while (running() > 0 || waits_for_others() || !output_.empty()) {
+    for (std::size_t rank = 0; rank < result_.ranks.size(); ++rank) start(rank);
+    while (ranks_.running() > 0 || waits_for_others() || !output_.empty()) {
       wait();
       attend();
       if (std::exchange(asked_for_states_, false)) print_states();
       // Does not wait for processes that left their rank's group, though they may keep its output open.
-      if (running() == 0 && !waits_for_others()) {
+      if (ranks_.running() == 0 && !waits_for_others()) {
         if (!close_at_) close_at_ = Clock::now() + milliseconds(500);
         if (Clock::now() > *close_at_) output_.close_all();
       }
@@ -74,35 +70,15 @@ class Launch {
  private:
   int port() const { return port_ ? port_->number() : options_.master_port; }
 
-  void start(int rank) {
-    const FlightView& view = views_.emplace_back();
-    const launcher::RankOutput::Ends ends = output_.open(rank);
-    const std::vector<std::string> environment =
-        launcher::rank_environment(options_, rank, port(), view.descriptor(), store_->descriptor());
-    try {
-      const launcher::RankProcess& process =
-          processes_.emplace_back(launcher::RankStart{.command = options_.command,
-                                                      .environment = environment,
-                                                      .in = ends.in,
-                                                      .out = ends.out,
-                                                      .err = ends.err,
-                                                      .inherited = {view.descriptor(), store_->descriptor()},
-                                                      .cores = cores_[static_cast<std::size_t>(rank)],
-                                                      .reaper = ends.has_terminal ? -1 : reaper_.descriptor()});
-      end_order_.add(process.descriptor(), static_cast<std::size_t>(rank));
-    } catch (...) {
-      output_.close_ends(ends);
-      throw;
-    }
-    output_.close_ends(ends);
-  }
+  void start(std::size_t rank) { ranks_.start(rank, port(), store_->descriptor()); }
 
   /// Handles everything that cannot wait for output: ends, signals, time limits.
   void attend() {
     reap();
     for (int number = 0; (number = signals_.take()) != 0;) take_signal(number);
     if (hosts_ && hosts_->has_ended() && !std::exchange(result_.ended_by_hosts, true)) follow_hosts();
-    if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit && running() > 0) {
+    if (!result_.timed_out && options_.time_limit && Clock::now() - start_ > *options_.time_limit &&
+        ranks_.running() > 0) {
       result_.timed_out = true;
       stop(SIGTERM, options_.grace);
     }
@@ -116,14 +92,28 @@ class Launch {
     return !(killed_ && result_.stopped_by_signal != 0);
   }
 
-  int running() const {
-    return static_cast<int>(std::ranges::count_if(processes_, [](const auto& process) { return process.running(); }));
+  /// Starts a process instead of a lost rank, if the options allow one more.
+  void replace(std::size_t rank) {
+    if (replacements_ == options_.max_replacements || kill_at_) return;
+    ++replacements_;
+    std::erase(ended_, rank);
+    result_.ranks[rank] = {};
+    start(rank);
+    output_.log(fmt::format("rank {} (pid {}) replaces the lost one ({} of {})\n",
+                            result_.first_rank + static_cast<int>(rank), processes_[rank].pid(), replacements_,
+                            options_.max_replacements));
+  }
+
+  /// Reports to the ranks how many new ones wait. Ends those that still wait when the others have ended.
+  void look_after_replacements() {
+    if (replacements_ == 0 || ranks_.running() == 0 || ranks_.announce_replacements()) return;
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) send_signal(rank, SIGKILL);
   }
 
   /// Returns the number of ranks that run or have ended well. A rank may end after the others that continued without
   /// it.
   int intact() const {
-    int ranks = running();
+    int ranks = ranks_.running_inside();
     for (const std::size_t rank : ended_) ranks += result_.ranks[rank].ok() ? 1 : 0;
     return ranks;
   }
@@ -133,18 +123,13 @@ class Launch {
     if (!kill_at_ || std::ranges::none_of(processes_, &launcher::RankProcess::holds_group)) return false;
     const std::set<pid_t> groups = launcher::living_groups();
     bool waits = false;
-    for (launcher::RankProcess& process : processes_) {
-      if (!process.holds_group()) continue;
-      const bool has_left_others = groups.contains(process.pid());
-      if (!has_left_others) release(process);
+    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+      if (!processes_[rank].holds_group()) continue;
+      const bool has_left_others = groups.contains(processes_[rank].pid());
+      if (!has_left_others) ranks_.release(rank);
       waits = waits || has_left_others;
     }
     return waits;
-  }
-
-  void release(launcher::RankProcess& process) {
-    reaper_.remove(process.pid());
-    process.release();
   }
 
   /// Waits for output, an end, a signal, or the next poll.
@@ -152,11 +137,9 @@ class Launch {
     std::vector<pollfd> descriptors;
     output_.add_to(descriptors);
     descriptors.push_back({signals_.descriptor(), POLLIN, 0});
-    descriptors.push_back({end_order_.descriptor(), POLLIN, 0});
+    descriptors.push_back({ranks_.end_descriptor(), POLLIN, 0});
     if (hosts_ && !result_.ended_by_hosts) descriptors.push_back({hosts_->descriptor(), POLLIN, 0});
-    const bool sees_ends = std::ranges::all_of(
-        processes_, [](const auto& process) { return !process.running() || process.descriptor() >= 0; });
-    const bool soon = !sees_ends || kill_at_ || close_at_;
+    const bool soon = !ranks_.sees_ends() || kill_at_ || close_at_;
     const milliseconds limit = soon                  ? kLookForEnds
                                : options_.time_limit ? std::min(kLook, *options_.time_limit)
                                                      : kLook;
@@ -165,14 +148,11 @@ class Launch {
     if (Clock::now() - sampled_ < kLook) return;
     sampled_ = Clock::now();
     for (FlightView& view : views_) view.sample();
+    look_after_replacements();
   }
 
   void reap() {
-    std::vector<std::size_t> ended = end_order_.ended();
-    for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
-      if (processes_[rank].descriptor() < 0) ended.push_back(rank);  // The process may have ended.
-    }
-    for (const std::size_t rank : ended) note_end(rank);
+    for (const std::size_t rank : ranks_.ended()) note_end(rank);
     if (!first_failure_ && !kill_at_) find_absent_rank();
     if (!first_failure_ || kill_at_ || !options_.stop_on_failure) return;
     spared_ = suspects();
@@ -198,26 +178,24 @@ class Launch {
   }
 
   void note_end(std::size_t rank) {
-    launcher::RankProcess& process = processes_[rank];
     RankExit& end = result_.ranks[rank];
-    if (!process.has_ended(end.exit_code, end.signal)) return;
-    end_order_.remove(process.descriptor());
+    if (!ranks_.has_ended(rank, end.exit_code, end.signal)) return;
     ended_.push_back(rank);
     end.rank = static_cast<int>(rank);
-    end.pid = process.pid();
+    end.pid = processes_[rank].pid();
     end.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
     end.ended_by_launcher = sent_signals_[rank] != 0;
     end.state = views_[rank].state(true);
     if (!end.ended_by_launcher) {
-      process.signal(SIGKILL);  // Kills the remaining processes of its group.
-      release(process);
+      processes_[rank].signal(SIGKILL);  // Kills the remaining processes of its group.
+      ranks_.release(rank);
     }
     write_history(static_cast<int>(rank));
     if (end.ok() || end.ended_by_launcher || first_failure_) return;
     if (const int others = intact(); options_.min_ranks > 0 && others >= options_.min_ranks) {
       output_.log(fmt::format("rank {} (pid {}) {}; {} rank{}\n", result_.first_rank + end.rank, end.pid,
                               end.describe(), others, others == 1 ? " continues" : "s continue"));
-      return;
+      return replace(rank);
     }
     first_failure_ = rank;
     inspect_hung_ranks(rank);
@@ -360,15 +338,14 @@ class Launch {
   launcher::HostRounds* hosts_;
   LaunchResult result_;
   launcher::SignalPipe signals_;
-  launcher::ProcessReaper reaper_;
   std::optional<launcher::ReservedPort> port_;
   std::optional<launcher::HostedStore> store_;
   launcher::RankOutput output_;
-  std::vector<std::vector<int>> cores_;           ///< [rank]
-  std::vector<FlightView> views_;                 ///< [rank]
-  std::vector<launcher::RankProcess> processes_;  ///< [rank]
-  launcher::EndOrder end_order_;
-  std::vector<std::size_t> ended_;   ///< Ranks, in the order of their ends.
+  launcher::LocalRanks ranks_{options_, output_};
+  std::vector<FlightView>& views_ = ranks_.views;                     ///< [rank]
+  std::vector<launcher::RankProcess>& processes_ = ranks_.processes;  ///< [rank]
+  std::vector<std::size_t> ended_;                                    ///< Ranks, in the order of their ends.
+  int replacements_ = 0;
   std::vector<int> sent_signals_;    ///< The last signal sent to the rank; 0: none. [rank]
   std::vector<std::size_t> spared_;  ///< Suspected ranks, which may end without a signal.
   std::optional<std::size_t> first_failure_;

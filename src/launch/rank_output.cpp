@@ -99,12 +99,13 @@ std::filesystem::path RankOutput::folder(int rank) const {
          std::to_string(rank_in_job(rank));
 }
 
-int RankOutput::open_log(int rank, const char* name) const {
+int RankOutput::open_log(int rank, const char* name, bool replaces) const {
   if (options_.log_dir.empty()) return -1;
   const std::filesystem::path file = folder(rank) / name;
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
-  const int fd = error ? -1 : ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  const int fd =
+      error ? -1 : ::open(file.c_str(), O_WRONLY | O_CREAT | (replaces ? O_APPEND : O_EXCL) | O_CLOEXEC, 0644);
   if (fd >= 0) return fd;
   throw InvalidArgument(
       fmt::format("cannot write the log {}: {}", file.string(), error ? error.message() : std::strerror(errno)));
@@ -132,17 +133,18 @@ int RankOutput::open_stream(Stream stream, bool through_terminal) {
   return ends[1];
 }
 
-RankOutput::Ends RankOutput::open(int rank) {
+RankOutput::Ends RankOutput::open(int rank, bool replaces) {
   Ends ends;
   const bool to_caller = static_cast<bool>(options_.on_output);
   const bool tees = !options_.log_dir.empty();
-  if (to_caller || rank > 0) {
+  if (to_caller || rank > 0 || replaces) {
     ends.in = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     ends.out = open_stream(
-        {.rank = rank, .file = open_log(rank, "stdout.log"), .by_line = !to_caller && options_.show_stdout}, false);
+        {.rank = rank, .file = open_log(rank, "stdout.log", replaces), .by_line = !to_caller && options_.show_stdout},
+        false);
     ends.err = open_stream({.rank = rank,
                             .is_error = true,
-                            .file = open_log(rank, "stderr.log"),
+                            .file = open_log(rank, "stderr.log", replaces),
                             .by_line = !to_caller && options_.show_stderr},
                            false);
     return ends;
@@ -158,14 +160,17 @@ RankOutput::Ends RankOutput::open(int rank) {
   }
   const bool show_out = options_.show_stdout, show_err = options_.show_stderr;
   const bool one_way = !tees && show_out && show_err && same_file(STDOUT_FILENO, STDERR_FILENO);
-  ends.err = open_stream(
-      {.rank = 0, .is_error = true, .file = open_log(rank, "stderr.log"), .terminal = show_err ? STDERR_FILENO : -1},
-      show_err && ::isatty(STDERR_FILENO) != 0);
+  ends.err = open_stream({.rank = 0,
+                          .is_error = true,
+                          .file = open_log(rank, "stderr.log", replaces),
+                          .terminal = show_err ? STDERR_FILENO : -1},
+                         show_err && ::isatty(STDERR_FILENO) != 0);
   if (one_way) {
     ends.out = ends.err;
   } else if (tees || !show_out) {
-    ends.out = open_stream({.rank = 0, .file = open_log(rank, "stdout.log"), .terminal = show_out ? STDOUT_FILENO : -1},
-                           show_out && ::isatty(STDOUT_FILENO) != 0);
+    ends.out = open_stream(
+        {.rank = 0, .file = open_log(rank, "stdout.log", replaces), .terminal = show_out ? STDOUT_FILENO : -1},
+        show_out && ::isatty(STDOUT_FILENO) != 0);
   }
   return ends;
 }

@@ -35,8 +35,8 @@ class RankOutput {
     int in = -1, out = -1, err = -1;
     bool has_terminal = false;  ///< Reads the launcher's terminal, so it must stay in the launcher's process group.
   };
-  /// Call before and after the start of the rank.
-  Ends open(int rank);
+  /// Call before and after the start of the rank. `replaces`: its output continues that of a lost rank.
+  Ends open(int rank, bool replaces = false);
   void close_ends(const Ends& ends);
 
   bool empty() const noexcept { return streams_.empty(); }
@@ -68,7 +68,7 @@ class RankOutput {
 
   int rank_in_job(int rank) const { return options_.node_rank * options_.ranks + rank; }
   int open_stream(Stream stream, bool through_terminal);
-  int open_log(int rank, const char* name) const;
+  int open_log(int rank, const char* name, bool replaces) const;
   void write(int fd, std::string_view text) const;
   void take(Stream& stream, std::string_view text);
   void remember(int rank, std::string_view text);

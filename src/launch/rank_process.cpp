@@ -65,7 +65,8 @@ std::string run_name(const LaunchOptions& options, int port) {
   return options.nodes > 1 ? fmt::format("nodes-{}", port) : fmt::format("local-{}", ::getpid());
 }
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass) {
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass,
+                                          bool replaces) {
   std::map<std::string, std::string> variables;
   for (char** at = environ; *at; ++at) {
     const std::string entry = *at;
@@ -83,6 +84,8 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, int rank
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(options.restart_count);
   variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(options.max_restarts);
   variables.erase("TORCHELASTIC_USE_AGENT_STORE");
+  variables.erase(kReplacesVariable);
+  if (replaces) variables[kReplacesVariable] = "1";
   variables[kEventPageVariable] = std::to_string(page);
   variables.erase(store::kKeyFileVariable);
   variables.erase(store::kKeyDescriptorVariable);
@@ -158,6 +161,15 @@ RankProcess::RankProcess(RankProcess&& other) noexcept
       own_group_(other.own_group_),
       running_(std::exchange(other.running_, false)),
       released_(std::exchange(other.released_, true)) {}
+
+RankProcess& RankProcess::operator=(RankProcess&& other) noexcept {
+  std::swap(pid_, other.pid_);
+  std::swap(pidfd_, other.pidfd_);
+  std::swap(own_group_, other.own_group_);
+  std::swap(running_, other.running_);
+  std::swap(released_, other.released_);
+  return *this;
+}
 
 bool RankProcess::has_ended(int& exit_code, int& signal) noexcept {
   siginfo_t end{};

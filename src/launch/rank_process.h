@@ -15,8 +15,9 @@ namespace ddpkit::launcher {
 
 /// Returns the environment of rank `rank` of this host as "NAME=value": that of this process, then torchrun's
 /// variables, then those of the options. `page`: descriptor of the rank's flight recorder. `pass`: descriptor of the
-/// store's key; -1: no key.
-std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass);
+/// store's key; -1: no key. `replaces`: the process replaces a lost rank.
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank, int port, int page, int pass,
+                                          bool replaces = false);
 
 /// Returns the name of the run: equal on all hosts, which share only the rendezvous address.
 std::string run_name(const LaunchOptions& options, int port);
@@ -44,7 +45,7 @@ class RankProcess {
   /// Kills the process if it still runs.
   ~RankProcess();
   RankProcess(RankProcess&& other) noexcept;
-  RankProcess& operator=(RankProcess&&) = delete;
+  RankProcess& operator=(RankProcess&& other) noexcept;
 
   pid_t pid() const noexcept { return pid_; }
   bool running() const noexcept { return running_; }

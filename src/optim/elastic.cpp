@@ -7,10 +7,12 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/hash.h>
 #include <fmt/format.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,6 +20,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/backend.h"
+#include "comm/joining.h"
 #include "data/sampling.h"
 #include "parallel/ddp/reducer.h"
 
@@ -44,6 +47,7 @@ Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& mod
                     ElasticOptions options)
     : ddp(wrapper),
       sampler(data),
+      state(wrapper),
       options_(std::move(options)),
       parameters_(module.parameters()),
       buffers_(module.buffers()) {
@@ -79,6 +83,14 @@ std::size_t Elastic::Impl::fingerprint() const {
   if (on_device.empty()) return hash;
   const at::Tensor ends = at::cat(on_device).cpu();
   return c10::hash_combine(hash, hash_of(ends.const_data_ptr(), ends.nbytes()));
+}
+
+void Elastic::Impl::begin_step() {
+  if (takes_new_ranks && Joining::is_due(ddp.group(), static_cast<std::uint64_t>(steps))) {
+    joins_ = true;
+    throw PeerLost("new ranks join", {});
+  }
+  begin();
 }
 
 void Elastic::Impl::begin() {
@@ -124,16 +136,36 @@ void Elastic::Impl::check_steps() const {
   }
 }
 
+void Elastic::Impl::Progress::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("steps", c10::IValue(of.steps));
+  of.sampler.save(archive);
+}
+
+void Elastic::Impl::Progress::load(torch::serialize::InputArchive& archive) {
+  c10::IValue value;
+  archive.read("steps", value);
+  of.steps = value.toInt();
+  of.sampler.load(archive);
+}
+
+void Elastic::Impl::adapt(const Regroup& change, bool is_new) {
+  const ProcessGroup& group = ddp.group();
+  const bool has_new = std::ranges::count(change.old_rank_of, -1) > 0;
+  ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
+  ddp.regroup(/*broadcasts=*/has_new);
+  if (has_new) state.broadcast(0, /*loads=*/is_new);
+  check_steps();
+  if (options_.on_change) options_.on_change(change);
+}
+
 void Elastic::Impl::recover(std::string cause) {
   const ProcessGroup& group = ddp.group();
   if (undoes_) roll_back();
   for (;;) {
-    const Regroup change = group.shrink(options_.min_ranks);
-    ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
+    std::optional<Regroup> change;
+    if (!std::exchange(joins_, false)) change = group.shrink(options_.min_ranks);
     try {
-      ddp.regroup();
-      check_steps();
-      if (options_.on_change) options_.on_change(change);
+      adapt(change ? *change : Joining::admit(group), /*is_new=*/false);
     } catch (const PeerLost& error) {
       cause = error.what();
       continue;
@@ -146,19 +178,36 @@ void Elastic::Impl::recover(std::string cause) {
   }
 }
 
-Elastic::Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
-                 const ElasticOptions& options)
-    : impl_(std::make_unique<Impl>(ddp, module, sampler, options)) {}
+void Elastic::Impl::join() {
+  if (!takes_new_ranks)
+    throw InvalidArgument(
+        "Elastic: a new rank needs the state of the optimizer: pass the optimizer to the constructor, after the "
+        "options");
+  adapt(Joining::join(ddp.group()), /*is_new=*/true);
+}
+
+Elastic::Elastic(Begin /*begin*/, DistributedDataParallelBase& ddp, torch::nn::Module& module,
+                 ResumableSampler& sampler, const ElasticOptions& options)
+    : impl_(std::make_unique<Impl>(ddp, module, sampler, options)) {
+  impl_->state.add(impl_->progress);
+}
 Elastic::~Elastic() = default;
 
 void Elastic::add(std::function<void()> save, std::function<void()> roll_back) {
   impl_->parts.push_back({std::move(save), std::move(roll_back)});
 }
 
+JoinState& Elastic::state() noexcept { return impl_->state; }
+
+void Elastic::join(bool has_optimizer) {
+  impl_->takes_new_ranks = has_optimizer;
+  if (impl_->ddp.group().is_joining()) impl_->join();
+}
+
 bool Elastic::step(std::int64_t samples, const std::function<void()>& train) {
   if (samples < 0) throw InvalidArgument(fmt::format("Elastic: a step has {} samples", samples));
-  impl_->begin();
   try {
+    impl_->begin_step();
     train();
   } catch (const PeerLost& error) {
     impl_->recover(error.what());

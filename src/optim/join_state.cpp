@@ -74,11 +74,13 @@ void JoinState::check(const DistributedDataParallelBase& ddp) const {
 }
 
 void JoinState::join_end(int source) {
-  if (source < 0) return;
-  const bool own = group_.rank() == source;
+  if (source >= 0) broadcast(source, group_.rank() != source);
+}
+
+void JoinState::broadcast(int source, bool loads) {
   std::string bytes;
   run_on_all_ranks(group_, kCall, [&] {
-    if (own) bytes = save();
+    if (group_.rank() == source) bytes = save();
   });
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(group_.device());
   group_.broadcast(size, source);
@@ -89,7 +91,7 @@ void JoinState::join_end(int source) {
   const at::Tensor data = on_host.to(group_.device());
   group_.broadcast(data, source);
   run_on_all_ranks(group_, kCall, [&] {
-    if (own) return;
+    if (!loads) return;
     on_host.copy_(data);
     torch::serialize::InputArchive archive;
     archive.load_from(bytes.data(), bytes.size());

@@ -85,7 +85,7 @@ bool Epoch::next() {
   if (run_.profile_) run_.profile_->begin_update();
   set_step(run_.info_.step);
   lr_ = run_.scheduler_->learning_rates().front();
-  if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).begin();
+  if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).begin_step();
   return true;
 }
 

@@ -117,6 +117,7 @@ std::optional<int> launch_ranks(const RunOptions& run, const std::string& progra
                               .master_addr = launch.master_addr,
                               .master_port = launch.master_port,
                               .min_ranks = run.elastic ? run.min_ranks : 0,
+                              .max_replacements = run.elastic ? run.max_replacements : 0,
                               .forward_signals = true};
   print_banner(ranks, is_on_cpu(run) || torch::cuda::device_count() == 0);
   local.command.insert(local.command.end(), argv + 1, argv + argc);

@@ -2,6 +2,7 @@
 
 #include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -133,7 +134,11 @@ void Run::follow_sampler() {
 void Run::start(const RunParts& given, const nlohmann::json& facts) {
   RunParts parts = given;
   sampler_ = parts.sampler;
-  start_elastic(parts);
+  if (options_.elastic && (!parts.wrapper || !sampler_))
+    throw UsageError(
+        fmt::format("--elastic needs a model in DistributedDataParallel and a sampler that can deal the "
+                    "samples of a lost rank again; {} lacks {}",
+                    declared_.program(), parts.wrapper ? "the sampler" : "the wrapper"));
   resumes_within_epoch_ = parts.resumes_within_epoch;
   most_warmup_start_ = parts.most_warmup_start;
   if (sampler_) parts.updates_per_epoch = updates_of(sampler_->num_samples());
@@ -150,21 +155,22 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   config.update(
       {{"program", declared_.program()}, {"precision", precision_name()}, {"world_size", group_.world_size()}});
   stop_.emplace(group_);
-  if (!options_.save) return print_model(parts);
   const std::string description = json_text(config);
+  if (!options_.save || group_.is_joining()) {
+    info_.config = description;
+    start_elastic(parts);
+    if (options_.save) open_checkpoint();
+    return print_model(parts);
+  }
   open_folder(description, parts.facts_that_may_differ);
-  checkpoint_.emplace(folder_.checkpoint, group_,
-                      CheckpointOptions{.keep = options_.save_total_limit,
-                                        .asynchronous = !elastic_,  // A lost rank 0 would take the file with it.
-                                        .sharded = parameter_shards_of(*optimizer_) != nullptr,
-                                        .best_epoch_stem = "best_model_epoch"});
+  open_checkpoint();
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
   if (is_resumed() && sampler_) {
     sampler_->set_epoch(static_cast<std::uint64_t>(epoch()));
     follow_sampler();
   }
-  if (elastic_) optim::Elastic::Impl::of(*elastic_).steps = info_.step;
   info_.config = description;
+  start_elastic(parts);
   kept_step_ = info_.step;
   run_together(group_, [&] {
     if (!options_.tensorboard || !is_main()) return;
@@ -204,17 +210,57 @@ void Run::open_folder(const std::string& description, const std::vector<std::str
   });
 }
 
+void Run::open_checkpoint() {
+  checkpoint_.emplace(
+      folder_.checkpoint, group_,
+      CheckpointOptions{.keep = options_.save_total_limit,
+                        .asynchronous = !options_.elastic,  // A lost rank 0 would take the file with it.
+                        .sharded = parameter_shards_of(*optimizer_) != nullptr,
+                        .best_epoch_stem = "best_model_epoch"});
+}
+
+// A new rank joins the others here.
 void Run::start_elastic(const RunParts& parts) {
   if (!options_.elastic) return;
-  if (!parts.wrapper || !sampler_)
-    throw UsageError(
-        fmt::format("--elastic needs a model in DistributedDataParallel and a sampler that can deal the "
-                    "samples of a lost rank again; {} lacks {}",
-                    declared_.program(), parts.wrapper ? "the sampler" : "the wrapper"));
   elastic_ = std::make_unique<optim::Elastic>(
       *parts.wrapper, parts.model, *sampler_,
-      optim::ElasticOptions{.min_ranks = options_.min_ranks,
-                            .on_change = [this](const Regroup&) { adapt_to_ranks(); }});
+      optim::ElasticOptions{.min_ranks = options_.min_ranks, .on_change = [this](const Regroup&) { adapt_to_ranks(); }},
+      *optimizer_, shared_);
+  optim::Elastic::Impl::of(*elastic_).steps = info_.step;
+}
+
+void Run::Shared::save(torch::serialize::OutputArchive& archive) const {
+  const std::pair<const char*, std::string> texts[] = {{"config", run.info_.config},
+                                                       {"save_dir", run.options_.save_dir},
+                                                       {"checkpoint", run.folder_.checkpoint.string()}};
+  for (const auto& [key, text] : texts) archive.write(key, c10::IValue(text));
+  archive.write("epoch", c10::IValue(run.info_.epoch));
+  archive.write("step", c10::IValue(run.info_.step));
+  for (const CheckpointPart& part : run.state_) {
+    if (part.of_each_rank) continue;
+    torch::serialize::OutputArchive nested(archive.compilation_unit());
+    part.save(nested);
+    archive.write("part_" + part.name, nested);
+  }
+}
+
+void Run::Shared::load(torch::serialize::InputArchive& archive) {
+  const auto read = [&](const char* key) {
+    c10::IValue value;
+    archive.read(key, value);
+    return value;
+  };
+  run.info_.config = read("config").toStringRef();
+  run.options_.save_dir = read("save_dir").toStringRef();
+  run.folder_.checkpoint = read("checkpoint").toStringRef();
+  run.info_.epoch = read("epoch").toInt();
+  run.info_.step = run.kept_step_ = read("step").toInt();
+  for (const CheckpointPart& part : run.state_) {
+    if (part.of_each_rank) continue;
+    torch::serialize::InputArchive nested;
+    archive.read("part_" + part.name, nested);
+    part.load(nested);
+  }
 }
 
 // As a run that resumes on this number of ranks.

@@ -63,6 +63,12 @@ void declare(Options& options, RunOptions& run) {
       .between(1, 4096)
       .needs("elastic")
       .may_differ();
+  options
+      .add("max_replacements", &run.max_replacements,
+           "With --elastic and --nproc-per-node: start a new process for a lost rank, at most this often; only shm")
+      .between(0, 1000000)
+      .needs("elastic")
+      .may_differ();
 
   options.section("run");
   options.add("save", &run.save, "Write checkpoints, records and pictures into the run folder").may_differ();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -63,6 +64,8 @@ bool StopSignal::requested() {
     agreed_ = received;
     return agreed_ != 0;
   }
+  // A new rank has made no calls.
+  if (std::exchange(generation_, group_->generation()) != group_->generation()) calls_left_ = 0;
   if (calls_left_-- > 0) return false;
   const auto now = std::chrono::steady_clock::now();
   // At most doubles the interval: one slow or fast step must not delay the next exchange by much.

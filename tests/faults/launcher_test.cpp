@@ -360,6 +360,24 @@ TEST_CASE("with --min-ranks the others continue without a lost rank", "[faults]"
   }
 }
 
+TEST_CASE("with --max-replacements a new process joins the others instead of a lost rank", "[faults]") {
+  for (const std::string act : {"kill", "throw"}) {
+    const FaultFolder folder;
+    FaultRun run(worker_command(folder, {"-n", "3", "--min-ranks", "2", "--max-replacements", "1"},
+                                {"--elastic", "--act", act, "--until-ranks", "3"}));
+    CHECK(run.wait() == 0);
+    const std::string text = run.out() + run.err();
+    CAPTURE(act, text);
+    CHECK(text.find("done after 60 steps") != std::string::npos);
+    CHECK(text.find("; 2 ranks continue from step 20\n") != std::string::npos);
+    CHECK(text.find("rank 1 (pid " + std::to_string(folder.pid_of(1)) + ") replaces the lost one (1 of 1)\n") !=
+          std::string::npos);
+    CHECK(text.find("; 3 ranks continue from step ") != std::string::npos);
+    CHECK(run.orphans() == std::vector<int>());
+    CHECK(folder.memory_holders() == std::vector<int>());
+  }
+}
+
 TEST_CASE("with --min-ranks a run without enough ranks names the first lost one", "[faults]") {
   for (const Arguments& options : {Arguments{"--min-ranks", "3"}, Arguments{"--min-ranks", "1"}, Arguments{}}) {
     const FaultFolder folder;

@@ -168,37 +168,40 @@ TEST_CASE("two nodes whose link goes down end with an error within the timeout",
 
 TEST_CASE("a host whose cable is cut is lost on both sides, and only the side with the store continues",
           "[faults][hosts]") {
-  for (const int least : {2, 1}) {
-    for (const int cut : {0, 1}) {
-      CAPTURE(least, cut);
-      const TwoNodes nodes;
-      if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
-      const Endpoint endpoint;
-      const FaultFolder folder;
-      // The timeout of the collectives is far longer than the limit of the test.
-      std::vector<std::string> command =
-          endpoint.worker(folder, {"--nnodes", fmt::format("{}:2", least), "--heartbeat-timeout", "1"},
-                          {"--steps", "2000", "--act", "slow", "--victim", "0", "--timeout", "600"});
-      *(std::ranges::find(command, "--rdzv-endpoint") + 1) = TwoNodes::address(0) + ":29400";
-      FaultRun second(command, {"ip", "netns", "exec", nodes.name(1)});
-      FaultRun first(command, {"ip", "netns", "exec", nodes.name(0)});
-      folder.pid_of(0);
-      folder.pid_of(1);
-      wait_for_training(first, second);
-      // The other node sees no carrier: packets are lost, and no connection is closed.
-      REQUIRE(nodes.link(cut, "down"));
-      const double down = now_seconds();
-      first.wait_for(host_name(1) + " has sent no heartbeat for 1.0 s");
-      second.wait_for("host 0 (10.213.7.1:29400), which serves the store, is lost; start the same command again");
-      const double named = now_seconds();
-      CHECK(second.wait() == 75);
-      CHECK(first.wait(std::chrono::seconds(120)) == (least == 1 ? 0 : 75));
-      CAPTURE(first.err(), second.err());
-      CHECK((first.out() == "done after 2000 steps\n") == (least == 1));
-      CHECK(first.orphans() == std::vector<int>());
-      CHECK(second.orphans() == std::vector<int>());
-      add_row(fmt::format("cable of host {} cut, --nnodes {}:2 (heartbeat 1 s)", cut, least),
-              "named on both sides; only host 0 may continue", named - down);
-    }
+  struct Case {
+    int ranks;  // Of each host.
+    const char* backend;
+    int least, cut;
+  };
+  for (const auto& [ranks, backend, least, cut] : {Case{1, "gloo", 2, 0}, Case{1, "gloo", 2, 1}, Case{1, "gloo", 1, 0},
+                                                   Case{1, "gloo", 1, 1}, Case{2, "hierarchical", 1, 1}}) {
+    CAPTURE(ranks, least, cut);
+    const TwoNodes nodes;
+    if (!nodes.there()) DDPKIT_SKIP("network namespaces need root and iproute2");
+    const Endpoint endpoint;
+    const FaultFolder folder;
+    // The timeout of the collectives is far longer than the limit of the test.
+    std::vector<std::string> command = endpoint.worker(
+        folder, {"--nnodes", fmt::format("{}:2", least), "--heartbeat-timeout", "1"},
+        {"--steps", "2000", "--act", "slow", "--victim", "0", "--timeout", "600", "--backend", backend}, ranks);
+    *(std::ranges::find(command, "--rdzv-endpoint") + 1) = TwoNodes::address(0) + ":29400";
+    FaultRun second(command, {"ip", "netns", "exec", nodes.name(1)});
+    FaultRun first(command, {"ip", "netns", "exec", nodes.name(0)});
+    for (int rank = 0; rank < 2 * ranks; ++rank) folder.pid_of(rank);
+    wait_for_training(first, second);
+    // The other node sees no carrier: packets are lost, and no connection is closed.
+    REQUIRE(nodes.link(cut, "down"));
+    const double down = now_seconds();
+    first.wait_for(host_name(1) + " has sent no heartbeat for 1.0 s");
+    second.wait_for("host 0 (10.213.7.1:29400), which serves the store, is lost; start the same command again");
+    const double named = now_seconds();
+    CHECK(second.wait() == 75);
+    CHECK(first.wait(std::chrono::seconds(120)) == (least == 1 ? 0 : 75));
+    CAPTURE(first.err(), second.err());
+    CHECK((first.out() == "done after 2000 steps\n") == (least == 1));
+    CHECK(first.orphans() == std::vector<int>());
+    CHECK(second.orphans() == std::vector<int>());
+    add_row(fmt::format("cable of host {} cut, {}, --nnodes {}:2 (heartbeat 1 s)", cut, backend, least),
+            "named on both sides; only host 0 may continue", named - down);
   }
 }

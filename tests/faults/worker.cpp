@@ -29,6 +29,7 @@ struct Options {
   std::string folder = {};
   bool save = false;
   bool elastic = false;  ///< Continue without a lost rank.
+  int until_ranks = 0;   ///< Train beyond `steps` until the group has this number of ranks.
 };
 
 double now_seconds() {
@@ -97,8 +98,9 @@ class Run {
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     ddpkit::DistributedSampler sampler(1000, group_);
     std::optional<ddpkit::optim::Elastic> elastic;
-    if (options_.elastic) elastic.emplace(ddp, sampler);
-    for (int step = 0; step < options_.steps; ++step) {
+    if (options_.elastic) elastic.emplace(ddp, sampler, ddpkit::optim::ElasticOptions(), optimizer);
+    int step = elastic ? static_cast<int>(elastic->steps()) : 0;
+    do {  // A new rank takes the step at which it joins.
       ddpkit::set_step(step);
       if (step == options_.at_step) note_memory(options_, group_.rank());
       if (step == options_.at_step && !act()) return;
@@ -123,7 +125,7 @@ class Run {
       }
       if (options_.save)
         ddpkit::train::save_checkpoint(options_.folder + "/checkpoint.pt", *model, optimizer, {.step = step}, group_);
-    }
+    } while (++step < options_.steps || group_.world_size() < options_.until_ranks);
     if (group_.rank() == 0) fmt::print("done after {} steps\n", options_.steps);
   }
 
@@ -190,6 +192,7 @@ int main(int argc, char** argv) {
   app.add("folder", &options.folder, "").required();
   app.add("save", &options.save, "");
   app.add("elastic", &options.elastic, "");
+  app.add("until_ranks", &options.until_ranks, "");
   const int status = ddpkit::train::run_main(app, argc, argv, [&](ddpkit::train::Program& program) {
     const int rank = ddpkit::read_launch_environment().rank;
     std::ofstream(fmt::format("{}/pid-{}", options.folder, rank)) << ::getpid() << std::flush;

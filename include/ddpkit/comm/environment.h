@@ -20,6 +20,7 @@ struct LaunchEnvironment {
   /// Descriptor with the key of the store that the launcher serves (`ddpkit run`). Empty: see `key_file`.
   std::optional<int> key_descriptor = std::nullopt;
   std::string key_file = {};      ///< Key of the store that rank 0 serves. Empty: c10d's TCPStore, without a key.
+  bool replaces = false;          ///< This process replaces a lost rank (`ddpkit run --max-replacements`).
   std::string run_id;             ///< Separates the store keys of runs, and of restarts of one run.
   std::string launcher = "none";  ///< torchrun, slurm, openmpi, mvapich, flux, pmi, or none.
 };

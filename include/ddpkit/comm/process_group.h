@@ -64,14 +64,15 @@ class Work {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-/// How a group changed after the loss of ranks.
+/// How a group changed after ranks were lost or have joined.
 struct Regroup {
   std::uint64_t generation = 0;  ///< Number of changes of the group.
   std::vector<int> lost;         ///< Former numbers of the lost ranks.
-  std::vector<int> old_rank_of;  ///< Former numbers of the ranks that remain. [rank]
+  std::vector<int> old_rank_of;  ///< Former numbers of the ranks; -1: a new rank. [rank]
 };
 
-/// A set of ranks that call collectives together. Only shrink() changes it. Copies refer to the same group.
+/// A set of ranks that call collectives together. Only shrink() and optim::Elastic change it. Copies refer to the same
+/// group.
 ///
 /// Every rank must call the same collectives with the same sizes and types in the same order. The `shm` backend
 /// compares the calls. If they differ, it throws CollectiveMismatch on every rank. Each rank calls the collectives of
@@ -188,8 +189,11 @@ class ProcessGroup {
   /// the group has not lost a rank. With `gloo` and `nccl`, the ranks connect again. If another rank ends within its
   /// connections, that takes up to 10 s with `gloo`, and 30 s with `nccl`.
   Regroup shrink(int min_ranks = 1) const;
-  /// Returns how often shrink() has changed the group.
+  /// Returns how often the group has changed.
   std::uint64_t generation() const noexcept;
+  /// Returns true on a new rank that replaces a lost one, until optim::Elastic has joined the others. Before, the group
+  /// has one rank. Such a rank should print nothing and write no files.
+  bool is_joining() const noexcept;
 
   /// Throws the group's error, if there is one. No communication. With `nccl`, wait() does not wait for the device, and
   /// a collective that fails later leaves garbage. Call check() after the host has read a result, before using the
@@ -213,6 +217,7 @@ class ProcessGroup {
 
  private:
   friend class Backend;
+  friend class Joining;
   struct State;
   std::shared_ptr<State> state_;
 };

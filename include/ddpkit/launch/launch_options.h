@@ -51,6 +51,9 @@ struct LaunchOptions {
   /// Does not stop the other ranks while at least this many run: for programs that continue without a lost rank
   /// (optim::Elastic). 0: all ranks.
   int min_ranks = 0;
+  /// With `min_ranks`: up to this number of lost ranks are replaced by new processes, which join the others
+  /// (optim::Elastic).
+  int max_replacements = 0;
   /// Receives the output of all ranks. Empty: rank 0 uses this process's stdin, stdout and stderr. The lines of the
   /// other ranks go to stderr with the prefix "[rank N] ".
   std::function<void(int rank, const std::string& text)> on_output = nullptr;

@@ -39,8 +39,12 @@ class JoinState final : public Joinable {
   const ProcessGroup& join_group() const override { return group_; }
 
  private:
-  /// Broadcasts the archives of all objects. If one rank cannot save or load an object, all ranks throw.
+  friend class Elastic;  // New ranks load the state of the others.
+
   void join_end(int source) override;
+  /// Broadcasts the archives of all objects from rank `source`. `loads`: this rank loads them. If one rank cannot save
+  /// or load an object, all ranks throw.
+  void broadcast(int source, bool loads);
 
   struct Part {
     std::function<void(torch::serialize::OutputArchive&)> save;

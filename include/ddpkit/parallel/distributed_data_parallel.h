@@ -69,10 +69,11 @@ class DistributedDataParallelBase : public Joinable {
   /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
-  /// After ProcessGroup::shrink(): averages over the ranks that remain. Parameters, which must be equal on all ranks,
-  /// and buffers keep their values. Collective. Drops the gradients. Throws InvalidArgument with a communication hook,
-  /// sharded parameters, a ShardedOptimizer, or within join().
-  void regroup();
+  /// After the group has changed: averages over its ranks. Parameters, which must be equal on all ranks, and buffers
+  /// keep their values. `broadcasts`: all ranks get those of rank 0, because some are new. Collective. Drops the
+  /// gradients. Throws InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within
+  /// join().
+  void regroup(bool broadcasts = false);
 
   const ProcessGroup& join_group() const override { return group(); }
 

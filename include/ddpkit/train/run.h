@@ -128,7 +128,8 @@ class Run {
   /// `given` must outlive the run.
   void start(const RunParts& given, const nlohmann::json& facts);
 
-  bool is_main() const { return group_.rank() == 0; }                ///< Rank 0 prints and writes files.
+  /// Rank 0 prints and writes files. A new rank that waits does not.
+  bool is_main() const { return group_.rank() == 0 && !group_.is_joining(); }
   bool prints() const { return is_main() && !options_.json; }        ///< Rank 0 prints text, not JSON.
   int devices() const;                                               ///< Over all ranks.
   std::int64_t epoch() const noexcept { return info_.epoch; }        ///< Epochs finished.
@@ -191,6 +192,13 @@ class Run {
               const std::vector<std::pair<std::string, double>>& scalars);
   void open_folder(const std::string& description, const std::vector<std::string>& facts_that_may_differ);
   void start_elastic(const RunParts& parts);
+  void open_checkpoint();
+  /// What new ranks get from rank 0, besides weights and optimizer.
+  struct Shared {
+    void save(torch::serialize::OutputArchive& archive) const;
+    void load(torch::serialize::InputArchive& archive);
+    Run& run;
+  };
   void adapt_to_ranks();  // After the loss of a rank.
   void become_main();     // Locks the folder if this rank has become rank 0.
   void print_profile(bool is_last);
@@ -217,6 +225,7 @@ class Run {
   bool resumes_within_epoch_ = true;
   std::vector<CheckpointPart> state_;
   double most_warmup_start_ = 1;
+  Shared shared_{*this};
   std::unique_ptr<optim::Elastic> elastic_;  // Null without RunOptions::elastic.
   bool retries_ = false;                     // Within retry().
   bool must_save_ = false;                   // The loss of a rank has interrupted save().

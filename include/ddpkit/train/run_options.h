@@ -40,6 +40,7 @@ struct RunOptions {
   SelfLaunchOptions launch = {};                         ///< The ranks that the program starts.
   bool elastic = false;                                  ///< Continue without a lost rank: see Run::retry().
   int min_ranks = 1;                                     ///< With `elastic`: fail with fewer ranks.
+  int max_replacements = 0;                              ///< With `elastic`: new processes for lost ranks.
   bool save = true;                                      ///< False: the run writes no files.
   std::string save_dir = {};                             ///< Folder of the run; empty: see default_run_folder().
   std::int64_t save_steps = 0;                           ///< Updates between checkpoints within an epoch; 0: none.

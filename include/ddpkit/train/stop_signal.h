@@ -35,9 +35,10 @@ class StopSignal {
 
  private:
   std::unique_ptr<ProcessGroup> group_;
-  int agreed_ = 0;               ///< The signal; 0: none.
-  std::int64_t calls_left_ = 0;  ///< Calls until the ranks communicate again.
-  std::int64_t interval_ = 1;    ///< Calls between two communications; all ranks use rank 0's.
+  int agreed_ = 0;                ///< The signal; 0: none.
+  std::int64_t calls_left_ = 0;   ///< Calls until the ranks communicate again.
+  std::int64_t interval_ = 1;     ///< Calls between two communications; all ranks use rank 0's.
+  std::uint64_t generation_ = 0;  ///< Of the group at the last call.
   std::chrono::steady_clock::time_point last_talk_;
 };
 

@@ -240,6 +240,23 @@ Backend::Remainder ShmBackend::shrink(int min_ranks) {
   return remainder;
 }
 
+int ShmBackend::name() const noexcept { return engine_->name(); }
+
+std::atomic<std::uint64_t>* ShmBackend::join_step() noexcept { return is_elastic() ? &engine_->join_step() : nullptr; }
+
+Backend::Ptr<Backend> ShmBackend::connect_with_new(const Ptr<c10d::Store>& store, int rank,
+                                                   const std::vector<int>& names) {
+  auto engine = connect_engine(watch("shm", store, engine_), rank, static_cast<int>(names.size()),
+                               std::min<std::chrono::milliseconds>(timeout_, kReconnectLimit), names[0], names);
+  engine->set_timeout(timeout_);
+  engine->set_elastic();
+  return c10::make_intrusive<ShmBackend>(std::move(engine), timeout_);
+}
+
+void ShmBackend::follow(const Backend& former) noexcept {
+  engine_->follow(*static_cast<const ShmBackend&>(former).engine_);
+}
+
 void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_tensor(tensor, "all_reduce");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:all_reduce", std::vector<c10::IValue>{tensor});

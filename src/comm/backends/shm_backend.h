@@ -62,6 +62,10 @@ class ShmBackend : public Backend, public SymmetricMemory {
   }
   bool is_elastic() const noexcept override { return engine_->is_elastic(); }
   Remainder shrink(int min_ranks) override;
+  int name() const noexcept override;
+  std::atomic<std::uint64_t>* join_step() noexcept override;
+  Ptr<Backend> connect_with_new(const Ptr<c10d::Store>& store, int rank, const std::vector<int>& names) override;
+  void follow(const Backend& former) noexcept override;
 
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   /// Collective. Returns symmetric memory.

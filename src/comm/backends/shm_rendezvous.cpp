@@ -59,7 +59,7 @@ shm::Mapping open_control(const std::vector<std::string>& offers, int rank, int 
 }  // namespace
 
 std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                                            std::chrono::milliseconds timeout, int first_rank) {
+                                            std::chrono::milliseconds timeout, int first_rank, std::vector<int> names) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw InvalidArgument(fmt::format("there is no rank {} in a world of {}", rank, world_size));
   if (timeout.count() <= 0)
@@ -79,8 +79,10 @@ std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store
       auto opened = open_control(roll_call.exchange(offer), rank, first_rank, pids, roll_call);
       if (rank != 0) control = std::move(opened);
     }
-    std::vector<int> names(pids.size());
-    std::iota(names.begin(), names.end(), first_rank);
+    if (names.empty()) {
+      names.resize(pids.size());
+      std::iota(names.begin(), names.end(), first_rank);
+    }
     auto engine = share(std::make_unique<shm::Engine>(std::move(control), rank, pids, timeout, std::move(names)));
     roll_call.complete();
     return engine;

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <vector>
 
 namespace c10d {
 class Store;
@@ -15,8 +16,10 @@ namespace shm {
 class Engine;
 }
 
-/// Maps the memory of the ranks. Collective. Errors count ranks from `first_rank`. Throws like create_shm_backend().
+/// Maps the memory of the ranks. Collective. Errors count ranks from `first_rank`, or have the numbers in `names`.
+/// Throws like create_shm_backend().
 std::shared_ptr<shm::Engine> connect_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                                            std::chrono::milliseconds timeout, int first_rank);
+                                            std::chrono::milliseconds timeout, int first_rank,
+                                            std::vector<int> names = {});
 
 }  // namespace ddpkit

@@ -156,15 +156,18 @@ struct alignas(kCacheLine) ChannelBlock {
   alignas(kCacheLine) std::byte ring[kChannelBytes];
 };
 
+inline constexpr std::uint64_t kNoStep = ~std::uint64_t{0};
+
 /// First bytes of the control memory. Detects a peer built with another layout.
 struct alignas(kCacheLine) ControlHead {
   std::uint64_t layout = 0;
   std::uint32_t world_size = 0;
-  std::atomic<std::uint32_t> failures{0};  ///< Number of ranks that have published a failure.
+  std::atomic<std::uint32_t> failures{0};         ///< Number of ranks that have published a failure.
+  std::atomic<std::uint64_t> join_step{kNoStep};  ///< See Engine::join_step().
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000008ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb0000000000009ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 /// Returns the blocks of all ranks. [rank]
 inline RankBlock* rank_blocks(std::byte* control) noexcept {

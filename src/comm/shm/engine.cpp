@@ -263,7 +263,7 @@ std::unique_ptr<Engine> Engine::shrink(int min_ranks, std::vector<int>& members)
   });
   engine->set_timeout(timeout_);
   engine->set_elastic();
-  if (ring_.is_world(group_number_)) ring_.continue_world(engine->group_number_);
+  engine->follow(*this);
   return engine;
 }
 

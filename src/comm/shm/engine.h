@@ -71,6 +71,13 @@ class Engine {
   /// not come, InvalidArgument if the group has not lost a rank or is not elastic.
   std::unique_ptr<Engine> shrink(int min_ranks, std::vector<int>& members);
 
+  /// The step before which new ranks join the group; kNoStep: none. All ranks share it.
+  std::atomic<std::uint64_t>& join_step() const noexcept { return peers_.head().join_step; }
+  /// Records that this engine continues the group of `former`.
+  void follow(const Engine& former) noexcept {
+    if (ring_.is_world(former.group_number_)) ring_.continue_world(group_number_);
+  }
+
   /// Starts a collective. Throws the group's error if the group has failed.
   PendingHandle post(CollectiveArgs args);
   /// Runs a collective and returns when it has finished, like post() and wait(). The pointers must outlive the call.

@@ -40,6 +40,7 @@ class Peers {
   int named(int rank) const noexcept { return names_[static_cast<std::size_t>(rank)]; }
   RankBlock& block(int rank) const noexcept { return blocks_[rank]; }
   RankBlock& own() const noexcept { return blocks_[rank_]; }
+  ControlHead& head() const noexcept { return head_; }
   /// Returns whether there is a core for each rank, so that a rank may spin.
   bool core_each() const noexcept { return core_each_; }
 

@@ -18,6 +18,8 @@ inline constexpr std::uint64_t kNoEvent = ~std::uint64_t{0};
 inline constexpr std::size_t kStackBytes = std::size_t{16} << 10;
 /// Environment variable with the descriptor of this process's page.
 inline constexpr const char* kEventPageVariable = "DDPKIT_FLIGHT_RECORDER_FD";
+/// Environment variable of a process that replaces a lost rank.
+inline constexpr const char* kReplacesVariable = "DDPKIT_REPLACES_RANK";
 
 /// The first values are those of shm::CollectiveKind, in the same order.
 enum class EventKind : std::uint8_t {
@@ -72,7 +74,8 @@ inline Event activity(EventKind kind, std::chrono::steady_clock::time_point begi
 /// Returns text such as "all_reduce number 812 (4096 bytes, group 0, bucket 2)" or "wait for bucket 2".
 std::string describe(const Event& event);
 
-enum class RankPhase : std::uint32_t { kStarting, kRendezvous, kTraining, kLeft };
+/// kJoining: a new rank waits until the others let it join.
+enum class RankPhase : std::uint32_t { kStarting, kJoining, kRendezvous, kTraining, kLeft };
 
 /// How a collective failed.
 enum class FailureKind : std::uint32_t { kNone, kAborted, kPeerLost, kTimeout, kMismatch };
@@ -84,7 +87,7 @@ struct Outcome {
 };
 static_assert(std::atomic<Outcome>::is_always_lock_free, "processes share it");
 
-/// Memory that the launcher maps. Only its rank writes to it.
+/// Memory that the launcher maps. Only its rank writes to it, except to `joining`.
 struct EventPage {
   /// Event `index` is in slot `index % kEvents`. Two threads that start an event at the same time may write to the same
   /// slot, and a reader may read a slot that is being written: `check` detects both.
@@ -101,6 +104,7 @@ struct EventPage {
   std::atomic<std::int32_t> stack_signal{0};  ///< Makes the process write its stack; 0: no handler.
   std::atomic<RankPhase> phase{RankPhase::kStarting};
   std::atomic<std::int32_t> world{0};    ///< Number of ranks in the job, set at the rendezvous.
+  std::atomic<std::int32_t> joining{0};  ///< Number of new ranks that wait to join; set by the launcher.
   std::atomic<std::uint32_t> stacks{0};  ///< Number of stacks written.
   std::atomic<std::uint32_t> stack_bytes{0};
   std::atomic<std::int64_t> step{-1};
@@ -109,7 +113,7 @@ struct EventPage {
   Slot slots[kEvents];
   char stack[kStackBytes] = {};  ///< Lines of backtrace_symbols_fd.
 
-  static constexpr std::uint64_t kLayout = 0xddf1000000000002ULL ^ (std::uint64_t{kEvents * sizeof(Slot)} << 8);
+  static constexpr std::uint64_t kLayout = 0xddf1000000000003ULL ^ (std::uint64_t{kEvents * sizeof(Slot)} << 8);
 
   /// Returns event `index`; empty if it is being written or was overwritten. Any process may call it at any time.
   std::optional<Event> read(std::uint64_t index) const noexcept;
@@ -167,6 +171,8 @@ class EventRing {
     world_group_.store(group);
     page_->outcome.store(Outcome{});
   }
+  /// Returns whether new ranks wait to join the group of all ranks.
+  bool others_join() const noexcept { return page_->joining.load(std::memory_order_relaxed) > 0; }
   void set_phase(RankPhase phase) noexcept { page_->phase.store(phase, std::memory_order_relaxed); }
   /// Records that this rank leaves the group of all ranks. Call it before the others can detect it.
   void leave() noexcept { page_->phase.store(RankPhase::kLeft); }

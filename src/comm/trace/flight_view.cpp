@@ -79,6 +79,15 @@ FlightView::FlightView(FlightView&& other) noexcept
       seen_(other.seen_),
       seen_at_ns_(other.seen_at_ns_) {}
 
+FlightView& FlightView::operator=(FlightView&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(page_, other.page_);
+  std::swap(stacks_before_, other.stacks_before_);
+  std::swap(seen_, other.seen_);
+  std::swap(seen_at_ns_, other.seen_at_ns_);
+  return *this;
+}
+
 FailureKind FlightView::failure() const noexcept { return page_->outcome.load().failure; }
 
 std::optional<int> FlightView::failed_rank() const noexcept {
@@ -89,6 +98,10 @@ std::optional<int> FlightView::failed_rank() const noexcept {
 bool FlightView::is_in_rendezvous(int world) const noexcept {
   return page_->phase.load() == RankPhase::kRendezvous && page_->world.load() == world;
 }
+
+bool FlightView::is_joining() const noexcept { return page_->phase.load() == RankPhase::kJoining; }
+
+void FlightView::set_joining(int ranks) noexcept { page_->joining.store(ranks); }
 
 bool FlightView::has_connected() const noexcept { return page_->phase.load() == RankPhase::kTraining || has_left(); }
 

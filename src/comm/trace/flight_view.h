@@ -16,7 +16,7 @@ class FlightView {
   FlightView();
   ~FlightView();
   FlightView(FlightView&& other) noexcept;
-  FlightView& operator=(FlightView&&) = delete;
+  FlightView& operator=(FlightView&& other) noexcept;
 
   /// Returns the descriptor that the rank inherits; kEventPageVariable holds its number.
   int descriptor() const noexcept { return fd_; }
@@ -27,6 +27,10 @@ class FlightView {
 
   /// Returns whether the rank waits in the rendezvous of `world` ranks.
   bool is_in_rendezvous(int world) const noexcept;
+  /// Returns whether the rank is new and waits to join the others.
+  bool is_joining() const noexcept;
+  /// Reports to the rank how many new ranks wait to join.
+  void set_joining(int ranks) noexcept;
   /// Returns whether the rank has completed its rendezvous, also that of a group of one.
   bool has_connected() const noexcept;
   /// Returns whether the rank has left the group of all ranks.

@@ -158,7 +158,7 @@ class DistributedDataParallelBase::Impl {
   void record_forward();
   void broadcast_model(int source);
   void shadow(int event, JoinContext& join);
-  void regroup();
+  void regroup(bool broadcasts);
 
   ProcessGroup group;
   std::optional<Timeline> timeline;
@@ -275,12 +275,12 @@ void DistributedDataParallelBase::Impl::broadcast_model(int source) {
   broadcast_all(buffers_, group, source);
 }
 
-void DistributedDataParallelBase::Impl::regroup() {
+void DistributedDataParallelBase::Impl::regroup(bool broadcasts) {
   if (reducer) Reducer::Impl::of(*reducer).require_replicas("regroup");
   reducer.reset();
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   // The arena of the former reducer has been released.
-  Impl next(*module_, group, options_, nullptr, /*broadcasts=*/false);
+  Impl next(*module_, group, options_, nullptr, broadcasts);
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
   *this = std::move(next);
@@ -316,7 +316,7 @@ const ProcessGroup& DistributedDataParallelBase::group() const noexcept { return
 Reducer& DistributedDataParallelBase::reducer() noexcept { return *impl_->reducer; }
 const Reducer& DistributedDataParallelBase::reducer() const noexcept { return *impl_->reducer; }
 
-void DistributedDataParallelBase::regroup() { impl_->regroup(); }
+void DistributedDataParallelBase::regroup(bool broadcasts) { impl_->regroup(broadcasts); }
 
 void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
   impl_->timeline = timeline;
