@@ -22,6 +22,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/backends/gloo_devices.h"
+#include "comm/backends/gloo_work.h"
 #include "comm/backends/shm_rendezvous.h"
 #include "comm/roll_call.h"
 #include "comm/timeout.h"
@@ -49,8 +50,6 @@ class SigpipeBlocked {
 
 /// How long gloo's threads sleep before they count as stuck.
 constexpr std::chrono::milliseconds kSleep(500);
-/// Interval at which a wait for a collective looks at gloo's threads.
-constexpr std::chrono::milliseconds kSlice(200);
 
 /// ProcessGroupGloo divides after the sum, and its reduce() does not divide. For float16, this class divides before the
 /// sum, as DistributedDataParallel in Python does: the sum may overflow although the mean does not.
@@ -143,42 +142,6 @@ class GlooGroup final : public c10d::ProcessGroupGloo {
   std::atomic<bool> has_ended_ = false;
 };
 
-/// A collective whose wait() also ends when gloo's threads are stuck.
-class GlooWork final : public c10d::Work {
- public:
-  GlooWork(c10::intrusive_ptr<c10d::Work> work, c10::intrusive_ptr<GlooGroup> group, const GroupGuard& guard)
-      : c10d::Work(group->getRank(), work->retrieveOpType()),
-        work_(std::move(work)),
-        group_(std::move(group)),
-        guard_(guard) {}
-
-  bool isCompleted() override { return work_->isCompleted(); }
-  bool isSuccess() const override { return work_->isSuccess(); }
-  std::exception_ptr exception() const override { return work_->exception(); }
-  int sourceRank() const override { return work_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return work_->result(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    using Clock = std::chrono::steady_clock;
-    const auto deadline = Clock::now() + (timeout == kNoTimeout ? clamp_timeout(timeout.max()) : timeout);
-    while (!work_->isCompleted() && Clock::now() < deadline) {
-      try {
-        return work_->wait(std::min(kSlice, time_until(deadline)));
-      } catch (const std::exception&) {
-        if (work_->isCompleted()) throw;
-      }
-      if (guard_.failed() && group_->is_stuck()) throw Error("a connection of gloo has ended");
-    }
-    return work_->wait(timeout == kNoTimeout ? timeout : std::chrono::milliseconds(1));
-  }
-
- private:
-  const c10::intrusive_ptr<c10d::Work> work_;
-  const c10::intrusive_ptr<GlooGroup> group_;
-  const GroupGuard& guard_;
-};
-
 /// `limit`: for each connection. gloo waits five times as long as its timeout for one.
 c10::intrusive_ptr<GlooGroup> connect_once(const c10::intrusive_ptr<c10d::Store>& store,
                                            const LaunchEnvironment& environment, std::chrono::milliseconds limit) {
@@ -257,7 +220,11 @@ class GlooBackend final : public ForwardingBackend {
       return !owned || owned->isCompleted() || (guard_->failed() && group_->is_stuck());
     };
   }
-  WorkPtr ending(WorkPtr work) override { return c10::make_intrusive<GlooWork>(std::move(work), group_, *guard_); }
+  WorkPtr ending(WorkPtr work) override {
+    return c10::make_intrusive<GlooWork>(std::move(work), rank_, [group = group_, guard = guard_.get()] {
+      return guard->failed() && group->is_stuck();
+    });
+  }
 
   Ptr<ForwardingBackend> reconnect(const Ptr<c10d::Store>& store, const LaunchEnvironment& place, int name,
                                    const std::function<void()>& /*check*/) override {
