@@ -296,12 +296,7 @@ void write_rest(const Sink& sink, OutputArchive& archive, const torch::optim::Op
   archive.write("step", c10::IValue(info.step));
   archive.write("config", c10::IValue(info.config));
   archive.write("optimizer_kind", c10::IValue(kind_of(optimizer)));
-  for (const CheckpointPart& part : parts) {
-    if (part.of_each_rank) continue;
-    OutputArchive nested(archive.compilation_unit());
-    part.save(nested);
-    archive.write("part_" + part.name, nested);
-  }
+  write_parts(archive, parts);
   archive.write("ranks", c10::IValue(static_cast<std::int64_t>(rank_states.size())));
   for (std::size_t rank = 0; rank < rank_states.size(); ++rank) {
     const std::string& state = rank_states[rank];
@@ -316,6 +311,15 @@ void write_rest(const Sink& sink, OutputArchive& archive, const torch::optim::Op
 }
 
 }  // namespace
+
+void write_parts(OutputArchive& archive, const std::vector<CheckpointPart>& parts) {
+  for (const CheckpointPart& part : parts) {
+    if (part.of_each_rank) continue;
+    OutputArchive nested(archive.compilation_unit());
+    part.save(nested);
+    archive.write("part_" + part.name, nested);
+  }
+}
 
 void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                    const CheckpointInfo& info, const std::vector<CheckpointPart>& parts,

@@ -11,6 +11,9 @@
 
 namespace ddpkit::train {
 
+/// Writes the parts that all ranks share, each as "part_NAME".
+void write_parts(torch::serialize::OutputArchive& archive, const std::vector<CheckpointPart>& parts);
+
 /// Writes an archive without its seal. `rank_states`: see gather_rank_states(). Passes exceptions of `sink` to the
 /// caller.
 void write_archive(const Sink& sink, const torch::nn::Module& module, const torch::optim::Optimizer& optimizer,

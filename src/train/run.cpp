@@ -21,6 +21,7 @@
 #include <ddpkit/train/together.h>
 
 #include "optim/elastic.h"
+#include "train/checkpoint_archive.h"
 #include "train/checkpoint_shards.h"
 #include "train/console.h"
 #include "train/history.h"
@@ -236,12 +237,7 @@ void Run::Shared::save(torch::serialize::OutputArchive& archive) const {
   for (const auto& [key, text] : texts) archive.write(key, c10::IValue(text));
   archive.write("epoch", c10::IValue(run.info_.epoch));
   archive.write("step", c10::IValue(run.info_.step));
-  for (const CheckpointPart& part : run.state_) {
-    if (part.of_each_rank) continue;
-    torch::serialize::OutputArchive nested(archive.compilation_unit());
-    part.save(nested);
-    archive.write("part_" + part.name, nested);
-  }
+  write_parts(archive, run.state_);
 }
 
 void Run::Shared::load(torch::serialize::InputArchive& archive) {

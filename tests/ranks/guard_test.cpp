@@ -45,6 +45,13 @@ std::string guard_failure(const std::function<void()>& call, milliseconds limit,
   return "threw nothing";
 }
 
+ddpkit::LaunchEnvironment place_of(const ProcessGroup& group) {
+  ddpkit::LaunchEnvironment environment;
+  environment.rank = environment.local_rank = group.rank();
+  environment.world_size = environment.local_world_size = group.world_size();
+  return environment;
+}
+
 void check_rank_that_throws(const std::string& backend, const ProcessGroup& group) {
   const int last = group.world_size() - 1;
   {
@@ -169,9 +176,7 @@ RANK_TEST("a rank that throws ends the gloo collectives of the others while othe
 RANK_TEST("a rank that is missing when gloo connects is named when the timeout ends", "[guard]", 2, 3) {
   constexpr std::chrono::seconds kTimeout(2);
   const auto store = c10::make_intrusive<c10d::PrefixStore>("missing", group.store());
-  ddpkit::LaunchEnvironment environment;
-  environment.rank = environment.local_rank = group.rank();
-  environment.world_size = environment.local_world_size = group.world_size();
+  const ddpkit::LaunchEnvironment environment = place_of(group);
   if (group.rank() == 1) {
     // The rank comes, and does not connect.
     const ddpkit::GroupGuard guard(store, environment, kTimeout, /*name=*/1);
@@ -182,6 +187,20 @@ RANK_TEST("a rank that is missing when gloo connects is named when the timeout e
         ContainsSubstring("rank 1 of " + std::to_string(group.world_size()) + " did not come within 2.0 s"));
     group.barrier();
   }
+}
+
+RANK_TEST("a call of a lost device is an error on all ranks", "[guard]", 2, 3) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("lost device", group.store());
+  ddpkit::GroupGuard guard(store, place_of(group), std::chrono::minutes(10), group.rank());
+  guard.start({.abort = [] {}});
+  if (group.rank() == 1) {
+    ddpkit::Event call{.kind = ddpkit::EventKind::kAllReduce};
+    const std::uint64_t index = ddpkit::EventRing::of_process().begin(call);
+    guard.watch(index, call, []() -> bool { throw std::runtime_error("the device is lost\nand more"); });
+  }
+  const std::chrono::seconds limit(100);
+  CHECK(guard_failure<PeerLost>([&] { guard.throw_failure(limit); }, limit, 1) == "rank 1 aborted: the device is lost");
+  group.barrier();
 }
 
 TEST_CASE("a killed rank is detected while another process holds its connections", "[ranks][guard]") {

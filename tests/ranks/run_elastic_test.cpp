@@ -22,12 +22,15 @@
 #include <ddpkit/train/metrics.h>
 
 #include "ranks/elastic_loss.h"
+#include "ranks/elastic_run.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
 using ddpkit::testing::die;
+using ddpkit::testing::elastic_group;
+using ddpkit::testing::elastic_options;
 using ddpkit::testing::Folder;
 using ddpkit::testing::on_ranks;
 using ddpkit::testing::read_file;
@@ -49,10 +52,6 @@ struct Death {
                           ///< before: "evaluation", "save", "write" (on rank 0), "report".
 };
 
-ProcessGroup elastic_group() {
-  return ddpkit::init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60), .elastic = true});
-}
-
 /// Trains like the trainers of this project. Writes each rank's weights, statistics and random numbers to
 /// `folder`/RANK, and the lost updates to `folder`/lost-RANK. RANK is the number at the start.
 void train(const Folder& folder, const Death& death) {
@@ -61,16 +60,7 @@ void train(const Folder& folder, const Death& death) {
   const auto dies = [&](std::int64_t step, const std::string& at) {
     if (death.rank == first_rank && death.step == step && death.at == at) die();
   };
-  RunOptions options{.epochs = kEpochs,
-                     .batch_size = 4,
-                     .lr = 1e-2,
-                     .lr_scaling = ddpkit::optim::LearningRateScaling::kLinear,
-                     .amp = false,
-                     .seed = 5,
-                     .elastic = true,
-                     .save_dir = folder / "run",
-                     .save_steps = 2,
-                     .progress = "off"};
+  RunOptions options = elastic_options(kEpochs, folder / "run", 2);
   ddpkit::train::Options declared("mine", "A test.");
   ddpkit::train::declare(declared, options);
   const torch::Tensor inputs = torch::randn({kSamples, 6}, at::make_generator<at::CPUGeneratorImpl>(3));

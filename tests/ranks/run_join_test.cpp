@@ -24,6 +24,7 @@
 
 #include "comm/trace/event_ring.h"
 #include "ranks/elastic_loss.h"
+#include "ranks/elastic_run.h"
 #include "support/catch.h"
 #include "support/folder.h"
 
@@ -85,20 +86,10 @@ std::string step_after(const std::string& text, const std::string& words) {
 // TEST_DEATH: the update before which rank 1 ends. TEST_WAIT: the update in which the others wait for the new rank.
 // TEST_SIGNAL: what they send to the new rank then.
 TEST_CASE("a rank of a run that new ranks join", "[.worker]") {
-  const ddpkit::ProcessGroup group =
-      ddpkit::init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60), .elastic = true});
+  const ddpkit::ProcessGroup group = ddpkit::testing::elastic_group();
   const bool is_new = group.is_joining();
   const std::string folder = std::getenv("TEST_FOLDER");
-  RunOptions options{.epochs = kRunEpochs,
-                     .batch_size = 4,
-                     .lr = 1e-2,
-                     .lr_scaling = ddpkit::optim::LearningRateScaling::kLinear,
-                     .amp = false,
-                     .seed = 5,
-                     .elastic = true,
-                     .save_dir = is_new ? "" : folder + "/run",
-                     .save_steps = 1,
-                     .progress = "off"};
+  RunOptions options = ddpkit::testing::elastic_options(kRunEpochs, is_new ? "" : folder + "/run", 1);
   if (const std::int64_t most = number("TEST_STEPS"); most >= 0) options.max_steps = most;
   ddpkit::train::Options declared("mine", "A test.");
   ddpkit::train::declare(declared, options);
