@@ -52,16 +52,24 @@ TEST_CASE("each child has its output and its end", "[children]") {
 }
 
 TEST_CASE("a failure ends the other children", "[children]") {
+  int ignores[2];  // A pipe: the failure waits until the last child ignores SIGTERM.
+  REQUIRE(::pipe(ignores) == 0);
   const auto result = run_children(
       3,
-      [](int index) -> int {
-        if (index == 1) return 1;
-        if (index == 2) ::signal(SIGTERM, SIG_IGN);
+      [&](int index) -> int {
+        char byte = 0;
+        if (index == 1) return ::read(ignores[0], &byte, 1) == 1 ? 1 : 2;
+        if (index == 2) {
+          ::signal(SIGTERM, SIG_IGN);
+          if (::write(ignores[1], &byte, 1) != 1) return 2;
+        }
         hang();
       },
       kPatient);
+  for (const int end : ignores) ::close(end);
   CHECK_FALSE(result.timed_out);
   CHECK_FALSE(result.ends[1].stopped);
+  CHECK(WEXITSTATUS(result.ends[1].status) == 1);
   CHECK(result.ends[0].stopped);
   CHECK(WTERMSIG(result.ends[2].status) == SIGKILL);
 }
