@@ -3,6 +3,7 @@
 //   DDPKIT_TEST_INJECT="WHO CALL N ERRNO"  the N-th use of CALL by process WHO fails with the number ERRNO
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -44,6 +45,12 @@ bool is_file(long descriptor) {
   struct stat file {};
   static const auto real = next<int(int, struct stat*)>("fstat");
   return real(static_cast<int>(descriptor), &file) == 0 && S_ISREG(file.st_mode);
+}
+
+/// Linux wakes sleepers without an error. A program sleeps forever if the kernel does not wake it.
+bool is_futex_wait(long number, long operation) {
+  const long command = operation & FUTEX_CMD_MASK;
+  return number == SYS_futex && (command == FUTEX_WAIT || command == FUTEX_WAIT_BITSET);
 }
 
 /// Called when main() begins: calls of the dynamic linker and static constructors do not count.
@@ -157,7 +164,9 @@ extern "C" long counted_syscall(long, long, long, long, long, long, long) __asm_
 extern "C" __attribute__((visibility("default"))) long counted_syscall(long number, long a, long b, long c, long d,
                                                                        long e, long f) {
   static const auto real = next<long(long, long, long, long, long, long, long)>("syscall");
-  const int call = number == SYS_futex ? number_of("futex") : number == SYS_pidfd_open ? number_of("pidfd_open") : -1;
+  const int call = ddpkit::testing::is_futex_wait(number, b) ? number_of("futex")
+                   : number == SYS_pidfd_open                ? number_of("pidfd_open")
+                                                             : -1;
   const int error = call >= 0 ? count(call) : 0;
   if (error == 0) return real(number, a, b, c, d, e, f);
   errno = error;
