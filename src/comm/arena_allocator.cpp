@@ -112,6 +112,12 @@ ScopedArena::~ScopedArena() {
   arena_->close();
 }
 
+shm::Mapping ScopedArena::pages() const { return arena_->pages(); }
+
+void ScopedArena::move_to(std::shared_ptr<shm::SymmetricSegment> segment, int rank) noexcept {
+  arena_->move_to(std::move(segment), rank);
+}
+
 at::Tensor ScopedArena::empty(std::int64_t numel, at::ScalarType dtype) {
   const std::size_t bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
   void* data = arena_->allocate(bytes, true);

@@ -31,6 +31,11 @@ class ScopedArena {
   /// if another arena is active.
   static std::shared_ptr<ScopedArena> open_private(std::size_t capacity);
 
+  /// Returns this rank's pages, which a later group may use; without a descriptor, only this process may.
+  shm::Mapping pages() const;
+  /// Continues in a segment of a later group with these pages. All tensors remain.
+  void move_to(std::shared_ptr<shm::SymmetricSegment> segment, int rank) noexcept;
+
   /// Allocates a tensor of `numel` elements in the arena, if necessary from the reserve. The content is undefined.
   /// Throws Error if the arena is full.
   at::Tensor empty(std::int64_t numel, at::ScalarType dtype);

@@ -25,6 +25,9 @@ class Joining {
   static Regroup admit(const ProcessGroup& group);
   /// On a new rank: waits until the others let it join. Throws Error if they end before.
   static Regroup join(const ProcessGroup& group);
+  /// The last `new_ranks` ranks of the group receive the values of `tensor`, a dense one, from former ranks. Call on
+  /// all ranks; the former ranks share the work.
+  static void copy(const ProcessGroup& group, int new_ranks, const at::Tensor& tensor);
 };
 
 }  // namespace ddpkit

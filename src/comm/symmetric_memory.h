@@ -32,8 +32,9 @@ class SymmetricMemory {
                                                                   const at::Tensor& shard,
                                                                   const c10d::ReduceOp& op) = 0;
   /// Allocates this process's large CPU tensors from memory that all ranks map, from now on. Collective. Callers share
-  /// one arena. Returns null on all ranks if one rank cannot open it, because its process has an arena of another group
-  /// or an older arena of this group that other ranks have released.
+  /// one arena. After a change of an elastic group, the arena of the former group continues with its pages. With one
+  /// rank, only this process maps the memory. Returns null on all ranks if one rank cannot open it, because its process
+  /// has an arena of another group or an older arena of this group that other ranks have released.
   virtual std::shared_ptr<ScopedArena> open_arena(std::size_t capacity, std::size_t reserve) = 0;
 };
 

@@ -148,12 +148,12 @@ void Elastic::Impl::Progress::load(torch::serialize::InputArchive& archive) {
   of.sampler.load(archive);
 }
 
-void Elastic::Impl::adapt(const Regroup& change, bool is_new) {
+void Elastic::Impl::adapt(const Regroup& change) {
   const ProcessGroup& group = ddp.group();
-  const bool has_new = std::ranges::count(change.old_rank_of, -1) > 0;
+  const auto new_ranks = static_cast<int>(std::ranges::count(change.old_rank_of, -1));
   ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
-  ddp.regroup(/*broadcasts=*/has_new);
-  if (has_new) state.broadcast(0, /*loads=*/is_new);
+  ddp.regroup(new_ranks);
+  if (new_ranks > 0) state.copy_to_new(new_ranks);
   check_steps();
   if (options_.on_change) options_.on_change(change);
 }
@@ -165,7 +165,7 @@ void Elastic::Impl::recover(std::string cause) {
     std::optional<Regroup> change;
     if (!std::exchange(joins_, false)) change = group.shrink(options_.min_ranks);
     try {
-      adapt(change ? *change : Joining::admit(group), /*is_new=*/false);
+      adapt(change ? *change : Joining::admit(group));
     } catch (const PeerLost& error) {
       cause = error.what();
       continue;
@@ -183,7 +183,7 @@ void Elastic::Impl::join() {
     throw InvalidArgument(
         "Elastic: a new rank needs the state of the optimizer: pass the optimizer to the constructor, after the "
         "options");
-  adapt(Joining::join(ddp.group()), /*is_new=*/true);
+  adapt(Joining::join(ddp.group()));
 }
 
 Elastic::Elastic(Begin /*begin*/, DistributedDataParallelBase& ddp, torch::nn::Module& module,
@@ -201,6 +201,7 @@ JoinState& Elastic::state() noexcept { return impl_->state; }
 
 void Elastic::join(bool has_optimizer) {
   impl_->takes_new_ranks = has_optimizer;
+  if (has_optimizer) impl_->state.prepare();
   if (impl_->ddp.group().is_joining()) impl_->join();
 }
 

@@ -43,21 +43,21 @@ class Elastic::Impl {
   };
   std::vector<Part> parts;
 
-  /// The numbers that new ranks get from rank 0.
+  /// The numbers that new ranks get from a former rank.
   struct Progress {
     void save(torch::serialize::OutputArchive& archive) const;
     void load(torch::serialize::InputArchive& archive);
     Impl& of;
   };
   Progress progress{*this};
-  JoinState state;  ///< What new ranks get from rank 0, except weights and buffers.
+  JoinState state;  ///< What new ranks get from a former rank, except weights and buffers.
 
  private:
   std::size_t fingerprint() const;
   void roll_back();
   void check_steps() const;
   /// The part of a change that former and new ranks share. Collective.
-  void adapt(const Regroup& change, bool is_new);
+  void adapt(const Regroup& change);
 
   const ElasticOptions options_;
   std::vector<at::Tensor> parameters_, buffers_;

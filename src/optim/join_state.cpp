@@ -6,6 +6,7 @@
 #include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -17,6 +18,7 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/sharded_optimizer.h>
 
+#include "comm/joining.h"
 #include "parallel/ddp/shard_output.h"
 #include "parallel/model_agreement.h"
 
@@ -74,33 +76,41 @@ void JoinState::check(const DistributedDataParallelBase& ddp) const {
 }
 
 void JoinState::join_end(int source) {
-  if (source >= 0) broadcast(source, group_.rank() != source);
+  if (source < 0) return;
+  const bool saves = group_.rank() == source;
+  copy(saves, !saves, [&](const at::Tensor& tensor) { group_.broadcast(tensor, source); });
 }
 
-void JoinState::broadcast(int source, bool loads) {
+void JoinState::copy_to_new(int new_ranks) {
+  const int former = group_.world_size() - new_ranks;
+  copy(group_.rank() < std::min(new_ranks, former), group_.rank() >= former,
+       [&](const at::Tensor& tensor) { Joining::copy(group_, new_ranks, tensor); });
+}
+
+void JoinState::copy(bool saves, bool loads, const std::function<void(const at::Tensor&)>& transfer) {
   std::string bytes;
   run_on_all_ranks(group_, kCall, [&] {
-    if (group_.rank() == source) bytes = save();
+    if (saves) bytes = save();
   });
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong).to(group_.device());
-  group_.broadcast(size, source);
+  transfer(size);
   const auto length = static_cast<std::size_t>(size.item<std::int64_t>());
   group_.check();
   bytes.resize(length);
   const at::Tensor on_host = at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte);
   const at::Tensor data = on_host.to(group_.device());
-  group_.broadcast(data, source);
+  transfer(data);
   run_on_all_ranks(group_, kCall, [&] {
     if (!loads) return;
     on_host.copy_(data);
-    torch::serialize::InputArchive archive;
-    archive.load_from(bytes.data(), bytes.size());
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
-      torch::serialize::InputArchive nested;
-      archive.read(fmt::format("part_{}", i), nested);
-      parts_[i].load(nested);
-    }
+    auto archives = read(bytes);
+    for (std::size_t i = 0; i < parts_.size(); ++i) parts_[i].load(archives[i]);
   });
+}
+
+void JoinState::prepare() const {
+  const std::string bytes = save();
+  if (group_.is_joining()) read(bytes);
 }
 
 std::string JoinState::save() const {
@@ -113,6 +123,14 @@ std::string JoinState::save() const {
   std::ostringstream stream;
   archive.save_to(stream);
   return std::move(stream).str();
+}
+
+std::vector<torch::serialize::InputArchive> JoinState::read(const std::string& bytes) const {
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size());
+  std::vector<torch::serialize::InputArchive> parts(parts_.size());
+  for (std::size_t i = 0; i < parts_.size(); ++i) archive.read(fmt::format("part_{}", i), parts[i]);
+  return parts;
 }
 
 }  // namespace ddpkit::optim

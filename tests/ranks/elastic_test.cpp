@@ -11,6 +11,7 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -289,6 +290,57 @@ TEST_CASE("after regroup() each rank has its own buffers", "[ranks][shm][elastic
              group.barrier();
            },
            {.doomed = {0}});
+}
+
+/// Returns how many arenas this process maps: its own and those of other ranks.
+std::ptrdiff_t mapped_arenas() {
+  const std::string maps = ddpkit::testing::read_file("/proc/self/maps");
+  std::istringstream lines(maps);
+  std::set<std::string> names;
+  for (std::string line; std::getline(lines, line);) {
+    if (const auto at = line.find("ddpkit:segment-"); at != std::string::npos) names.insert(line.substr(at));
+  }
+  return std::ssize(names);
+}
+
+TEST_CASE("after regroup() gradients are reduced in the same memory", "[ranks][shm][elastic]") {
+  on_ranks("after regroup() gradients are reduced in the same memory", 4,
+           [](ProcessGroup& fixed) {
+             const ProcessGroup group = elastic_group("shm");
+             torch::nn::Linear model(torch::nn::LinearOptions(64, 64).bias(false));
+             ddpkit::DistributedDataParallel ddp(model, group);
+             const auto train = [&] {
+               model->weight.mutable_grad().reset();
+               ddp(torch::full({1, 64}, fixed.rank(), at::kFloat)).sum().backward();
+             };
+             train();
+             const torch::Tensor kept = torch::full({5000}, fixed.rank());
+             CHECK(mapped_arenas() == 4);
+             double sum = 6;
+             for (const int lost : {0, 2}) {
+               const auto before = ddp.reducer().arena().value();
+               if (fixed.rank() == lost) die();
+               CHECK_THROWS_AS(train(), PeerLost);
+               group.shrink();
+               ddp.regroup();
+               const auto after = ddp.reducer().arena().value();
+               CHECK(after.reserved >= before.reserved);
+               CHECK(after.allocations >= before.allocations);
+               CHECK(mapped_arenas() == group.world_size());
+               sum -= lost;
+               train();
+               CHECK(model->weight.grad().allclose(torch::full({64, 64}, sum / group.world_size())));
+               CHECK(kept.eq(fixed.rank()).all().item<bool>());
+             }
+             if (fixed.rank() == 1) die();
+             CHECK_THROWS_AS(train(), PeerLost);
+             group.shrink();
+             ddp.regroup();
+             train();
+             CHECK(model->weight.grad().eq(3).all().item<bool>());
+             CHECK(kept.eq(3).all().item<bool>());
+           },
+           {.doomed = {0, 1, 2}});
 }
 
 TEST_CASE("Elastic undoes nothing that cannot be undone", "[ranks][shm][elastic]") {

@@ -53,8 +53,8 @@ class Elastic {
   /// Collective. All arguments must outlive this object. `objects` are of two kinds, and an object may be of both.
   /// Objects that can be copied return to their old values if a step is dropped: GradScaler, sums of losses. Buffers of
   /// the module and the default generators of the CPU and of the group's device are included. Objects with
-  /// save(OutputArchive&) and load(InputArchive&) give new ranks the state of rank 0: the optimizer, which new ranks
-  /// need, learning-rate schedulers, GradScaler. Weights, buffers and the position of `sampler` are included.
+  /// save(OutputArchive&) and load(InputArchive&) give new ranks the state of a former rank: the optimizer, which new
+  /// ranks need, learning-rate schedulers, GradScaler. Weights, buffers and the position of `sampler` are included.
   ///
   /// On a new rank, returns when it has joined the others, between two of their steps. Its loop begins with
   /// sampler.epoch().

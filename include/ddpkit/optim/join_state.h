@@ -42,9 +42,11 @@ class JoinState final : public Joinable {
   friend class Elastic;  // New ranks load the state of the others.
 
   void join_end(int source) override;
-  /// Broadcasts the archives of all objects from rank `source`. `loads`: this rank loads them. If one rank cannot save
-  /// or load an object, all ranks throw.
-  void broadcast(int source, bool loads);
+  /// The last `new_ranks` ranks load the state of former ranks.
+  void copy_to_new(int new_ranks);
+  /// `saves`: `transfer` sends the archive of this rank's objects. `loads`: this rank loads what it receives. If one
+  /// rank cannot save or load an object, all ranks throw.
+  void copy(bool saves, bool loads, const std::function<void(const at::Tensor&)>& transfer);
 
   struct Part {
     std::function<void(torch::serialize::OutputArchive&)> save;
@@ -66,7 +68,11 @@ class JoinState final : public Joinable {
   }
   /// Collective.
   void check(const DistributedDataParallelBase& ddp) const;
+  /// LibTorch takes 0.1 s for a process's first archives. Without this, the others would wait for that when a new rank
+  /// joins.
+  void prepare() const;
   std::string save() const;
+  std::vector<torch::serialize::InputArchive> read(const std::string& bytes) const;  ///< [part]
 
   ProcessGroup group_;
   std::vector<Part> parts_;

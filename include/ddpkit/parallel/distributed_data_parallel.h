@@ -69,11 +69,11 @@ class DistributedDataParallelBase : public Joinable {
   /// has no events of the other ranks.
   void set_timeline(std::optional<Timeline> timeline);
 
-  /// After the group has changed: averages over its ranks. Parameters, which must be equal on all ranks, and buffers
-  /// keep their values. `broadcasts`: all ranks get those of rank 0, because some are new. Collective. Drops the
-  /// gradients. Throws InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within
-  /// join().
-  void regroup(bool broadcasts = false);
+  /// After the group has changed: averages over its ranks. Parameters, which must be equal on all former ranks, and
+  /// buffers keep their values. `new_ranks`: number of new ranks, the last ones. They get the values of a former rank.
+  /// Collective. Drops the gradients. Throws InvalidArgument with a communication hook, sharded parameters, a
+  /// ShardedOptimizer, or within join().
+  void regroup(int new_ranks = 0);
 
   const ProcessGroup& join_group() const override { return group(); }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include <ddpkit/comm/shm_backend.h>
 #include <ddpkit/error.h>
@@ -254,7 +255,9 @@ Backend::Ptr<Backend> ShmBackend::connect_with_new(const Ptr<c10d::Store>& store
 }
 
 void ShmBackend::follow(const Backend& former) noexcept {
-  engine_->follow(*static_cast<const ShmBackend&>(former).engine_);
+  const auto& before = static_cast<const ShmBackend&>(former);
+  engine_->follow(*before.engine_);
+  former_arena_ = before.former_arena_ ? before.former_arena_ : before.arena_.lock();
 }
 
 void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) {
@@ -307,9 +310,14 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors,
 }
 
 std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
+  if (size_ == 1) {
+    former_arena_.reset();
+    return ScopedArena::open_private(capacity);
+  }
   // Ranks release an arena at different times. An arena may be active here and released elsewhere.
   auto in_force = arena_.lock();
-  std::int64_t agreed[] = {in_force ? 1 : 0, ScopedArena::taken() ? 0 : 1, static_cast<std::int64_t>(capacity)};
+  std::int64_t agreed[] = {in_force ? 1 : 0, !ScopedArena::taken() || former_arena_ ? 1 : 0,
+                           static_cast<std::int64_t>(capacity)};
   engine_->run({.kind = CollectiveKind::kAllReduce,
                 .dtype = shm::DataType::kInt64,
                 .op = shm::Reduction::kMin,
@@ -317,9 +325,23 @@ std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::s
                 .output = agreed,
                 .numel = std::size(agreed)});
   if (agreed[0] == 1) return in_force;
-  if (agreed[1] == 0 || size_ == 1) return nullptr;
-  auto segment = engine_->allocate(static_cast<std::size_t>(agreed[2]), shm::Mapping::Populate::kLazy);
-  auto arena = std::make_shared<ScopedArena>(std::move(segment), rank_, reserve);
+  if (agreed[1] == 0) {
+    former_arena_.reset();
+    return nullptr;
+  }
+  const auto bytes = static_cast<std::size_t>(agreed[2]);
+  shm::Mapping pages = former_arena_ ? former_arena_->pages() : shm::Mapping();
+  if (pages.size() != bytes || pages.descriptor() < 0) {
+    pages = {};
+    former_arena_.reset();
+  }
+  auto segment = engine_->allocate(bytes, shm::Mapping::Populate::kLazy, std::move(pages));
+  auto arena = std::exchange(former_arena_, nullptr);
+  if (arena) {
+    arena->move_to(std::move(segment), rank_);
+  } else {
+    arena = std::make_shared<ScopedArena>(std::move(segment), rank_, reserve);
+  }
   arena_ = arena;
   return arena;
 }

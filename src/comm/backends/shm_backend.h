@@ -101,6 +101,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   const ShmRequests requests_;
   std::chrono::milliseconds timeout_;
   std::weak_ptr<ScopedArena> arena_;
+  std::shared_ptr<ScopedArena> former_arena_;  ///< Of the group before the change, until open_arena().
 };
 
 /// create_shm_backend() for a part of a larger group. Errors count ranks from `first_rank`.

@@ -30,7 +30,8 @@ struct alignas(kCacheLine) Arena::Block {
 
 Arena::Arena(std::shared_ptr<SymmetricSegment> segment, int rank, std::size_t reserve)
     : segment_(std::move(segment)),
-      begin_(segment_->base[static_cast<std::size_t>(rank)]),
+      rank_(static_cast<std::size_t>(rank)),
+      begin_(segment_->base[rank_]),
       end_(begin_.load() + segment_->bytes),
       limit_(segment_->bytes - std::min(reserve, segment_->bytes)) {
   stats_.capacity = segment_->bytes;
@@ -150,6 +151,17 @@ void Arena::free(void* data) noexcept {
   freed_ += block->bytes;
   stats_.in_use -= block->bytes;
   release_if_over();
+}
+
+Mapping Arena::pages() const {
+  const std::lock_guard lock(mutex_);
+  return segment_->mappings[rank_].copy();
+}
+
+void Arena::move_to(std::shared_ptr<SymmetricSegment> segment, int rank) noexcept {
+  const std::lock_guard lock(mutex_);
+  std::swap(segment_, segment);
+  rank_ = static_cast<std::size_t>(rank);
 }
 
 void Arena::keep_place() const noexcept {

@@ -40,6 +40,10 @@ class Arena {
   void free(void* data) noexcept;
   /// Returns whether `data`, any pointer, is in the arena's pages.
   bool contains(const void* data) const noexcept { return data >= begin_.load() && data < end_.load(); }
+  /// Returns this rank's pages, for a segment of another group.
+  Mapping pages() const;
+  /// Continues in a segment with these pages, as rank `rank`. All blocks remain.
+  void move_to(std::shared_ptr<SymmetricSegment> segment, int rank) noexcept;
   /// Call in a child process: reserves the addresses of the parent's pages.
   void keep_place() const noexcept;
   /// Stops the allocation of blocks.
@@ -64,6 +68,7 @@ class Arena {
 
   mutable std::mutex mutex_;
   std::shared_ptr<SymmetricSegment> segment_;
+  std::size_t rank_;
   std::atomic<std::byte*> begin_{nullptr};
   std::atomic<std::byte*> end_{nullptr};
   std::size_t limit_ = 0;                ///< Limit for requests that are not urgent.

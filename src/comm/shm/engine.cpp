@@ -97,7 +97,7 @@ void Engine::run(CollectiveArgs args) {
   operation->throw_if_failed();
 }
 
-std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate) {
+std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate, Mapping pages) {
   const auto gather = [&](const SegmentOffer& offer) {
     std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
     CollectiveArgs args{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
@@ -110,7 +110,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::P
     fail(kind, error.what(), error.context().rank);
   };
   SegmentOffer own;
-  auto segment = segments_.create(bytes, populate, own);
+  auto segment = segments_.create(bytes, populate, std::move(pages), own);
   const auto offers = gather(own);
   try {
     segments_.map(*segment, populate, offers, own);
@@ -121,7 +121,7 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::P
   }
   segments_.throw_first_error(gather(own));  // Also keeps the descriptor open until all ranks have mapped it.
   const std::unique_lock lock(mutex_);
-  segments_.add(segment);
+  segments_.add(segment, /*reusable=*/elastic_ && populate == Mapping::Populate::kLazy);
   return segment;
 }
 

@@ -94,8 +94,10 @@ class Engine {
   void finish_in_background(PendingHandle pending, std::function<void(std::exception_ptr)> then = {});
 
   /// Allocates `bytes` of symmetric memory on every rank. Collective. Throws on every rank if one rank cannot allocate.
-  /// With Populate::kLazy each page uses memory only after its first use.
-  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Populate populate = Mapping::Populate::kEager);
+  /// With Populate::kLazy each page uses memory only after its first use. `pages`: this rank's pages, from a former
+  /// group; empty: new ones.
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes, Mapping::Populate populate = Mapping::Populate::kEager,
+                                             Mapping pages = {});
 
   /// Throws the error of the group, if there is one.
   void check() const;

@@ -170,6 +170,14 @@ Mapping Mapping::open(const RankProcessId& owner, int fd, std::size_t bytes, Pop
   return mapping;
 }
 
+Mapping Mapping::copy() const {
+  Mapping mapping;
+  mapping.pages_ = pages_;
+  mapping.size_ = size_;
+  if (fd_ >= 0) mapping.fd_ = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  return mapping;
+}
+
 void Mapping::close_descriptor() noexcept {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }

@@ -49,6 +49,9 @@ class Mapping {
   static Mapping open(const RankProcessId& owner, int fd, std::size_t bytes, Populate populate = Populate::kEager,
                       const std::function<bool()>& has_closed = {});
 
+  /// Returns another mapping of the same pages. Its descriptor is a copy; -1 if this one has none.
+  Mapping copy() const;
+
   std::byte* data() const noexcept { return pages_.get(); }
   std::size_t size() const noexcept { return size_; }
   /// Returns the descriptor that others may open; -1 after close_descriptor() and for opened mappings.

@@ -52,7 +52,7 @@ void write_error(SegmentOffer& offer, const Error& error) {
 
 }  // namespace
 
-std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::Populate populate,
+std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::Populate populate, Mapping pages,
                                                    SegmentOffer& own) const {
   auto segment = std::make_shared<SymmetricSegment>();
   segment->bytes = bytes;
@@ -60,7 +60,8 @@ std::shared_ptr<SymmetricSegment> Segments::create(std::size_t bytes, Mapping::P
   own.bytes = bytes;
   try {
     Mapping& mapping = segment->mappings[static_cast<std::size_t>(peers_.rank())];
-    mapping = Mapping::create(fmt::format("segment-{}", peers_.rank()), bytes, populate);
+    mapping =
+        pages.data() ? std::move(pages) : Mapping::create(fmt::format("segment-{}", peers_.rank()), bytes, populate);
     own.fd = mapping.descriptor();
   } catch (const Error& error) {
     write_error(own, error);
@@ -100,8 +101,8 @@ void Segments::throw_first_error(const std::vector<SegmentOffer>& offers) const 
   }
 }
 
-void Segments::add(const std::shared_ptr<SymmetricSegment>& segment) {
-  segment->mappings[static_cast<std::size_t>(peers_.rank())].close_descriptor();
+void Segments::add(const std::shared_ptr<SymmetricSegment>& segment, bool reusable) {
+  if (!reusable) segment->mappings[static_cast<std::size_t>(peers_.rank())].close_descriptor();
   segment->id = next_id_++;
   std::erase_if(segments_, [](const auto& old) { return old.expired(); });
   segments_.push_back(segment);

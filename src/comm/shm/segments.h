@@ -35,16 +35,19 @@ class Segments {
 
   // The steps of an allocation. All but add() use no state of this object.
 
-  /// Creates a segment with the pages of this rank. Writes them, or the error, to `own`.
-  std::shared_ptr<SymmetricSegment> create(std::size_t bytes, Mapping::Populate populate, SegmentOffer& own) const;
+  /// Creates a segment with the pages of this rank: `pages`, or new ones if it is empty. Writes them, or the error, to
+  /// `own`.
+  std::shared_ptr<SymmetricSegment> create(std::size_t bytes, Mapping::Populate populate, Mapping pages,
+                                           SegmentOffer& own) const;
   /// Maps the pages of the other ranks. Writes an error of this rank to `own`. Throws CollectiveMismatch if the sizes
   /// differ, PeerLost if a rank has ended, Error if a rank offers an error. `offers`: [rank]
   void map(SymmetricSegment& segment, Mapping::Populate populate, const std::vector<SegmentOffer>& offers,
            SegmentOffer& own) const;
   /// `offers`: [rank]
   void throw_first_error(const std::vector<SegmentOffer>& offers) const;
-  /// Adds a segment that all ranks have mapped.
-  void add(const std::shared_ptr<SymmetricSegment>& segment);
+  /// Adds a segment that all ranks have mapped. `reusable`: a later group may get this rank's pages, so their
+  /// descriptor stays open.
+  void add(const std::shared_ptr<SymmetricSegment>& segment, bool reusable);
 
   /// Writes the symmetric addresses of a collective's tensors. Sets the path if it does not depend on the other ranks.
   void locate(Operation& operation) const;

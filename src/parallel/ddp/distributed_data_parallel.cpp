@@ -12,6 +12,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/joining.h"
 #include "comm/timeline.h"
 #include "comm/trace/event_ring.h"
 #include "parallel/ddp/debug.h"
@@ -99,6 +100,21 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
   }
 }
 
+/// The last `new_ranks` ranks get the values of former ranks, without a further copy where a tensor is dense.
+void copy_to_new(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int new_ranks) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor dense = tensor.detach().contiguous();
+    Joining::copy(group, new_ranks, dense.view({-1}).view(at::kByte));
+    if (group.rank() < group.world_size() - new_ranks) continue;
+    if (tensor.is_contiguous()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    } else {
+      tensor.copy_(dense);
+    }
+  }
+}
+
 /// Tensors of one type share messages.
 void sort_by_type(std::vector<at::Tensor>& tensors) {
   std::stable_sort(tensors.begin(), tensors.end(), [](const at::Tensor& one, const at::Tensor& other) {
@@ -158,7 +174,7 @@ class DistributedDataParallelBase::Impl {
   void record_forward();
   void broadcast_model(int source);
   void shadow(int event, JoinContext& join);
-  void regroup(bool broadcasts);
+  void regroup(int new_ranks);
 
   ProcessGroup group;
   std::optional<Timeline> timeline;
@@ -275,12 +291,14 @@ void DistributedDataParallelBase::Impl::broadcast_model(int source) {
   broadcast_all(buffers_, group, source);
 }
 
-void DistributedDataParallelBase::Impl::regroup(bool broadcasts) {
+void DistributedDataParallelBase::Impl::regroup(int new_ranks) {
   if (reducer) Reducer::Impl::of(*reducer).require_replicas("regroup");
   reducer.reset();
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
-  // The arena of the former reducer has been released.
-  Impl next(*module_, group, options_, nullptr, broadcasts);
+  // The group has kept the arena, in which the next reducer continues.
+  Impl next(*module_, group, options_, nullptr, /*broadcasts=*/false);
+  copy_to_new(parameters_, group, new_ranks);
+  copy_to_new(buffers_, group, new_ranks);
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
   *this = std::move(next);
@@ -316,7 +334,7 @@ const ProcessGroup& DistributedDataParallelBase::group() const noexcept { return
 Reducer& DistributedDataParallelBase::reducer() noexcept { return *impl_->reducer; }
 const Reducer& DistributedDataParallelBase::reducer() const noexcept { return *impl_->reducer; }
 
-void DistributedDataParallelBase::regroup(bool broadcasts) { impl_->regroup(broadcasts); }
+void DistributedDataParallelBase::regroup(int new_ranks) { impl_->regroup(new_ranks); }
 
 void DistributedDataParallelBase::set_timeline(std::optional<Timeline> timeline) {
   impl_->timeline = timeline;

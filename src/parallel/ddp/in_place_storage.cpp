@@ -104,7 +104,7 @@ class InPlaceStorage final : public BucketStorage {
     const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
     const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
     // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
-    arena_ = group_.world_size() == 1 ? ScopedArena::open_private(capacity) : memory_.open_arena(capacity, reserve);
+    arena_ = memory_.open_arena(capacity, reserve);
   }
 
   /// With an arena, allocates views only for gradients that are too small for the arena.
