@@ -14,6 +14,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/master_address.h"
+#include "comm/shm_rendezvous.h"
 #include "comm/sockets.h"
 #include "comm/store/keyed_store.h"
 #include "comm/store/store_server.h"
@@ -221,6 +222,16 @@ struct Pass {
 c10::intrusive_ptr<c10d::Store> watch(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
                                       std::shared_ptr<shm::Engine> engine) {
   return c10::make_intrusive<WatchedStore>(prefix, std::move(store), std::move(engine));
+}
+
+std::shared_ptr<shm::Engine> connect_with_new(const std::shared_ptr<shm::Engine>& engine,
+                                              const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                              const std::vector<int>& names) {
+  auto next = connect_engine(watch("shm", store, engine), rank, static_cast<int>(names.size()),
+                             std::min<milliseconds>(engine->timeout(), kReconnectLimit), names[0], names);
+  next->set_timeout(engine->timeout());
+  next->set_elastic();
+  return next;
 }
 
 RemainingStore connect_remaining(const std::shared_ptr<shm::Engine>& engine) {

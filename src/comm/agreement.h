@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "comm/guard.h"
 #include "comm/shm/engine.h"
@@ -83,6 +84,12 @@ class Agreement {
 /// throws PeerLost if a rank ends.
 c10::intrusive_ptr<c10d::Store> watch(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
                                       std::shared_ptr<shm::Engine> engine);
+
+/// Connects the ranks of `engine` and new ranks as another elastic group, in which this rank is `rank`. Collective of
+/// all of them. `names`: numbers in messages. [rank] Throws PeerLost if a rank of `engine` ends.
+std::shared_ptr<shm::Engine> connect_with_new(const std::shared_ptr<shm::Engine>& engine,
+                                              const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                              const std::vector<int>& names);
 
 /// A store of the ranks that remain after a loss.
 struct RemainingStore {

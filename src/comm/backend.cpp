@@ -136,12 +136,12 @@ ForwardingBackend::ForwardingBackend(Ptr<c10d::Backend> inner, at::Device device
       inner_(std::move(inner)),
       hides_aborts_(hides_aborts),
       records_(size_ > 1),
-      group_number_(records_ ? EventRing::of_process().new_group() : 0) {
-  if (records_ && guard_) guard_->set_group(group_number_);
+      group_number_(EventRing::of_process().new_group()) {
+  if (guard_) guard_->set_group(group_number_);
 }
 
 void ForwardingBackend::leave() noexcept {
-  if (records_ && EventRing::of_process().is_world(group_number_)) EventRing::of_process().leave();
+  if (EventRing::of_process().is_world(group_number_)) EventRing::of_process().leave();
 }
 
 void ForwardingBackend::abort_group(const std::string& reason) noexcept {
@@ -225,10 +225,27 @@ Backend::Remainder ForwardingBackend::shrink(int min_ranks) {
     remainder.old_rank_of = std::move(members);
     next = connect_again(engine);
   }
-  EventRing& ring = EventRing::of_process();
-  if (records_ && ring.is_world(group_number_)) ring.continue_world(next->group_number_);
   remainder.backend = std::move(next);
   return remainder;
+}
+
+int ForwardingBackend::name() const noexcept { return agreement_ ? agreement_->engine()->name() : rank_; }
+
+std::atomic<std::uint64_t>* ForwardingBackend::join_step() noexcept {
+  return agreement_ ? &agreement_->engine()->join_step() : nullptr;
+}
+
+Backend::Ptr<Backend> ForwardingBackend::connect_with_new(const Ptr<c10d::Store>& store, int rank,
+                                                          const std::vector<int>& names) {
+  const auto engine = ddpkit::connect_with_new(agreement_->engine(), store, rank, names);
+  Ptr<Backend> next = connect_again(engine);
+  if (!next) engine->check_ranks();  // Throws.
+  return next;
+}
+
+void ForwardingBackend::follow(const Backend& former) noexcept {
+  EventRing& ring = EventRing::of_process();
+  if (ring.is_world(static_cast<const ForwardingBackend&>(former).group_number_)) ring.continue_world(group_number_);
 }
 
 /// The errors of c10d's backends do not name the device.

@@ -119,6 +119,10 @@ class ForwardingBackend : public Backend {
                         const LaunchEnvironment& part) override;
   bool is_elastic() const noexcept override { return agreement_ != nullptr; }
   Remainder shrink(int min_ranks) override;
+  int name() const noexcept override;
+  std::atomic<std::uint64_t>* join_step() noexcept override;
+  Ptr<Backend> connect_with_new(const Ptr<c10d::Store>& store, int rank, const std::vector<int>& names) override;
+  void follow(const Backend& former) noexcept override;
   at::Device control_device() const override { return device_; }
   void leave() noexcept override;
   GroupGuard& guard() const { return *guard_; }
@@ -189,7 +193,7 @@ class ForwardingBackend : public Backend {
 
   const Ptr<c10d::Backend> inner_;
   const bool hides_aborts_, records_;
-  const std::uint32_t group_number_;  ///< For the ring of events, if `records_`; the same for `sequence_`.
+  const std::uint32_t group_number_;  ///< For the ring of events, as `sequence_`.
   std::atomic<std::uint64_t> sequence_ = 0;
   std::unique_ptr<Agreement> agreement_;  ///< Of an elastic group.
 };

@@ -107,17 +107,17 @@ void check_elastic(const BackendKind& kind, at::Device device, const LaunchEnvir
 /// Returns a group of this rank alone, which waits to join the others.
 ProcessGroup begin_joining(const InitOptions& options, const BackendKind& kind, at::Device device,
                            const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-  if (!options.elastic || kind.name != "shm" || !device.is_cpu())
+  if (!options.elastic)
     throw InvalidArgument(
-        fmt::format("rank {} replaces a lost rank: that needs InitOptions::elastic, the shm backend and CPU ranks",
-                    environment.rank));
+        fmt::format("rank {} replaces a lost rank: that needs InitOptions::elastic", environment.rank));
   auto store = connect_store(environment, timeout);
   note_rendezvous(environment);
   LaunchEnvironment alone = environment;
   alone.rank = alone.local_rank = 0;
   alone.world_size = alone.local_world_size = 1;
-  auto backend = kind.create(c10::make_intrusive<c10d::HashStore>(), alone, device, timeout);
-  backend->set_elastic(store, alone);
+  const auto own_store = c10::make_intrusive<c10d::HashStore>();
+  auto backend = kind.create(own_store, alone, device, timeout);
+  backend->set_elastic(own_store, alone);
   ProcessGroup group(std::move(backend), std::move(store), device, alone);
   Joining::begin(group, environment.rank);
   return group;

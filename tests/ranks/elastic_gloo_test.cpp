@@ -20,7 +20,7 @@
 #include <ddpkit/error.h>
 
 #include "comm/agreement.h"
-#include "comm/backends/shm_rendezvous.h"
+#include "comm/shm_rendezvous.h"
 #include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/ranks.h"

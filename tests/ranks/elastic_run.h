@@ -9,8 +9,8 @@
 
 namespace ddpkit::testing {
 
-inline ProcessGroup elastic_group() {
-  return init_process_group({.backend = "shm", .timeout = std::chrono::seconds(60), .elastic = true});
+inline ProcessGroup elastic_group(const std::string& backend = "shm") {
+  return init_process_group({.backend = backend, .timeout = std::chrono::seconds(60), .elastic = true});
 }
 
 inline train::RunOptions elastic_options(int epochs, const std::string& save_dir, std::int64_t save_steps) {

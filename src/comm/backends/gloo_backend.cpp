@@ -23,8 +23,8 @@
 
 #include "comm/backends/gloo_devices.h"
 #include "comm/backends/gloo_work.h"
-#include "comm/backends/shm_rendezvous.h"
 #include "comm/roll_call.h"
+#include "comm/shm_rendezvous.h"
 #include "comm/timeout.h"
 
 namespace ddpkit {

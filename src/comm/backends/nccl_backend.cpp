@@ -5,7 +5,7 @@
 #include "comm/cuda.h"
 
 #ifdef DDPKIT_CUDA
-#include "comm/backends/shm_rendezvous.h"
+#include "comm/shm_rendezvous.h"
 #include "comm/timeout.h"
 
 #define USE_C10D_NCCL  // The header is empty without it.

@@ -14,9 +14,9 @@
 
 #include "comm/arena_allocator.h"
 #include "comm/backends/shm_arguments.h"
-#include "comm/backends/shm_rendezvous.h"
 #include "comm/backends/shm_sparse.h"
 #include "comm/backends/shm_work.h"
+#include "comm/shm_rendezvous.h"
 #include "comm/timeout.h"
 
 namespace ddpkit {
@@ -247,11 +247,7 @@ std::atomic<std::uint64_t>* ShmBackend::join_step() noexcept { return is_elastic
 
 Backend::Ptr<Backend> ShmBackend::connect_with_new(const Ptr<c10d::Store>& store, int rank,
                                                    const std::vector<int>& names) {
-  auto engine = connect_engine(watch("shm", store, engine_), rank, static_cast<int>(names.size()),
-                               std::min<std::chrono::milliseconds>(timeout_, kReconnectLimit), names[0], names);
-  engine->set_timeout(timeout_);
-  engine->set_elastic();
-  return c10::make_intrusive<ShmBackend>(std::move(engine), timeout_);
+  return c10::make_intrusive<ShmBackend>(ddpkit::connect_with_new(engine_, store, rank, names), timeout_);
 }
 
 void ShmBackend::follow(const Backend& former) noexcept {

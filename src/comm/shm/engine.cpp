@@ -326,6 +326,11 @@ void Engine::set_timeout(std::chrono::milliseconds timeout) noexcept {
   timeout_ = clamp_timeout(timeout);
 }
 
+std::chrono::milliseconds Engine::timeout() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return timeout_;
+}
+
 std::uint64_t Engine::sequence() const noexcept {
   const std::lock_guard lock(mutex_);
   return collectives_.next_sequence();

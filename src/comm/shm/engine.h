@@ -118,6 +118,7 @@ class Engine {
   const void* group() const noexcept { return &peers_.block(0); }
 
   void set_timeout(std::chrono::milliseconds timeout) noexcept;
+  std::chrono::milliseconds timeout() const noexcept;
   std::uint64_t sequence() const noexcept;
 
  private:

@@ -9,10 +9,10 @@
 
 #include <ddpkit/error.h>
 
-#include "comm/backends/shm_rendezvous.h"
 #include "comm/host.h"
 #include "comm/roll_call.h"
 #include "comm/shm/engine.h"
+#include "comm/shm_rendezvous.h"
 #include "comm/timeout.h"
 
 namespace ddpkit {
