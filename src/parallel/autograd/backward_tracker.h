@@ -56,7 +56,7 @@ class BackwardTracker {
   bool waits_for_outer_ = false;  ///< A nested backward has ended, and the outer backward has not continued.
   /// Added by continues_outside(). Does not own nodes: the destructor of a node locks its mutex, under which a backward
   /// locks ours.
-  std::vector<std::pair<std::weak_ptr<NodePtr::element_type>, const void*>> outer_hooks_;
+  std::vector<std::pair<WeakNodePtr, const void*>> outer_hooks_;
 };
 
 }  // namespace ddpkit

@@ -17,6 +17,10 @@ namespace ddpkit {
 
 /// Owning pointer to a node of autograd's graph: std::shared_ptr up to LibTorch 2.14, c10::intrusive_ptr from 2.15 on.
 using NodePtr = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+/// Does not own the node. lock() returns a NodePtr.
+using WeakNodePtr =
+    std::conditional_t<std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>,
+                       std::weak_ptr<torch::autograd::Node>, c10::weak_intrusive_ptr<torch::autograd::Node>>;
 
 /// Creates a node. `Node` is a class derived from torch::autograd::Node.
 template <typename Node, typename... Arguments>
