@@ -11,6 +11,7 @@
 #include "gpu/gpu.h"
 #include "gpu/models.h"
 #include "support/captured_stderr.h"
+#include "support/premul_sum.h"
 #include "support/ranks.h"
 
 namespace {
@@ -41,9 +42,9 @@ TEST_CASE("a sum of scaled inputs between 3 GPUs", "[gpu]") {
         group.backend()->allreduce(tensors, options)->wait();
         return tensors[0];
       };
-      CHECK((reduced(c10d::makeNCCLPreMulSum(factor)) == 28).all().item<bool>());
+      CHECK((reduced(ddpkit::testing::premul_sum(factor)) == 28).all().item<bool>());
       const auto on_device = torch::full({1}, factor, torch::TensorOptions(type).device(group.device()));
-      CHECK((reduced(c10d::makeNCCLPreMulSum(on_device)) == 28).all().item<bool>());
+      CHECK((reduced(ddpkit::testing::premul_sum(on_device)) == 28).all().item<bool>());
       CHECK((reduced(c10d::ReduceOp::SUM) == 6).all().item<bool>());
     }
   });

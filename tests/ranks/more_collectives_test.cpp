@@ -9,6 +9,7 @@
 
 #include "ranks/parts.h"
 #include "support/catch.h"
+#include "support/premul_sum.h"
 #include "support/ranks.h"
 
 using ddpkit::ProcessGroup;
@@ -146,7 +147,7 @@ RANK_TEST("c10d's lists and coalesced forms", "[shm]", 2, 3) {
 
   std::vector<torch::Tensor> scaled{part(rank, {100})};
   c10d::AllreduceOptions options;
-  options.reduceOp = c10d::makeNCCLPreMulSum(0.5);
+  options.reduceOp = ddpkit::testing::premul_sum(0.5);
   backend.allreduce(scaled, options)->wait();
   CHECK(torch::equal(scaled[0], sum_of_parts(ranks, {100}) * 0.5));
 }
