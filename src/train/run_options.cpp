@@ -65,7 +65,7 @@ void declare(Options& options, RunOptions& run) {
       .may_differ();
   options
       .add("max_replacements", &run.max_replacements,
-           "With --elastic and --nproc-per-node: start a new process for a lost rank, at most this often; only shm")
+           "With --elastic and --nproc-per-node: start a new process for a lost rank, at most this often")
       .between(0, 1000000)
       .needs("elastic")
       .may_differ();

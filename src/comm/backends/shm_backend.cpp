@@ -306,7 +306,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors,
 }
 
 std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
-  if (size_ == 1) {
+  if (size_ == 1) {  // Shares no memory, but memory that is kept from step to step has the same benefit.
     former_arena_.reset();
     return ScopedArena::open_private(capacity);
   }

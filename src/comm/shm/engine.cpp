@@ -120,8 +120,11 @@ std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::P
     fail_as(FailureKind::kPeerLost, error);
   }
   segments_.throw_first_error(gather(own));  // Also keeps the descriptor open until all ranks have mapped it.
+  // A later elastic group may get the pages of an arena.
+  const bool reusable = elastic_ && populate == Mapping::Populate::kLazy;
+  if (!reusable) segment->mappings[static_cast<std::size_t>(rank())].close_descriptor();
   const std::unique_lock lock(mutex_);
-  segments_.add(segment, /*reusable=*/elastic_ && populate == Mapping::Populate::kLazy);
+  segments_.add(segment);
   return segment;
 }
 

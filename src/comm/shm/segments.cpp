@@ -101,8 +101,7 @@ void Segments::throw_first_error(const std::vector<SegmentOffer>& offers) const 
   }
 }
 
-void Segments::add(const std::shared_ptr<SymmetricSegment>& segment, bool reusable) {
-  if (!reusable) segment->mappings[static_cast<std::size_t>(peers_.rank())].close_descriptor();
+void Segments::add(const std::shared_ptr<SymmetricSegment>& segment) {
   segment->id = next_id_++;
   std::erase_if(segments_, [](const auto& old) { return old.expired(); });
   segments_.push_back(segment);

@@ -45,9 +45,8 @@ class Segments {
            SegmentOffer& own) const;
   /// `offers`: [rank]
   void throw_first_error(const std::vector<SegmentOffer>& offers) const;
-  /// Adds a segment that all ranks have mapped. `reusable`: a later group may get this rank's pages, so their
-  /// descriptor stays open.
-  void add(const std::shared_ptr<SymmetricSegment>& segment, bool reusable);
+  /// Adds a segment that all ranks have mapped.
+  void add(const std::shared_ptr<SymmetricSegment>& segment);
 
   /// Writes the symmetric addresses of a collective's tensors. Sets the path if it does not depend on the other ranks.
   void locate(Operation& operation) const;

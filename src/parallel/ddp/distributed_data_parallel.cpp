@@ -297,8 +297,10 @@ void DistributedDataParallelBase::Impl::regroup(int new_ranks) {
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   // The group has kept the arena, in which the next reducer continues.
   Impl next(*module_, group, options_, nullptr, /*broadcasts=*/false);
-  copy_to_new(parameters_, group, new_ranks);
-  copy_to_new(buffers_, group, new_ranks);
+  if (new_ranks > 0) {
+    copy_to_new(parameters_, group, new_ranks);
+    copy_to_new(buffers_, group, new_ranks);
+  }
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
   *this = std::move(next);

@@ -103,7 +103,6 @@ class InPlaceStorage final : public BucketStorage {
     const std::size_t fair = arena_budget(static_cast<std::size_t>(std::max(1, group_.local_world_size())));
     const std::size_t wanted = std::min(std::max(8 * bytes, std::size_t{1} << 30), std::max(fair, reserve));
     const std::size_t capacity = std::max(requested.value_or(wanted), reserve);
-    // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
     arena_ = memory_.open_arena(capacity, reserve);
   }
 
