@@ -53,6 +53,8 @@ void add_bench_recovery(train::Options& bench, Commands& commands) {
   command.add("nproc_per_node", &options.recovery.ranks, "Number of ranks").between(2, 1024).also("n").also("ranks");
   command.add("rounds", &options.recovery.rounds, "Kills per system").between(1, 1000);
   command.add("model", &options.recovery.model, "An MLP of ddpkit bench step");
+  command.add("optimizer", &options.recovery.optimizer, "sgd or adamw, whose state a new rank needs too")
+      .one_of({"sgd", "adamw"});
   command
       .add("resident_mib", &options.recovery.resident_mib, "Additional memory of each rank; several values: more rows")
       .between(0, 1 << 20);
@@ -65,6 +67,7 @@ void add_bench_recovery(train::Options& bench, Commands& commands) {
     RecoveryCommandOptions& options = *shared;
     if (!options.rank.system.empty()) {
       options.rank.model = model_argument(options.recovery.model);
+      options.rank.optimizer = options.recovery.optimizer;
       options.rank.resident_mib = options.recovery.resident_mib.front();
       return run_recovery_rank(options.rank);
     }

@@ -16,6 +16,7 @@ parser.add_argument("--replicas", type=int)
 parser.add_argument("--replacement", type=int, help="takes the place of this replica; otherwise LOCAL_RANK")
 parser.add_argument("--resident-mib", type=int, default=0)
 parser.add_argument("--model", help="mlp-HIDDENxLAYERS")
+parser.add_argument("--optimizer", choices=("sgd", "adamw"))
 arguments = parser.parse_args()
 
 WARMUP, STEPS_AFTER, BATCH = 20, 20, 32
@@ -49,17 +50,20 @@ def run_replica(replica):
     sizes = [561] + layers * [hidden]
     parts = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*parts, nn.Linear(hidden, 6))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    if arguments.optimizer == "sgd":
+        local = torch.optim.SGD(model.parameters(), lr=0.01)
+    else:
+        local = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def load(state):
         model.load_state_dict(state["model"])
-        sgd.load_state_dict(state["sgd"])
+        local.load_state_dict(state["optimizer"])
 
     options = {"heartbeat_interval": datetime.timedelta(milliseconds=50)} if arguments.tuned else {}
     manager = Manager(
         pg=ProcessGroupGloo(timeout=datetime.timedelta(seconds=30)),
         load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()},
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": local.state_dict()},
         min_replica_size=1,
         rank=0,
         world_size=1,
@@ -70,7 +74,7 @@ def run_replica(replica):
         replica_id=f"bench_{replica}",
         **options,
     )
-    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, sgd)
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, local)
     generator = torch.Generator().manual_seed(replica)
     inputs, targets = torch.randn(BATCH, 561, generator=generator), torch.randint(6, (BATCH,), generator=generator)
 

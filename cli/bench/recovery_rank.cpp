@@ -17,6 +17,7 @@
 
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/optim/elastic.h>
+#include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
@@ -36,17 +37,23 @@ double us(Clock::duration time) { return std::chrono::duration<double, std::micr
 
 class RecoveryTraining {
  public:
-  RecoveryTraining(const ProcessGroup& group, const std::string& model)
+  RecoveryTraining(const ProcessGroup& group, const RecoveryRankOptions& options)
       : group_(group),
         first_rank_(group.rank()),
-        task_(make_step_task(model, kBatch, group.rank())),
-        ddp_(task_.model, group),
-        optimizer_(task_.model->parameters(), torch::optim::SGDOptions(0.01)) {}
+        task_(make_step_task(options.model, kBatch, group.rank())),
+        ddp_(task_.model, group) {
+    if (options.optimizer == "sgd") {
+      optimizer_ = std::make_unique<optim::FusedSGD>(task_.model->parameters(), torch::optim::SGDOptions(0.01));
+    } else {
+      // With a larger rate, the squares of the gradients soon become denormal numbers, which take 5 times as long.
+      optimizer_ = std::make_unique<optim::FusedAdamW>(task_.model->parameters(), torch::optim::AdamWOptions(1e-6));
+    }
+  }
 
   void train() {
-    optimizer_.zero_grad();
+    optimizer_->zero_grad();
     torch::cross_entropy_loss(ddp_(task_.input), task_.target).backward();
-    optimizer_.step();
+    optimizer_->step();
   }
 
   /// Call after each step. `changes`: how often the ranks have changed. Returns false after the last step, some steps
@@ -67,7 +74,7 @@ class RecoveryTraining {
   /// Trains until a rank is lost, then without it, and then with a new one.
   void run_elastic() {
     DistributedSampler sampler(kSamples, group_);
-    optim::Elastic elastic(ddp_, sampler, {}, optimizer_);
+    optim::Elastic elastic(ddp_, sampler, {}, *optimizer_);
     for (std::uint64_t epoch = sampler.epoch();; ++epoch) {
       sampler.set_epoch(epoch);
       do {
@@ -107,7 +114,7 @@ class RecoveryTraining {
   int first_rank_;
   StepTask task_;
   DistributedDataParallel<StepModel> ddp_;
-  optim::FusedSGD optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<Clock::time_point> last_;
   Clock::duration longest_{};
   std::uint64_t changes_ = 0;
@@ -120,7 +127,7 @@ int run_recovery_rank(const RecoveryRankOptions& options) {
   torch::set_num_threads(1);
   const std::vector<char> resident(static_cast<std::size_t>(options.resident_mib) << 20, 1);
   const bool is_elastic = options.system == "elastic";
-  RecoveryTraining training(init_process_group({.backend = "shm", .elastic = is_elastic}), options.model);
+  RecoveryTraining training(init_process_group({.backend = "shm", .elastic = is_elastic}), options);
   if (is_elastic) {
     training.run_elastic();
   } else {

@@ -17,6 +17,7 @@ inline constexpr int kRecoveryWarmup = 20;
 struct RecoveryRankOptions {
   std::string system;             ///< "elastic", or "restart": with checkpoints.
   std::string model;              ///< A result of model_argument().
+  std::string optimizer;          ///< "sgd" or "adamw".
   std::string checkpoint = {};    ///< File of "restart".
   std::int64_t resident_mib = 0;  ///< Memory that the rank touches before it trains.
 };

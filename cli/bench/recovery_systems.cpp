@@ -169,9 +169,9 @@ Round ddpkit_round(const std::string& system, std::int64_t resident_mib, const R
       is_elastic ? std::vector<std::string>{"--min-ranks", "1", "--max-replacements", "1"}
                  : std::vector<std::string>{"--max-restarts", "1"};
   command.insert(command.end(), recovery.begin(), recovery.end());
-  command.insert(command.end(),
-                 {"--", program, "bench", "recovery", "--as-rank", is_elastic ? "elastic" : "restart", "--model",
-                  options.model, "--resident-mib", std::to_string(resident_mib), "--checkpoint", checkpoint});
+  command.insert(command.end(), {"--", program, "bench", "recovery", "--as-rank", is_elastic ? "elastic" : "restart",
+                                 "--model", options.model, "--optimizer", options.optimizer, "--resident-mib",
+                                 std::to_string(resident_mib), "--checkpoint", checkpoint});
   Round round;
   {
     Job job(system, {.command = command, .environment = {{"OMP_NUM_THREADS", "1"}}});
@@ -199,7 +199,8 @@ Round torchft_round(const std::string& system, std::int64_t resident_mib, const 
   const std::vector<std::string> replica = {"--address",      place.at(1),
                                             "--replicas",     std::to_string(ranks),
                                             "--resident-mib", std::to_string(resident_mib),
-                                            "--model",        model_argument(options.model)};
+                                            "--model",        model_argument(options.model),
+                                            "--optimizer",    options.optimizer};
   Round round;
   {
     LaunchOptions all = with(replica);

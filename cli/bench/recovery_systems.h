@@ -12,6 +12,7 @@ struct RecoveryOptions {
   int ranks = 2;
   int rounds = 5;
   std::string model = "mlp-106k";                ///< See mlp_shape().
+  std::string optimizer = "sgd";                 ///< Or "adamw".
   std::vector<std::int64_t> resident_mib = {0};  ///< Each value is a row of each system.
   bool peers = false;
   std::uint64_t seed = 0;  ///< Of the ranks that are killed, and of the moments.

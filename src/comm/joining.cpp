@@ -177,7 +177,6 @@ Regroup Joining::join(const ProcessGroup& group) {
 }
 
 void Joining::copy(const ProcessGroup& group, int new_ranks, const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return;
   const int former = group.world_size() - new_ranks;
   for (int i = 0; i < new_ranks; ++i) {
     const int source = i % former;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -70,7 +71,6 @@ class Algorithm {
   virtual void check(const AnyOptions& options) const = 0;
   /// Returns the number of state tensors per parameter with these options.
   virtual std::size_t tensor_count(const AnyOptions& options) const = 0;
-  /// Read and write the state tensors, except the master weight.
   virtual StateTensors tensors_of(const AnyState& state) const = 0;
   virtual void set_tensors(AnyState& state, const StateTensors& tensors) const = 0;
   /// Returns the step count of a state; null if it has none.
@@ -94,6 +94,15 @@ class AlgorithmOf : public Algorithm {
     if (master) return std::make_unique<WithMaster<State>>();
     return std::make_unique<State>();
   }
+  StateTensors tensors_of(const AnyState& state) const final {
+    StateTensors tensors = own_tensors_of(static_cast<const State&>(state));
+    if (has_master(state)) tensors[kMaster] = static_cast<const WithMaster<State>&>(state).master_param;
+    return tensors;
+  }
+  void set_tensors(AnyState& state, const StateTensors& tensors) const final {
+    set_own_tensors(static_cast<State&>(state), tensors);
+    if (has_master(state)) static_cast<WithMaster<State>&>(state).master_param = tensors[kMaster];
+  }
   bool same_options(const AnyOptions& a, const AnyOptions& b) const final {
     check(a);
     check(b);
@@ -106,6 +115,12 @@ class AlgorithmOf : public Algorithm {
     master ? read_archive<WithMaster<State>, Options>(archive, optimizer)
            : read_archive<State, Options>(archive, optimizer);
   }
+
+ private:
+  static bool has_master(const AnyState& state) { return typeid(state) == typeid(WithMaster<State>); }
+  /// Read and write the state tensors, except the master weight.
+  virtual StateTensors own_tensors_of(const State& state) const = 0;
+  virtual void set_own_tensors(State& state, const StateTensors& tensors) const = 0;
 };
 
 /// Elements [begin, begin + count) of an update, for one call of a CPU kernel.

@@ -183,6 +183,11 @@ void Elastic::Impl::join() {
     throw InvalidArgument(
         "Elastic: a new rank needs the state of the optimizer: pass the optimizer to the constructor, after the "
         "options");
+  {
+    // The first gradients then find the pages of the arena allocated.
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : parameters_) gradients.push_back(at::empty_like(parameter.detach()));
+  }
   adapt(Joining::join(ddp.group()));
 }
 

@@ -116,22 +116,11 @@ template <class Options, class State, bool kDecoupled>
 class Adam final : public AlgorithmOf<Options, State> {
  public:
   using AnyOptions = Algorithm::AnyOptions;
-  using AnyState = Algorithm::AnyState;
   using StateTensors = Algorithm::StateTensors;
 
   void check(const AnyOptions& any) const override { checked<Options>(any); }
   std::size_t tensor_count(const AnyOptions& any) const override { return checked<Options>(any).amsgrad() ? 3 : 2; }
-  StateTensors tensors_of(const AnyState& any) const override {
-    const auto& state = static_cast<const State&>(any);
-    return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()};
-  }
-  void set_tensors(AnyState& any, const StateTensors& tensors) const override {
-    auto& state = static_cast<State&>(any);
-    state.exp_avg(tensors[0]);
-    state.exp_avg_sq(tensors[1]);
-    state.max_exp_avg_sq(tensors[2]);
-  }
-  std::int64_t* steps_of(AnyState& any) const override { return &static_cast<State&>(any).step(); }
+  std::int64_t* steps_of(Algorithm::AnyState& any) const override { return &static_cast<State&>(any).step(); }
 
   void update(const AnyOptions& any, std::vector<Update>& updates, double gradient_factor,
               const at::Tensor& rate) const override {
@@ -146,6 +135,16 @@ class Adam final : public AlgorithmOf<Options, State> {
     for (const Update& update : updates) steps.push_back(update.steps);
     at::_foreach_add_(steps, 1);
     update_on_device(options, kDecoupled, updates, gradient_factor, steps, rate);
+  }
+
+ private:
+  StateTensors own_tensors_of(const State& state) const override {
+    return {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()};
+  }
+  void set_own_tensors(State& state, const StateTensors& tensors) const override {
+    state.exp_avg(tensors[0]);
+    state.exp_avg_sq(tensors[1]);
+    state.max_exp_avg_sq(tensors[2]);
   }
 };
 

@@ -152,7 +152,7 @@ void FusedOptimizer::Impl::adopt(Layout& layout) {
     for (Layout::Slot& slot : layout.slots[g]) {
       const auto found = states().find(slot.parameter.unsafeGetTensorImpl());
       if (found == states().end() || layout.is_stateless(slot)) continue;
-      StateTensors before = tensors_of(*found->second);
+      StateTensors before = algorithm_.tensors_of(*found->second);
       StateTensors& tensors = layout.tensors_of(slot);
       // State that has not started stays undefined: momentum starts with the next gradient.
       StateTensors adopted;
@@ -165,7 +165,7 @@ void FusedOptimizer::Impl::adopt(Layout& layout) {
         if (!before[k].is_same(tensors[k])) tensors[k].copy_(before[k]);
         adopted[k] = tensors[k];
       }
-      set_tensors(*found->second, adopted);
+      algorithm_.set_tensors(*found->second, adopted);
     }
   }
 }
@@ -205,7 +205,7 @@ void FusedOptimizer::Impl::step(double factor) {
       if (!state) state = make_state();
       update.state = state.get();
       StateTensors& tensors = layout.tensors_of(slot);
-      const StateTensors before = tensors_of(*state);
+      const StateTensors before = algorithm_.tensors_of(*state);
       update.fresh = !before[0].defined();
       bool same = true;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
@@ -218,7 +218,7 @@ void FusedOptimizer::Impl::step(double factor) {
         same = false;
         before[k].defined() ? tensors[k].copy_(before[k]) : tensors[k].zero_();
       }
-      if (!same) set_tensors(*state, tensors);
+      if (!same) algorithm_.set_tensors(*state, tensors);
       update.tensors = tensors;
     }
     if (!layout.updates.empty()) update(param_groups()[g].options(), layout, factor);
@@ -260,36 +260,34 @@ bool FusedOptimizer::Impl::has_master(at::ScalarType dtype) const noexcept {
   return options_.master_weights && (dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 
-Algorithm::StateTensors FusedOptimizer::Impl::tensors_of(const torch::optim::OptimizerParamState& state) const {
-  StateTensors tensors = algorithm_.tensors_of(state);
-  if (!options_.master_weights) return tensors;
-  if (const auto* master = dynamic_cast<const MasterWeight*>(&state)) tensors[kMaster] = master->master_param;
-  return tensors;
-}
-
-void FusedOptimizer::Impl::set_tensors(torch::optim::OptimizerParamState& state, const StateTensors& tensors) const {
-  algorithm_.set_tensors(state, tensors);
-  if (!options_.master_weights) return;
-  if (auto* master = dynamic_cast<MasterWeight*>(&state)) master->master_param = tensors[kMaster];
-}
-
 const std::vector<FlatState>& FusedOptimizer::Impl::flat_state() { return layout().flats; }
+
+std::vector<Algorithm::StateTensors> FusedOptimizer::Impl::state_memory() {
+  const at::NoGradGuard no_grad;
+  std::vector<StateTensors> all;
+  Layout& layout = this->layout();
+  for (auto& group : layout.slots) {
+    for (Layout::Slot& slot : group)
+      all.push_back(layout.is_stateless(slot) ? StateTensors() : layout.tensors_of(slot));
+  }
+  return all;
+}
 
 void FusedOptimizer::Impl::save(torch::serialize::OutputArchive& archive) {
   // torch::save() would write the whole storage of a view.
   const at::NoGradGuard no_grad;
   std::vector<std::pair<torch::optim::OptimizerParamState*, StateTensors>> views;
   const auto restore = [&] {
-    for (const auto& [state, tensors] : views) set_tensors(*state, tensors);
+    for (const auto& [state, tensors] : views) algorithm_.set_tensors(*state, tensors);
   };
   try {
     for (const auto& [key, state] : states()) {
-      StateTensors tensors = tensors_of(*state);
+      StateTensors tensors = algorithm_.tensors_of(*state);
       views.emplace_back(state.get(), tensors);
       for (at::Tensor& tensor : tensors) {
         if (tensor.defined()) tensor = tensor.clone();
       }
-      set_tensors(*state, tensors);
+      algorithm_.set_tensors(*state, tensors);
     }
     algorithm_.write(archive, *optimizer_);
   } catch (...) {

@@ -42,6 +42,7 @@ class FusedOptimizer::Impl {
   /// Call once. Checks the options and removes duplicate parameters.
   void attach(torch::optim::Optimizer& optimizer);
 
+  const Algorithm& algorithm() const noexcept { return algorithm_; }
   const FusedOptions& options() const noexcept { return options_; }
   void step(double factor);
   void save(torch::serialize::OutputArchive& archive);
@@ -50,12 +51,15 @@ class FusedOptimizer::Impl {
   /// Returns the state as it is in memory. add_param_group() and other changes of the parameters rebuild it. Tensors
   /// are undefined before the first step of a group.
   const std::vector<FlatState>& flat_state();
+  /// Returns memory for the state tensors of each parameter, in the order of the groups. What the optimizer already has
+  /// keeps its values.
+  std::vector<StateTensors> state_memory();
+  /// Call after changes of states' step counts.
+  void set_device_steps();
   /// Returns the state of a parameter before its first step.
   std::unique_ptr<AnyState> make_state() const { return algorithm_.make_state(options_.master_weights); }
   /// Returns whether this optimizer keeps master weights for parameters of type `dtype`.
   bool has_master(at::ScalarType dtype) const noexcept;
-  StateTensors tensors_of(const AnyState& state) const;
-  void set_tensors(AnyState& state, const StateTensors& tensors) const;
   /// Calls `fill`, which sets state() and the groups' options. Then moves the state to its previous memory, for
   /// parameters that are the same. If that throws, nothing changes.
   void replace_state(const std::function<void()>& fill);
@@ -82,7 +86,6 @@ class FusedOptimizer::Impl {
   void drop_duplicates();
   void adopt(Layout& layout);
   at::Tensor device_steps(const at::Tensor& parameter, AnyState& state);
-  void set_device_steps();
 
   const Algorithm& algorithm_;
   FusedOptions options_;

@@ -74,13 +74,6 @@ class Sgd final : public AlgorithmOf<Options, State> {
  public:
   void check(const AnyOptions& any) const override { checked(any); }
   std::size_t tensor_count(const AnyOptions& any) const override { return checked(any).momentum() != 0 ? 1 : 0; }
-  StateTensors tensors_of(const AnyState& state) const override {
-    return {static_cast<const State&>(state).momentum_buffer()};
-  }
-  void set_tensors(AnyState& state, const StateTensors& tensors) const override {
-    static_cast<State&>(state).momentum_buffer(tensors[0]);
-  }
-
   void update(const AnyOptions& any, std::vector<Update>& updates, double factor,
               const at::Tensor& rate) const override {
     const Options& options = checked(any);
@@ -91,6 +84,10 @@ class Sgd final : public AlgorithmOf<Options, State> {
     else
       update_on_device(options, updates, factor, options.lr());
   }
+
+ private:
+  StateTensors own_tensors_of(const State& state) const override { return {state.momentum_buffer()}; }
+  void set_own_tensors(State& state, const StateTensors& tensors) const override { state.momentum_buffer(tensors[0]); }
 };
 
 }  // namespace

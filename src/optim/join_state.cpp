@@ -19,8 +19,10 @@
 #include <ddpkit/optim/sharded_optimizer.h>
 
 #include "comm/joining.h"
+#include "optim/state_tensors.h"
 #include "parallel/ddp/shard_output.h"
 #include "parallel/model_agreement.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit::optim {
 namespace {
@@ -49,10 +51,11 @@ std::string names_of(const torch::optim::Optimizer& optimizer, const torch::opti
 }  // namespace
 
 void JoinState::add(torch::optim::Optimizer& optimizer) {
-  parts_.push_back({.save = [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
-                    .load = [&optimizer](torch::serialize::InputArchive& archive) { load_archive(optimizer, archive); },
-                    .type = &typeid(optimizer),
-                    .optimizer = &optimizer});
+  parts_.push_back(
+      {.save = [&optimizer](torch::serialize::OutputArchive& archive) { write_without_tensors(optimizer, archive); },
+       .load = [&optimizer](torch::serialize::InputArchive& archive) { read_without_tensors(optimizer, archive); },
+       .type = &typeid(optimizer),
+       .optimizer = &optimizer});
 }
 
 void JoinState::check(const DistributedDataParallelBase& ddp) const {
@@ -106,11 +109,19 @@ void JoinState::copy(bool saves, bool loads, const std::function<void(const at::
     auto archives = read(bytes);
     for (std::size_t i = 0; i < parts_.size(); ++i) parts_[i].load(archives[i]);
   });
+  for (const Part& part : parts_) {
+    if (!part.optimizer) continue;
+    for (const at::Tensor& tensor : state_tensors(*part.optimizer)) transfer_bytes(tensor, loads, transfer);
+  }
 }
 
 void JoinState::prepare() const {
   const std::string bytes = save();
-  if (group_.is_joining()) read(bytes);
+  if (!group_.is_joining()) return;
+  read(bytes);
+  for (const Part& part : parts_) {
+    if (part.optimizer) prepare_state(*part.optimizer);
+  }
 }
 
 std::string JoinState::save() const {

@@ -291,6 +291,7 @@ std::unique_ptr<FusedOptimizer> Shards::make_whole() const {
 }
 
 void Shards::gather_state(FusedOptimizer* whole, int to) const {
+  const Algorithm& algorithm = FusedOptimizer::Impl::of(*inner).algorithm();
   for (std::size_t b = 0; b < plan.size(); ++b) {
     const auto& members = plan[b];
     // All ranks have state of the same parameters, and tensors of the same kinds.
@@ -300,7 +301,7 @@ void Shards::gather_state(FusedOptimizer* whole, int to) const {
       const auto found = inner->state().find(pieces[index].unsafeGetTensorImpl());
       states.push_back(found == inner->state().end() ? nullptr : found->second.get());
       if (!states.back()) continue;
-      const Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(*inner).tensors_of(*states.back());
+      const Algorithm::StateTensors tensors = algorithm.tensors_of(*states.back());
       const FlatLayout::Range& own = places[index].own;
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined()) continue;
@@ -313,14 +314,14 @@ void Shards::gather_state(FusedOptimizer* whole, int to) const {
     }
     for (std::size_t i = 0; whole && i < members.size(); ++i) {
       if (!states[i]) continue;
-      Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(*inner).tensors_of(*states[i]);
+      Algorithm::StateTensors tensors = algorithm.tensors_of(*states[i]);
       for (std::size_t k = 0; k < tensors.size(); ++k) {
         if (!tensors[k].defined()) continue;
         tensors[k] = places[members[i]].empty(tensors[k].options());
         in_order(tensors[k]).copy_(flat[k].flatten().narrow(0, layouts[b].offsets[i], layouts[b].numels[i]));
       }
       auto copy = states[i]->clone();
-      FusedOptimizer::Impl::of(*inner).set_tensors(*copy, tensors);
+      algorithm.set_tensors(*copy, tensors);
       whole->state()[parameters[members[i]].tensor.unsafeGetTensorImpl()] = std::move(copy);
     }
   }
@@ -330,6 +331,7 @@ void Shards::take_state(const FusedOptimizer& whole) {
   const at::NoGradGuard no_grad;
   check_groups();
   consolidated.reset();
+  const Algorithm& algorithm = FusedOptimizer::Impl::of(*inner).algorithm();
   auto& own_groups = inner->param_groups();
   const auto lent = lend_groups();
   FusedOptimizer::Impl::of(*inner).replace_state([&] {
@@ -338,7 +340,7 @@ void Shards::take_state(const FusedOptimizer& whole) {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const auto found = whole.state().find(parameters[i].tensor.unsafeGetTensorImpl());
       if (found == whole.state().end()) continue;
-      Algorithm::StateTensors tensors = FusedOptimizer::Impl::of(whole).tensors_of(*found->second);
+      Algorithm::StateTensors tensors = algorithm.tensors_of(*found->second);
       for (at::Tensor& tensor : tensors) {
         if (!tensor.defined()) continue;
         const at::Tensor laid_out = places[i].empty(tensor.options());
@@ -346,7 +348,7 @@ void Shards::take_state(const FusedOptimizer& whole) {
         tensor = in_order(laid_out).narrow(0, places[i].own.in_tensor, places[i].own.count).clone();
       }
       auto copy = found->second->clone();
-      FusedOptimizer::Impl::of(*inner).set_tensors(*copy, tensors);
+      algorithm.set_tensors(*copy, tensors);
       inner->state()[pieces[i].unsafeGetTensorImpl()] = std::move(copy);
     }
   });

@@ -82,6 +82,19 @@ void copy_or_zero(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
+void transfer_bytes(const at::Tensor& tensor, bool receives, const std::function<void(const at::Tensor&)>& transfer) {
+  if (tensor.numel() == 0) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = tensor.detach().contiguous();
+  transfer(dense.view({-1}).view(at::kByte));
+  if (!receives) return;
+  if (tensor.is_contiguous()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  } else {
+    tensor.copy_(dense);
+  }
+}
+
 void CopyList::add(const at::Tensor& to, const at::Tensor& from) {
   if (to.is_cpu()) return copy_values(to, from);
   to_.push_back(to);

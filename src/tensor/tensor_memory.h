@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -38,6 +39,9 @@ inline bool same_address(const at::Tensor& a, const at::Tensor& b) { return a.co
 void copy_values(const at::Tensor& to, const at::Tensor& from);
 /// Copies `from` to `to`, unless both have the same memory. An undefined `from` counts as zeros.
 void copy_or_zero(const at::Tensor& to, const at::Tensor& from);
+
+/// Calls `transfer` with the bytes of a tensor's elements, dense. `receives`: `transfer` writes to them.
+void transfer_bytes(const at::Tensor& tensor, bool receives, const std::function<void(const at::Tensor&)>& transfer);
 
 /// Copies between tensors. On a device, flush() makes all copies with a few kernels.
 class CopyList {

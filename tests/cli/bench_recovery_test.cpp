@@ -13,8 +13,8 @@ using ddpkit::testing::split;
 TEST_CASE("bench recovery measures the loss of a rank without and with a restart", "[bench]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
-  const auto run = run_bench(
-      folder, {"recovery", "-n", "3", "--rounds", "2", "--model", "mlp-20x2", "--resident-mib", "0,16", "--csv", csv});
+  const auto run = run_bench(folder, {"recovery", "-n", "3", "--rounds", "2", "--model", "mlp-20x2", "--optimizer",
+                                      "adamw", "--resident-mib", "0,16", "--csv", csv});
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   const std::vector<std::string> rows = split(read_file(csv), '\n');

@@ -9,7 +9,9 @@
 #include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/optim/fused_sgd.h>
 
+#include "optim/state_tensors.h"
 #include "support/catch.h"
+#include "tensor/tensor_memory.h"
 #include "unit/optimizer_parameters.h"
 
 using namespace ddpkit::testing;
@@ -59,6 +61,40 @@ void check_archive(const Options& options) {
   check_same(continued, references, 1e-12);
 }
 
+/// Trains the first optimizer, copies its state into the second as to a new rank, and continues to train with both.
+template <class Optimizer, class Options, class... More>
+void check_copy(torch::ScalarType dtype, const Options& options, const More&... more) {
+  const auto parameters = make_parameters(dtype);
+  Optimizer first(parameters, options, more...);
+  const auto copies = copies_of(parameters);
+  Optimizer second(copies, Options(0.5), more...);
+  take_steps(0, 4, parameters, first, copies, second);
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < copies.size(); ++i) copies[i].copy_(parameters[i]);
+  }
+  torch::serialize::OutputArchive saved;
+  ddpkit::optim::write_without_tensors(first, saved);
+  std::ostringstream stream;
+  saved.save_to(stream);
+  std::istringstream bytes(stream.str());
+  torch::serialize::InputArchive loaded;
+  loaded.load_from(bytes);
+  ddpkit::optim::prepare_state(second);
+  ddpkit::optim::read_without_tensors(second, loaded);
+  const auto from = ddpkit::optim::state_tensors(first), to = ddpkit::optim::state_tensors(second);
+  REQUIRE(from.size() == to.size());
+  std::vector<torch::Tensor> sent;
+  for (const auto& tensor : from)
+    ddpkit::transfer_bytes(tensor, false, [&](const torch::Tensor& elements) { sent.push_back(elements.clone()); });
+  auto next = sent.begin();
+  for (const auto& tensor : to)
+    ddpkit::transfer_bytes(tensor, true, [&](const torch::Tensor& elements) { elements.copy_(*next++); });
+  CHECK(static_cast<Options&>(second.param_groups()[0].options()) == options);
+  take_steps(4, 12, parameters, first, copies, second);
+  for (std::size_t i = 0; i < copies.size(); ++i) CHECK(torch::equal(copies[i], parameters[i]));
+}
+
 }  // namespace
 
 TEST_CASE("the state is flat: one tensor for each kind, group, type and device", "[optim]") {
@@ -96,6 +132,36 @@ TEST_CASE("archives go from LibTorch's optimizers to ours and back", "[optim]") 
     check_archive<FusedSGD, torch::optim::SGD>(sgd);
     check_archive<torch::optim::SGD, FusedSGD>(sgd);
   }
+}
+
+TEST_CASE("a copy of an optimizer's state continues with the same bits", "[optim]") {
+  check_copy<torch::optim::AdamW>(torch::kFloat, AdamWOptions(0.01).weight_decay(0.1));
+  check_copy<torch::optim::Adam>(torch::kDouble, AdamOptions(0.02).amsgrad(true));
+  check_copy<torch::optim::SGD>(torch::kFloat, SGDOptions(0.01).momentum(0.9).nesterov(true));
+  check_copy<torch::optim::SGD>(torch::kFloat, SGDOptions(0.01));
+  check_copy<torch::optim::RMSprop>(torch::kFloat, torch::optim::RMSpropOptions(0.01).momentum(0.9));
+  check_copy<FusedAdamW>(torch::kFloat, AdamWOptions(0.01).amsgrad(true));
+  check_copy<FusedAdam>(torch::kBFloat16, AdamOptions(0.02), ddpkit::optim::FusedOptions{.master_weights = true});
+  check_copy<FusedSGD>(torch::kDouble, SGDOptions(0.01).momentum(0.9));
+  check_copy<FusedSGD>(torch::kHalf, SGDOptions(0.01), ddpkit::optim::FusedOptions{.master_weights = true});
+}
+
+TEST_CASE("a copy of the state of another optimizer is refused and changes nothing", "[optim]") {
+  const auto parameters = make_parameters(torch::kFloat);
+  FusedAdamW all(parameters, AdamWOptions(0.01)), one({parameters[0]}, AdamWOptions(0.02));
+  set_gradients(0, parameters, parameters);
+  one.step();
+  torch::serialize::OutputArchive saved;
+  ddpkit::optim::write_without_tensors(all, saved);
+  std::stringstream bytes;
+  saved.save_to(bytes);
+  torch::serialize::InputArchive loaded;
+  loaded.load_from(bytes);
+  const auto before = ddpkit::optim::state_tensors(one);
+  CHECK_THROWS_WITH(ddpkit::optim::read_without_tensors(one, loaded),
+                    "the optimizer has 1 parameters, but its archive 7");
+  CHECK(static_cast<AdamWOptions&>(one.param_groups()[0].options()).lr() == 0.02);
+  CHECK(ddpkit::optim::state_tensors(one).size() == before.size());
 }
 
 TEST_CASE("an archive holds each tensor of the state once", "[optim]") {

@@ -44,15 +44,15 @@ class JoinState final : public Joinable {
   void join_end(int source) override;
   /// The last `new_ranks` ranks load the state of former ranks.
   void copy_to_new(int new_ranks);
-  /// `saves`: `transfer` sends the archive of this rank's objects. `loads`: this rank loads what it receives. If one
-  /// rank cannot save or load an object, all ranks throw.
+  /// `saves`: `transfer` sends this rank's objects: an archive, and then the tensors of the optimizers. `loads`: this
+  /// rank loads what it receives. If one rank cannot save or load an object, all ranks throw.
   void copy(bool saves, bool loads, const std::function<void(const at::Tensor&)>& transfer);
 
   struct Part {
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;
     const std::type_info* type;
-    const torch::optim::Optimizer* optimizer = nullptr;
+    torch::optim::Optimizer* optimizer = nullptr;
   };
 
   void add(torch::optim::Optimizer& optimizer);

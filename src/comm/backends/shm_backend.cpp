@@ -306,10 +306,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_coalesced(const Tensors& tensors,
 }
 
 std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::size_t reserve) {
-  if (size_ == 1) {  // Shares no memory, but memory that is kept from step to step has the same benefit.
-    former_arena_.reset();
-    return ScopedArena::open_private(capacity);
-  }
+  // A single rank shares no memory, but memory that is kept from step to step has the same benefit.
   // Ranks release an arena at different times. An arena may be active here and released elsewhere.
   auto in_force = arena_.lock();
   std::int64_t agreed[] = {in_force ? 1 : 0, !ScopedArena::taken() || former_arena_ ? 1 : 0,

@@ -21,6 +21,7 @@
 #include "parallel/model_agreement.h"
 #include "parallel/option_bytes.h"
 #include "parallel/sharding/gathered_use.h"
+#include "tensor/tensor_memory.h"
 
 namespace ddpkit {
 namespace {
@@ -102,17 +103,9 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
 
 /// The last `new_ranks` ranks get the values of former ranks, without a further copy where a tensor is dense.
 void copy_to_new(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int new_ranks) {
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor dense = tensor.detach().contiguous();
-    Joining::copy(group, new_ranks, dense.view({-1}).view(at::kByte));
-    if (group.rank() < group.world_size() - new_ranks) continue;
-    if (tensor.is_contiguous()) {
-      tensor.unsafeGetTensorImpl()->bump_version();
-    } else {
-      tensor.copy_(dense);
-    }
-  }
+  const bool is_new = group.rank() >= group.world_size() - new_ranks;
+  for (const at::Tensor& tensor : tensors)
+    transfer_bytes(tensor, is_new, [&](const at::Tensor& bytes) { Joining::copy(group, new_ranks, bytes); });
 }
 
 /// Tensors of one type share messages.
