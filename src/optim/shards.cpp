@@ -92,12 +92,10 @@ std::string Shards::find_error(const Groups& whole_groups, bool shared_weights) 
   if (shared_weights && group.world_size() > 1 && !SharedWeights::possible(group))
     return fmt::format("shared_weights needs the shm backend on one host; this group has {} on {}",
                        group.backend_name(), group.device().str());
-  if (sharded) {
-    if (shared_weights || update_in_backward)
-      return fmt::format("{} does not support the sharded weights of FullyShardedDataParallel",
-                         shared_weights ? "shared_weights" : "update_in_backward");
-    return {};
-  }
+  if (sharded && (shared_weights || update_in_backward))
+    return fmt::format("{} does not support the sharded weights of FullyShardedDataParallel",
+                       shared_weights ? "shared_weights" : "update_in_backward");
+  if (sharded) return {};
   for (const NamedParameter& parameter : parameters) {
     if (!parameter.tensor.is_non_overlapping_and_dense())
       return fmt::format("parameter {} is not dense in memory: it cannot be sharded (make it contiguous)",
