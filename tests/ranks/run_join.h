@@ -98,7 +98,7 @@ inline void run_join_worker() {
   auto model = torch::nn::Sequential(torch::nn::Linear(6, 64), torch::nn::BatchNorm1d(64), torch::nn::ReLU(),
                                      torch::nn::Linear(64, 3));
   model->to(group.device());
-  DistributedDataParallel ddp(model.ptr(), group);
+  DistributedDataParallel ddp(model.ptr(), group, {.parameters_to_ignore = {"1.num_batches_tracked"}});
   optim::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.lr));
   DistributedSampler sampler(kJoinSize, group, {.seed = 1});
   if (is_new) {

@@ -70,9 +70,9 @@ class DistributedDataParallelBase : public Joinable {
   void set_timeline(std::optional<Timeline> timeline);
 
   /// After the group has changed: averages over its ranks. Parameters, which must be equal on all former ranks, and
-  /// buffers keep their values. `new_ranks`: number of new ranks, the last ones. They get the values of a former rank.
-  /// Collective. Drops the gradients. Throws InvalidArgument with a communication hook, sharded parameters, a
-  /// ShardedOptimizer, or within join().
+  /// buffers keep their values. `new_ranks`: number of new ranks, the last ones. They get the values of a former rank,
+  /// also of DistributedDataParallelOptions::parameters_to_ignore. Collective. Drops the gradients. Throws
+  /// InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within join().
   void regroup(int new_ranks = 0);
 
   const ProcessGroup& join_group() const override { return group(); }

@@ -105,7 +105,11 @@ void broadcast_all(const std::vector<at::Tensor>& tensors, const ProcessGroup& g
 void copy_to_new(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int new_ranks) {
   const bool is_new = group.rank() >= group.world_size() - new_ranks;
   for (const at::Tensor& tensor : tensors)
-    transfer_bytes(tensor, is_new, [&](const at::Tensor& bytes) { Joining::copy(group, new_ranks, bytes); });
+    transfer_bytes(tensor, is_new, [&](const at::Tensor& bytes) {
+      const at::Tensor sent = bytes.to(group.device());  // Ignored tensors may be on another device.
+      Joining::copy(group, new_ranks, sent);
+      if (is_new && !sent.is_same(bytes)) bytes.copy_(sent);
+    });
 }
 
 /// Tensors of one type share messages.
@@ -290,9 +294,9 @@ void DistributedDataParallelBase::Impl::regroup(int new_ranks) {
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   // The group has kept the arena, in which the next reducer continues.
   Impl next(*module_, group, options_, nullptr, /*broadcasts=*/false);
-  if (new_ranks > 0) {
-    copy_to_new(parameters_, group, new_ranks);
-    copy_to_new(buffers_, group, new_ranks);
+  if (new_ranks > 0) {  // Also the ignored tensors: a new rank has no other source of their values.
+    copy_to_new(module_->parameters(), group, new_ranks);
+    copy_to_new(module_->buffers(), group, new_ranks);
   }
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
