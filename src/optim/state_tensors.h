@@ -12,8 +12,8 @@ namespace ddpkit::optim {
 /// LibTorch compiles one class per parameter when it reads its own archive. Writes others as their save() does.
 void write_without_tensors(torch::optim::Optimizer& optimizer, torch::serialize::OutputArchive& archive);
 
-/// Reads the archive of write_without_tensors(). The values of state_tensors() are then undefined. After an exception,
-/// the optimizer is as before.
+/// Reads the archive of write_without_tensors(). The values of state_tensors() are then undefined. Throws
+/// InvalidArgument, and changes nothing, for an archive with other parameters or groups.
 void read_without_tensors(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
 
 /// Allocates memory for the whole state, so that read_without_tensors() need not, if the optimizer is fused.

@@ -12,8 +12,8 @@ if not os.environ.get("DDPKIT_PEER_TORCHFT"):
     sys.exit(77)
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "rows.csv")
-    result = subprocess.run([sys.argv[1], "bench", "recovery", "--rounds", "1", "--optimizer", "adamw", "--peers", "--csv", path],
-                            capture_output=True, text=True)
+    result = subprocess.run([sys.argv[1], "bench", "recovery", "--rounds", "1", "--optimizer", "adamw", "--peers",
+                             "--csv", path], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     with open(path) as file:
         rows = {row["system"]: row for row in csv.DictReader(file)}

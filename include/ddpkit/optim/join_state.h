@@ -68,8 +68,8 @@ class JoinState final : public Joinable {
   }
   /// Collective.
   void check(const DistributedDataParallelBase& ddp) const;
-  /// LibTorch takes 0.1 s for a process's first archives. Without this, the others would wait for that when a new rank
-  /// joins.
+  /// Does what the others would wait for when a new rank joins: LibTorch takes 0.1 s for a process's first archives,
+  /// and the system allocates the pages of the optimizers' state.
   void prepare() const;
   std::string save() const;
   std::vector<torch::serialize::InputArchive> read(const std::string& bytes) const;  ///< [part]
