@@ -94,6 +94,14 @@ FusedOptimizer::Impl::Impl(const Algorithm& algorithm, const FusedOptions& optio
 
 FusedOptimizer::Impl::~Impl() = default;
 
+const std::vector<torch::optim::OptimizerParamGroup>& FusedOptimizer::Impl::checked(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
+  for (const auto& group : groups) {
+    if (group.has_options()) algorithm_.check(group.options());
+  }
+  return groups;
+}
+
 void FusedOptimizer::Impl::attach(torch::optim::Optimizer& optimizer) {
   optimizer_ = &optimizer;
   for (const auto& group : param_groups()) algorithm_.check(std::as_const(group).options());
@@ -335,7 +343,7 @@ void FusedOptimizer::Impl::replace_state(const std::function<void()>& fill) {
 
 FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                std::unique_ptr<torch::optim::OptimizerOptions> defaults, std::unique_ptr<Impl> impl)
-    : torch::optim::Optimizer(groups, std::move(defaults)), impl_(std::move(impl)) {
+    : torch::optim::Optimizer(impl->checked(groups), std::move(defaults)), impl_(std::move(impl)) {
   impl_->attach(*this);
 }
 

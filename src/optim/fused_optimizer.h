@@ -39,6 +39,10 @@ class FusedOptimizer::Impl {
   Impl(const Algorithm& algorithm, const FusedOptions& options);
   ~Impl();
   static Impl& of(const FusedOptimizer& optimizer) noexcept { return *optimizer.impl_; }
+  /// Checks the options of groups, and returns the groups. The constructor of LibTorch 2.15 replaces options of another
+  /// optimizer by the defaults.
+  const std::vector<torch::optim::OptimizerParamGroup>& checked(
+      const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   /// Call once. Checks the options and removes duplicate parameters.
   void attach(torch::optim::Optimizer& optimizer);
 

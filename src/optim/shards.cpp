@@ -279,13 +279,14 @@ at::Tensor Shards::Place::empty(const at::TensorOptions& kind) const { return at
 
 std::unique_ptr<FusedOptimizer> Shards::make_whole() const {
   check_groups();
-  Groups whole_groups;
-  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
-    std::vector<at::Tensor> members;
-    for (const std::size_t index : group_of[g]) members.push_back(parameters[index].tensor);
-    whole_groups.emplace_back(members, owner->param_groups()[g].options().clone());
-  }
-  return factory(whole_groups);
+  Groups whole_groups(group_of.size(), torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+  for (std::size_t g = 0; g < group_of.size(); ++g)
+    for (const std::size_t index : group_of[g]) whole_groups[g].params().push_back(parameters[index].tensor);
+  auto whole = factory(whole_groups);
+  // The constructor of LibTorch 2.15 replaces options that are defaults of their type.
+  for (std::size_t g = 0; g < group_of.size(); ++g)
+    whole->param_groups()[g].set_options(owner->param_groups()[g].options().clone());
+  return whole;
 }
 
 void Shards::gather_state(FusedOptimizer* whole, int to) const {
