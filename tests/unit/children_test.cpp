@@ -87,6 +87,7 @@ TEST_CASE("a hang is killed with all processes of its group", "[children]") {
   CHECK(result.timed_out);
   CHECK(result.ends[0].stopped);
   const std::string other = ddpkit::testing::read_file(folder / "pid");
+  REQUIRE_FALSE(other.empty());
   for (int tries = 0; tries < 1000 && runs(other); ++tries) ::usleep(10000);
   CHECK_FALSE(runs(other));
 }
