@@ -33,7 +33,7 @@ using ddpkit::train::UsageError;
 // Measurements of an epoch on this rank, since this process started the epoch.
 struct Measured {
   ddpkit::LengthBalance balance;
-  double audio_seconds = 0;               // Trained on.
+  double audio_seconds = 0;               // That this rank has trained on.
   double wait_seconds = 0;                // In which the steps waited for data.
   double exposed_us = 0;                  // From backward's last gradient to the end of the reduction.
   std::vector<double> step_seconds = {};  // Waiting for data, forward, backward and update. [step]
@@ -78,10 +78,9 @@ class Trainer {
                 .wrapper = &ddp_,
                 .model_name = "LMU",
                 .optimizer_name = "adamw",
-                .updates_per_epoch = static_cast<std::int64_t>(sampler_.num_batches()),
+                .batches = &sampler_,
                 .most_warmup_start = 1.0 / 3,
-                .state = {ddpkit::train::checkpoint_part("sampler", sampler_),
-                          ddpkit::train::checkpoint_part("loss", loss_, /*of_each_rank=*/true),
+                .state = {ddpkit::train::checkpoint_part("loss", loss_, /*of_each_rank=*/true),
                           ddpkit::train::checkpoint_part("features", features_, /*of_each_rank=*/true)}},
                {{"train_utterances", train_->size()}});
     while (run_.has_epoch()) {
@@ -90,7 +89,8 @@ class Trainer {
       if (!is_whole) break;
     }
     if (!run_.finish()) return;
-    const auto faults = faults_.count(group_);
+    std::array<std::size_t, kFaults> faults;
+    run_.retry([&] { faults = faults_.count(group_); });
     for (const Sample& sample : samples_)
       run_.print(
           fmt::format("{}\n  reference:  {}\n  hypothesis: {}", sample.name, sample.reference, sample.hypothesis));
@@ -113,26 +113,39 @@ class Trainer {
 
   // Returns false if the epoch is not complete: see Epoch::next().
   bool train_epoch() {
-    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
-    const auto begin = static_cast<std::int64_t>(sampler_.position());
-    const std::int64_t updates = static_cast<std::int64_t>(sampler_.num_batches()) - begin;
+    ddpkit::train::Epoch epoch(run_, "utterances");
+    if (sampler_.position() == 0) {
+      loss_ = {};
+      features_ = FeatureSums(options_.features.mels);
+    }
+    Measured measured;
+    double train_loss = 0, audio_seconds = 0;  // Of all ranks.
+    epoch.retry([&] {
+      train_batches(epoch, measured);
+      train_loss = loss_.reduce(group_);
+      audio_seconds = ddpkit::train::sum_over_ranks({measured.audio_seconds}, group_).front();
+    });
+    measured.balance = sampler_.balance();
+    if (!epoch.finish()) return false;
+    if (run_.epoch() == 1) run_.retry([&] { set_feature_statistics(); });
+    report(epoch, measured, train_loss, audio_seconds);
+    return true;
+  }
+
+  // The rest of the epoch.
+  void train_batches(ddpkit::train::Epoch& epoch, Measured& measured) {
+    const std::size_t begin = sampler_.position();
     const auto& batches = sampler_.batches();
-    sampler_.set_position(sampler_.position());
+    sampler_.set_position(begin);
     const Augmentation augmentation = this->augmentation();
     model_->train();
-    ddpkit::Prefetcher<Batch> loader(updates,
+    ddpkit::Prefetcher<Batch> loader(epoch.batches(),
                                      [&](std::int64_t number) {
-                                       const auto& batch = batches[static_cast<std::size_t>(begin + number)];
+                                       const auto& batch = batches[begin + static_cast<std::size_t>(number)];
                                        return train_->batch(batch.indices, batch.repeated, batch.batch_size,
                                                             augmentation);
                                      },
                                      {.num_workers = options_.run.num_workers});
-    if (begin == 0) {
-      loss_ = {};
-      features_ = FeatureSums(options_.features.mels);
-    }
-    Measured measured{.balance = sampler_.balance()};
-    ddpkit::train::Epoch epoch(run_, updates, updates * options_.run.batch_size, "utterances");
     Clock::time_point step_began = Clock::now();
     while (epoch.next()) {
       const std::optional<Batch> batch = loader.next();
@@ -140,7 +153,6 @@ class Trainer {
       if (run_.epoch() == 0) features_.add(batch->sums);
       for (const std::size_t index : batch->utterances)
         measured.audio_seconds += static_cast<double>((*train_)[index].frames) * options_.features.hop_ms / 1000;
-      sampler_.set_position(sampler_.position() + 1);
       const auto& stats = ddp_.stats();
       measured.exposed_us += stats.end_us - stats.last_gradient_us;
       measured.step_seconds.push_back(std::chrono::duration<double>(Clock::now() - step_began).count());
@@ -150,12 +162,7 @@ class Trainer {
       log_step(loss);
       step_began = Clock::now();
     }
-    measured.wait_seconds = loader.stats().wait_seconds;
-    if (!epoch.finish()) return false;
-    if (run_.epoch() == 1) set_feature_statistics();
-    sampler_.set_epoch(static_cast<std::uint64_t>(run_.epoch()));
-    report(epoch, measured);
-    return true;
+    measured.wait_seconds += loader.stats().wait_seconds;
   }
 
   void set_feature_statistics() {
@@ -233,13 +240,11 @@ class Trainer {
       print_line(fmt::format("step {}  loss {:.6f}", run_.step(), mean));
   }
 
-  void report(ddpkit::train::Epoch& epoch, Measured& measured) {
+  void report(ddpkit::train::Epoch& epoch, Measured& measured, double train_loss, double audio_seconds) {
     std::optional<EvaluationResult> dev;
     if (dev_ && (run_.epoch() % options_.evaluation.eval_every == 0 || run_.epoch() == options_.run.epochs))
-      dev = evaluate(*model_, *dev_, options_.evaluation, group_);
-    const double train_loss = loss_.reduce(group_), seconds = epoch.seconds();
-    const double audio_seconds = ddpkit::train::sum_over_ranks({measured.audio_seconds}, group_).front();
-    const double step_seconds = measured.median_step_seconds();
+      run_.retry([&] { dev = evaluate(*model_, *dev_, options_.evaluation, group_); });
+    const double seconds = epoch.seconds(), step_seconds = measured.median_step_seconds();
     std::string line = fmt::format("Train Loss: {:.4f}", train_loss);
     nlohmann::ordered_json json = {{"train_loss", train_loss}};
     std::vector<std::pair<std::string, double>> scalars = {

@@ -64,16 +64,27 @@ class EpochPosition {
   mutable bool is_handed_out_ = false;  ///< Accessed atomically: const functions set it on any thread.
 };
 
+/// What training that continues on other ranks needs of a sampler.
+class Regroupable {
+ public:
+  virtual ~Regroupable() = default;
+  /// Counts what each rank has trained on in a step: samples or batches.
+  virtual void add_trained(std::size_t count) noexcept = 0;
+  /// Deals what no rank has trained on to other ranks. As after load(), the epoch continues there.
+  virtual void regroup(int world_size, int rank) = 0;
+  virtual void save(torch::serialize::OutputArchive& archive) const = 0;
+  virtual void load(torch::serialize::InputArchive& archive) = 0;
+};
+
 }  // namespace sampling
 
 /// Iterates over the part of one rank.
-class ResumableSampler::Impl {
+class ResumableSampler::Impl : public sampling::Regroupable {
  public:
   using Indices = sampling::Indices;
 
   /// `length`: indices of an epoch's order, before padding. Throws InvalidArgument for an invalid rank.
   Impl(std::size_t length, int world_size, int rank);
-  virtual ~Impl() = default;
   static Impl& of(const ResumableSampler& sampler) noexcept { return *sampler.impl_; }
 
   std::uint64_t epoch() const noexcept { return progress_.epoch; }
@@ -84,12 +95,10 @@ class ResumableSampler::Impl {
   void reset(std::optional<std::size_t> new_size);
   std::optional<Indices> next(std::size_t batch_size);
   void set_position(std::optional<std::size_t> position);
-  void save(torch::serialize::OutputArchive& archive) const;
-  void load(torch::serialize::InputArchive& archive);
-  /// Counts samples that each rank has trained on, for regroup().
-  void add_trained(std::size_t samples) noexcept { trained_ += samples; }
-  /// Deals the samples that no rank has trained on to other ranks. As after load(), the first reset() continues there.
-  void regroup(int world_size, int rank);
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+  void add_trained(std::size_t samples) noexcept override { trained_ += samples; }
+  void regroup(int world_size, int rank) override;
   /// Returns the samples of this rank from index `begin` of the order on.
   std::size_t num_samples(std::size_t begin = 0) const { return share_of(length_ - begin); }
 

@@ -21,7 +21,7 @@
 
 #include "comm/backend.h"
 #include "comm/joining.h"
-#include "data/sampling.h"
+#include "data/length_bucketed_sampler.h"
 #include "parallel/ddp/reducer.h"
 
 namespace ddpkit::optim {
@@ -43,7 +43,7 @@ std::size_t hash_of(const void* bytes, std::size_t size) {
 
 }  // namespace
 
-Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& module, ResumableSampler& data,
+Elastic::Impl::Impl(DistributedDataParallelBase& wrapper, torch::nn::Module& module, sampling::Regroupable& data,
                     ElasticOptions options)
     : ddp(wrapper),
       sampler(data),
@@ -106,7 +106,7 @@ void Elastic::Impl::begin() {
 }
 
 void Elastic::Impl::add_step(std::size_t samples) {
-  ResumableSampler::Impl::of(sampler).add_trained(samples);
+  sampler.add_trained(samples);
   ++steps;
   end();
 }
@@ -151,7 +151,7 @@ void Elastic::Impl::Progress::load(torch::serialize::InputArchive& archive) {
 void Elastic::Impl::adapt(const Regroup& change) {
   const ProcessGroup& group = ddp.group();
   const auto new_ranks = static_cast<int>(std::ranges::count(change.old_rank_of, -1));
-  ResumableSampler::Impl::of(sampler).regroup(group.world_size(), group.rank());
+  sampler.regroup(group.world_size(), group.rank());
   ddp.regroup(new_ranks);
   if (new_ranks > 0) state.copy_to_new(new_ranks);
   check_steps();
@@ -193,7 +193,12 @@ void Elastic::Impl::join() {
 
 Elastic::Elastic(Begin /*begin*/, DistributedDataParallelBase& ddp, torch::nn::Module& module,
                  ResumableSampler& sampler, const ElasticOptions& options)
-    : impl_(std::make_unique<Impl>(ddp, module, sampler, options)) {
+    : impl_(std::make_unique<Impl>(ddp, module, ResumableSampler::Impl::of(sampler), options)) {
+  impl_->state.add(impl_->progress);
+}
+Elastic::Elastic(Begin /*begin*/, DistributedDataParallelBase& ddp, torch::nn::Module& module,
+                 LengthBucketedSampler& sampler, const ElasticOptions& options)
+    : impl_(std::make_unique<Impl>(ddp, module, LengthBucketedSampler::Impl::of(sampler), options)) {
   impl_->state.add(impl_->progress);
 }
 Elastic::~Elastic() = default;

@@ -12,12 +12,15 @@
 
 #include <ddpkit/optim/elastic.h>
 
+#include "data/sampling.h"
+
 namespace ddpkit::optim {
 
 /// The parts of Elastic that a loop without closures needs, such as train::Epoch.
 class Elastic::Impl {
  public:
-  Impl(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler, ElasticOptions options);
+  Impl(DistributedDataParallelBase& ddp, torch::nn::Module& module, sampling::Regroupable& sampler,
+       ElasticOptions options);
   static Impl& of(const Elastic& elastic) noexcept { return *elastic.impl_; }
 
   /// Begins a step. If new ranks join before it, throws PeerLost, and recover() lets them join.
@@ -26,7 +29,7 @@ class Elastic::Impl {
   void begin();
   /// Keeps the changes since begin().
   void end() noexcept { undoes_ = false; }
-  /// Counts a complete step with `samples` samples of this rank.
+  /// Counts a complete step with `samples` samples of this rank, or batches of a LengthBucketedSampler.
   void add_step(std::size_t samples);
   /// Continues without lost ranks, or with new ones. `cause`: the text of the error.
   void recover(std::string cause);
@@ -34,7 +37,7 @@ class Elastic::Impl {
   void join();
 
   DistributedDataParallelBase& ddp;
-  ResumableSampler& sampler;
+  sampling::Regroupable& sampler;
   std::int64_t steps = 0;
   bool interrupted = false;
   bool takes_new_ranks = false;

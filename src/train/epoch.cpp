@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <ranges>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include <ddpkit/comm/trace.h>
+#include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/data/resumable_sampler.h>
 #include <ddpkit/error.h>
 #include <ddpkit/train/metrics.h>
@@ -21,9 +23,10 @@ namespace ddpkit::train {
 
 Epoch::Epoch(Run& run, const std::string& unit, std::int64_t items_per_sample)
     : run_(run), items_per_sample_(items_per_sample), unit_(unit) {
-  run.sampler_->set_epoch(static_cast<std::uint64_t>(run.epoch()));
+  const auto number = static_cast<std::uint64_t>(run.epoch());
+  run.sampler_ ? run.sampler_->set_epoch(number) : run.batches_->set_epoch(number);
   deal();
-  is_new_ = seed_epoch(run.options_.seed, run.epoch(), run.group_.rank());
+  if (run.sampler_) is_new_ = seed_epoch(run.options_.seed, run.epoch(), run.group_.rank());
 }
 
 Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit)
@@ -32,9 +35,18 @@ Epoch::Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::stri
 }
 
 void Epoch::deal() {
-  order_ = run_.sampler_->indices();
-  updates_ = run_.updates_of(order_.size());
-  items_ = static_cast<std::int64_t>(order_.size()) * run_.group_.world_size() * items_per_sample_;
+  if (run_.sampler_) {
+    order_ = run_.sampler_->indices();
+    updates_ = run_.updates_of(order_.size());
+    items_ = static_cast<std::int64_t>(order_.size()) * run_.group_.world_size() * items_per_sample_;
+  } else {
+    updates_ = run_.updates_left();
+    items_ = 0;
+    const std::size_t position = run_.batches_->position();
+    for (const LengthBucketedBatch& batch : run_.batches_->batches() | std::views::drop(position))
+      items_ += static_cast<std::int64_t>(batch.batch_size) * items_per_sample_;
+    run_.batches_->set_position(position);
+  }
   done_ = 0;
   generation_ = run_.group_.generation();
   make_bar();
@@ -65,7 +77,7 @@ void Epoch::retry(const std::function<void()>& updates) {
   });
 }
 
-std::int64_t Epoch::batches() const { return run_.batches_of(order_.size()); }
+std::int64_t Epoch::batches() const { return run_.batches_ ? updates_ : run_.batches_of(order_.size()); }
 
 std::vector<std::int64_t> Epoch::batch(std::int64_t number) const {
   const auto size = static_cast<std::ptrdiff_t>(run_.samples_per_batch());
@@ -90,6 +102,7 @@ bool Epoch::next() {
 }
 
 std::size_t Epoch::position() const {
+  if (run_.batches_) return static_cast<std::size_t>(done_);
   const auto used = static_cast<std::size_t>(done_ * run_.options_.grad_accum_steps * run_.samples_per_batch());
   return std::min(used, order_.size());
 }
@@ -98,6 +111,7 @@ void Epoch::advance(const std::function<std::string()>& note) {
   const std::size_t before = position();
   ++done_;
   if (run_.sampler_) run_.sampler_->set_position(position());
+  if (run_.batches_) run_.batches_->set_position(run_.batches_->position() + 1);
   if (run_.elastic_) optim::Elastic::Impl::of(*run_.elastic_).add_step(position() - before);
   ++run_.info_.step;
   bar_->advance(note);
@@ -121,6 +135,7 @@ bool Epoch::finish(double loss) {
   if (done_ < updates_) return false;
   ++run_.info_.epoch;
   if (run_.sampler_) run_.sampler_->set_epoch(static_cast<std::uint64_t>(run_.epoch()));
+  if (run_.batches_) run_.batches_->set_epoch(static_cast<std::uint64_t>(run_.epoch()));
   return true;
 }
 

@@ -125,24 +125,34 @@ void Run::make_scheduler(std::int64_t updates_per_epoch) {
                      optim::LearningRateOptions{.scaling = options_.lr_scaling, .world_size = devices()});
 }
 
+std::int64_t Run::updates_per_epoch() const {
+  return sampler_ ? updates_of(sampler_->num_samples()) : static_cast<std::int64_t>(batches_->num_batches());
+}
+
+std::int64_t Run::updates_left() const {
+  return sampler_ ? updates_of(sampler_->indices().size())
+                  : static_cast<std::int64_t>(batches_->num_batches() - batches_->position());
+}
+
 // The learning rate of the sampler's position, as a fraction of the run.
 void Run::follow_sampler() {
-  const std::int64_t updates_per_epoch = updates_of(sampler_->num_samples());
-  scheduler_->set_step((epoch() + 1) * updates_per_epoch - updates_of(sampler_->indices().size()));
-  sampler_->set_position(0);
+  scheduler_->set_step((epoch() + 1) * updates_per_epoch() - updates_left());
+  if (sampler_) sampler_->set_position(0);
 }
 
 void Run::start(const RunParts& given, const nlohmann::json& facts) {
   RunParts parts = given;
   sampler_ = parts.sampler;
-  if (options_.elastic && (!parts.wrapper || !sampler_))
+  batches_ = parts.batches;
+  const bool has_sampler = sampler_ || batches_;
+  if (options_.elastic && (!parts.wrapper || !has_sampler))
     throw UsageError(
         fmt::format("--elastic needs a model in DistributedDataParallel and a sampler that can deal the "
                     "samples of a lost rank again; {} lacks {}",
                     declared_.program(), parts.wrapper ? "the sampler" : "the wrapper"));
   resumes_within_epoch_ = parts.resumes_within_epoch;
   most_warmup_start_ = parts.most_warmup_start;
-  if (sampler_) parts.updates_per_epoch = updates_of(sampler_->num_samples());
+  if (has_sampler) parts.updates_per_epoch = updates_per_epoch();
   epoch_name_ = parts.epoch_name;
   start_ = std::chrono::steady_clock::now();
   model_ = &parts.model;
@@ -150,6 +160,7 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   make_scheduler(parts.updates_per_epoch);
   state_ = {checkpoint_part("scheduler", *scheduler_), checkpoint_part("scaler", scaler_)};
   if (sampler_) state_.push_back(checkpoint_part("sampler", *sampler_));
+  if (batches_) state_.push_back(checkpoint_part("sampler", *batches_));
   state_.insert(state_.end(), parts.state.begin(), parts.state.end());
   nlohmann::json config = nlohmann::json::parse(declared_.resolved());
   config.update(facts);
@@ -166,8 +177,8 @@ void Run::start(const RunParts& given, const nlohmann::json& facts) {
   open_folder(description, parts.facts_that_may_differ);
   open_checkpoint();
   if (folder_.to_resume) info_ = checkpoint_->load(*model_, *optimizer_, state_);
-  if (is_resumed() && sampler_) {
-    sampler_->set_epoch(static_cast<std::uint64_t>(epoch()));
+  if (is_resumed() && has_sampler) {
+    if (sampler_) sampler_->set_epoch(static_cast<std::uint64_t>(epoch()));
     follow_sampler();
   }
   info_.config = description;
@@ -223,10 +234,12 @@ void Run::open_checkpoint() {
 // A new rank joins the others here.
 void Run::start_elastic(const RunParts& parts) {
   if (!options_.elastic) return;
-  elastic_ = std::make_unique<optim::Elastic>(
-      *parts.wrapper, parts.model, *sampler_,
-      optim::ElasticOptions{.min_ranks = options_.min_ranks, .on_change = [this](const Regroup&) { adapt_to_ranks(); }},
-      *optimizer_, shared_);
+  const optim::ElasticOptions options{.min_ranks = options_.min_ranks,
+                                      .on_change = [this](const Regroup&) { adapt_to_ranks(); }};
+  const auto start = [&](auto& sampler) {
+    elastic_ = std::make_unique<optim::Elastic>(*parts.wrapper, parts.model, sampler, options, *optimizer_, shared_);
+  };
+  sampler_ ? start(*sampler_) : start(*batches_);
   optim::Elastic::Impl::of(*elastic_).steps = info_.step;
 }
 
@@ -261,7 +274,7 @@ void Run::Shared::load(torch::serialize::InputArchive& archive) {
 
 // As a run that resumes on this number of ranks.
 void Run::adapt_to_ranks() {
-  make_scheduler(updates_of(sampler_->num_samples()));
+  make_scheduler(updates_per_epoch());
   follow_sampler();
   nlohmann::json config = nlohmann::json::parse(info_.config);
   config["world_size"] = group_.world_size();

@@ -113,6 +113,33 @@ TEST_CASE("an asr run killed within an epoch resumes within it, to the same bits
     CHECK(runs.last.json(runs.last.lines.size() - 2)["train_loss"] == undisturbed.json(4)["train_loss"]);
 }
 
+// The reference: a checkpoint of 3 ranks from the beginning of the lost update, resumed on 2 ranks.
+TEST_CASE("asr --elastic continues without a lost rank with the weights of a resumed run", "[asr]") {
+  const Folder continued, resumed;
+  const auto arguments = [](const Folder& folder) {
+    return joined(small(), {"training.epochs=4", "training.checkpoint_steps=1", "--save-dir", folder.path()});
+  };
+  const std::string kill_rank_1 = fmt::format(
+      "[ $RANK = 1 ] && (until [ -e '{}' ]; do sleep 0.002; kill -0 $$ || exit; done; kill -9 $$) & exec \"$@\"",
+      (continued / "checkpoint.pt").string());
+  const Run run = ddpkit::testing::run_program(
+      DDPKIT_TEST_DDPKIT, 0,
+      joined({"run", "-n", "3", "--min-ranks", "2", "--", "sh", "-c", kill_rank_1, "sh", DDPKIT_TEST_ASR, "--elastic"},
+             arguments(continued)));
+  INFO(run.errors);
+  REQUIRE(run.exit_code == 0);
+  const std::string words = "; 2 ranks continue from step ";
+  const auto at = run.errors.find(words);
+  REQUIRE(at != std::string::npos);
+  const std::string step = std::to_string(std::stoi(run.errors.substr(at + words.size())));
+  REQUIRE(run_asr(3, joined(arguments(resumed), {"--max-steps", step})).exit_code == 0);
+  REQUIRE(std::to_string(ddpkit::train::read_checkpoint_info(resumed / "checkpoint.pt").step) == step);
+  REQUIRE(run_asr(2, arguments(resumed)).exit_code == 0);
+  // The statistics of the features, which are buffers, lack those of the lost rank, or of all ranks before the resume.
+  const auto parameters = [](const Folder& folder) { return asr::load_model(folder.path()).model->parameters(); };
+  CHECK(same_bits(parameters(continued), parameters(resumed)));
+}
+
 TEST_CASE("asr check passes on one process and on several", "[asr]") {
   for (const Arguments& arguments : {Arguments{"check"}, Arguments{"check", "--spawn", "3"}}) {
     const Run run = run_asr(0, arguments);

@@ -10,6 +10,7 @@
 #include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/error.h>
 
+#include "data/length_bucketed_sampler.h"
 #include "support/catch.h"
 
 using ddpkit::LengthBucketedSampler;
@@ -154,6 +155,38 @@ TEST_CASE("a saved position of length buckets resumes with the next batch, on ot
   LengthBucketedSampler shorter(some_lengths(12), 1, 0, {.batch_size = 6});
   CHECK_THROWS_WITH(shorter.load(archive), ContainsSubstring("is at batch 5"));
   CHECK(shorter.position() == 0);
+}
+
+TEST_CASE("the rest of an epoch of length buckets is dealt to other ranks", "[sampler]") {
+  const Lengths lengths = some_lengths(90);
+  std::vector<LengthBucketedSampler> samplers;
+  for (int rank = 0; rank < 3; ++rank)
+    samplers.emplace_back(lengths, 3, rank, LengthBucketedSamplerOptions{.batch_size = 6});
+  std::set<std::size_t> used;
+  const auto take = [&](LengthBucketedSampler& sampler) {
+    const auto batch = sampler.next();
+    if (!batch) return false;
+    LengthBucketedSampler::Impl::of(sampler).add_trained(1);
+    for (const std::size_t index : batch->indices) CHECK(used.insert(index).second);
+    return true;
+  };
+  for (auto& sampler : samplers) sampler.set_epoch(4);
+  for (int i = 0; i < 5; ++i) {
+    for (auto& sampler : samplers) REQUIRE(take(sampler));
+  }
+  samplers[0].next();  // Dealt, but not trained on.
+  samplers.pop_back();
+  for (int rank = 0; rank < 2; ++rank) {
+    auto& sampler = samplers[static_cast<std::size_t>(rank)];
+    LengthBucketedSampler::Impl::of(sampler).regroup(2, rank);
+    CHECK(sampler.epoch() == 4);
+    CHECK(sampler.position() == 5);
+    sampler.set_epoch(4);  // As in a loop over epochs.
+    while (take(sampler)) continue;
+  }
+  CHECK(used.size() == lengths.size());
+  CHECK_THROWS_WITH(LengthBucketedSampler::Impl::of(samplers[0]).regroup(7, 0),
+                    ContainsSubstring("a batch of 6 samples cannot be divided among 7 ranks"));
 }
 
 TEST_CASE("length buckets whose position is unknown cannot be saved", "[sampler]") {

@@ -55,6 +55,8 @@ struct LengthBalance {
 /// share their state.
 class LengthBucketedSampler {
  public:
+  class Impl;  ///< Internal.
+
   /// `lengths` [sample], each at least 0, in any unit. Throws InvalidArgument if batch_size is less than the number of
   /// ranks, if there are no samples, or, with drop_last, if there is less than one batch.
   LengthBucketedSampler(std::vector<std::int64_t> lengths, const ProcessGroup& group,
@@ -89,8 +91,7 @@ class LengthBucketedSampler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
-  struct State;
-  std::shared_ptr<State> state_;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace ddpkit

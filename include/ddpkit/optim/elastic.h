@@ -1,4 +1,4 @@
-// Tier 2: ddpkit/parallel/distributed_data_parallel.h and ddpkit/data/resumable_sampler.h.
+// Tier 2: ddpkit/parallel/distributed_data_parallel.h and the samplers.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include <ddpkit/comm/process_group.h>
+#include <ddpkit/data/length_bucketed_sampler.h>
 #include <ddpkit/data/resumable_sampler.h>
 #include <ddpkit/optim/join_state.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
@@ -24,6 +25,10 @@ struct ElasticOptions {
   /// collectives, and may change the learning rate.
   std::function<void(const Regroup&)> on_change = nullptr;
 };
+
+/// The samplers that can deal the samples of a lost rank again.
+template <class S>
+concept ElasticSampler = std::derived_from<S, ResumableSampler> || std::same_as<S, LengthBucketedSampler>;
 
 /// Training that continues in the same processes after the loss of a rank. The remaining ranks drop the step in flight,
 /// deal the lost rank's samples among themselves, and continue with weights and optimizer state as they are. The result
@@ -62,13 +67,12 @@ class Elastic {
   /// Throws InvalidArgument if the group was created without InitOptions::elastic, with a communication hook, sharded
   /// parameters or a ShardedOptimizer, if the group has lost a rank before, and on a new rank without an optimizer in
   /// `objects`.
-  template <class M, class... Objects>
-  Elastic(DistributedDataParallel<M>& ddp, ResumableSampler& sampler, const ElasticOptions& options = {},
-          Objects&... objects)
+  template <class M, ElasticSampler Sampler, class... Objects>
+  Elastic(DistributedDataParallel<M>& ddp, Sampler& sampler, const ElasticOptions& options = {}, Objects&... objects)
       : Elastic(ddp, ddp.module(), sampler, options, objects...) {}
   /// The same for a wrapper whose type is not known. `module`: the module in the wrapper.
-  template <class... Objects>
-  Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
+  template <ElasticSampler Sampler, class... Objects>
+  Elastic(DistributedDataParallelBase& ddp, torch::nn::Module& module, Sampler& sampler,
           const ElasticOptions& options = {}, Objects&... objects)
       : Elastic(Begin(), ddp, module, sampler, options) {
     (add(objects), ...);
@@ -79,10 +83,10 @@ class Elastic {
   Elastic& operator=(const Elastic&) = delete;
 
   /// Calls `train`: one forward, backward and optimizer step, or several backwards and one optimizer step. It must have
-  /// a collective. `samples`: number of this rank's samples in it, the same on all ranks. Returns true if the step is
-  /// complete. Returns false if a rank was lost, or if new ranks have joined: then the step is undone on all ranks, and
-  /// the loader must begin again. Effects beyond the model, such as logs, belong after the call. Throws Error if
-  /// `train` changed weights before the collective that failed.
+  /// a collective. `samples`: number of this rank's samples in it, the same on all ranks; with a LengthBucketedSampler,
+  /// the number of its batches. Returns true if the step is complete. Returns false if a rank was lost, or if new ranks
+  /// have joined: then the step is undone on all ranks, and the loader must begin again. Effects beyond the model, such
+  /// as logs, belong after the call. Throws Error if `train` changed weights before the collective that failed.
   bool step(std::int64_t samples, const std::function<void()>& train);
   /// Returns whether the last step() returned false. Then returns false.
   bool interrupted() noexcept;
@@ -94,6 +98,8 @@ class Elastic {
  private:
   struct Begin {};
   Elastic(Begin begin, DistributedDataParallelBase& ddp, torch::nn::Module& module, ResumableSampler& sampler,
+          const ElasticOptions& options);
+  Elastic(Begin begin, DistributedDataParallelBase& ddp, torch::nn::Module& module, LengthBucketedSampler& sampler,
           const ElasticOptions& options);
 
   template <class T>

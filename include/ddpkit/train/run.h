@@ -31,6 +31,7 @@ class Module;
 
 namespace ddpkit {
 class DistributedDataParallelBase;
+class LengthBucketedSampler;
 class ResumableSampler;
 namespace optim {
 class Elastic;
@@ -56,6 +57,8 @@ struct RunParts {
   /// on another number of devices has another number of updates per epoch, so its learning rate continues from the same
   /// fraction of the run. Null: the loop does all this.
   ResumableSampler* sampler = nullptr;
+  /// The same for a sampler of whole batches, one per update. At most one of the two.
+  LengthBucketedSampler* batches = nullptr;
   std::int64_t updates_per_epoch = 0;  ///< In a whole epoch. Run sets it if there is a sampler.
   /// Upper limit of the factor with which a scaled learning rate begins its warm-up.
   double most_warmup_start = 1;
@@ -207,7 +210,9 @@ class Run {
   bool is_out_of_steps() const { return options_.max_steps && info_.step >= *options_.max_steps; }
   optim::Schedule schedule(std::int64_t updates_per_epoch) const;
   void make_scheduler(std::int64_t updates_per_epoch);
-  void follow_sampler();  // Sets the step of the scheduler.
+  void follow_sampler();                   // Sets the step of the scheduler.
+  std::int64_t updates_per_epoch() const;  // Of the sampler.
+  std::int64_t updates_left() const;       // In the sampler's epoch.
   void seed_model() const;
   std::string epoch_word() const;  // "epoch"
   void print_model(const RunParts& parts) const;
@@ -222,6 +227,7 @@ class Run {
   torch::nn::Module* model_ = nullptr;
   torch::optim::Optimizer* optimizer_ = nullptr;
   ResumableSampler* sampler_ = nullptr;
+  LengthBucketedSampler* batches_ = nullptr;
   bool resumes_within_epoch_ = true;
   std::vector<CheckpointPart> state_;
   double most_warmup_start_ = 1;
@@ -248,8 +254,8 @@ class Run {
 /// them, shows a ProgressBar, and saves checkpoints every RunOptions::save_steps updates.
 class Epoch {
  public:
-  /// The rest of the sampler's epoch. Seeds the random generators; see seed_epoch(). `unit`: the name of the items:
-  /// "clips". `items_per_sample`: such as characters.
+  /// The rest of the sampler's epoch. Without RunParts::batches, seeds the random generators; see seed_epoch(). `unit`:
+  /// the name of the items: "clips". `items_per_sample`: such as characters.
   Epoch(Run& run, const std::string& unit, std::int64_t items_per_sample = 1);
   /// Without RunParts::sampler. `updates`: to make. `items`: of all ranks in these updates.
   Epoch(Run& run, std::int64_t updates, std::int64_t items, const std::string& unit);
@@ -263,8 +269,8 @@ class Epoch {
   /// Returns false if the run has resumed within this epoch on the same number of ranks: then the checkpoint has
   /// restored the sums of each rank.
   bool is_new() const noexcept { return is_new_; }
-  std::int64_t batches() const;  ///< Of this process. The last one may be smaller.
-  /// Returns the indices of batch `number` (from 0) of this process. Thread-safe. [sample]
+  std::int64_t batches() const;  ///< Of this process, in the rest. The last one may be smaller.
+  /// Returns the indices of batch `number` (from 0) of this process. Only with RunParts::sampler. Thread-safe. [sample]
   std::vector<std::int64_t> batch(std::int64_t number) const;
 
   /// Call before each update. Returns false after the last update, at RunOptions::max_steps, and on a stop signal. A
@@ -302,7 +308,7 @@ class Epoch {
   void deal();  // Begins the rest of the sampler's epoch.
   void make_bar();
   std::int64_t items_done() const;  // Since deal().
-  std::size_t position() const;     // In order_.
+  std::size_t position() const;     // In order_, or in the batches since deal().
 
   Run& run_;
   std::vector<std::size_t> order_ = {};  // Indices of this rank, with a sampler.
