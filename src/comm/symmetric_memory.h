@@ -16,6 +16,9 @@ class Work;
 namespace ddpkit {
 
 class ScopedArena;
+namespace shm {
+struct SymmetricSegment;
+}
 
 /// Memory that all ranks of a group map: collectives on it do not copy. Backend::symmetric_memory() returns it.
 class SymmetricMemory {
@@ -36,6 +39,9 @@ class SymmetricMemory {
   /// rank, only this process maps the memory. Returns null on all ranks if one rank cannot open it, because its process
   /// has an arena of another group or an older arena of this group that other ranks have released.
   virtual std::shared_ptr<ScopedArena> open_arena(std::size_t capacity, std::size_t reserve) = 0;
+  /// Allocates `bytes` zeros per rank, which all ranks map, also after a change of an elastic group. The system
+  /// allocates each page when it is first used. Collective.
+  virtual std::shared_ptr<shm::SymmetricSegment> allocate_segment(std::size_t bytes) = 0;
 };
 
 }  // namespace ddpkit

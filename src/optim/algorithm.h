@@ -6,10 +6,13 @@
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <typeinfo>
@@ -56,6 +59,24 @@ class Algorithm {
   static constexpr std::size_t kMaster = 3;
   using StateTensors = std::array<at::Tensor, kMaster + 1>;  ///< [kind]; the last is the master weight.
 
+  /// Old blocks of a parameter's state, for an update that is to be undone wherever the process ends.
+  struct UndoLog {
+    StateTensors saved;
+    std::atomic<std::uint64_t>* updates = nullptr;  ///< Number of the update before which a block was saved. [block]
+    std::uint64_t update = 0;                       ///< Number of this update.
+
+    /// Saves block `block` of `tensors`: elements [begin, begin + count).
+    void save(const StateTensors& tensors, std::size_t begin, std::size_t count) const {
+      for (std::size_t k = 0; k < tensors.size(); ++k) {
+        if (!tensors[k].defined()) continue;
+        const std::size_t size = tensors[k].element_size();
+        std::memcpy(advance(saved[k].data_ptr(), begin, size), advance(tensors[k].const_data_ptr(), begin, size),
+                    count * size);
+      }
+      updates[begin / kBlockElements].store(update);
+    }
+  };
+
   /// The update of one parameter with a gradient in one step.
   struct Update {
     at::Tensor original;             ///< The tensor in the parameter group.
@@ -64,6 +85,7 @@ class Algorithm {
     AnyState* state = nullptr;
     bool fresh = false;     ///< First step: the state is zero.
     at::Tensor steps = {};  ///< With FusedOptions::capturable, on a device: the step count before this step.
+    std::optional<UndoLog> undo = std::nullopt;
   };
 
   virtual ~Algorithm() = default;
@@ -141,7 +163,12 @@ void for_update_blocks(const std::vector<Algorithm::Update>& updates, const Body
   for (const Algorithm::Update& update : updates) numels.push_back(static_cast<std::size_t>(update.parameter.numel()));
   for_blocks(numels, [&](std::size_t index, std::size_t begin, std::size_t count) {
     const Algorithm::Update& update = updates[index];
-    body(index, update, UpdateBlock{*dtype_of(update.parameter.scalar_type()), begin, count});
+    const std::size_t most = update.undo ? kBlockElements : count;
+    for (const std::size_t end = begin + count; begin < end; begin += most) {
+      const std::size_t some = std::min(most, end - begin);
+      if (update.undo) update.undo->save(update.tensors, begin, some);
+      body(index, update, UpdateBlock{*dtype_of(update.parameter.scalar_type()), begin, some});
+    }
   });
 }
 

@@ -16,6 +16,7 @@
 #include <ddpkit/optim/clip_grad_norm.h>
 
 #include "optim/optimizer_archive.h"
+#include "optim/shard_memory.h"
 #include "parallel/sharding/gathered_use.h"
 #include "tensor/flat_layout.h"
 #include "tensor/tensor_memory.h"
@@ -71,7 +72,9 @@ Algorithm::StateTensors& FusedOptimizer::Impl::Layout::tensors_of(Slot& slot) {
   const std::size_t count = counts[flat.group];
   const bool master = masters[slot.flat];
   const auto zeros = [&] {
-    return at::zeros({lengths[slot.flat]}, at::dtype(master ? at::kFloat : flat.dtype).device(flat.device));
+    const at::ScalarType dtype = master ? at::kFloat : flat.dtype;
+    return memory ? memory->zeros(lengths[slot.flat], dtype)
+                  : at::zeros({lengths[slot.flat]}, at::dtype(dtype).device(flat.device));
   };
   const auto part_of = [&](const at::Tensor& whole) {
     const at::Tensor part = whole.narrow(0, slot.offset, slot.parameter.numel());
@@ -141,6 +144,7 @@ FusedOptimizer::Impl::Layout& FusedOptimizer::Impl::layout() {
   drop_duplicates();  // add_param_group() of torch::optim::Optimizer keeps duplicates.
   if (fits_layout()) return *layout_;
   auto fresh = std::make_unique<Layout>();
+  fresh->memory = memory_;
   for (std::size_t g = 0; g < param_groups().size(); ++g) {
     fresh->slots.emplace_back();
     fresh->counts.push_back(algorithm_.tensor_count(param_groups()[g].options()));
@@ -149,6 +153,7 @@ FusedOptimizer::Impl::Layout& FusedOptimizer::Impl::layout() {
       fresh->add(g, i, parameters[i], has_master(parameters[i].scalar_type()));
   }
   adopt(*fresh);
+  place(*fresh);
   layout_ = std::move(fresh);
   return *layout_;
 }
@@ -175,6 +180,14 @@ void FusedOptimizer::Impl::adopt(Layout& layout) {
       }
       algorithm_.set_tensors(*found->second, adopted);
     }
+  }
+}
+
+/// Other ranks may read the state from now on.
+void FusedOptimizer::Impl::place(Layout& layout) {
+  if (!memory_) return;
+  for (const auto& group : layout.slots) {
+    for (const Layout::Slot& slot : group) memory_->place(slot.parameter, slot.tensors);
   }
 }
 
@@ -228,6 +241,7 @@ void FusedOptimizer::Impl::step(double factor) {
       }
       if (!same) algorithm_.set_tensors(*state, tensors);
       update.tensors = tensors;
+      if (memory_) update.undo = memory_->undo_log(parameter, tensors);
     }
     if (!layout.updates.empty()) update(param_groups()[g].options(), layout, factor);
     for (const auto& [parameter, copy] : staged) parameter.copy_(copy);
@@ -278,6 +292,7 @@ std::vector<Algorithm::StateTensors> FusedOptimizer::Impl::state_memory() {
     for (Layout::Slot& slot : group)
       all.push_back(layout.is_stateless(slot) ? StateTensors() : layout.tensors_of(slot));
   }
+  place(layout);
   return all;
 }
 
@@ -336,6 +351,7 @@ void FusedOptimizer::Impl::replace_state(const std::function<void()>& fill) {
   } else {
     std::swap(layout_, layout_before);
   }
+  place(*layout_);
   set_device_steps();
 }
 

@@ -17,6 +17,8 @@
 
 namespace ddpkit::optim {
 
+class ShardMemory;
+
 /// The state of all parameters of one group with the same type and device, concatenated. It can be split at any
 /// element, regardless of the borders of the parameters.
 struct FlatState {
@@ -49,6 +51,8 @@ class FusedOptimizer::Impl {
   const Algorithm& algorithm() const noexcept { return algorithm_; }
   const FusedOptions& options() const noexcept { return options_; }
   void step(double factor);
+  /// Call before the first step. The state is in `memory`, which must outlive this object.
+  void use_memory(ShardMemory& memory) noexcept { memory_ = &memory; }
   void save(torch::serialize::OutputArchive& archive);
   void load(torch::serialize::InputArchive& archive);
 
@@ -89,10 +93,12 @@ class FusedOptimizer::Impl {
   bool fits_layout();
   void drop_duplicates();
   void adopt(Layout& layout);
+  void place(Layout& layout);
   at::Tensor device_steps(const at::Tensor& parameter, AnyState& state);
 
   const Algorithm& algorithm_;
   FusedOptions options_;
+  ShardMemory* memory_ = nullptr;
   torch::optim::Optimizer* optimizer_ = nullptr;
   std::unique_ptr<Layout> layout_;
   std::unique_ptr<Capture> capture_;  ///< Copies of host values in device memory; null before the first.
@@ -121,6 +127,7 @@ struct FusedOptimizer::Impl::Layout {
   std::vector<std::int64_t> lengths;       ///< In elements. [flat]
   std::vector<bool> masters;               ///< Whether master weights exist. [flat]
   std::vector<Algorithm::Update> updates;  ///< Kept to reuse its memory.
+  ShardMemory* memory = nullptr;           ///< Null: LibTorch's.
 
   void add(std::size_t group, std::size_t index, const at::Tensor& parameter, bool master);
   bool is_stateless(const Slot& slot) const { return counts[flats[slot.flat].group] == 0 && !masters[slot.flat]; }

@@ -51,11 +51,18 @@ std::string names_of(const torch::optim::Optimizer& optimizer, const torch::opti
 }  // namespace
 
 void JoinState::add(torch::optim::Optimizer& optimizer) {
-  parts_.push_back(
-      {.save = [&optimizer](torch::serialize::OutputArchive& archive) { write_without_tensors(optimizer, archive); },
-       .load = [&optimizer](torch::serialize::InputArchive& archive) { read_without_tensors(optimizer, archive); },
-       .type = &typeid(optimizer),
-       .optimizer = &optimizer});
+  // Elastic's new ranks get the state of a sharded optimizer by DistributedDataParallel::regroup(); check() refuses it.
+  const bool sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer) != nullptr;
+  parts_.push_back({.save =
+                        [&optimizer, sharded](torch::serialize::OutputArchive& archive) {
+                          if (!sharded) write_without_tensors(optimizer, archive);
+                        },
+                    .load =
+                        [&optimizer, sharded](torch::serialize::InputArchive& archive) {
+                          if (!sharded) read_without_tensors(optimizer, archive);
+                        },
+                    .type = &typeid(optimizer),
+                    .optimizer = &optimizer});
 }
 
 void JoinState::check(const DistributedDataParallelBase& ddp) const {

@@ -46,6 +46,7 @@ void step_together(Shards& shards, double factor) {
       factor = shards.follow_active_ranks({factor})[0];
       // After this line no rank reads the weights, and all ranks have the same weights.
       if (shards.weights) shards.weights->synchronize();
+      if (shards.memory) shards.begin_update();
       shards.update(factor);
       shards.drop_gradients();
     }
@@ -54,8 +55,9 @@ void step_together(Shards& shards, double factor) {
     if (shards.sharded) shards.sharded->abort(error.what());
     throw;
   }
-  if (shards.weights) {
+  if (shards.weights || shards.memory) {
     shards.group.barrier();
+    if (shards.memory) shards.commit();
   } else {
     shards.gather_weights();
   }
@@ -92,8 +94,6 @@ std::vector<at::Tensor> ShardedOptimizerBase::parameters_of(const DistributedDat
   for (const NamedParameter& parameter : ddpkit::parameters_of(ddp.reducer())) tensors.push_back(parameter.tensor);
   return tensors;
 }
-
-Shards& Shards::of(const ShardedOptimizerBase& optimizer) noexcept { return *optimizer.shards_; }
 
 ShardedOptimizerBase::ShardedOptimizerBase(DistributedDataParallelBase& ddp, const Groups& groups,
                                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory factory,

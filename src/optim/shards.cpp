@@ -5,7 +5,6 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 
@@ -15,8 +14,6 @@
 #include <ddpkit/error.h>
 #include <ddpkit/optim/clip_grad_norm.h>
 
-#include "optim/optimizer_archive.h"
-#include "parallel/join.h"
 #include "parallel/model_agreement.h"
 #include "tensor/tensor_memory.h"
 
@@ -63,8 +60,12 @@ Shards::Shards(const Reducer& reducer, ProcessGroup process_group, const Groups&
     return signature(shared_weights);
   });
   if (shared_weights && group.world_size() > 1) weights = std::make_unique<SharedWeights>(parameters, group);
+  if (can_survive_loss(shared_weights)) make_memory();
   cut(whole_groups);
   inner = factory(groups);
+  if (!memory) return;
+  memory->set_pieces(pieces);
+  FusedOptimizer::Impl::of(*inner).use_memory(*memory);
 }
 
 /// Also sets `group_of`.
@@ -106,7 +107,8 @@ std::string Shards::find_error(const Groups& whole_groups, bool shared_weights) 
 
 /// Returns, in lines, the properties that must be equal on all ranks.
 std::string Shards::signature(bool shared_weights) const {
-  std::string text = fmt::format("shared_weights {}, update_in_backward {}\n", shared_weights, update_in_backward);
+  std::string text = fmt::format("shared_weights {}, update_in_backward {}, survives the loss of a rank {}\n",
+                                 shared_weights, update_in_backward, can_survive_loss(shared_weights));
   for (std::size_t g = 0; g < group_of.size(); ++g) {
     for (const std::size_t index : group_of[g])
       text += fmt::format("parameter {} in group {} with strides [{}]\n", parameters[index].name, g,
@@ -115,11 +117,18 @@ std::string Shards::signature(bool shared_weights) const {
   return text;
 }
 
+/// Parameters that share memory are updated one after the other, but their pieces in ShardMemory would not be.
+bool Shards::can_survive_loss(bool shared_weights) const {
+  return !shared_weights && !update_in_backward && !sharded && ShardMemory::possible(group) &&
+         find_overlap(parameters, /*may_be_same=*/false).empty();
+}
+
 void Shards::cut(const Groups& whole_groups) {
   places.resize(parameters.size());
   for (std::size_t b = 0; b < plan.size(); ++b) {
     for (std::size_t i = 0; i < plan[b].size(); ++i) places[plan[b][i]].own = layouts[b].range(i, group.rank());
   }
+  if (memory) pieces = pieces_in_memory();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i].tensor;
     places[i].sizes = parameter.sizes().vec();
@@ -129,6 +138,7 @@ void Shards::cut(const Groups& whole_groups) {
       continue;
     }
     places[i].data = parameter.const_data_ptr();
+    if (memory) continue;
     const FlatLayout::Range& own = places[i].own;
     pieces.push_back(weights ? weights->piece(i, own.in_tensor, own.count) : piece_of(i));
   }
@@ -209,7 +219,7 @@ void Shards::follow_parameter(std::size_t index) {
   }
   if (weights) {
     weights->adopt(index);
-  } else {
+  } else if (!memory) {
     piece.set_data(piece_of(index));
   }
   place.data = parameter.const_data_ptr();
@@ -238,6 +248,7 @@ void Shards::update(double factor) {
     inner->step_scaled(factor);
   }
   if (sharded) sharded->after_update();
+  if (memory) return;
   // Pieces have separate version counters, but autograd saved the parameter.
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     if (pieces[i].grad().defined()) parameters[i].tensor.unsafeGetTensorImpl()->bump_version();
@@ -277,15 +288,23 @@ void Shards::receive(std::size_t bucket, at::Tensor shard, const std::vector<std
 
 at::Tensor Shards::Place::empty(const at::TensorOptions& kind) const { return at::empty_strided(sizes, strides, kind); }
 
-std::unique_ptr<FusedOptimizer> Shards::make_whole() const {
+/// Returns the groups of whole parameters with the owner's options.
+Shards::Groups Shards::whole_groups() const {
   check_groups();
-  Groups whole_groups(group_of.size(), torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
-  for (std::size_t g = 0; g < group_of.size(); ++g)
-    for (const std::size_t index : group_of[g]) whole_groups[g].params().push_back(parameters[index].tensor);
-  auto whole = factory(whole_groups);
+  Groups whole;
+  for (std::size_t g = 0; g < group_of.size(); ++g) {
+    std::vector<at::Tensor> members;
+    for (const std::size_t index : group_of[g]) members.push_back(parameters[index].tensor);
+    whole.emplace_back(members, owner->param_groups()[g].options().clone());
+  }
+  return whole;
+}
+
+std::unique_ptr<FusedOptimizer> Shards::make_whole() const {
+  const Groups all = whole_groups();
+  auto whole = factory(all);
   // The constructor of LibTorch 2.15 replaces options that are defaults of their type.
-  for (std::size_t g = 0; g < group_of.size(); ++g)
-    whole->param_groups()[g].set_options(owner->param_groups()[g].options().clone());
+  for (std::size_t g = 0; g < all.size(); ++g) whole->param_groups()[g].set_options(all[g].options().clone());
   return whole;
 }
 
@@ -331,6 +350,11 @@ void Shards::take_state(const FusedOptimizer& whole) {
   check_groups();
   consolidated.reset();
   const Algorithm& algorithm = FusedOptimizer::Impl::of(*inner).algorithm();
+  const auto note_replacement = [this] {
+    if (memory) memory->note_replacement();
+  };
+  note_replacement();
+  const auto at_end = c10::make_scope_exit(note_replacement);
   auto& own_groups = inner->param_groups();
   const auto lent = lend_groups();
   FusedOptimizer::Impl::of(*inner).replace_state([&] {
@@ -351,50 +375,6 @@ void Shards::take_state(const FusedOptimizer& whole) {
       inner->state()[pieces[i].unsafeGetTensorImpl()] = std::move(copy);
     }
   });
-}
-
-// ---- join: ranks without inputs still update their shards, with the settings of the active ranks
-
-std::vector<double> Shards::follow_active_ranks(std::vector<double> arguments) {
-  JoinContext* join = joinable ? JoinContext::of(*joinable) : nullptr;
-  if (!join || join->active() == group.world_size()) {
-    dropped = false;
-    return arguments;
-  }
-  const bool active = JoinContext::running(group) != nullptr;
-  const auto source = static_cast<std::size_t>(join->first_active(active));
-  const std::string bytes = group.all_gather_bytes(active ? settings(arguments) : std::string())[source];
-  dropped = false;
-  return active ? arguments : take_settings(bytes);
-}
-
-std::string Shards::settings(const std::vector<double>& arguments) const {
-  torch::serialize::OutputArchive archive;
-  archive.write("arguments", c10::IValue(arguments));
-  // zero_grad() through a torch::optim::Optimizer& does not set `dropped`, but removes all gradients.
-  const bool none =
-      std::none_of(pieces.begin(), pieces.end(), [](const at::Tensor& piece) { return piece.grad().defined(); });
-  archive.write("dropped", c10::IValue(dropped || none));
-  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
-    torch::serialize::OutputArchive options(archive.compilation_unit());
-    owner->param_groups()[g].options().serialize(options);
-    archive.write(fmt::format("group{}", g), options);
-  }
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return stream.str();
-}
-
-std::vector<double> Shards::take_settings(const std::string& bytes) {
-  torch::serialize::InputArchive archive;
-  archive.load_from(bytes.data(), bytes.size());
-  for (std::size_t g = 0; g < owner->param_groups().size(); ++g) {
-    torch::serialize::InputArchive options;
-    archive.read(fmt::format("group{}", g), options);
-    owner->param_groups()[g].options().serialize(options);
-  }
-  if (read_value(archive, "dropped").toBool()) drop_gradients();
-  return read_value(archive, "arguments").toDoubleVector();
 }
 
 }  // namespace ddpkit::optim

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@
 #include <ddpkit/parallel/reducer.h>
 
 #include "optim/fused_optimizer.h"
-
+#include "optim/shard_memory.h"
 #include "parallel/ddp/shard_output.h"
 #include "parallel/sharding/parameter_shards.h"
 #include "parallel/sharding/shared_weights.h"
@@ -41,6 +42,9 @@ class Shards final : public ShardOutput {
   void before_first() override;
   void receive(std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) override;
   void follow_parameters() override;
+  bool survives_loss() const noexcept override { return memory != nullptr; }
+  /// A new object takes the place of this one in the owner.
+  void regroup(const Reducer& reducer, int new_ranks) override;
 
   /// Gives the inner optimizer the owner's groups, whose options the program sets, until the result is destroyed.
   auto lend_groups() {
@@ -52,6 +56,10 @@ class Shards final : public ShardOutput {
   void check_groups() const;
   /// Updates the weights of this rank's shards from the gradients of the pieces times `factor`.
   void update(double factor);
+  /// With `memory`: call it before update(). What update() changes is undone if regroup() comes before commit().
+  void begin_update();
+  /// Call it when all ranks have completed update(). Copies the updated pieces of all ranks to the parameters.
+  void commit();
   void drop_gradients();
   void gather_weights() const;
   /// Collective. Copies the whole state to `whole`, an optimizer of all parameters. `whole` is null on all ranks except
@@ -92,7 +100,9 @@ class Shards final : public ShardOutput {
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
   std::unique_ptr<SharedWeights> weights;    ///< Null if every rank has private weights.
   std::shared_ptr<ParameterShards> sharded;  ///< Null if every rank has whole weights.
-  std::unique_ptr<FusedOptimizer> inner;     ///< The optimizer of the pieces.
+  /// The pieces and the state, if the ranks can continue after the loss of one. Null: the pieces are in the parameters.
+  std::shared_ptr<ShardMemory> memory;
+  std::unique_ptr<FusedOptimizer> inner;  ///< The optimizer of the pieces.
   std::unique_ptr<FusedOptimizer> consolidated;
   bool dropped = false;  ///< zero_grad() was called since follow_active_ranks().
 
@@ -101,7 +111,24 @@ class Shards final : public ShardOutput {
   void follow_parameter(std::size_t index);
   std::string find_error(const Groups& whole_groups, bool shared_weights);
   std::string signature(bool shared_weights) const;
+  bool can_survive_loss(bool shared_weights) const;
   void cut(const Groups& whole_groups);
+  Groups whole_groups() const;
+
+  // shards_ranks.cpp
+  void make_memory();
+  std::vector<at::Tensor> pieces_in_memory() const;
+  void undo_states();
+  void copy_state(int rank, const Shards& from) const;
+
+  std::vector<std::size_t> memory_offsets_;  ///< Of a bucket's shard, in ShardMemory::weights(). [bucket]
+  struct StateBefore {
+    std::int64_t steps = 0;
+    Algorithm::StateTensors tensors;  ///< Only which of them are defined matters.
+  };
+  /// Before the update that is not complete. Empty: no state. [param]
+  std::optional<std::vector<std::optional<StateBefore>>> states_before_;
+  std::vector<std::uint8_t> is_updated_;  ///< Whether a parameter has a gradient in this update. [param]
 };
 
 }  // namespace ddpkit::optim

@@ -6,16 +6,34 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include <ddpkit/optim/elastic.h>
+#include <ddpkit/optim/fused_adam.h>
+#include <ddpkit/optim/sharded_optimizer.h>
 
 #include "support/catch.h"
 
 namespace ddpkit::testing {
 
+struct ElasticSetting {
+  std::string backend;
+  bool sharded = false;  ///< The optimizer.
+};
+
 [[noreturn]] inline void die() {
   ::kill(::getpid(), SIGKILL);
   std::abort();
+}
+
+/// Returns an Adam optimizer, of which each rank has the whole state or its shards.
+inline std::unique_ptr<torch::optim::Optimizer> make_adam(DistributedDataParallelBase& ddp,
+                                                          const std::vector<at::Tensor>& parameters, bool sharded) {
+  const torch::optim::AdamOptions options(0.01);
+  if (sharded) return std::make_unique<optim::ShardedOptimizer<optim::FusedAdam>>(ddp, options);
+  return std::make_unique<optim::FusedAdam>(parameters, options);
 }
 
 /// One rank, for which `is_lost` is true, is lost in the second update of one step.

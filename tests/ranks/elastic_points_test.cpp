@@ -14,6 +14,7 @@
 
 #include <ddpkit/ddpkit.h>
 
+#include "ranks/elastic_loss.h"
 #include "support/catch.h"
 #include "support/folder.h"
 #include "support/ranks.h"
@@ -21,6 +22,7 @@
 namespace {
 
 using ddpkit::ProcessGroup;
+using ddpkit::testing::ElasticSetting;
 using ddpkit::testing::Folder;
 using ddpkit::testing::on_ranks;
 using ddpkit::testing::read_file;
@@ -64,9 +66,9 @@ struct Witness {
 };
 
 /// Writes the weights to `folder`/RANK, where RANK is the number at the start.
-void train(const std::string& backend, const std::vector<Death>& deaths, const Folder& folder) {
+void train(const ElasticSetting& setting, const std::vector<Death>& deaths, const Folder& folder) {
   const ProcessGroup group =
-      ddpkit::init_process_group({.backend = backend, .timeout = std::chrono::seconds(60), .elastic = true});
+      ddpkit::init_process_group({.backend = setting.backend, .timeout = std::chrono::seconds(60), .elastic = true});
   const int first_rank = group.rank();
   const ddpkit::optim::Elastic* self = nullptr;
   const auto reach = [&](const std::string& point) {
@@ -80,7 +82,7 @@ void train(const std::string& backend, const std::vector<Death>& deaths, const F
   const auto model = std::make_shared<Net>();
   const torch::Tensor inputs = torch::randn({64, 16});
   ddpkit::DistributedDataParallel ddp(model, group, {.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-3});
-  ddpkit::optim::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+  const auto optimizer = ddpkit::testing::make_adam(ddp, model->parameters(), setting.sharded);
   ddpkit::DistributedSampler sampler(64, group);
   Witness witness([&] { reach("undo"); });
   ddpkit::optim::Elastic elastic(ddp, sampler, {.on_change = [&](const ddpkit::Regroup&) { reach("regroup"); }},
@@ -98,10 +100,10 @@ void train(const std::string& backend, const std::vector<Death>& deaths, const F
       const torch::Tensor chosen = torch::tensor(std::vector<std::int64_t>(indices->begin(), indices->end()));
       reach("step");
       const bool complete = elastic.step(2, [&] {
-        optimizer.zero_grad();
+        model->zero_grad();
         ddp(inputs.index({chosen})).pow(2).sum().backward();
         reach("backward");
-        optimizer.step();
+        optimizer->step();
         reach("update");
       });
       if (!complete) break;
@@ -120,7 +122,7 @@ void train(const std::string& backend, const std::vector<Death>& deaths, const F
 }
 
 /// Compares with a training in which the ranks leave before step `lost`.
-void compare(const char* name, const std::string& backend, const std::vector<Death>& deaths, int lost = kStep) {
+void compare(const char* name, const ElasticSetting& setting, const std::vector<Death>& deaths, int lost = kStep) {
   std::vector<int> doomed;
   std::vector<Death> leaving;
   for (const Death& death : deaths) {
@@ -129,8 +131,8 @@ void compare(const char* name, const std::string& backend, const std::vector<Dea
     leaving.push_back({.rank = death.rank, .point = "step", .step = lost});
   }
   const Folder disturbed, calm;
-  on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, deaths, disturbed); }, {.doomed = doomed});
-  on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, leaving, calm); }, {.doomed = doomed});
+  on_ranks(name, kRanks, [&](ProcessGroup&) { train(setting, deaths, disturbed); }, {.doomed = doomed});
+  on_ranks(name, kRanks, [&](ProcessGroup&) { train(setting, leaving, calm); }, {.doomed = doomed});
   for (int rank = 0; rank < kRanks; ++rank) {
     if (std::find(doomed.begin(), doomed.end(), rank) != doomed.end()) continue;
     INFO("rank " << rank << " after the loss of rank " << deaths.front().rank << " at: " << deaths.front().point);
@@ -147,9 +149,10 @@ TEST_CASE("a rank ends at each point of a step or of retry()", "[ranks][shm][ela
   for (const int rank : {0, 3}) {
     std::vector<std::string> points = {"forward", "retry", "end of retry"};
     for (int i = 0; i < kLinears; ++i) points.push_back("gradient " + std::to_string(i));
-    for (const std::string& point : points) compare(name, "shm", {{.rank = rank, .point = point}});
+    for (const std::string& point : points) compare(name, {"shm"}, {{.rank = rank, .point = point}});
     // The others have all gradients, and complete the step.
-    for (const char* point : {"backward", "update"}) compare(name, "shm", {{.rank = rank, .point = point}}, kStep + 1);
+    for (const char* point : {"backward", "update"})
+      compare(name, {"shm"}, {{.rank = rank, .point = point}}, kStep + 1);
   }
 }
 
@@ -157,18 +160,34 @@ TEST_CASE("a second rank ends while the others recover", "[ranks][shm][elastic]"
   const char* name = "a second rank ends while the others recover";
   for (const int second : {0, 2}) {
     for (const char* point : {"undo", "regroup"})
-      compare(name, "shm", {{.rank = 1, .point = "forward"}, {.rank = second, .point = point}});
+      compare(name, {"shm"}, {{.rank = 1, .point = "forward"}, {.rank = second, .point = point}});
+  }
+}
+
+TEST_CASE("a rank with a part of the optimizer's state ends at each point of a step", "[ranks][shm][elastic]") {
+  const char* name = "a rank with a part of the optimizer's state ends at each point of a step";
+  const ElasticSetting sharded{"shm", true};
+  for (const int rank : {0, 3}) {
+    // The others have updated their shards, and undo that.
+    for (const char* point : {"forward", "gradient 1", "backward", "retry"})
+      compare(name, sharded, {{.rank = rank, .point = point}});
+    compare(name, sharded, {{.rank = rank, .point = "update"}}, kStep + 1);
+  }
+  // A second rank ends while the others recover.
+  for (const int second : {0, 2}) {
+    for (const char* point : {"undo", "regroup"})
+      compare(name, sharded, {{.rank = 1, .point = "backward"}, {.rank = second, .point = point}});
   }
 }
 
 TEST_CASE("a rank of a gloo group ends at points of a step or of retry()", "[ranks][elastic]") {
   const char* name = "a rank of a gloo group ends at points of a step or of retry()";
-  for (const char* point : {"forward", "end of retry"}) compare(name, "gloo", {{.rank = 0, .point = point}});
-  for (const char* point : {"gradient 1", "retry"}) compare(name, "gloo", {{.rank = 3, .point = point}});
+  for (const char* point : {"forward", "end of retry"}) compare(name, {"gloo"}, {{.rank = 0, .point = point}});
+  for (const char* point : {"gradient 1", "retry"}) compare(name, {"gloo"}, {{.rank = 3, .point = point}});
   // The others have all gradients, and complete the step.
-  compare(name, "gloo", {{.rank = 0, .point = "backward"}}, kStep + 1);
-  compare(name, "gloo", {{.rank = 3, .point = "update"}}, kStep + 1);
+  compare(name, {"gloo"}, {{.rank = 0, .point = "backward"}}, kStep + 1);
+  compare(name, {"gloo"}, {{.rank = 3, .point = "update"}}, kStep + 1);
   // A second rank ends while the others recover.
-  compare(name, "gloo", {{.rank = 1, .point = "forward"}, {.rank = 0, .point = "undo"}});
-  compare(name, "gloo", {{.rank = 1, .point = "forward"}, {.rank = 2, .point = "regroup"}});
+  compare(name, {"gloo"}, {{.rank = 1, .point = "forward"}, {.rank = 0, .point = "undo"}});
+  compare(name, {"gloo"}, {{.rank = 1, .point = "forward"}, {.rank = 2, .point = "regroup"}});
 }

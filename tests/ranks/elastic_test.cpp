@@ -1,5 +1,5 @@
-// The loss of a rank, after which the others continue. 5 random kills on shm and 2 on gloo in a plain run, 100 of each
-// with DDPKIT_TEST_KILLS=200 (script/test --all).
+// The loss of a rank, after which the others continue. 5 random kills on shm, 2 on gloo and 2 with a sharded
+// optimizer in a plain run, 100 of each with DDPKIT_TEST_KILLS=200 (script/test --all).
 #include <signal.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -30,6 +30,8 @@ using ddpkit::InvalidArgument;
 using ddpkit::PeerLost;
 using ddpkit::ProcessGroup;
 using ddpkit::testing::die;
+using ddpkit::testing::ElasticSetting;
+using ddpkit::testing::make_adam;
 using ddpkit::testing::on_ranks;
 
 constexpr int kSamples = 70;
@@ -56,15 +58,15 @@ torch::nn::Sequential make_model() {
 
 /// Trains with everything that a step changes. Writes weights, buffers and random numbers to `folder`/RANK, where RANK
 /// is the number at the start, and the lost ranks and steps to `folder`/lost-RANK.
-void train(const std::string& backend, const std::vector<Kill>& kills, const std::filesystem::path& folder) {
-  const ProcessGroup group = elastic_group(backend);
+void train(const ElasticSetting& setting, const std::vector<Kill>& kills, const std::filesystem::path& folder) {
+  const ProcessGroup group = elastic_group(setting.backend);
   const int first_rank = group.rank();
   const torch::Tensor inputs = torch::randn({kSamples, 6}, at::make_generator<at::CPUGeneratorImpl>(3));
   const torch::Tensor targets = torch::arange(kSamples).remainder(3);
   torch::nn::Sequential model = make_model();
   torch::manual_seed(100 + static_cast<std::uint64_t>(first_rank));
   ddpkit::DistributedDataParallel ddp(model, group);
-  ddpkit::optim::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+  const auto optimizer = make_adam(ddp, model->parameters(), setting.sharded);
   ddpkit::DistributedSampler sampler(kSamples, group);
   ddpkit::optim::GradScaler scaler(group, {.growth_interval = 3});
   double sum = 0;
@@ -100,11 +102,11 @@ void train(const std::string& backend, const std::vector<Kill>& kills, const std
         torch::Tensor all;
         const bool complete = elastic.step(chosen.numel(), [&] {
           all = group.all_gather(chosen);
-          optimizer.zero_grad();
+          model->zero_grad();
           const torch::Tensor loss = torch::cross_entropy_loss(ddp(inputs.index({chosen})), targets.index({chosen}));
           sum += loss.item<double>();
           scaler.scale(loss).backward();
-          scaler.step(optimizer);
+          scaler.step(*optimizer);
           scaler.update();
         });
         if (!complete) break;
@@ -167,7 +169,7 @@ int kills_wanted(int in_plain_run) {
   return text ? std::atoi(text) / 2 : in_plain_run;
 }
 
-void check_random_kills(const char* name, const std::string& backend, int rounds) {
+void check_random_kills(const char* name, const ElasticSetting& setting, int rounds) {
   constexpr int kRanks = 4;
   for (int round = 0; round < rounds; ++round) {
     std::mt19937 dice(static_cast<unsigned>(round));
@@ -183,9 +185,9 @@ void check_random_kills(const char* name, const std::string& backend, int rounds
       if (std::ranges::count(doomed, r) == 0) survivors.push_back(r);
     }
     const ddpkit::testing::Folder disturbed, calm;
-    on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, kills, disturbed.path()); }, {.doomed = doomed});
+    on_ranks(name, kRanks, [&](ProcessGroup&) { train(setting, kills, disturbed.path()); }, {.doomed = doomed});
     find_lost(disturbed.path(), survivors, kills);
-    on_ranks(name, kRanks, [&](ProcessGroup&) { train(backend, kills, calm.path()); }, {.doomed = doomed});
+    on_ranks(name, kRanks, [&](ProcessGroup&) { train(setting, kills, calm.path()); }, {.doomed = doomed});
     for (const int rank : survivors) {
       INFO("round " << round << ", rank " << rank);
       const std::string result = read(calm.path() / std::to_string(rank));
@@ -198,13 +200,20 @@ void check_random_kills(const char* name, const std::string& backend, int rounds
 }  // namespace
 
 TEST_CASE("the result after random kills is that of ranks which leave between two steps", "[ranks][shm][elastic]") {
-  check_random_kills("the result after random kills is that of ranks which leave between two steps", "shm",
+  check_random_kills("the result after random kills is that of ranks which leave between two steps", {"shm"},
                      kills_wanted(5));
 }
 
 TEST_CASE("the result on gloo after random kills is that of ranks which leave between two steps", "[ranks][elastic]") {
-  check_random_kills("the result on gloo after random kills is that of ranks which leave between two steps", "gloo",
+  check_random_kills("the result on gloo after random kills is that of ranks which leave between two steps", {"gloo"},
                      kills_wanted(2));
+}
+
+TEST_CASE("the result with a sharded optimizer after random kills is that of ranks which leave between two steps",
+          "[ranks][shm][elastic]") {
+  check_random_kills(
+      "the result with a sharded optimizer after random kills is that of ranks which leave between two steps",
+      {"shm", /*sharded=*/true}, kills_wanted(2));
 }
 
 TEST_CASE("shrink() continues without lost ranks, also without the rank that serves the store",

@@ -234,7 +234,8 @@ TEST_CASE("an elastic run refuses what cannot continue without a rank", "[ranks]
     }
     {
       Run run(options, declared, group);
-      ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(0.1));
+      ddpkit::optim::ShardedOptimizer<ddpkit::optim::FusedAdamW> optimizer(ddp, torch::optim::AdamWOptions(0.1),
+                                                                           {.update_in_backward = true});
       CHECK_THROWS_WITH(
           run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler}, facts),
           ContainsSubstring("training cannot continue without a lost rank: a ShardedOptimizer"));

@@ -21,7 +21,6 @@
 
 #include <ddpkit/data/distributed_sampler.h>
 #include <ddpkit/launch/launcher.h>
-#include <ddpkit/optim/fused_adam.h>
 #include <ddpkit/parallel/distributed_data_parallel.h>
 
 #include "comm/trace/event_ring.h"
@@ -34,6 +33,8 @@ namespace ddpkit::testing {
 
 inline constexpr int kJoinSize = 150;
 inline constexpr int kJoinEpochs = 3;
+using Environment = std::vector<std::pair<std::string, std::string>>;
+
 inline constexpr const char* kJoinWorker = "a rank of a run that new ranks join";
 
 inline std::int64_t test_number(const char* name) {
@@ -51,8 +52,7 @@ inline void wait_for_new_rank() {
 }
 
 /// Starts ranks of the test case kJoinWorker, which calls run_join_worker(). Returns what rank 0 reports.
-inline std::string launch_joined(const std::string& backend, const Folder& folder, int ranks,
-                                 std::vector<std::pair<std::string, std::string>> environment) {
+inline std::string launch_joined(const std::string& backend, const Folder& folder, int ranks, Environment environment) {
   environment.emplace_back("TEST_BACKEND", backend);
   environment.emplace_back("TEST_FOLDER", folder.path());
   environment.emplace_back("OMP_NUM_THREADS", "1");
@@ -99,13 +99,13 @@ inline void run_join_worker() {
                                      torch::nn::Linear(64, 3));
   model->to(group.device());
   DistributedDataParallel ddp(model.ptr(), group, {.parameters_to_ignore = {"1.num_batches_tracked"}});
-  optim::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.lr));
+  const auto optimizer = make_adam(ddp, model->parameters(), test_number("TEST_SHARDED") == 1);
   DistributedSampler sampler(kJoinSize, group, {.seed = 1});
   if (is_new) {
     std::ofstream(folder + "/pid") << ::getpid() << std::flush;
     while (!std::filesystem::exists(folder + "/waits")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  run.start({.model = *model, .optimizer = optimizer, .wrapper = &ddp, .sampler = &sampler}, {{"data", "test"}});
+  run.start({.model = *model, .optimizer = *optimizer, .wrapper = &ddp, .sampler = &sampler}, {{"data", "test"}});
   CHECK_FALSE(group.is_joining());
   CHECK(run.is_main() == (group.rank() == 0));
   while (run.has_epoch()) {
@@ -122,7 +122,7 @@ inline void run_join_worker() {
             ::kill(std::stoi(read_file(folder + "/pid")), static_cast<int>(test_number("TEST_SIGNAL")));
         }
         const torch::Tensor chosen = torch::tensor(epoch.batch(i)).to(group.device());
-        optimizer.zero_grad();
+        model->zero_grad();
         model->train(chosen.numel() > 1);  // Batch norm needs two samples.
         const torch::Tensor loss = torch::cross_entropy_loss(ddp(inputs.index({chosen})), targets.index({chosen}));
         loss.backward();
@@ -145,17 +145,21 @@ inline void run_join_worker() {
 }
 
 /// Runs 3 ranks of which one is replaced. Their weights have the bits of runs that resume with the same ranks.
-inline void check_joined_run(const std::string& backend) {
+inline void check_joined_run(const std::string& backend, bool sharded = false) {
   const Folder joined, resumed;
-  const std::string output = launch_joined(backend, joined, 3, {{"TEST_DEATH", "7"}, {"TEST_WAIT", "16"}});
+  const auto start = [&](const Folder& folder, int ranks, Environment environment) {
+    environment.emplace_back("TEST_SHARDED", sharded ? "1" : "0");
+    return launch_joined(backend, folder, ranks, std::move(environment));
+  };
+  const std::string output = start(joined, 3, {{"TEST_DEATH", "7"}, {"TEST_WAIT", "16"}});
   INFO(output);
   const std::string lost = step_after(output, "; 2 ranks continue from step ");
   const std::string join = step_after(output, "; 3 ranks continue from step ");
   CHECK(lost == "7");
   CHECK(join == "18");
-  launch_joined(backend, resumed, 3, {{"TEST_STEPS", lost}});
-  launch_joined(backend, resumed, 2, {{"TEST_STEPS", join}});
-  launch_joined(backend, resumed, 3, {});
+  start(resumed, 3, {{"TEST_STEPS", lost}});
+  start(resumed, 2, {{"TEST_STEPS", join}});
+  start(resumed, 3, {});
   std::vector<torch::Tensor> found, expected;
   torch::load(found, joined / "values.pt");
   torch::load(expected, resumed / "values.pt");

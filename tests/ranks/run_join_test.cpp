@@ -11,6 +11,10 @@ TEST_CASE("a run that a new rank joins ends as one that resumes with that rank",
   check_joined_run(backend);
 }
 
+TEST_CASE("a new rank gets its part of the state of a sharded optimizer", "[ranks][train][elastic]") {
+  check_joined_run("shm", /*sharded=*/true);
+}
+
 TEST_CASE("a run continues without a new rank that has ended before it joined", "[ranks][train][elastic]") {
   const std::string backend = GENERATE("shm", "gloo");
   CAPTURE(backend);

@@ -64,9 +64,9 @@ class Elastic {
   /// On a new rank, returns when it has joined the others, between two of their steps. Its loop begins with
   /// sampler.epoch().
   ///
-  /// Throws InvalidArgument if the group was created without InitOptions::elastic, with a communication hook, sharded
-  /// parameters or a ShardedOptimizer, if the group has lost a rank before, and on a new rank without an optimizer in
-  /// `objects`.
+  /// Throws InvalidArgument if the group was created without InitOptions::elastic, with a communication hook or sharded
+  /// parameters, with a ShardedOptimizer that does not survive the loss of a rank (docs/elastic.md), if the group has
+  /// lost a rank before, and on a new rank without an optimizer in `objects`.
   template <class M, ElasticSampler Sampler, class... Objects>
   Elastic(DistributedDataParallel<M>& ddp, Sampler& sampler, const ElasticOptions& options = {}, Objects&... objects)
       : Elastic(ddp, ddp.module(), sampler, options, objects...) {}

@@ -54,6 +54,10 @@ struct ShardedOptions {
 /// same values, the next step applies them once. Otherwise it throws InvalidArgument on all ranks, which names the
 /// parameter and a rank. (This uses page faults: see docs/optimizers.md.)
 ///
+/// In an elastic group (InitOptions::elastic) on `shm`, without ShardedOptions, the other ranks have the state of a
+/// lost rank: DistributedDataParallel::regroup() gives each remaining rank new shards. The tensors in param_groups()
+/// are then copies of the weights, as of the last update.
+///
 /// Construction, step(), clip_grad_norm() and consolidate_state() are collective. Not thread-safe.
 class ShardedOptimizerBase : public torch::optim::Optimizer, public GradientScaling, public Joinable {
  public:

@@ -71,8 +71,9 @@ class DistributedDataParallelBase : public Joinable {
 
   /// After the group has changed: averages over its ranks. Parameters, which must be equal on all former ranks, and
   /// buffers keep their values. `new_ranks`: number of new ranks, the last ones. They get the values of a former rank,
-  /// also of DistributedDataParallelOptions::parameters_to_ignore. Collective. Drops the gradients. Throws
-  /// InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer, or within join().
+  /// also of DistributedDataParallelOptions::parameters_to_ignore. A ShardedOptimizer gets new shards. Collective.
+  /// Drops the gradients. Throws InvalidArgument with a communication hook, sharded parameters, a ShardedOptimizer that
+  /// does not survive the loss of a rank, or within join().
   void regroup(int new_ranks = 0);
 
   const ProcessGroup& join_group() const override { return group(); }

@@ -339,4 +339,10 @@ std::shared_ptr<ScopedArena> ShmBackend::open_arena(std::size_t capacity, std::s
   return arena;
 }
 
+std::shared_ptr<shm::SymmetricSegment> ShmBackend::allocate_segment(std::size_t bytes) {
+  auto segment = engine_->allocate(bytes, shm::Mapping::Populate::kLazy);
+  segment->mappings[static_cast<std::size_t>(rank_)].close_descriptor();
+  return segment;
+}
+
 }  // namespace ddpkit

@@ -87,6 +87,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   WorkPtr all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) override;
   WorkPtr reduce_scatter_coalesced(const Tensors& tensors, const at::Tensor& shard, const c10d::ReduceOp& op) override;
   std::shared_ptr<ScopedArena> open_arena(std::size_t capacity, std::size_t reserve) override;
+  std::shared_ptr<shm::SymmetricSegment> allocate_segment(std::size_t bytes) override;
 
  private:
   /// Starts requests. Callers make all requests of a call first, so an invalid one leaves the others unstarted.

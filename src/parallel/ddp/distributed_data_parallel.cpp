@@ -187,6 +187,7 @@ class DistributedDataParallelBase::Impl {
   std::vector<at::Tensor> buffers_;
   std::vector<std::int64_t> buffer_versions_;  ///< Versions after the last broadcast. [buffer]
   std::vector<at::Tensor> buffer_messages_;    ///< Flat tensors for the broadcast of the buffers.
+  std::weak_ptr<ShardOutput> shard_output_;    ///< Of the reducer before regroup(), until it is complete.
   Clock::time_point forward_began_;
 };
 
@@ -289,7 +290,10 @@ void DistributedDataParallelBase::Impl::broadcast_model(int source) {
 }
 
 void DistributedDataParallelBase::Impl::regroup(int new_ranks) {
-  if (reducer) Reducer::Impl::of(*reducer).require_replicas("regroup");
+  if (reducer) {
+    Reducer::Impl::of(*reducer).require_replicas("regroup");
+    shard_output_ = Reducer::Impl::of(*reducer).shard_output();
+  }
   reducer.reset();
   for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   // The group has kept the arena, in which the next reducer continues.
@@ -300,6 +304,7 @@ void DistributedDataParallelBase::Impl::regroup(int new_ranks) {
   }
   next.timeline = timeline;
   if (timeline) next.reducer->set_timeline(timeline);
+  if (const auto output = shard_output_.lock()) output->regroup(*next.reducer, new_ranks);
   *this = std::move(next);
 }
 

@@ -154,11 +154,14 @@ void Reducer::Impl::require_no_backward(const char* what) {
 
 void Reducer::Impl::require_replicas(const char* call) const {
   const std::lock_guard lock(mutex_);
-  const char* const obstacle = parameter_shards_          ? "the parameters are sharded"
-                               : !shard_output_.expired() ? "a ShardedOptimizer has the state of one rank only here"
-                               : comm_hook_               ? "a communication hook may keep state"
-                               : join_                    ? "the ranks are within join()"
-                                                          : nullptr;
+  const auto output = shard_output_.lock();
+  const char* const obstacle = parameter_shards_ ? "the parameters are sharded"
+                               : output && !output->survives_loss()
+                                   ? "a ShardedOptimizer continues only with the backend shm, without shared_weights "
+                                     "and update_in_backward, and if no two parameters share memory"
+                               : comm_hook_ ? "a communication hook may keep state"
+                               : join_      ? "the ranks are within join()"
+                                            : nullptr;
   if (obstacle)
     throw InvalidArgument(fmt::format("{}: training cannot continue without a lost rank: {}", call, obstacle));
 }

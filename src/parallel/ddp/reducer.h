@@ -57,7 +57,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void set_join(JoinContext* context, const Joinable& joinable);
   void shadow_bucket();
   void shadow_end_of_backward();
-  /// Throws InvalidArgument if state of the reducer or of an optimizer belongs to this number of ranks.
+  std::weak_ptr<ShardOutput> shard_output() const {
+    const std::lock_guard lock(mutex_);
+    return shard_output_;
+  }
+  /// Throws InvalidArgument if state of the reducer or of an optimizer would be lost with a rank.
   void require_replicas(const char* call) const;
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   std::uint64_t backwards() const noexcept { return stats_.backwards(); }

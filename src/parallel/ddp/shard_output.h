@@ -57,6 +57,12 @@ struct ShardOutput {
   /// parameter. The gradients of unused parameters are undefined. [position]
   virtual void receive(std::size_t bucket, at::Tensor shard, const std::vector<std::uint8_t>& used) = 0;
 
+  /// Returns whether the ranks that remain have the state of a lost rank.
+  virtual bool survives_loss() const noexcept { return false; }
+  /// Continues with the reducer of the remaining ranks and of `new_ranks` new ones, the last ones. Only if
+  /// survives_loss(). Collective. If it throws, nothing changes.
+  virtual void regroup(const Reducer& /*reducer*/, int /*new_ranks*/) {}
+
   BucketPlan plan;                  ///< The reducer does not rebuild these buckets.
   std::vector<FlatLayout> layouts;  ///< Gradients are in memory order of the parameters. [bucket]
   std::function<State()> state;     ///< Set by attach().
