@@ -239,7 +239,10 @@ void FusedOptimizer::Impl::step(double factor) {
         same = false;
         before[k].defined() ? tensors[k].copy_(before[k]) : tensors[k].zero_();
       }
-      if (!same) algorithm_.set_tensors(*state, tensors);
+      if (!same) {
+        algorithm_.set_tensors(*state, tensors);
+        if (memory_) memory_->place(parameter, tensors);
+      }
       update.tensors = tensors;
       if (memory_) update.undo = memory_->undo_log(parameter, tensors);
     }

@@ -7,7 +7,6 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -138,9 +137,7 @@ std::string JoinState::save() const {
     parts_[i].save(nested);
     archive.write(fmt::format("part_{}", i), nested);
   }
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return std::move(stream).str();
+  return bytes_of(archive);
 }
 
 std::vector<torch::serialize::InputArchive> JoinState::read(const std::string& bytes) const {

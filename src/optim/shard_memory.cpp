@@ -93,7 +93,6 @@ void ShardMemory::place(const at::Tensor& piece, const Algorithm::StateTensors& 
 }
 
 Algorithm::UndoLog ShardMemory::undo_log(const at::Tensor& piece, const Algorithm::StateTensors& tensors) {
-  place(piece, tensors);
   Algorithm::UndoLog log{
       .saved = {}, .updates = log_of(rank_, index_of_.at(piece.unsafeGetTensorImpl())), .update = update_};
   for (std::size_t k = 0; k < kKinds; ++k) {

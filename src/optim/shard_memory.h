@@ -43,7 +43,7 @@ class ShardMemory {
   at::Tensor zeros(std::int64_t numel, at::ScalarType dtype);
   /// Lets the other ranks find the state of a piece, which is in memory from zeros().
   void place(const at::Tensor& piece, const Algorithm::StateTensors& tensors) noexcept;
-  /// Returns the log for the next update of a piece.
+  /// Returns the log for the next update of a piece. Call place() before.
   Algorithm::UndoLog undo_log(const at::Tensor& piece, const Algorithm::StateTensors& tensors);
   /// All ranks have completed the update.
   void commit() noexcept { ++update_; }

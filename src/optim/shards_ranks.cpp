@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 
@@ -24,9 +23,7 @@ namespace {
 std::string bytes_without_tensors(FusedOptimizer& optimizer) {
   torch::serialize::OutputArchive archive;
   write_without_tensors(optimizer, archive);
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return std::move(stream).str();
+  return bytes_of(archive);
 }
 
 void read_without_tensors(FusedOptimizer& optimizer, const std::string& bytes) {
@@ -223,9 +220,7 @@ std::string Shards::settings(const std::vector<double>& arguments) const {
     owner->param_groups()[g].options().serialize(options);
     archive.write(fmt::format("group{}", g), options);
   }
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return stream.str();
+  return bytes_of(archive);
 }
 
 std::vector<double> Shards::take_settings(const std::string& bytes) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <sstream>
 #include <typeinfo>
 #include <utility>
 
@@ -125,6 +126,12 @@ void read_without_tensors(Optimizer& optimizer, torch::serialize::InputArchive& 
     algorithm->set_tensors(*state, tensors);
   }
   if (fused) fused->set_device_steps();
+}
+
+std::string bytes_of(torch::serialize::OutputArchive& archive) {
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return std::move(stream).str();
 }
 
 void prepare_state(Optimizer& optimizer) {

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <string>
 #include <vector>
 
 namespace ddpkit::optim {
@@ -18,6 +19,9 @@ void read_without_tensors(torch::optim::Optimizer& optimizer, torch::serialize::
 
 /// Allocates memory for the whole state, so that read_without_tensors() need not, if the optimizer is fused.
 void prepare_state(torch::optim::Optimizer& optimizer);
+
+/// Returns the file that save_to() would write.
+std::string bytes_of(torch::serialize::OutputArchive& archive);
 
 /// Returns the tensors that the archive lacks, in the order of the parameters.
 std::vector<at::Tensor> state_tensors(torch::optim::Optimizer& optimizer);

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,14 @@ struct ElasticSetting {
 [[noreturn]] inline void die() {
   ::kill(::getpid(), SIGKILL);
   std::abort();
+}
+
+/// Writes the bytes of the values, for comparisons.
+inline void write_bytes(std::ostream& stream, const std::vector<at::Tensor>& values) {
+  for (const at::Tensor& value : values) {
+    const at::Tensor dense = value.detach().contiguous();
+    stream.write(static_cast<const char*>(dense.const_data_ptr()), static_cast<std::streamsize>(dense.nbytes()));
+  }
 }
 
 /// Returns an Adam optimizer, of which each rank has the whole state or its shards.

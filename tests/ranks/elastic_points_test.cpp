@@ -1,11 +1,8 @@
 // A rank of an elastic training ends at each point of a step, of retry(), and of the recovery from another loss. The
 // points within collectives and within shrink() are those of tests/schedules/failures_test.cpp.
-#include <signal.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <string>
@@ -73,9 +70,7 @@ void train(const ElasticSetting& setting, const std::vector<Death>& deaths, cons
   const ddpkit::optim::Elastic* self = nullptr;
   const auto reach = [&](const std::string& point) {
     for (const Death& death : deaths) {
-      if (death.rank != first_rank || death.point != point || death.step != self->steps()) continue;
-      ::kill(::getpid(), SIGKILL);
-      std::abort();
+      if (death.rank == first_rank && death.point == point && death.step == self->steps()) ddpkit::testing::die();
     }
   };
   torch::manual_seed(5);
@@ -117,8 +112,7 @@ void train(const ElasticSetting& setting, const std::vector<Death>& deaths, cons
     }
   } while (elastic.interrupted());
   std::ofstream file(folder / std::to_string(first_rank), std::ios::binary);
-  for (const torch::Tensor& value : model->parameters())
-    file.write(static_cast<const char*>(value.const_data_ptr()), static_cast<std::streamsize>(value.nbytes()));
+  ddpkit::testing::write_bytes(file, model->parameters());
 }
 
 /// Compares with a training in which the ranks leave before step `lost`.

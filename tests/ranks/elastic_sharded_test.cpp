@@ -63,7 +63,7 @@ void die_in_update(const ddpkit::optim::ShardedOptimizerBase& optimizer, bool in
   REQUIRE(piece.numel() > kElement);
   const auto page = static_cast<std::uintptr_t>(::getpagesize());
   const auto address = reinterpret_cast<std::uintptr_t>(piece.narrow(0, kElement, 1).data_ptr());
-  ::signal(SIGSEGV, [](int) { ::kill(::getpid(), SIGKILL); });
+  ::signal(SIGSEGV, [](int) { die(); });
   REQUIRE(::mprotect(reinterpret_cast<void*>(address / page * page), page, PROT_READ) == 0);
 }
 
@@ -126,8 +126,7 @@ std::string train_sharded(const ProcessGroup& group, const Recipe<Inner, Options
     CHECK(!state.empty());
     values.insert(values.end(), state.begin(), state.end());
   }
-  for (const torch::Tensor& value : values)
-    text.write(static_cast<const char*>(value.const_data_ptr()), static_cast<std::streamsize>(value.nbytes()));
+  ddpkit::testing::write_bytes(text, values);
   return text.str();
 }
 

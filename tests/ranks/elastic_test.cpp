@@ -130,10 +130,7 @@ void train(const ElasticSetting& setting, const std::vector<Kill>& kills, const 
   for (const torch::Tensor& buffer : model->buffers()) values.push_back(buffer);
   values.push_back(torch::randn({4}));  // The state of the generator.
   values.push_back(torch::tensor({sum, scaler.get_scale()}, torch::kDouble));
-  for (const torch::Tensor& value : values) {
-    const torch::Tensor dense = value.detach().contiguous();
-    file.write(static_cast<const char*>(dense.const_data_ptr()), static_cast<std::streamsize>(dense.nbytes()));
-  }
+  ddpkit::testing::write_bytes(file, values);
   for (std::thread& killer : killers) killer.join();
   for (const Kill& kill : kills) {
     if (kill.rank == first_rank) die();

@@ -140,10 +140,7 @@ void train(const Folder& folder, const Death& death) {
   for (const torch::Tensor& buffer : model->buffers()) values.push_back(buffer);
   values.push_back(torch::randn({4}));  // The state of the generator.
   values.push_back(torch::tensor({run.scheduler().learning_rates().front()}, torch::kDouble));
-  for (const torch::Tensor& value : values) {
-    const torch::Tensor dense = value.detach().contiguous();
-    file.write(static_cast<const char*>(dense.const_data_ptr()), static_cast<std::streamsize>(dense.nbytes()));
-  }
+  ddpkit::testing::write_bytes(file, values);
   if (death.rank == first_rank) die();
 }
 
