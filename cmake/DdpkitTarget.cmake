@@ -20,6 +20,10 @@ function(ddpkit_target target)
   target_compile_options(${target} PRIVATE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
   # Programs need -fPIC too: CMake would give them -fPIE, and no precompiled header would serve both kinds.
   target_compile_options(${target} PRIVATE -fPIC -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
+  # GCC 14 warns about LibTorch's headers and the standard library, where they are inlined into ddpkit's functions.
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 14)
+    target_compile_options(${target} PRIVATE -Wno-array-bounds -Wno-maybe-uninitialized)
+  endif()
   if(DDPKIT_SANITIZER)
     set(flags -fsanitize=${DDPKIT_SANITIZER} -fno-omit-frame-pointer)
     if(DDPKIT_SANITIZER STREQUAL "address")

@@ -18,10 +18,17 @@ const AVCodec* find_encoder(const std::string& name) {
 }
 
 AVPixelFormat first_format(const AVCodec* codec) {
-  for (const AVPixelFormat* format = codec->pix_fmts; format && *format != AV_PIX_FMT_NONE; ++format) {
+#if LIBAVCODEC_VERSION_INT >= AV_VERSION_INT(61, 13, 100)
+  const void* formats = nullptr;
+  avcodec_get_supported_config(nullptr, codec, AV_CODEC_CONFIG_PIX_FORMAT, 0, &formats, nullptr);
+  const auto* const first = static_cast<const AVPixelFormat*>(formats);
+#else
+  const AVPixelFormat* const first = codec->pix_fmts;
+#endif
+  for (const AVPixelFormat* format = first; format && *format != AV_PIX_FMT_NONE; ++format) {
     if (*format == AV_PIX_FMT_YUV420P) return *format;
   }
-  return codec->pix_fmts ? codec->pix_fmts[0] : AV_PIX_FMT_YUV420P;
+  return first ? first[0] : AV_PIX_FMT_YUV420P;
 }
 
 }  // namespace

@@ -204,7 +204,7 @@ const std::vector<GpuCluster>& gpu_clusters() {
   return clusters;
 }
 
-const GpuCluster& gpu_cluster(const std::string& name) {
+const GpuCluster& gpu_cluster(std::string_view name) {
   std::string names;
   for (const GpuCluster& cluster : gpu_clusters()) {
     if (cluster.name == name) return cluster;

@@ -312,6 +312,13 @@ RANK_TEST("FullyShardedDataParallel refuses what it does not support", "[fsdp]",
     refuses(model, {}, "parameter layers.2.weight with strides");
   }
 
+  {
+    const ProcessGroup elastic = ddpkit::init_process_group({.backend = group.backend_name(), .elastic = true});
+    const char* const message = "does not support a group with InitOptions::elastic";
+    CHECK_THROWS_WITH(FullyShardedDataParallel(mlp(), elastic), ContainsSubstring(message));
+    CHECK_THROWS_WITH(ddpkit::fully_shard(*mlp()->layers[0], elastic), ContainsSubstring(message));
+  }
+
   model = mlp();
   FullyShardedDataParallel fsdp(model, group);
   refuses(model, {}, "parameter layers.0.weight is sharded already");

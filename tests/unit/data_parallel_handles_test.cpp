@@ -107,7 +107,7 @@ void check_gradients_and_outputs(Net net) {
       dp.train_step(batch, kStepLoss);
     }
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-      const Tensor& gradient = net->parameters()[i].grad();
+      const Tensor gradient = net->parameters()[i].grad();
       INFO("parameter " << i);
       REQUIRE(gradient.defined() == wanted[i].defined());
       if (gradient.defined()) CHECK(at::allclose(gradient, wanted[i], 0, kTolerance));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ddpkit/scaling/all_reduce.h>
@@ -40,7 +41,7 @@ struct GpuCluster {
 /// "b200", "a100" (8 x 200 Gb/s), "v100" (DGX-1 with 4 x 100 Gb/s), "pcie" (8 GPUs on PCIe 4.0, 100 Gb/s).
 const std::vector<GpuCluster>& gpu_clusters();
 /// Returns the cluster with that name. Throws std::invalid_argument for an unknown name; the error lists the names.
-const GpuCluster& gpu_cluster(const std::string& name);
+const GpuCluster& gpu_cluster(std::string_view name);
 
 /// Returns the smallest factor by which compute is slower during an all-reduce: StepOptions::contention.
 double contention(const GpuCluster& cluster);

@@ -19,6 +19,7 @@
 
 #include <ddpkit/error.h>
 
+#include "comm/backend.h"
 #include "parallel/model_agreement.h"
 #include "parallel/sharding/gathered_use.h"
 #include "parallel/sharding/unit_plan.h"
@@ -71,6 +72,10 @@ std::string text_of(const std::optional<at::ScalarType>& dtype) {
 
 /// Returns the ranks that share a copy of the model.
 int ranks_of_copy(const ProcessGroup& group, const FullyShardedOptions& options) {
+  if (Backend::of(group)->is_elastic())
+    throw InvalidArgument(
+        "FullyShardedDataParallel does not support a group with InitOptions::elastic: the shards of a lost rank would "
+        "be lost with it. Use DistributedDataParallel with ShardedOptimizer");
   if (options.replicas < 1 || group.world_size() % options.replicas != 0)
     throw InvalidArgument(fmt::format("replicas is {}, but must divide the number of ranks, which is {}",
                                       options.replicas, group.world_size()));
