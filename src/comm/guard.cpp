@@ -96,6 +96,12 @@ void GroupGuard::stop() noexcept {
   stops_ = true;
   wake();
   if (thread_.joinable()) thread_.join();
+  // The thread may not have seen all ranks. Without a line, they would take the end of their connection for a failure.
+  while (accept()) {
+  }
+  for (Peer& peer : peers_) {
+    if (peer.fd >= 0 && peer.name < 0) static_cast<void>(read(peer));
+  }
   fail_if_unwinding();
   send_to_all(fmt::format("bye {}\n", calls_.count()));
   for (const Peer& peer : peers_) {

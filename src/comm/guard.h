@@ -105,7 +105,8 @@ class GroupGuard {
   std::string listen(const LaunchEnvironment& environment);
   void connect(const std::string& offer);
   void run();
-  void accept();
+  /// Returns whether there was a connection.
+  bool accept();
   /// Reads the process of a peer from its line.
   static bool read_process(std::istream& words, Peer& peer);
   /// Returns false at the end of the connection.

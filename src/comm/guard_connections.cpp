@@ -90,12 +90,13 @@ bool GroupGuard::read_process(std::istream& words, Peer& peer) {
   return true;
 }
 
-void GroupGuard::accept() {
+bool GroupGuard::accept() {
   const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) return;
+  if (fd < 0) return false;
   keep_alive(fd);
   const std::lock_guard lock(mutex_);
   peers_.push_back({.fd = fd});
+  return true;
 }
 
 void GroupGuard::disconnect(Peer& peer) {

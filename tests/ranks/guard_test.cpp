@@ -203,6 +203,34 @@ RANK_TEST("a call of a lost device is an error on all ranks", "[guard]", 2, 3) {
   group.barrier();
 }
 
+RANK_TEST("a rank that leaves before its guard has seen the others is no failure", "[guard]", 2, 3) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("leaves at once", group.store());
+  // The guard of rank 0 has no thread, so it accepts no connection before its end.
+  std::optional<ddpkit::GroupGuard> guard(std::in_place, store, place_of(group), std::chrono::minutes(10), group.rank());
+  if (group.rank() != 0) guard->start({.abort = [] {}});
+  group.barrier();
+  if (group.rank() == 0) guard.reset();
+  group.barrier();
+  std::this_thread::sleep_for(milliseconds(300));
+  if (guard) CHECK_NOTHROW(guard->throw_failure());
+  group.barrier();
+}
+
+RANK_TEST("a rank that fails before its guard has seen the others is named", "[guard]", 2, 3) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("fails at once", group.store());
+  ddpkit::GroupGuard guard(store, place_of(group), std::chrono::minutes(10), group.rank());
+  if (group.rank() != 0) guard.start({.abort = [] {}});
+  group.barrier();
+  if (group.rank() == 0) {
+    guard.abort("the loss is NaN");
+    guard.stop();
+  } else {
+    const std::chrono::seconds limit(100);
+    CHECK(guard_failure<PeerLost>([&] { guard.throw_failure(limit); }, limit, 0) == "rank 0 aborted: the loss is NaN");
+  }
+  group.barrier();
+}
+
 TEST_CASE("a killed rank is detected while another process holds its connections", "[ranks][guard]") {
   // As long as the kernel frees the memory of a large process, its connections stay open too.
   const auto body = [](ProcessGroup& group) {
