@@ -16,7 +16,7 @@ namespace ddpkit::bench {
 int run_with_workers(const std::function<int()>& benchmark) try {
   return benchmark();
 } catch (const WorkerFailed& error) {
-  std::cerr << "ddpkit bench: " << error.what() << '\n';
+  std::cerr << std::string("ddpkit bench: ") + error.what() + "\n";
   return error.exit_code();
 }
 

@@ -4,6 +4,7 @@
 #include <ddpkit/ddpkit.h>
 
 #include <iostream>
+#include <string>
 
 struct Net : torch::nn::Module {
   Net() {
@@ -48,6 +49,6 @@ int main() try {
       std::cout << "epoch " << epoch + 1 << "  loss " << (losses[0] / losses[1]).item<float>() << std::endl;
   }
 } catch (const std::exception& error) {
-  std::cerr << "custom_loop: " << error.what() << '\n';
+  std::cerr << std::string("custom_loop: ") + error.what() + "\n";  // One write, as other ranks write too.
   return 1;
 }
