@@ -206,7 +206,8 @@ RANK_TEST("a call of a lost device is an error on all ranks", "[guard]", 2, 3) {
 RANK_TEST("a rank that leaves before its guard has seen the others is no failure", "[guard]", 2, 3) {
   const auto store = c10::make_intrusive<c10d::PrefixStore>("leaves at once", group.store());
   // The guard of rank 0 has no thread, so it accepts no connection before its end.
-  std::optional<ddpkit::GroupGuard> guard(std::in_place, store, place_of(group), std::chrono::minutes(10), group.rank());
+  std::optional<ddpkit::GroupGuard> guard(std::in_place, store, place_of(group), std::chrono::minutes(10),
+                                          group.rank());
   if (group.rank() != 0) guard->start({.abort = [] {}});
   group.barrier();
   if (group.rank() == 0) guard.reset();
