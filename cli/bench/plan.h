@@ -12,7 +12,7 @@
 
 namespace ddpkit::bench {
 
-/// The measurements of each process. The command, its ranks and the Open MPI program have the same options.
+/// The measurements of each process. The command, its ranks and the programs of other libraries have the same options.
 struct Plan {
   std::vector<std::string> collectives = {};
   std::vector<std::string> memory = {"symmetric", "private"};

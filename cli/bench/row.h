@@ -11,7 +11,7 @@ namespace ddpkit::bench {
 /// One measurement.
 struct Row {
   std::string collective;
-  std::string backend;  ///< "shm", "gloo", "openmpi", or "limit".
+  std::string backend;  ///< As --backend.
   int ranks = 0;
   std::uint64_t bytes = 0;
   std::string memory;       ///< "symmetric" or "private".

@@ -58,7 +58,7 @@ TEST_CASE("ddpkit bench collectives measures and checks each collective", "[benc
   CHECK(names_in(folder.path()) == std::vector<std::string>{"plot.svg", "rows.csv"});
 }
 
-TEST_CASE("ddpkit bench collectives compares Gloo and Open MPI, or prints why not", "[bench][gloo]") {
+TEST_CASE("ddpkit bench collectives compares Gloo and other libraries, or prints why not", "[bench][gloo]") {
   const Folder folder;
   const std::string csv = folder / "rows.csv";
   // By default, unavailable backends are skipped.
@@ -67,7 +67,7 @@ TEST_CASE("ddpkit bench collectives compares Gloo and Open MPI, or prints why no
   INFO(run.errors);
   REQUIRE(run.exit_code == 0);
   const std::string rows = read_file(csv);
-  for (const std::string backend : {"gloo", "openmpi"}) {
+  for (const std::string backend : {"gloo", "openmpi", "mpich", "intelmpi", "oneccl"}) {
     const std::string why = "ddpkit bench: " + backend + " skipped: ";
     CHECK(run.errors.find(why) == run.errors.rfind(why));  // Logged once, not in each round.
     if (rows.find(",65536,") != std::string::npos &&
