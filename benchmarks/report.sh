@@ -39,8 +39,9 @@ picture() {
 }
 
 # note_collectives CSV, note_steps CSV: compute the ratios from the rows of `ddpkit bench collectives` and `ddpkit bench
-# step`. All-reduce has three ratios, each other collective one. They are geometric means over the sizes: a peer's
-# result at a single size varies between runs by more than the changes to detect.
+# step`. All-reduce has four ratios to each peer, each other collective two. They are geometric means over the sizes: a
+# peer's result at a single size varies between runs by more than the changes to detect. The best peer differs between
+# sizes.
 note_collectives() {
   awk -F, '
     function note(key, other, ratio) {
@@ -51,17 +52,41 @@ note_collectives() {
     }
     NR > 1 { us[$1, $3, $4, $2, $5] = $6; if ($2 == "shm") { rows[++shm_rows] = $0 } }
     END {
+      count_of_peers = split("gloo openmpi mpich intelmpi oneccl", peers, " ")
       for (i = 1; i <= shm_rows; ++i) {
         split(rows[i], row, ",")
-        range = row[1] != "all_reduce" ? "" : row[4] <= 65536 ? " of 4 to 64 KiB" : row[4] <= 4194304 ? " of 256 KiB to 4 MiB" : " of 16 to 96 MiB"
-        split("gloo openmpi", peers, " ")
-        for (p = 1; p <= 2; ++p) {
+        range = row[4] < 4096 ? " below 4 KiB" : row[1] != "all_reduce" ? "" : row[4] <= 65536 ? " of 4 to 64 KiB" : row[4] <= 4194304 ? " of 256 KiB to 4 MiB" : " of 16 to 96 MiB"
+        what = row[1] range ", " row[3] " ranks, " row[5] " memory"
+        best = 0
+        for (p = 1; p <= count_of_peers; ++p) {
           other = us[row[1], row[3], row[4], peers[p], "private"]
-          if (other > 0) note(row[1] range ", " row[3] " ranks, " row[5] " memory", peers[p], row[6] / other)
+          if (other == 0) continue
+          if (best == 0 || other < best) best = other
+          if (p <= 2) note(what, peers[p], row[6] / other)
         }
+        if (best > 0) note(what, "the best peer", row[6] / best)
       }
       for (i = 1; i <= keys; ++i) printf "%s\t%.4f\n", order[i], exp(sum[order[i]] / count[order[i]])
     }' "$1" >>"$made/ratios.tsv"
+}
+
+# table_of_peers CSV: appends a table to the section: each row of shm beside the fastest peer, losses first.
+table_of_peers() {
+  {
+    printf '| collective | bytes | memory | shm, us | fastest peer | us | share |\n| --- | ---: | --- | ---: | --- | ---: | ---: |\n'
+    awk -F, '
+      NR == 1 || $2 == "limit" { next }
+      $2 == "shm" { rows[++count] = $0; next }
+      { key = $1 "," $3 "," $4; if (!(key in us) || $6 < us[key]) { us[key] = $6; peer[key] = $2 } }
+      END {
+        for (i = 1; i <= count; ++i) {
+          split(rows[i], row, ",")
+          key = row[1] "," row[3] "," row[4]
+          if (key in us) printf "| %s | %d | %s | %.2f | %s | %.2f | %.2f |\n", row[1], row[4], row[5], row[6], peer[key], us[key], row[6] / us[key]
+        }
+      }' "$1" | sort -t '|' -k 8,8nr -s
+    printf '\n'
+  } >>"$made/sections"
 }
 
 note_steps() {
@@ -133,15 +158,17 @@ parts=(collectives crowded sgd adamw fsdp recovery har asr video clstm_ppo check
 gpu_parts=(gpu_sgd gpu_one gpu_adamw gpu_micro gpu_har gpu_trainers gpu_collectives)
 
 measure_collectives() {
-  section "All-reduce and its kin, 2 ranks" collectives --rounds 6 --collective all_reduce,broadcast,all_gather,reduce_scatter \
+  section "All-reduce and its kin, 2 ranks" collectives --rounds 6 -b 16 --collective all_reduce,broadcast,all_gather,reduce_scatter \
     --csv "$made/collectives.csv" --plot "$made/collectives.svg"
   note_collectives "$made/collectives.csv"
+  table_of_peers "$made/collectives.csv"
   picture "Bus bandwidth over size" collectives.svg
 }
 measure_crowded() {
   section "All-reduce of 8 ranks on these cores" collectives --rounds 6 -n 8 --collective all_reduce --memory private \
-    --backend shm,gloo --csv "$made/crowded.csv"
+    --csv "$made/crowded.csv"
   note_collectives "$made/crowded.csv"
+  table_of_peers "$made/crowded.csv"
 }
 measure_sgd() {
   section "A step with SGD, over model sizes" step --peers --starts 3 --backend shm \
@@ -343,15 +370,15 @@ write_report_of_parts() {
 }
 
 # compare_ratios BEFORE AFTER: prints a table. Returns 1 if a ratio is missing or over 15 % worse. Skips parts that this
-# host cannot measure and missing peers (Open MPI). With a third argument, prints only the parts with such a ratio.
+# host cannot measure and missing peers. With a third argument, prints only the parts with such a ratio.
 compare_ratios() {
-  awk -F '\t' -v only_parts="${3:-}" '
+  awk -F '\t' -v only_parts="${3:-}" -v other_library=' over (openmpi|the best peer)$' '
     NR == FNR { before[$1] = $2; part[$1] = $3; order[++count] = $1; next }
-    { after[$1] = $2; measured[$3] = 1; if ($1 ~ / over openmpi$/) has_openmpi = 1 }
+    { after[$1] = $2; measured[$3] = 1; if ($1 ~ other_library) has_library = 1 }
     END {
       for (i = 1; i <= count; ++i) {
         name = order[i]
-        if (!(part[name] in measured) || (name ~ / over openmpi$/ && !has_openmpi)) { verdict = "skipped"; change = 0 }
+        if (!(part[name] in measured) || (name ~ other_library && !has_library)) { verdict = "skipped"; change = 0 }
         else if (!(name in after)) { verdict = "MISSING"; change = 1 }
         else {
           change = after[name] / before[name] - 1

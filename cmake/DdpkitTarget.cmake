@@ -22,7 +22,7 @@ function(ddpkit_target target)
   target_compile_options(${target} PRIVATE -fPIC -Wall -Wextra -Wpedantic $<$<BOOL:${DDPKIT_WERROR}>:-Werror>)
   # GCC 14 warns about LibTorch's headers and the standard library, where they are inlined into ddpkit's functions.
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 14)
-    target_compile_options(${target} PRIVATE -Wno-array-bounds -Wno-maybe-uninitialized)
+    target_compile_options(${target} PRIVATE -Wno-array-bounds -Wno-maybe-uninitialized -Wno-stringop-overflow)
   endif()
   if(DDPKIT_SANITIZER)
     set(flags -fsanitize=${DDPKIT_SANITIZER} -fno-omit-frame-pointer)
