@@ -16,4 +16,4 @@ RUN apt-get install --yes --no-install-recommends g++ cmake make
 COPY tests/package /project
 RUN cmake -S /project/installed -B /outside -DLibTorch_ROOT=/ddpkit/.deps/torch && \
     cmake --build /outside
-CMD ["ddpkit", "run", "-n", "2", "--", "/outside/outside"]
+CMD ["ddpkit", "run", "-n", "2", "--", "/outside/outside", "2"]
