@@ -31,6 +31,10 @@ using namespace bench;
 /// Each has a program of benchmarks/mpi_collectives.cpp, in the folder of ddpkit.
 const std::vector<std::string> kLibraries = {"openmpi", "mpich", "intelmpi", "oneccl"};
 
+bool is_library(const std::string& backend) {
+  return std::find(kLibraries.begin(), kLibraries.end(), backend) != kLibraries.end();
+}
+
 std::filesystem::path own_program() { return std::filesystem::read_symlink("/proc/self/exe"); }
 
 struct CollectivesOptions {
@@ -116,8 +120,7 @@ class Bench {
     const auto& asked = options_.plan.collectives;
     if (backend == "limit" && std::find(asked.begin(), asked.end(), "all_reduce") == asked.end()) return 0;
     const std::filesystem::path library = own_program().replace_filename(backend + "_collectives");
-    const bool is_library = std::find(kLibraries.begin(), kLibraries.end(), backend) != kLibraries.end();
-    if (is_library && ::access(library.c_str(), X_OK) != 0)
+    if (is_library(backend) && ::access(library.c_str(), X_OK) != 0)
       return skip(backend, fmt::format("this build has no {}: run script/bootstrap --peers, then build again",
                                        library.filename().string()));
     log_start(ranks, backend);
@@ -129,7 +132,7 @@ class Bench {
     // With more ranks than cores, a batch must be longer than the time slice of each rank. Otherwise the median misses
     // the waiting time.
     if (ranks > available_cores() && !options_.batch_asked_for) plan.timing.batch_us = 20'000;
-    if (is_library) return launch(1, backend, {library.string(), "--launch", std::to_string(ranks)}, plan);
+    if (is_library(backend)) return launch(1, backend, {library.string(), "--launch", std::to_string(ranks)}, plan);
     const std::vector<std::string> command = {own_program().string(), "bench", "collectives", "--as-rank", backend};
     if (backend == "gloo" && !plan.no_pin && ranks <= available_cores()) {
       // Gloo's threads may need a core that a pinned rank does not leave: the better figure of both counts.
@@ -152,8 +155,7 @@ class Bench {
   /// A missing backend is an error only if it was requested by name. Logs the reason in one round only.
   int skip(const std::string& backend, const std::string& reason) {
     if (skipped_.insert(backend).second) std::cerr << fmt::format("ddpkit bench: {} skipped: {}\n", backend, reason);
-    const bool is_library = std::find(kLibraries.begin(), kLibraries.end(), backend) != kLibraries.end();
-    return options_.backends_asked_for && !is_library ? 2 : 0;
+    return options_.backends_asked_for && !is_library(backend) ? 2 : 0;
   }
 
   int launch(int ranks, const std::string& backend, std::vector<std::string> command, const Plan& plan) {
