@@ -158,14 +158,14 @@ parts=(collectives crowded sgd adamw fsdp recovery har asr video clstm_ppo check
 gpu_parts=(gpu_sgd gpu_one gpu_adamw gpu_micro gpu_har gpu_trainers gpu_collectives)
 
 measure_collectives() {
-  section "All-reduce and its kin, 2 ranks" collectives --rounds 6 -b 16 --collective all_reduce,broadcast,all_gather,reduce_scatter \
+  section "All-reduce and its kin, 2 ranks" collectives --rounds 4 -b 16 --collective all_reduce,broadcast,all_gather,reduce_scatter \
     --csv "$made/collectives.csv" --plot "$made/collectives.svg"
   note_collectives "$made/collectives.csv"
   table_of_peers "$made/collectives.csv"
   picture "Bus bandwidth over size" collectives.svg
 }
 measure_crowded() {
-  section "All-reduce of 8 ranks on these cores" collectives --rounds 6 -n 8 --collective all_reduce --memory private \
+  section "All-reduce of 8 ranks on these cores" collectives --rounds 4 -n 8 --collective all_reduce --memory private \
     --csv "$made/crowded.csv"
   note_collectives "$made/crowded.csv"
   table_of_peers "$made/crowded.csv"
@@ -186,8 +186,10 @@ measure_fsdp() {
   note_fsdp "$made/fsdp.csv"
 }
 measure_recovery() {
-  section "From the kill of a rank to the next step" recovery --peers --rounds 9 --resident-mib 0,4096 --csv "$made/recovery.csv"
+  section "From the kill of a rank to the next step" recovery --peers --rounds 9 --csv "$made/recovery.csv"
   note_recovery "$made/recovery.csv"
+  # Without the peers, which take minutes for each round.
+  section "From the kill of a rank to the next step, with 4 GiB more memory per rank" recovery --rounds 5 --resident-mib 4096
 }
 measure_har() {
   section "har: DataParallel and DistributedDataParallel" har --peers --devices 1,2 --plot "$made/har.svg"

@@ -123,6 +123,10 @@ class Bench {
     if (is_library(backend) && ::access(library.c_str(), X_OK) != 0)
       return skip(backend, fmt::format("this build has no {}: run script/bootstrap --peers, then build again",
                                        library.filename().string()));
+    if (backend == "mpich" && ranks > available_cores())
+      return skip(backend,
+                  fmt::format("its ranks do not yield while they wait, so {} on {} cores take minutes per call", ranks,
+                              available_cores()));
     log_start(ranks, backend);
     if (backend == "limit") {
       measure_limit(ranks, options_.plan, [this](const Row& row) { take(row); });
