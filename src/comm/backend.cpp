@@ -40,6 +40,13 @@ Backend::WorkPtr Backend::start_all_reduce(const at::Tensor& tensor, const c10d:
   return allreduce(tensors, options);
 }
 
+Backend::WorkPtr Backend::start_broadcast(const at::Tensor& tensor, int root) {
+  Tensors tensors{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return broadcast(tensors, options);
+}
+
 // The backends support different shapes, so these calls pass flat views.
 Backend::WorkPtr Backend::start_all_gather(const at::Tensor& output, const at::Tensor& input) {
   at::Tensor flat_output = output.detach().view({-1}), flat_input = input.detach().contiguous().view({-1});
@@ -65,6 +72,8 @@ void Backend::all_gather_blocking(const at::Tensor& output, const at::Tensor& in
 void Backend::reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
   start_reduce_scatter(output, input, op)->wait();
 }
+
+void Backend::broadcast_blocking(const at::Tensor& tensor, int root) { start_broadcast(tensor, root)->wait(); }
 
 void Backend::barrier_blocking() {
   c10d::BarrierOptions options;

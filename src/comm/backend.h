@@ -89,6 +89,7 @@ class Backend : public c10d::Backend {
 
   // c10d's calls, with tensors of any shape. Outputs, and the input of a reduce-scatter, are contiguous.
   WorkPtr start_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root);
   WorkPtr start_all_gather(const at::Tensor& output, const at::Tensor& input);
   WorkPtr start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
   // Start a collective and wait for it. The shm backend needs no c10d::Work here, which takes half of the time of a
@@ -96,6 +97,7 @@ class Backend : public c10d::Backend {
   virtual void all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op);
   virtual void all_gather_blocking(const at::Tensor& output, const at::Tensor& input);
   virtual void reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
+  virtual void broadcast_blocking(const at::Tensor& tensor, int root);
   virtual void barrier_blocking();
 };
 

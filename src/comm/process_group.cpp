@@ -98,17 +98,16 @@ Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op) const
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root) const {
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  return Work(state_->open().broadcast(tensors, options));
+  return Work(state_->open().start_broadcast(tensor, root));
 }
 
 void ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
   state_->open().all_reduce_blocking(tensor, c10d_op(op));
 }
 
-void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const { broadcast_async(tensor, root).wait(); }
+void ProcessGroup::broadcast(const at::Tensor& tensor, int root) const {
+  state_->open().broadcast_blocking(tensor, root);
+}
 
 namespace {
 

@@ -266,6 +266,16 @@ void ShmBackend::all_reduce_blocking(const at::Tensor& tensor, const c10d::Reduc
   engine_->run(requests_.dense_all_reduce(tensor, op));
 }
 
+void ShmBackend::broadcast_blocking(const at::Tensor& tensor, int root) {
+  check_tensor(tensor, "broadcast");
+  RECORD_USER_SCOPE_WITH_INPUTS("shm:broadcast", std::vector<c10::IValue>{tensor});
+  if (!tensor.is_contiguous()) {
+    engine_->wait(engine_->post(requests_.broadcast(tensor, root)));
+    return;
+  }
+  engine_->run(requests_.dense_broadcast(tensor, root));
+}
+
 void ShmBackend::all_gather_blocking(const at::Tensor& output, const at::Tensor& input) {
   requests_.check_stacked(output, input, "all_gather");
   RECORD_USER_SCOPE_WITH_INPUTS("shm:all_gather", std::vector<c10::IValue>{input});

@@ -82,6 +82,7 @@ class ShmBackend : public Backend, public SymmetricMemory {
   void all_reduce_blocking(const at::Tensor& tensor, const c10d::ReduceOp& op) override;
   void all_gather_blocking(const at::Tensor& output, const at::Tensor& input) override;
   void reduce_scatter_blocking(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) override;
+  void broadcast_blocking(const at::Tensor& tensor, int root) override;
   void barrier_blocking() override;
 
   WorkPtr all_reduce_coalesced(const Tensors& tensors, const c10d::ReduceOp& op) override;

@@ -122,6 +122,16 @@ CollectiveArgs ShmRequests::broadcast(const at::Tensor& tensor, std::int64_t roo
   return request;
 }
 
+CollectiveArgs ShmRequests::dense_broadcast(const at::Tensor& tensor, int root) const {
+  check_root(root, size_, "broadcast");
+  return {.kind = CollectiveKind::kBroadcast,
+          .dtype = data_type(tensor),
+          .root = root,
+          .input = tensor.data_ptr(),
+          .output = tensor.data_ptr(),
+          .numel = element_count(tensor)};
+}
+
 CollectiveArgs ShmRequests::all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const {
   check_list(outputs, size_, input, call);
   Operands operands("all_gather");

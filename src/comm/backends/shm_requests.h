@@ -23,6 +23,8 @@ class ShmRequests {
   shm::CollectiveArgs dense_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   shm::CollectiveArgs reduce(const at::Tensor& tensor, std::int64_t root, const c10d::ReduceOp& op) const;
   shm::CollectiveArgs broadcast(const at::Tensor& tensor, std::int64_t root) const;
+  /// Like dense_all_reduce().
+  shm::CollectiveArgs dense_broadcast(const at::Tensor& tensor, int root) const;
   /// One output per rank.
   shm::CollectiveArgs all_gather(const Tensors& outputs, const at::Tensor& input, const char* call) const;
   /// `output`: the parts of all ranks.
