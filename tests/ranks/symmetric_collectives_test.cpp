@@ -15,7 +15,7 @@ using ddpkit::testing::part;
 
 namespace {
 
-// Sizes on both sides of the staging limits: reductions stage below 256 bytes, copies below 4 KiB.
+// Sizes on both sides of the limit of staging, 4 KiB.
 const std::vector<std::int64_t> kSizes = {0, 1, 63, 64, 1023, 1024, 4095, 4096, 65537, 300001};
 
 torch::Tensor stacked_parts(int ranks, at::IntArrayRef sizes) {

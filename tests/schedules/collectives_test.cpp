@@ -117,7 +117,11 @@ Scenario at_once(int ranks, int in_flight, int schedules) {
 }  // namespace
 
 TEST_CASE("schedules: every schedule of a barrier with two deviations", "[schedules]") {
-  explore_all("a barrier", one_by_one(2, CollectiveKind::kBarrier, 0, 1, 0), 2);
+  for (const bool membarrier : {true, false}) {
+    Scenario scenario = one_by_one(2, CollectiveKind::kBarrier, 0, 1, 0);
+    scenario.membarrier = membarrier;
+    explore_all(membarrier ? "a barrier" : "a barrier without membarrier(2)", scenario, 2);
+  }
 }
 
 TEST_CASE("schedules: all-reduces one by one", "[schedules]") {
@@ -167,8 +171,8 @@ TEST_CASE("schedules: headers are used again", "[schedules]") {
                           [](ScenarioRank& rank) {
                             std::vector<std::unique_ptr<Call>> calls;
                             for (int i = 0; i < 70; ++i)
-                              calls.push_back(start(
-                                  rank, i % 7 == 0 ? CollectiveKind::kBroadcast : CollectiveKind::kBarrier, i, 1));
+                              calls.push_back(
+                                  start(rank, i % 7 == 0 ? CollectiveKind::kAllToAll : CollectiveKind::kBarrier, i, 1));
                             for (auto& call : calls) {
                               if (call->pending->finished || call == calls.back()) rank.engine->wait(call->pending);
                             }

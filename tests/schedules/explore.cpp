@@ -76,10 +76,12 @@ Result run_once(const Scenario& scenario, Strategy& strategy, std::optional<Deat
       simulation->fail(fmt::format("unexpected error: {}", error.what()));
     }
   };
-  simulation = std::make_unique<Simulation>(
-      Simulation::Options{
-          .ranks = scenario.ranks, .strategy = &strategy, .death = death, .naps_expire = scenario.naps_expire},
-      run_rank);
+  simulation = std::make_unique<Simulation>(Simulation::Options{.ranks = scenario.ranks,
+                                                                .strategy = &strategy,
+                                                                .death = death,
+                                                                .naps_expire = scenario.naps_expire,
+                                                                .membarrier = scenario.membarrier},
+                                            run_rank);
   Result result{.fault = simulation->run()};
   for (int r = 0; r < scenario.ranks; ++r) {
     result.points += simulation->points(r);

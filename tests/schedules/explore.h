@@ -45,6 +45,7 @@ struct Scenario {
   /// Symmetric memory that each rank allocates before the schedule begins, in bytes.
   std::size_t symmetric = 0;
   bool naps_expire = false;
+  bool membarrier = true;
   std::chrono::milliseconds timeout = std::chrono::minutes(1);
   /// Whether the rendezvous is part of the schedules.
   bool explores_join = false;

@@ -147,6 +147,7 @@ long __wrap_syscall(long number, ...) {
   for (long& argument : arguments) argument = va_arg(list, long);
   va_end(list);
   Simulation* const simulation = Simulation::current();
+  if (simulation && number == SYS_membarrier) return simulation->barrier_on_all(arguments[0]);
   if (!simulation || number != SYS_futex)
     return __real_syscall(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
   const auto* word = reinterpret_cast<const std::uint32_t*>(arguments[0]);

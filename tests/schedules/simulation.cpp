@@ -1,6 +1,7 @@
 #include "simulation.h"
 
 #include <cxxabi.h>
+#include <linux/membarrier.h>
 #include <sys/mman.h>
 
 #include <cstring>
@@ -137,6 +138,17 @@ void Simulation::sleep(std::int64_t nanoseconds) {
   point();
   self().deadline = time_ + nanoseconds;
   leave(State::kSleeping);
+}
+
+long Simulation::barrier_on_all(long command) {
+  point();
+  if (!options_.membarrier) return -1;
+  if (command != MEMBARRIER_CMD_GLOBAL_EXPEDITED) return 0;
+  // The kernel also executes a barrier on the caller, before and after those of the others.
+  memory_.fence(running_, std::memory_order_seq_cst);
+  for (int r = 0; r < options_.ranks; ++r) memory_.fence(r, std::memory_order_seq_cst);
+  memory_.fence(running_, std::memory_order_seq_cst);
+  return 0;
 }
 
 std::int64_t Simulation::now() {

@@ -48,6 +48,7 @@ class Simulation {
     Strategy* strategy = nullptr;
     std::optional<Death> death = {};
     bool naps_expire = false;  ///< A futex wait that ends only by its timeout is no fault.
+    bool membarrier = true;    ///< The kernel supports membarrier(2).
   };
   Simulation(const Options& options, std::function<void(int rank)> body);
   ~Simulation();
@@ -71,6 +72,8 @@ class Simulation {
   /// Returns false if the time limit ended the wait.
   bool wait(const std::uint32_t* word, std::uint32_t seen, std::int64_t nanoseconds);
   void wake(const std::uint32_t* word);
+  /// membarrier(2). Returns -1 without Options::membarrier.
+  long barrier_on_all(long command);
   std::int64_t now();
   [[noreturn]] void fail(const std::string& text);
 

@@ -46,21 +46,20 @@ OperationHandle Collectives::prepare(CollectiveArgs&& args) {
   std::swap(*free, spare_.back());
   OperationHandle operation = std::move(spare_.back());
   spare_.pop_back();
-  // A small collective takes less time than allocating these vectors again.
-  auto segments = std::move(operation->segments);
-  auto parts = std::move(operation->parts);
-  segments.clear();
-  parts.clear();
-  *operation = Operation();
-  operation->segments = std::move(segments);
-  operation->parts = std::move(parts);
+  // A small collective takes less time than making an Operation, or than allocating its vectors again. post(), locate()
+  // and resolve() set all other members.
+  static_cast<Pending&>(*operation) = Pending();
+  operation->segments.clear();
+  operation->parts.clear();
+  operation->path = Path::kUnknown;
   operation->args = std::move(args);
   return operation;
 }
 
-bool Collectives::can_post() const noexcept {
-  return next_sequence_ < kMaxOutstanding || peers_.world_size() == 1 ||
-         peers_.all_reached(&Progress::matched, next_sequence_ - kMaxOutstanding + 1);
+bool Collectives::can_post() noexcept {
+  if (next_sequence_ < least_matched_ + kMaxOutstanding || peers_.world_size() == 1) return true;
+  least_matched_ = peers_.least(&Progress::matched);
+  return next_sequence_ < least_matched_ + kMaxOutstanding;
 }
 
 void Collectives::post(const OperationHandle& operation) {
@@ -83,6 +82,7 @@ void Collectives::post(const OperationHandle& operation) {
     ++next_sequence_;
     return;
   }
+  operation->call = operation->header.hash();
   segments_.locate(*operation);
   peers_.own().headers[sequence % kMaxOutstanding].store(operation->header);
   Event event{.kind = static_cast<EventKind>(args.kind),
@@ -108,14 +108,10 @@ void Collectives::run_alone(const OperationHandle& operation) {
   complete(operation, args.on_finish, args.keep_alive, due_);
 }
 
-Operation* Collectives::at(std::uint64_t sequence) const noexcept {
-  const std::uint64_t index = sequence - first_sequence_ + finished_;
-  return index < operations_.size() ? operations_[index].get() : nullptr;  // Null for a group of one rank.
-}
-
 bool Collectives::progress() {
-  bool moved = match();
-  moved |= arrive();
+  resolve();
+  bool moved = arrive();  // First: the others may be waiting.
+  moved |= match();
   moved |= reduce();
   moved |= finish();
   return moved;
@@ -130,16 +126,32 @@ void Collectives::drain(std::uint64_t end) {
 bool Collectives::match() {
   bool moved = false;
   for (;;) {
-    resolve();
     const std::uint64_t sequence = own_.matched.load(std::memory_order_relaxed);
     Operation* operation = at(sequence);
-    if (sequence >= end_ || !operation || !peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
-    compare_headers(peers_, operation->header);
+    if (sequence >= end_ || !operation) return moved;
+    if (operation->path != Path::kUnknown) {
+      if (!all_made(*operation)) return moved;
+    } else {
+      if (!peers_.all_reached(&Progress::posted, sequence + 1)) return moved;
+      compare_headers(peers_, operation->header);
+      segments_.agree(*operation);
+      resolve();
+    }
     // After every rank has matched, the headers may be overwritten.
-    if (operation->path == Path::kUnknown) segments_.agree(*operation);
     peers_.publish(own_.matched, sequence + 1);
     moved = true;
   }
+}
+
+/// Returns whether all ranks have arrived at the first ticket of a staged collective. Throws CollectiveMismatch if they
+/// called different collectives.
+bool Collectives::all_made(const Operation& operation) const {
+  if (!all_arrived(operation, operation.first_ticket)) return false;
+  bool same = true;
+  for (int r = 0; r < peers_.world_size(); ++r)
+    same = same && staging_.head(r, operation.first_ticket).call.load(std::memory_order_relaxed) == operation.call;
+  if (!same) compare_headers(peers_, operation.header);
+  return true;
 }
 
 /// Assigns tickets to collectives, in order, as soon as their number of tickets is known.
@@ -159,8 +171,28 @@ void Collectives::resolve() {
 }
 
 /// The previous user of the slot is `ticket` - kSlots.
-bool Collectives::slot_is_free(std::uint64_t ticket) const noexcept {
-  return ticket < kSlots || peers_.all_reached(&Progress::finished, ticket - kSlots + 1);
+bool Collectives::slot_is_free(std::uint64_t ticket) noexcept {
+  if (ticket < least_finished_ + kSlots) return true;
+  least_finished_ = peers_.least(&Progress::finished);
+  return ticket < least_finished_ + kSlots;
+}
+
+bool Collectives::all_arrived(const Operation& operation, std::uint64_t ticket) const noexcept {
+  if (operation.path == Path::kSymmetric) return peers_.all_reached(&Progress::arrived, ticket + 1);
+  for (int r = 0; r < peers_.world_size(); ++r) {
+    if (staging_.head(r, ticket).arrived.load(std::memory_order_acquire) <= ticket) return false;
+  }
+  return true;
+}
+
+/// Makes this rank's data of a ticket available to the others.
+void Collectives::announce(const Operation& operation, std::uint64_t ticket) noexcept {
+  if (operation.path == Path::kStaged) {
+    SlotHead& head = staging_.head(peers_.rank(), ticket);
+    head.call.store(operation.call, std::memory_order_relaxed);
+    head.arrived.store(ticket + 1, std::memory_order_release);
+  }
+  peers_.publish(own_.arrived, ticket + 1);
 }
 
 bool Collectives::arrive() {
@@ -175,7 +207,7 @@ bool Collectives::arrive() {
         return moved;
       copy_in(staging_, operation, ticket);
     }
-    peers_.publish(own_.arrived, ticket + 1);
+    announce(operation, ticket);
     if (ticket + 1 == operation.first_ticket + operation.tickets) ++arrive_sequence_;
     moved = true;
   }
@@ -188,8 +220,7 @@ bool Collectives::reduce() {
     const std::uint64_t ticket = own_.reduced.load(std::memory_order_relaxed);
     if (ticket == own_.arrived.load(std::memory_order_relaxed) || reduce_sequence_ >= end_) return moved;
     const Operation& operation = *at(reduce_sequence_);
-    if (own_.matched.load(std::memory_order_relaxed) <= reduce_sequence_ ||
-        !peers_.all_reached(&Progress::arrived, ticket + 1))
+    if (own_.matched.load(std::memory_order_relaxed) <= reduce_sequence_ || !all_arrived(operation, ticket))
       return moved;
     if (operation.shared_reduce) {
       reduce_slice(staging_, operation, ticket);
@@ -216,7 +247,7 @@ bool Collectives::finish() {
       for (int r = 0; r < peers_.world_size(); ++r) compare_counts(peers_, operation, r, staging_.slot(r, ticket));
     }
     copy_out(staging_, operation, ticket, along ? std::optional(next) : std::nullopt);
-    if (along) peers_.publish(own_.arrived, next + 1);
+    if (along) announce(operation, next);
     peers_.publish(own_.finished, ticket + 1);
     moved = true;
     if (ticket + 1 < operation.first_ticket + operation.tickets) continue;

@@ -37,7 +37,7 @@ class Collectives {
   OperationHandle prepare(CollectiveArgs&& args);
   /// Returns whether a header is free for the next collective. It is the header of the collective kMaxOutstanding
   /// before, so all ranks must have read it.
-  bool can_post() const noexcept;
+  bool can_post() noexcept;
   /// Adds a collective. Requires can_post(). In a group of one rank it is then complete.
   void post(const OperationHandle& operation);
   /// Advances all collectives as far as the other ranks allow. Returns whether one advanced. Throws CollectiveMismatch.
@@ -47,11 +47,18 @@ class Collectives {
   void drain(std::uint64_t end);
 
  private:
-  Operation* at(std::uint64_t sequence) const noexcept;
+  /// Returns null if it is not in progress, as always in a group of one rank.
+  Operation* at(std::uint64_t sequence) const noexcept {
+    const std::uint64_t index = sequence - first_sequence_ + finished_;
+    return index < operations_.size() ? operations_[index].get() : nullptr;
+  }
   void run_alone(const OperationHandle& operation);
   bool match();
+  bool all_made(const Operation& operation) const;
   void resolve();
-  bool slot_is_free(std::uint64_t ticket) const noexcept;
+  bool slot_is_free(std::uint64_t ticket) noexcept;
+  bool all_arrived(const Operation& operation, std::uint64_t ticket) const noexcept;
+  void announce(const Operation& operation, std::uint64_t ticket) noexcept;
   bool arrive();
   bool reduce();
   bool finish();
@@ -73,6 +80,9 @@ class Collectives {
   // The collectives of this rank's next ticket to arrive at and to reduce.
   std::uint64_t arrive_sequence_ = 0;
   std::uint64_t reduce_sequence_ = 0;
+  // Smallest counts of all ranks, when last read: reading a count that its owner is raising slows both.
+  std::uint64_t least_matched_ = 0;
+  std::uint64_t least_finished_ = 0;
   std::uint64_t end_ = std::numeric_limits<std::uint64_t>::max();  ///< See drain().
   /// Finished, for reuse when the caller has released them: allocation would slow down small collectives.
   std::vector<OperationHandle> spare_;

@@ -20,6 +20,13 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 /// reducing and copying out can overlap.
 inline constexpr std::uint64_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
+/// The head of a staging slot, which its owner writes after the data. So a reader of a small piece needs no other line
+/// of shared memory than the head and the data.
+struct alignas(kCacheLine) SlotHead {
+  std::atomic<std::uint64_t> arrived{0};  ///< The ticket of the data, plus 1.
+  std::atomic<std::uint64_t> call{0};     ///< CollectiveHeader::hash() of the ticket's collective.
+};
+inline constexpr std::size_t kSlotStride = sizeof(SlotHead) + kSlotBytes;
 /// Maximum number of tensors in one coalesced collective.
 inline constexpr std::size_t kMaxCoalesced = 64;
 
@@ -62,6 +69,13 @@ struct CollectiveHeader {
   std::uint32_t tensors;       ///< Number of tensors in a coalesced collective. See RankBlock::tensor_addresses.
   std::uint64_t tensor_sizes;  ///< Hash of their numbers of elements.
   SymmetricAddress address;    ///< The tensor that the others read.
+
+  /// Returns a hash of the fields that ranks compare.
+  std::uint64_t hash() const noexcept {
+    const auto small = static_cast<std::uint64_t>(kind) | std::uint64_t{dtype} << 8 | std::uint64_t{reduce_op} << 16 |
+                       static_cast<std::uint64_t>(root) << 32;
+    return hash_of(sequence, numel, small, tensors, tensor_sizes);
+  }
 };
 
 /// A header in shared memory. Its owner overwrites it without waiting for readers. A reader may get parts of two
@@ -124,6 +138,7 @@ struct alignas(kCacheLine) RankBlock {
   std::int32_t stack_signal{0};           ///< Signal that makes the process print its stack; 0: none.
   std::int32_t staging_fd{-1};
   std::int32_t channels_fd{-1};
+  std::uint32_t has_membarrier{0};  ///< The rank has registered for membarrier(2). See Peers::start_sleep().
   LifePage life;
   std::atomic<GroupOffer> offer{GroupOffer{}};  ///< The last smaller group that this rank has offered.
   std::int32_t previous{-1};                    ///< The rank's number in the group that this one continues; -1: none.
@@ -167,7 +182,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb0000000000009ULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb000000000000aULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 /// Returns the blocks of all ranks. [rank]
 inline RankBlock* rank_blocks(std::byte* control) noexcept {

@@ -132,11 +132,12 @@ std::vector<int> missing_ranks(const Peers& peers, const Awaited& awaited) {
   const std::uint64_t sequence = awaited.oldest->header.sequence;
   const Progress& own = peers.block(peers.rank()).progress;
   if (below(&Progress::posted, sequence + 1)) return missing;
-  if (below(&Progress::matched, sequence + 1)) return missing;
+  if (awaited.oldest->path == Path::kUnknown && below(&Progress::matched, sequence + 1)) return missing;
   const std::uint64_t ticket = own.finished.load();
   if (own.arrived.load() <= ticket && ticket >= kSlots && below(&Progress::finished, ticket - kSlots + 1))
     return missing;
   if (below(&Progress::arrived, ticket + 1)) return missing;
+  if (below(&Progress::matched, sequence + 1)) return missing;
   below(&Progress::reduced, ticket + 1);
   return missing;
 }

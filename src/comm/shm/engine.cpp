@@ -70,7 +70,7 @@ OperationHandle Engine::begin(std::unique_lock<std::mutex>& lock, CollectiveArgs
   throw_if_failed();
   // A rank does not start a collective in which another rank has failed. The others may have completed earlier ones.
   if (peers_.any_failed()) fail_as_published(collectives_.next_sequence());
-  // can_post() reads the peers' counts, so it follows: a read while they finish the previous collective slows them.
+  // can_post() may read the peers' counts, so it follows: a read while they finish the previous collective slows them.
   OperationHandle operation = collectives_.prepare(std::move(args));
   const auto can_post = [&] { return collectives_.can_post(); };
   if (!can_post()) {

@@ -94,6 +94,7 @@ struct Operation : Pending {
   std::vector<std::shared_ptr<SymmetricSegment>> segments;
   std::vector<void*> parts;
   Path path = Path::kUnknown;
+  std::uint64_t call = 0;  ///< Hash of `header`.
   /// Tickets have a reduce step, after which ranks wait for each other: each rank reduces a slice for all ranks, or
   /// reads data of the others.
   bool shared_reduce = false;

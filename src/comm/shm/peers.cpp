@@ -1,6 +1,7 @@
 #include "comm/shm/peers.h"
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -32,7 +33,9 @@ void futex_wake(std::atomic<std::uint32_t>& word) {
 /// The last step of Peers::join(). In the first step, a rank has described its memory.
 constexpr std::uint32_t kJoined = 2;
 
-/// Between publishing a count and checking which peers sleep. The counterpart is start_sleep().
+bool membarrier(int command) { return ::syscall(SYS_membarrier, command, 0, 0) == 0; }
+
+/// Between publishing a count and checking which peers sleep, and between start_sleep() and reading the counts.
 void full_barrier() {
 #if defined(__SANITIZE_THREAD__)
   static std::atomic<int> anything{0};  // ThreadSanitizer does not support fences.
@@ -92,7 +95,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   for (const int pid : pids_) watches_.emplace_back(pid);
   staging_.resize(ranks);
   Mapping& staging = staging_[static_cast<std::size_t>(rank_)];
-  staging = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotBytes);
+  staging = Mapping::create(fmt::format("staging-{}", rank_), kSlots * kSlotStride);
   channels_.resize(ranks);
   Mapping& channels = channels_[static_cast<std::size_t>(rank_)];
   const std::size_t channel_bytes = sizeof(ChannelBlock) * ranks;
@@ -100,6 +103,7 @@ void Peers::join(std::chrono::milliseconds timeout) {
   RankBlock& self = own();
   self.staging_fd = staging.descriptor();
   self.channels_fd = channels.descriptor();
+  self.has_membarrier = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) ? 1 : 0;
   self.life = life_page();
   self.stack_signal = EventRing::of_process().stack_signal();
   cpu_set_t cores;
@@ -112,17 +116,19 @@ void Peers::join(std::chrono::milliseconds timeout) {
   wait_for_joined(1, timeout, deadline);
   cpu_set_t all;
   CPU_ZERO(&all);
+  has_membarrier_ = true;
   for (int r = 0; r < world_size_; ++r) {
     const auto index = static_cast<std::size_t>(r);
     watches_[index] = ProcessWatch(pid(r), block(r).life);
     if (r != rank_) {
-      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotBytes, Mapping::Populate::kEager);
+      staging_[index] = open(r, block(r).staging_fd, kSlots * kSlotStride, Mapping::Populate::kEager);
       channels_[index] = open(r, block(r).channels_fd, channel_bytes, Mapping::Populate::kLazy);
     }
     cpu_set_t theirs;
     CPU_ZERO(&theirs);
     std::memcpy(&theirs, block(r).cores.data(), std::min(sizeof theirs, sizeof self.cores));
     CPU_OR(&all, &all, &theirs);
+    has_membarrier_ = has_membarrier_ && block(r).has_membarrier != 0;
   }
   core_each_ = CPU_COUNT(&all) >= world_size_;
   self.joined.store(kJoined);
@@ -183,13 +189,22 @@ Mapping Peers::open(int rank, int fd, std::size_t bytes, Mapping::Populate popul
 void Peers::notify_sleepers() noexcept {
   if (!published_) return;
   published_ = false;
-  full_barrier();
+  if (has_membarrier_) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  } else {
+    full_barrier();
+  }
   wake_others();
 }
 
 std::uint32_t Peers::start_sleep() const noexcept {
   const std::uint32_t wake_word = own().wake_word.load();
   own().sleeping.fetch_add(1);
+  if (has_membarrier_) {
+    membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED);
+  } else {
+    full_barrier();
+  }
   return wake_word;
 }
 

@@ -1,6 +1,7 @@
 // Tier 0: the standard library only.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -44,7 +45,7 @@ class Peers {
   /// Returns whether there is a core for each rank, so that a rank may spin.
   bool core_each() const noexcept { return core_each_; }
 
-  /// kSlots of kSlotBytes each. [rank] Empty for a group of one rank.
+  /// kSlots of kSlotStride bytes each. [rank] Empty for a group of one rank.
   std::vector<std::byte*> staging_slots() const;
   /// The channels from each rank. [rank] Empty for a group of one rank.
   std::vector<ChannelBlock*> channels() const;
@@ -61,12 +62,19 @@ class Peers {
     }
     return true;
   }
+  /// Returns the smallest count of all ranks.
+  std::uint64_t least(std::atomic<std::uint64_t> Progress::*count) const noexcept {
+    std::uint64_t least = (own().progress.*count).load();
+    for (int r = 0; r < world_size_; ++r) least = std::min(least, (block(r).progress.*count).load());
+    return least;
+  }
   /// Raises a count of this rank.
   void publish(std::atomic<std::uint64_t>& count, std::uint64_t value) noexcept {
     count.store(value, std::memory_order_release);
     published_ = true;
   }
   /// Wakes sleeping peers, once for all the counts published in a turn, because the barrier costs more than the stores.
+  /// No barrier is needed with membarrier(2): a rank that starts to sleep then makes all others execute one.
   void notify_sleepers() noexcept;
 
   // Sleep. A peer publishes a count or ends its group, and then reads `sleeping`. This rank calls start_sleep(), and
@@ -127,7 +135,8 @@ class Peers {
   std::vector<Mapping> channels_;      ///< [rank]
   std::vector<ProcessWatch> watches_;  ///< [rank]
   bool core_each_ = false;
-  bool published_ = false;  ///< Counts were raised, and sleeping peers have not been notified.
+  bool has_membarrier_ = false;  ///< All ranks have registered for membarrier(2).
+  bool published_ = false;       ///< Counts were raised, and sleeping peers have not been notified.
 };
 
 }  // namespace ddpkit::shm

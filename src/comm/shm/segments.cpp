@@ -12,11 +12,9 @@
 namespace ddpkit::shm {
 namespace {
 
-/// A smaller tensor is staged even if it is in symmetric memory, because staging needs one exchange instead of two.
-constexpr std::size_t kStageBelow = 256;
-/// The limit for collectives without a reduction. In place they also need only one exchange, but the additional copy of
-/// a small tensor costs little.
-constexpr std::size_t kStageCopiesBelow = std::size_t{4} << 10;
+/// A smaller tensor is staged even if it is in symmetric memory: staging needs one exchange, a reduction in place two,
+/// and the additional copy of a small tensor costs little.
+constexpr std::size_t kStageBelow = std::size_t{4} << 10;
 
 struct Extent {
   const void* data = nullptr;  ///< Null: none.
@@ -27,8 +25,7 @@ struct Extent {
 Extent given_to_others(const Operation& operation) {
   const CollectiveArgs& args = operation.args;
   const std::size_t piece = operation.bytes();
-  const bool adds = args.kind == CollectiveKind::kAllReduce || args.kind == CollectiveKind::kReduceScatter;
-  if (piece < (adds ? kStageBelow : kStageCopiesBelow)) return {};
+  if (piece < kStageBelow) return {};
   switch (args.kind) {
     case CollectiveKind::kAllReduce:
       return args.input == args.output ? Extent{args.input, piece} : Extent{};

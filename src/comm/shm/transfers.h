@@ -13,12 +13,16 @@ namespace ddpkit::shm {
 /// The staging slots of all ranks.
 struct Staging {
   int rank = 0;                   ///< This rank.
-  std::vector<std::byte*> slots;  ///< kSlots of kSlotBytes each. [rank]
+  std::vector<std::byte*> slots;  ///< kSlots of kSlotStride bytes each. [rank]
   std::vector<void*> parts;       ///< Scratch: addresses of the ranks' parts of a reduction. [rank]
 
   int world_size() const noexcept { return static_cast<int>(slots.size()); }
+  SlotHead& head(int of, std::uint64_t ticket) const noexcept {
+    return *reinterpret_cast<SlotHead*>(slots[static_cast<std::size_t>(of)] + ticket % kSlots * kSlotStride);
+  }
+  /// Returns the data of the slot.
   std::byte* slot(int of, std::uint64_t ticket) const noexcept {
-    return slots[static_cast<std::size_t>(of)] + ticket % kSlots * kSlotBytes;
+    return reinterpret_cast<std::byte*>(&head(of, ticket) + 1);
   }
 };
 

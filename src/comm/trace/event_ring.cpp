@@ -79,7 +79,7 @@ std::optional<Event> EventPage::read(std::uint64_t index) const noexcept {
                     .end_ns = slot.end_ns.load(),
                     .finished = slot.state.load() == 2 * index + 1};
   const std::uint64_t check =
-      event_check(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns);
+      hash_of(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns);
   return slot.check.load() == check ? std::optional(event) : std::nullopt;
 }
 

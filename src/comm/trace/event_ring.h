@@ -210,10 +210,10 @@ class EventRing {
   std::atomic<std::uint32_t> world_group_{0};
 };
 
-/// Returns the hash of an event. The order of the words counts.
+/// Returns a hash of the words. Their order counts.
 template <class... Words>
-std::uint64_t event_check(std::uint64_t index, Words... words) noexcept {
-  std::uint64_t mixed = index + 1;
+std::uint64_t hash_of(std::uint64_t first, Words... words) noexcept {
+  std::uint64_t mixed = first + 1;
   ((mixed = (mixed ^ static_cast<std::uint64_t>(words)) * 0x9e3779b97f4a7c15ULL), ...);
   return mixed;
 }
@@ -228,7 +228,7 @@ inline void EventRing::write(std::uint64_t index, const Event& event) noexcept {
   slot.step.store(event.step, std::memory_order_relaxed);
   slot.begin_ns.store(event.begin_ns, std::memory_order_relaxed);
   slot.end_ns.store(event.end_ns, std::memory_order_relaxed);
-  slot.check.store(event_check(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns),
+  slot.check.store(hash_of(index, what, event.sequence, event.bytes, event.step, event.begin_ns, event.end_ns),
                    std::memory_order_relaxed);
   slot.state.store(2 * index, std::memory_order_relaxed);
 }
