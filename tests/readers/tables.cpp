@@ -92,7 +92,8 @@ std::string write_ts(const Path& folder, std::mt19937& random) {
 
 std::string read_set(const Path& folder) { return text_of(har::read_recordings(folder)); }
 
-/// Writes two assets, one file each. The prices of a bar satisfy Low <= Open, Close <= High.
+/// Writes two assets, one file each. The prices of a bar satisfy Low <= Open, Close <= High, and the first bar's Close
+/// is above its Low, so that the two columns differ.
 std::string write_prices(const Path& folder, std::mt19937& random) {
   std::string expected;
   for (const char* asset : {"AAA", "BBB"}) {
@@ -100,7 +101,7 @@ std::string write_prices(const Path& folder, std::mt19937& random) {
     for (int bars = drawn(random, 3, 12), bar = 0; bar < bars; ++bar) {
       const int low = drawn(random, 10, 90), high = low + drawn(random, 2, 9);
       const std::string row = fmt::format("2024-01-{:02d},{},{},{},{},{}", bar + 1, drawn(random, low, high), high, low,
-                                          drawn(random, low, high), drawn(random, 0, 999));
+                                          drawn(random, bar == 0 ? low + 1 : low, high), drawn(random, 0, 999));
       text += row + ",\"a, b\"\n";
       expected += fmt::format("{} {}\n", asset, row);
     }
