@@ -240,16 +240,21 @@ measure_gpu_collectives() {
 measure_gpu_har() { section "har on GPUs" "${gpu[@]}" har "${peers[@]}" --rounds 2; }
 measure_gpu_trainers() { section "Trainers on GPUs" "${gpu[@]}" trainers; }
 
-# measure PART...: runs the parts. Writes $made/sections (text) and $made/measured.tsv (ratios: name, value, part).
+# measure PART...: runs the parts. Writes $made/sections (text) and $made/measured.tsv (ratios: name, value, part). With
+# $resume, keeps the results of the parts that have ended in this folder.
 measure() {
-  local part
-  : >"$made/sections"
-  : >"$made/measured.tsv"
+  local part results=()
   for part; do
+    results+=("$made/$part")
+    [ -z "${resume:-}" ] || [ ! -e "$made/$part.md" ] || continue
+    : >"$made/sections"
     : >"$made/ratios.tsv"
     "measure_$part"
-    sed "s/\$/\t$part/" "$made/ratios.tsv" >>"$made/measured.tsv"
+    sed "s/\$/\t$part/" "$made/ratios.tsv" >"$made/$part.tsv"
+    mv "$made/sections" "$made/$part.md"
   done
+  cat "${results[@]/%/.md}" >"$made/sections"
+  cat "${results[@]/%/.tsv}" >"$made/measured.tsv"
 }
 
 # Prints the table of the measured ratios, losses first.
@@ -421,15 +426,39 @@ check_ratios() {
   compare_ratios "$before" "$made/measured.tsv" || die "ratios have worsened by over 15 % or are missing (above)"
 }
 
-# bench_report gpus, bench_report all|check [PART...]
+# Makes the folder of a whole report, which outlives a failure; with $resume, continues the unfinished one.
+start_whole_report() {
+  made=$build/report
+  if [ -z "$resume" ]; then
+    rm -rf "$made"
+    mkdir -p "$made"
+    machine >"$made/machine"
+  elif [ ! -e "$made/machine" ]; then
+    die "no report is unfinished: script/bench all starts one"
+  elif [ "$(cat "$made/machine")" != "$(machine)" ]; then
+    die "the unfinished report is of another machine, $(cat "$made/machine"): script/bench all starts one of this, $(machine)"
+  fi
+  log "If it ends early: script/bench all --resume keeps the parts that have ended"
+}
+
+# bench_report gpus, bench_report check [PART...], bench_report all [--resume | PART...]
 bench_report() {
-  local what=$1 part
+  local what=$1 part resume=
   shift
+  if [ "$what ${1:-}" = "all --resume" ]; then
+    shift
+    [ $# -eq 0 ] || wrong_use "--resume takes no parts"
+    resume=yes
+  fi
   for part; do
     printf '%s\n' "${parts[@]}" | grep -Fxq -e "$part" || wrong_use "there is no part '$part'. There are: $(printf '%s, ' "${parts[@]}" | sed 's/, $//')"
   done
-  made=$(mktemp -d)
-  trap 'rm -rf "$made"' EXIT
+  if [ "$what" = all ] && [ $# -eq 0 ]; then
+    start_whole_report
+  else
+    made=$(mktemp -d)
+    trap 'rm -rf "$made"' EXIT
+  fi
   [ "$what" = gpus ] || "$root/script/bootstrap" --peers
   case $what in
     gpus)
@@ -442,6 +471,7 @@ bench_report() {
       if [ $# -eq 0 ]; then
         measure "${parts[@]}"
         write_report
+        rm -r "$made"
       else
         measure "$@"
         write_report_of_parts
