@@ -31,16 +31,31 @@ TEST_CASE("the pieces of a slot lie in it, apart") {
   for (const CollectiveKind kind : {CollectiveKind::kAllReduce, CollectiveKind::kScatter,
                                     CollectiveKind::kReduceScatter, CollectiveKind::kAllToAll}) {
     for (int ranks = 1; ranks <= 910; ++ranks) {
-      const SlotLayout layout = slot_layout(kind, ranks);
+      const SlotLayout layout = slot_layout(kind, ranks, kSlotBytes);
       INFO(ddpkit::shm::name_of(kind) << " on " << ranks << " ranks");
       REQUIRE(layout.piece_bytes > 0);
       REQUIRE(layout.piece_bytes % kCacheLine == 0);
       REQUIRE(layout.pieces == (kind == CollectiveKind::kAllReduce ? 1U : static_cast<std::size_t>(ranks)));
-      REQUIRE(layout.table_bytes + layout.pieces * layout.piece_bytes <= kSlotBytes);
+      REQUIRE(layout.begin + layout.pieces * layout.piece_bytes <= kSlotStride);
       if (kind == CollectiveKind::kAllToAll)
-        REQUIRE(layout.table_bytes >= static_cast<std::size_t>(ranks) * sizeof(std::uint64_t));
+        REQUIRE(layout.begin >= sizeof(SlotHead) + static_cast<std::size_t>(ranks) * sizeof(std::uint64_t));
     }
   }
+}
+
+TEST_CASE("pieces that fit into the head of a slot lie in it") {
+  for (const int ranks : {1, 2, 3, 12, 13}) {
+    for (const std::size_t piece : {4, 8, 16, 48, 52}) {
+      INFO(piece << " bytes for each of " << ranks << " ranks");
+      const SlotLayout layout = slot_layout(CollectiveKind::kReduceScatter, ranks, piece);
+      const std::size_t end = layout.begin + layout.pieces * layout.piece_bytes;
+      CHECK(layout.begin >= 2 * sizeof(std::uint64_t));
+      CHECK(layout.piece_bytes >= piece);
+      CHECK((end <= sizeof(SlotHead)) == (piece * static_cast<std::size_t>(ranks) <= sizeof(SlotHead::data)));
+      CHECK((end <= sizeof(SlotHead) || layout.begin >= sizeof(SlotHead)));
+    }
+  }
+  CHECK(slot_layout(CollectiveKind::kAllToAll, 2, 4).begin >= sizeof(SlotHead) + 2 * sizeof(std::uint64_t));
 }
 
 TEST_CASE("a collective that has no room for each rank's piece is refused") {

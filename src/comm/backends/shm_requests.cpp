@@ -19,20 +19,12 @@ using shm::Message;
 
 namespace {
 
-/// Returns the addresses of the parts. Creating tensors would take longer than a small collective.
-template <class Pointer>
-std::vector<Pointer> parts_of(const at::Tensor& stacked, int ranks) {
-  const std::size_t bytes = stacked.nbytes() / static_cast<std::size_t>(ranks);
-  std::vector<Pointer> parts(static_cast<std::size_t>(ranks));
-  for (std::size_t r = 0; r < parts.size(); ++r) parts[r] = static_cast<std::byte*>(stacked.data_ptr()) + r * bytes;
-  return parts;
-}
-
 /// A part may be within the stacked tensor only at this rank's position, which the call does not change. At another
 /// position, the call would overwrite data before reading them.
-void check_place(const void* part, std::size_t bytes, const at::Tensor& stacked, const void* own, const char* message) {
+void check_place(const void* part, std::size_t bytes, const at::Tensor& stacked, int rank, const char* message) {
   const auto* first = static_cast<const std::byte*>(part);
   const auto* begin = static_cast<const std::byte*>(stacked.data_ptr());
+  const auto* own = begin + static_cast<std::size_t>(rank) * bytes;
   if (first != own && first < begin + stacked.nbytes() && begin < first + bytes) throw InvalidArgument(message);
 }
 
@@ -156,14 +148,13 @@ CollectiveArgs ShmRequests::all_gather(const at::Tensor& output, const at::Tenso
 }
 
 CollectiveArgs ShmRequests::dense_all_gather(const at::Tensor& output, const at::Tensor& input) const {
-  auto outputs = parts_of<void*>(output, size_);
-  check_place(input.data_ptr(), input.nbytes(), output, outputs[static_cast<std::size_t>(rank_)],
+  check_place(input.data_ptr(), input.nbytes(), output, rank_,
               "all_gather: the input may lie within the output only where this rank's part goes");
   return {.kind = CollectiveKind::kAllGather,
           .dtype = data_type(input),
           .input = input.data_ptr(),
-          .numel = element_count(input),
-          .outputs = std::move(outputs)};
+          .output = output.data_ptr(),
+          .numel = element_count(input)};
 }
 
 CollectiveArgs ShmRequests::gather(const std::vector<Tensors>& outputs, const at::Tensor& input,
@@ -230,15 +221,14 @@ CollectiveArgs ShmRequests::reduce_scatter(const at::Tensor& output, const at::T
 
 CollectiveArgs ShmRequests::dense_reduce_scatter(const at::Tensor& output, void* dense_output, const at::Tensor& input,
                                                  const c10d::ReduceOp& op) const {
-  auto inputs = parts_of<const void*>(input, size_);
-  check_place(dense_output, output.nbytes(), input, inputs[static_cast<std::size_t>(rank_)],
+  check_place(dense_output, output.nbytes(), input, rank_,
               "reduce_scatter: the output may lie within the input only where this rank's part is");
   return {.kind = CollectiveKind::kReduceScatter,
           .dtype = data_type(output),
           .op = reduction(op, output, "reduce_scatter"),
+          .input = input.data_ptr(),
           .output = dense_output,
-          .numel = element_count(output),
-          .inputs = std::move(inputs)};
+          .numel = element_count(output)};
 }
 
 CollectiveArgs ShmRequests::all_to_all(const Tensors& outputs, const Tensors& inputs) const {

@@ -161,7 +161,8 @@ void Collectives::resolve() {
     const CollectiveKind kind = operation->args.kind;
     const bool symmetric = operation->path == Path::kSymmetric;
     const std::size_t piece = operation->largest_piece * operation->element_size();
-    const std::size_t step = slot_layout(kind, peers_.world_size()).piece_bytes;
+    operation->layout = slot_layout(kind, peers_.world_size(), piece);
+    const std::size_t step = operation->layout.piece_bytes;
     operation->tickets = symmetric || piece == 0 ? 1 : (piece + step - 1) / step;
     const bool reduces = kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce;
     operation->shared_reduce = symmetric || (reduces && peers_.world_size() > 2 && piece >= kShareFrom);

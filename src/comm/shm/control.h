@@ -21,11 +21,13 @@ inline constexpr std::uint64_t kMaxOutstanding = 64;
 inline constexpr std::uint64_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{64} << 10;
 /// The head of a staging slot, which its owner writes after the data. So a reader of a small piece needs no other line
-/// of shared memory than the head and the data.
+/// of shared memory than the head and the data, and of the smallest only the head.
 struct alignas(kCacheLine) SlotHead {
   std::atomic<std::uint64_t> arrived{0};  ///< The ticket of the data, plus 1.
   std::atomic<std::uint64_t> call{0};     ///< CollectiveHeader::hash() of the ticket's collective.
+  std::array<std::byte, kCacheLine - 2 * sizeof(std::uint64_t)> data{};  ///< The pieces, if they fit.
 };
+static_assert(sizeof(SlotHead) == kCacheLine);
 inline constexpr std::size_t kSlotStride = sizeof(SlotHead) + kSlotBytes;
 /// Maximum number of tensors in one coalesced collective.
 inline constexpr std::size_t kMaxCoalesced = 64;
@@ -182,7 +184,7 @@ struct alignas(kCacheLine) ControlHead {
 };
 
 inline constexpr std::uint64_t kLayout =
-    0xddb000000000000aULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
+    0xddb000000000000bULL ^ (sizeof(RankBlock) << 20) ^ (kSlots << 12) ^ (kSlotBytes << 24);
 
 /// Returns the blocks of all ranks. [rank]
 inline RankBlock* rank_blocks(std::byte* control) noexcept {

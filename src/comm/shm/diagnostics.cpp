@@ -72,9 +72,9 @@ const char* name_of(CollectiveKind kind) {
 }
 
 void check_pieces(CollectiveKind kind, int world_size) {
-  if (slot_layout(kind, world_size).piece_bytes != 0) return;
+  if (slot_layout(kind, world_size, 1).piece_bytes != 0) return;
   int most = kRanksOfAllCollectives;
-  while (slot_layout(kind, most + 1).piece_bytes != 0) ++most;
+  while (slot_layout(kind, most + 1, 1).piece_bytes != 0) ++most;
   throw InvalidArgument(fmt::format("{}: the shm backend serves at most {} ranks, not {}; use the gloo backend",
                                     name_of(kind), most, world_size));
 }

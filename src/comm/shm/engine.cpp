@@ -100,9 +100,10 @@ void Engine::run(CollectiveArgs args) {
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate, Mapping pages) {
   const auto gather = [&](const SegmentOffer& offer) {
     std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
-    CollectiveArgs args{.kind = CollectiveKind::kAllGather, .input = &offer, .numel = sizeof(SegmentOffer)};
-    for (SegmentOffer& theirs : offers) args.outputs.push_back(&theirs);
-    wait(post(std::move(args)));
+    wait(post({.kind = CollectiveKind::kAllGather,
+               .input = &offer,
+               .output = offers.data(),
+               .numel = sizeof(SegmentOffer)}));
     return offers;
   };
   const auto fail_as = [this](FailureKind kind, const Error& error) {

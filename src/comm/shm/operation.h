@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -67,8 +68,8 @@ struct CollectiveArgs {
   DataType dtype = DataType::kUInt8;
   Reduction op = Reduction::kSum;               ///< All-reduce, reduce, reduce-scatter.
   int root = 0;                                 ///< Reduce, broadcast, gather, scatter.
-  const void* input = nullptr;                  ///< This rank's input, if it is one piece.
-  void* output = nullptr;                       ///< This rank's output, if it is one piece. May be the input.
+  const void* input = nullptr;                  ///< This rank's input: one piece, or without `inputs` all pieces.
+  void* output = nullptr;                       ///< Like `input`. May be the input.
   std::size_t numel = 0;                        ///< Of a piece; all-to-all: of the largest piece sent.
   std::vector<const void*> inputs = {};         ///< Scatter (root), reduce-scatter, all-to-all: for each rank. [rank]
   std::vector<void*> outputs = {};              ///< All-gather, gather (root), all-to-all: from each rank. [rank]
@@ -80,11 +81,44 @@ struct CollectiveArgs {
   bool recorded = true;                         ///< In the ring of events.
   std::shared_ptr<void> keep_alive = {};        ///< Owns the memory.
   std::function<void()> on_finish = {};         ///< Called once after success, before it counts as finished.
+
+  /// Returns the piece for a rank.
+  const void* input_for(std::size_t rank) const {
+    return inputs.empty() ? static_cast<const std::byte*>(input) + rank * numel * size_of(dtype) : inputs[rank];
+  }
+  /// Returns the place of the piece from a rank.
+  void* output_from(std::size_t rank) const {
+    return outputs.empty() ? static_cast<std::byte*>(output) + rank * numel * size_of(dtype) : outputs[rank];
+  }
 };
 
 /// How a collective's data is transferred. For private memory it is known immediately. For symmetric memory it is known
 /// when the headers of all ranks are available, because one rank with private memory makes all ranks stage.
 enum class Path : std::uint8_t { kUnknown, kSymmetric, kStaged };
+
+/// How a staging slot is divided into the pieces of a collective.
+struct SlotLayout {
+  /// From the start of the head. All-to-all: the table of the numbers of elements is before it.
+  std::size_t begin = sizeof(SlotHead);
+  std::size_t pieces = 1;       ///< One per rank if the ranks receive different data.
+  std::size_t piece_bytes = 0;  ///< Per chunk; a multiple of a cache line, except in the head.
+};
+
+/// `piece`: size of the largest piece, in bytes.
+constexpr SlotLayout slot_layout(CollectiveKind kind, int world_size, std::size_t piece) {
+  const auto ranks = static_cast<std::size_t>(world_size);
+  const bool each_its_own =
+      kind == CollectiveKind::kScatter || kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
+  SlotLayout layout;
+  layout.pieces = each_its_own ? ranks : 1;
+  if (kind == CollectiveKind::kAllToAll) {
+    layout.begin += (ranks * sizeof(std::uint64_t) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  } else if (piece != 0 && piece <= sizeof(SlotHead::data) / layout.pieces) {
+    return {.begin = offsetof(SlotHead, data), .pieces = layout.pieces, .piece_bytes = piece};
+  }
+  layout.piece_bytes = (kSlotStride - layout.begin) / layout.pieces / kCacheLine * kCacheLine;
+  return layout;
+}
 
 /// A collective in progress.
 struct Operation : Pending {
@@ -95,6 +129,7 @@ struct Operation : Pending {
   std::vector<void*> parts;
   Path path = Path::kUnknown;
   std::uint64_t call = 0;  ///< Hash of `header`.
+  SlotLayout layout;       ///< If it is staged.
   /// Tickets have a reduce step, after which ranks wait for each other: each rank reduces a slice for all ranks, or
   /// reads data of the others.
   bool shared_reduce = false;
@@ -124,28 +159,9 @@ inline Span slice_of(std::size_t whole, std::size_t element_size, int rank, int 
   return {begin, std::min(whole - begin, share)};
 }
 
-/// How a staging slot is divided into the pieces of a collective.
-struct SlotLayout {
-  std::size_t table_bytes = 0;  ///< All-to-all: size of the table of the numbers of elements, which comes first.
-  std::size_t pieces = 1;       ///< One per rank if the ranks receive different data.
-  std::size_t piece_bytes = 0;  ///< Per chunk; a multiple of a cache line.
-};
-
-constexpr SlotLayout slot_layout(CollectiveKind kind, int world_size) {
-  const auto ranks = static_cast<std::size_t>(world_size);
-  const bool each_its_own =
-      kind == CollectiveKind::kScatter || kind == CollectiveKind::kReduceScatter || kind == CollectiveKind::kAllToAll;
-  SlotLayout layout;
-  if (kind == CollectiveKind::kAllToAll)
-    layout.table_bytes = (ranks * sizeof(std::uint64_t) + kCacheLine - 1) / kCacheLine * kCacheLine;
-  layout.pieces = each_its_own ? ranks : 1;
-  layout.piece_bytes = (kSlotBytes - layout.table_bytes) / layout.pieces / kCacheLine * kCacheLine;
-  return layout;
-}
-
 /// The maximum number of ranks with which all collectives work.
 inline constexpr int kRanksOfAllCollectives = 910;
-static_assert(slot_layout(CollectiveKind::kAllToAll, kRanksOfAllCollectives).piece_bytes != 0);
+static_assert(slot_layout(CollectiveKind::kAllToAll, kRanksOfAllCollectives, 1).piece_bytes != 0);
 
 /// Returns the elements of chunk `chunk` of a piece of `numel` elements; none after its end.
 inline Span chunk_of(std::size_t numel, std::size_t step, std::uint64_t chunk) {

@@ -22,7 +22,7 @@ struct Extent {
 };
 
 /// Returns the dense tensor that the other ranks read in place if it is in symmetric memory.
-Extent given_to_others(const Operation& operation) {
+Extent given_to_others(const Operation& operation, int ranks) {
   const CollectiveArgs& args = operation.args;
   const std::size_t piece = operation.bytes();
   if (piece < kStageBelow) return {};
@@ -37,7 +37,7 @@ Extent given_to_others(const Operation& operation) {
       for (std::size_t r = 0; r < args.inputs.size(); ++r) {
         if (args.inputs[r] != static_cast<const std::byte*>(args.inputs[0]) + r * piece) return {};
       }
-      return {args.inputs[0], piece * args.inputs.size()};
+      return {args.input_for(0), piece * static_cast<std::size_t>(ranks)};
     default:
       return {};
   }
@@ -146,7 +146,7 @@ void Segments::locate(Operation& operation) const {
     }
     return;
   }
-  if (const Extent given = given_to_others(operation); given.data) {
+  if (const Extent given = given_to_others(operation, peers_.world_size()); given.data) {
     auto located = locate(given.data, given.bytes);
     operation.header.address = located.address;
     if (located.segment) {
@@ -169,8 +169,8 @@ void Segments::agree(Operation& operation) const {
   operation.path = Path::kSymmetric;
   operation.parts.resize(pieces * ranks);
   for (std::size_t p = 0; p < pieces; ++p) {
-    const std::size_t bytes =
-        coalesced ? args.tensors[p].numel * operation.element_size() : given_to_others(operation).bytes;
+    const std::size_t bytes = coalesced ? args.tensors[p].numel * operation.element_size()
+                                        : given_to_others(operation, peers_.world_size()).bytes;
     for (std::size_t r = 0; r < ranks; ++r) {
       const RankBlock& theirs = peers_.block(static_cast<int>(r));
       const SymmetricAddress address =

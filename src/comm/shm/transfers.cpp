@@ -92,7 +92,8 @@ void move_in_place(Staging& staging, const Operation& operation) {
       // Each rank starts with its own part, so that not all ranks read from the same rank.
       for (std::size_t i = 0; i < ranks; ++i) {
         const std::size_t r = (self + i) % ranks;
-        if (args.outputs[r] != operation.parts[r]) std::memcpy(args.outputs[r], operation.parts[r], operation.bytes());
+        void* const output = args.output_from(r);
+        if (output != operation.parts[r]) std::memcpy(output, operation.parts[r], operation.bytes());
       }
       break;
     case CollectiveKind::kReduceScatter:
@@ -113,15 +114,14 @@ void move_in_place(Staging& staging, const Operation& operation) {
 void copy_in(const Staging& staging, const Operation& operation, std::uint64_t ticket) {
   const CollectiveArgs& args = operation.args;
   const std::size_t size = operation.element_size();
-  const SlotLayout layout = slot_layout(args.kind, staging.world_size());
+  const SlotLayout& layout = operation.layout;
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
-  std::byte* const own = staging.slot(staging.rank, ticket);
   const auto self = static_cast<std::size_t>(staging.rank);  // This rank's piece for itself needs no slot.
   const auto copy_piece = [&](std::size_t piece, const void* input, std::size_t numel) {
     const Span span = chunk_of(numel, step, chunk);
     if (span.count == 0) return;
-    std::memcpy(own + layout.table_bytes + piece * layout.piece_bytes,
+    std::memcpy(staging.piece(staging.rank, ticket, layout, piece),
                 static_cast<const std::byte*>(input) + span.begin * size, span.count * size);
   };
   switch (args.kind) {
@@ -137,13 +137,13 @@ void copy_in(const Staging& staging, const Operation& operation, std::uint64_t t
       [[fallthrough]];
     case CollectiveKind::kReduceScatter:
       for (std::size_t r = 0; r < layout.pieces; ++r) {
-        if (r != self) copy_piece(r, args.inputs[r], args.numel);
+        if (r != self) copy_piece(r, args.input_for(r), args.numel);
       }
       break;
     case CollectiveKind::kAllToAll:
       for (std::size_t r = 0; r < layout.pieces; ++r) {
         const std::uint64_t count = args.send_numel[r];
-        std::memcpy(own + r * sizeof count, &count, sizeof count);
+        std::memcpy(staging.slot(staging.rank, ticket) + r * sizeof count, &count, sizeof count);
         if (r != self) copy_piece(r, args.inputs[r], args.send_numel[r]);
       }
       break;
@@ -188,14 +188,14 @@ void copy_out(Staging& staging, const Operation& operation, std::uint64_t ticket
   const CollectiveArgs& args = operation.args;
   if (operation.path == Path::kSymmetric) return;
   const std::size_t size = operation.element_size();
-  const SlotLayout layout = slot_layout(args.kind, staging.world_size());
+  const SlotLayout& layout = operation.layout;
   const std::size_t step = layout.piece_bytes / size;
   const std::uint64_t chunk = ticket - operation.first_ticket;
   const auto own = static_cast<std::size_t>(staging.rank);
   // Returns piece `piece` of rank `rank`: `input` for this rank, otherwise in the rank's slot.
   const auto given = [&](int rank, std::size_t piece, const void* input) {
     return rank == staging.rank ? static_cast<const std::byte*>(input) + chunk * step * size
-                                : staging.slot(rank, ticket) + layout.table_bytes + piece * layout.piece_bytes;
+                                : staging.piece(rank, ticket, layout, piece);
   };
   const auto copy_piece = [&](void* output, std::size_t numel, const std::byte* from) {
     const Span span = chunk_of(numel, step, chunk);
@@ -230,10 +230,10 @@ void copy_out(Staging& staging, const Operation& operation, std::uint64_t ticket
       break;
     case CollectiveKind::kScatter:
       copy_piece(args.output, args.numel,
-                 given(args.root, own, args.root == staging.rank ? args.inputs[own] : nullptr));
+                 given(args.root, own, args.root == staging.rank ? args.input_for(own) : nullptr));
       break;
     case CollectiveKind::kReduceScatter:
-      reduce_piece(own, args.inputs[own]);
+      reduce_piece(own, args.input_for(own));
       break;
     case CollectiveKind::kAllToAll:
       for (int r = 0; r < staging.world_size(); ++r) {
@@ -246,7 +246,7 @@ void copy_out(Staging& staging, const Operation& operation, std::uint64_t ticket
       [[fallthrough]];
     case CollectiveKind::kAllGather:
       for (int r = 0; r < staging.world_size(); ++r)
-        copy_piece(args.outputs[static_cast<std::size_t>(r)], args.numel, given(r, 0, args.input));
+        copy_piece(args.output_from(static_cast<std::size_t>(r)), args.numel, given(r, 0, args.input));
       break;
     case CollectiveKind::kReduce:
     case CollectiveKind::kAllReduce: {

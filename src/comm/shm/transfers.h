@@ -20,9 +20,12 @@ struct Staging {
   SlotHead& head(int of, std::uint64_t ticket) const noexcept {
     return *reinterpret_cast<SlotHead*>(slots[static_cast<std::size_t>(of)] + ticket % kSlots * kSlotStride);
   }
-  /// Returns the data of the slot.
+  /// Returns the data after the head.
   std::byte* slot(int of, std::uint64_t ticket) const noexcept {
     return reinterpret_cast<std::byte*>(&head(of, ticket) + 1);
+  }
+  std::byte* piece(int of, std::uint64_t ticket, const SlotLayout& layout, std::size_t number) const noexcept {
+    return reinterpret_cast<std::byte*>(&head(of, ticket)) + layout.begin + number * layout.piece_bytes;
   }
 };
 
