@@ -39,7 +39,7 @@ picture() {
 }
 
 # note_collectives CSV, note_steps CSV: compute the ratios from the rows of `ddpkit bench collectives` and `ddpkit bench
-# step`. All-reduce has four ratios to each peer, each other collective two. They are geometric means over the sizes: a
+# step`. All-reduce has four ratios to gloo and four to the best peer, each other collective two. They are geometric means over the sizes: a
 # peer's result at a single size varies between runs by more than the changes to detect. The best peer differs between
 # sizes.
 note_collectives() {
@@ -62,7 +62,7 @@ note_collectives() {
           other = us[row[1], row[3], row[4], peers[p], "private"]
           if (other == 0) continue
           if (best == 0 || other < best) best = other
-          if (p <= 2) note(what, peers[p], row[6] / other)
+          if (p == 1) note(what, "gloo", row[6] / other)
         }
         if (best > 0) note(what, "the best peer", row[6] / best)
       }
@@ -94,7 +94,8 @@ note_steps() {
     NR == 1 { for (i = 1; i <= NF; ++i) column[$i] = i; next }
     {
       key = $column["model"] ", " $column["optimizer"]
-      if ($column["system"] ~ /^python-ddp/) python[key] = $column["us"]
+      if ($column["system"] ~ /^python-ddp-(gloo|nccl)/) python[key] = $column["us"]
+      if ($column["system"] == "python-ddp-shm") python_shm[key] = $column["us"]
       if ($column["system"] ~ /^python-ddp-nccl/ && $column["ranks"] == 1) python_at_1[key] = $column["us"]
       if ($column["system"] == "python-alone") python_alone[key] = $column["us"]
       if ($column["system"] ~ /^(ddpkit|alone)-(shm|nccl|fused|graphed)/) {
@@ -109,6 +110,8 @@ note_steps() {
         printf "step of %s over a step alone\t%.4f\n", name[i], ratio[i]
         if (python[of[i]] > 0) printf "step of %s over Python DDP\t%.4f\n", name[i], us[i] / python[of[i]]
       }
+      for (key in python_shm)
+        if (python[key] > 0) printf "step of %s: Python DDP over shm, over gloo\t%.4f\n", key, python_shm[key] / python[key]
       # At world size 1, a wrapper should cost nothing.
       for (key in python_at_1)
         if (python_alone[key] > 0) printf "step of %s: Python DDP over Python alone\t%.4f\n", key, python_at_1[key] / python_alone[key]
@@ -125,8 +128,8 @@ note_fsdp() {
       us[model, $column["system"]] = $column["us"]
       peak[model, $column["system"]] = $column["peak_bytes"]
     }
-    function note(model, what, of, system, other) {
-      if (of[model, other] > 0) printf "%s of %s, adamw: %s over %s\t%.4f\n", what, model, system, other, of[model, system] / of[model, other]
+    function note(model, what, of, ours, other) {
+      if (of[model, other] > 0) printf "%s of %s, adamw: %s over %s\t%.4f\n", what, model, ours, other, of[model, ours] / of[model, other]
     }
     END {
       for (i = 1; i <= count; ++i) {
@@ -377,15 +380,15 @@ write_report_of_parts() {
 }
 
 # compare_ratios BEFORE AFTER: prints a table. Returns 1 if a ratio is missing or over 15 % worse. Skips parts that this
-# host cannot measure and missing peers. With a third argument, prints only the parts with such a ratio.
+# host cannot measure. With a third argument, prints only the parts with such a ratio.
 compare_ratios() {
-  awk -F '\t' -v only_parts="${3:-}" -v other_library=' over (openmpi|the best peer)$' '
+  awk -F '\t' -v only_parts="${3:-}" '
     NR == FNR { before[$1] = $2; part[$1] = $3; order[++count] = $1; next }
-    { after[$1] = $2; measured[$3] = 1; if ($1 ~ other_library) has_library = 1 }
+    { after[$1] = $2; measured[$3] = 1 }
     END {
       for (i = 1; i <= count; ++i) {
         name = order[i]
-        if (!(part[name] in measured) || (name ~ other_library && !has_library)) { verdict = "skipped"; change = 0 }
+        if (!(part[name] in measured)) { verdict = "skipped"; change = 0 }
         else if (!(name in after)) { verdict = "MISSING"; change = 1 }
         else {
           change = after[name] / before[name] - 1
