@@ -39,9 +39,9 @@ picture() {
 }
 
 # note_collectives CSV, note_steps CSV: compute the ratios from the rows of `ddpkit bench collectives` and `ddpkit bench
-# step`. All-reduce has four ratios to gloo and four to the best peer, each other collective two. They are geometric means over the sizes: a
-# peer's result at a single size varies between runs by more than the changes to detect. The best peer differs between
-# sizes.
+# step`. All-reduce has four ratios to gloo and four to the best peer, each other collective two. They are geometric
+# means over the sizes: a peer's result at a single size varies between runs by more than the changes to detect. The best
+# peer differs between sizes.
 note_collectives() {
   awk -F, '
     function note(key, other, ratio) {
@@ -62,7 +62,7 @@ note_collectives() {
           other = us[row[1], row[3], row[4], peers[p], "private"]
           if (other == 0) continue
           if (best == 0 || other < best) best = other
-          if (p == 1) note(what, "gloo", row[6] / other)
+          if (peers[p] == "gloo") note(what, "gloo", row[6] / other)
         }
         if (best > 0) note(what, "the best peer", row[6] / best)
       }

@@ -64,10 +64,8 @@ void all_reduce_sparse(shm::Engine& engine, const at::Tensor& tensor, const c10d
   const at::Tensor own = tensor.detach().coalesce();
   std::vector<SparseHeader> headers(static_cast<std::size_t>(engine.world_size()), SparseHeader(own));
   const SparseHeader header = headers[0];
-  engine.run({.kind = shm::CollectiveKind::kAllGather,
-              .input = &header,
-              .output = headers.data(),
-              .numel = sizeof header});
+  engine.run(
+      {.kind = shm::CollectiveKind::kAllGather, .input = &header, .output = headers.data(), .numel = sizeof header});
   std::int64_t most = 0;
   for (std::size_t r = 0; r < headers.size(); ++r) {
     if (!headers[r].has_shape_of(headers[0]))

@@ -97,8 +97,8 @@ void Collectives::post(const OperationHandle& operation) {
 
 void Collectives::run_alone(const OperationHandle& operation) {
   CollectiveArgs& args = operation->args;
-  const void* input = args.inputs.empty() ? args.input : args.inputs[0];
-  void* output = args.outputs.empty() ? args.output : args.outputs[0];
+  const void* input = args.input_for(0);
+  void* output = args.output_from(0);
   if (args.tensors.empty() && output && output != input) std::memcpy(output, input, operation->bytes());
   for (const CoalescedTensor& tensor : args.tensors) {
     const std::size_t size = operation->element_size();

@@ -100,10 +100,8 @@ void Engine::run(CollectiveArgs args) {
 std::shared_ptr<SymmetricSegment> Engine::allocate(std::size_t bytes, Mapping::Populate populate, Mapping pages) {
   const auto gather = [&](const SegmentOffer& offer) {
     std::vector<SegmentOffer> offers(static_cast<std::size_t>(world_size()));
-    wait(post({.kind = CollectiveKind::kAllGather,
-               .input = &offer,
-               .output = offers.data(),
-               .numel = sizeof(SegmentOffer)}));
+    wait(post(
+        {.kind = CollectiveKind::kAllGather, .input = &offer, .output = offers.data(), .numel = sizeof(SegmentOffer)}));
     return offers;
   };
   const auto fail_as = [this](FailureKind kind, const Error& error) {

@@ -24,6 +24,7 @@ struct Staging {
   std::byte* slot(int of, std::uint64_t ticket) const noexcept {
     return reinterpret_cast<std::byte*>(&head(of, ticket) + 1);
   }
+  /// Returns the piece with this number.
   std::byte* piece(int of, std::uint64_t ticket, const SlotLayout& layout, std::size_t number) const noexcept {
     return reinterpret_cast<std::byte*>(&head(of, ticket)) + layout.begin + number * layout.piece_bytes;
   }
